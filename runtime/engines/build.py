@@ -20,6 +20,7 @@ from runtime.core.facts import Fact
 from runtime.engines import child, manifest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Outcome, Report, run_child
+from runtime.engines.key_parts import tokens_of
 from runtime.engines.store import EngineStore, child_lock
 from runtime.machine.probe import free_disk_bytes, gpu_index, probe
 from runtime.models import registry
@@ -130,7 +131,14 @@ def _build(job: BuildJob, report: Report) -> None:
     request, key = job.request, job.request.key
     builder = BUILDERS[key.builder]
     report(Fact("engine.loading_weights", {"component": request.component}), None)
-    program = load_program(request.spec, request.component, key.program, device=request.device, dtype=key.precision)
+    program = load_program(
+        request.spec,
+        request.component,
+        key.program,
+        device=request.device,
+        dtype=key.precision,
+        tokens=tokens_of(key),
+    )
     started = time.monotonic()
     builder.build(program, key, job.engine, report)
     seconds = time.monotonic() - started
@@ -166,7 +174,9 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
     request, key = job.request, record.key
 
     def load(dtype: str) -> Program:
-        return load_program(request.spec, request.component, key.program, device=request.device, dtype=dtype)
+        return load_program(
+            request.spec, request.component, key.program, device=request.device, dtype=dtype, tokens=tokens_of(key)
+        )
 
     def weights() -> Mapping[str, Any]:
         state: Mapping[str, Any] = load(key.precision).module.state_dict()

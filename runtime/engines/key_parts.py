@@ -29,6 +29,9 @@ NOT_EXPORTED = 1
 _NOT_DOWNLOADED = "not here"
 # The program that decodes a whole clip in one call.
 CLIP_PROGRAM = "vae_clip"
+# The entry of `EngineKey.options` for the most tokens in one call of a block engine, and its default.
+TOKENS_OPTION = "tokens"
+BLOCK_TOKENS = 8192
 # Entries of config.json that do not affect the architecture.
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _DIGESTS_FILE = "weights.json"
@@ -48,9 +51,9 @@ def export_revision(family: str) -> str:
     assert package.origin is not None
     folder = Path(package.origin).parent
     # A small family may define its programs in components.py.
-    own = next(path for path in (folder / "programs.py", folder / "components.py") if path.is_file())
+    own = sorted(folder.glob("*programs.py")) or [folder / "components.py"]
     digest = hashlib.sha256()
-    for path in (own, Path(__file__).with_name("programs.py")):
+    for path in (*own, Path(__file__).with_name("programs.py")):
         digest.update(_code(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:_REVISION_LENGTH]
 
@@ -96,6 +99,11 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, cache_dir: Pat
         added = "\n".join(use.identity for use in spec.loras_of(component))
         weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()
     return architecture, weights
+
+
+def tokens_of(key: EngineKey) -> int:
+    """Return the most tokens in one call of a block engine."""
+    return int(dict(key.options).get(TOKENS_OPTION, BLOCK_TOKENS))
 
 
 def imported_key(

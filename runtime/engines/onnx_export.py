@@ -24,10 +24,10 @@ from runtime.planner.engine_index import ShapeProfile
 OPSET = 18
 # A protobuf message is limited to 2 GiB, of which the graph needs a part.
 _MAX_INLINE_BYTES = 1_900_000_000
-# Names are unique within a graph: the caches among the outputs need other names than those among the inputs.
+# Names are unique within a graph: caches, and the stream `x` of block programs, need other names among the outputs.
 _NEW = "new_"
 _MOST_CACHES = 100
-TENSOR_NAMES = {f"{_NEW}{CACHE}{index}": f"{CACHE}{index}" for index in range(_MOST_CACHES)}
+TENSOR_NAMES = {f"{_NEW}{name}": name for name in ("x", *(f"{CACHE}{index}" for index in range(_MOST_CACHES)))}
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,19 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
             dynamo=True,
             opset_version=OPSET,
             input_names=[tensor.name for tensor in signature.inputs],
-            output_names=[_NEW + name if name.startswith(CACHE) else name for name in program.output_names],
+            output_names=[
+                f"{_NEW}{name}" if f"{_NEW}{name}" in TENSOR_NAMES else name for name in program.output_names
+            ],
             external_data=large,
             verbose=False,
         )
     assert exported is not None
     exported.model.metadata_props[METADATA_KEY] = signature.to_text()
     exported.save(path, external_data=large)
+
+
+def _output_name(name: str) -> str:
+    return f"{_NEW}{name}" if f"{_NEW}{name}" in TENSOR_NAMES else name
 
 
 def check_structure(path: Path) -> None:

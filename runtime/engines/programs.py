@@ -9,6 +9,9 @@ batch size is 1:
     vae_next      z (1, C, n, h, w), cache_0 …                                  -> frames (4n, H, W, 3), cache_0 …
     vae_clip      z (1, C, n, h, w)                                             -> frames (4(n - 1) + 1, H, W, 3)
 
+A transformer may also have programs of block engines (`ModelSpec.block_programs`), whose tensors the family defines:
+see `BlockPart`.
+
 A VAE decoder has either `vae_first` and `vae_next`, which decode a clip in steps, or `vae_clip`; `ModelSpec.programs`
 states which. An imported engine may be a `vae_clip` for any family.
 
@@ -21,13 +24,14 @@ Engine keys contain a hash of this module's code (`key_parts.export_revision`): 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from pydantic import TypeAdapter
 
 from runtime.core.errors import EngineError
-from runtime.core.plan import ComponentPlan, LatentSize
+from runtime.core.plan import ComponentPlan, LatentSize, is_block_program
+from runtime.engines.key_parts import BLOCK_TOKENS
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -66,16 +70,22 @@ _SMALLEST_DYNAMIC = 2
 METADATA_KEY = "tandem.edges"
 WEIGHTS_KEY = "tandem.weights"
 
+# The named size of the axis that counts tokens.
+TOKENS = "tokens"
+
 # Makes the exportable form of a program: a module that takes and returns the tensors above. Arguments: the model, the
 # program's name, and a function that loads the component's weights. The form has these attributes:
 #   text encoder   vocabulary: number of tokens
 #   VAE step       cache_count: number of caches
 #   transformer    cuts_text: whether it also takes `text_padding`, see `cut_text`; optional
+# For a program of block engines it is a `BlockPart`; the weights are not loaded.
 MakeForm = Callable[[ModelSpec, str, Callable[[], torch.nn.Module]], torch.nn.Module]
 
 
 # The size of an axis: fixed, or (name, factor) for a multiple of a named size.
 Size = int | tuple[str, int]
+# The shapes of all inputs by name, at a profile's minimum, optimum and maximum.
+Shapes = tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -260,6 +270,15 @@ class Program:
         inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         return cut_text(inputs) if cut and self.cuts_text else inputs
 
+    def shapes(self, profile: ShapeProfile) -> Shapes:
+        """Return the shapes of all inputs by name at the profile's minimum, optimum and maximum. Computes nothing."""
+
+        def at(latent: LatentSize) -> Mapping[str, tuple[int, ...]]:
+            with without_computing(real_weights=True):
+                return {name: tuple(tensor.shape) for name, tensor in self.inputs(latent).items()}
+
+        return at(profile.min), at(profile.opt), at(profile.max)
+
     def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
         """Export with `torch.export`; sizes are dynamic where the profile's minimum and maximum differ.
 
@@ -320,21 +339,134 @@ class Program:
         )
 
 
-def load_program(spec: ModelSpec, component: str, name: str, *, device: str, dtype: str) -> Program:
+class BlockTensor(NamedTuple):
+    """Sizes of an input or output of a `BlockPart`, `TOKENS` for the tokens, and its dtype if not the precision."""
+
+    sizes: tuple[int | str, ...]
+    dtype: str = ""
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """Return the shape for a number of tokens."""
+        return tuple(tokens if isinstance(size, str) else size for size in self.sizes)
+
+
+class BlockPart(Protocol):
+    """The form of a block engine's program: a part of a transformer's block that computes each token by itself.
+
+    It is called with `inputs` and then `weights`, and returns `outputs`, in these orders.
+
+    Attributes:
+        inputs, outputs: names.
+        weights: the path of the parameter within a block, by the name of the input for it.
+        tensors: by name.
+    """
+
+    inputs: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
+    weights: ClassVar[Mapping[str, str]]
+    tensors: Mapping[str, BlockTensor]
+
+
+@dataclass(frozen=True)
+class BlockProgram(Program):
+    """A program of block engines, whose weights are inputs. Its profiles do not depend on the latents' size.
+
+    Attributes:
+        dtype: the precision, by name.
+        placed: the device of its inputs.
+        tokens: the most tokens of one call.
+    """
+
+    dtype: str
+    placed: torch.device
+    tokens: int
+
+    @property
+    def part(self) -> BlockPart:
+        """The form."""
+        return cast("BlockPart", self.module)
+
+    @property
+    def device(self) -> torch.device:
+        return self.placed
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return (*self.part.inputs, *self.part.weights)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return self.part.outputs
+
+    def inputs(self, latent: LatentSize, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return random inputs for `tokens` tokens; products with the weights keep the magnitude of activations."""
+        return self.inputs_for(self.tokens, seed)
+
+    def inputs_for(self, tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return random inputs for a number of tokens. They are drawn on the CPU, so equal on every device."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+
+        def draw(name: str) -> torch.Tensor:
+            tensor = self.part.tensors[name]
+            values = torch.randn(tensor.shape(tokens), generator=generator)
+            values = values / values.shape[1] ** 0.5 if name in self.part.weights and values.ndim > 1 else values
+            return values.to(self.device, getattr(torch, tensor.dtype or self.dtype))
+
+        return {name: draw(name) for name in self.input_names}
+
+    def shapes(self, profile: ShapeProfile) -> Shapes:
+        low, high = (
+            {name: self.part.tensors[name].shape(tokens) for name in self.input_names} for tokens in (1, self.tokens)
+        )
+        return low, high, high
+
+    def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
+        tokens = torch.export.Dim(TOKENS, min=_SMALLEST_DYNAMIC, max=self.tokens)
+        shapes = [
+            {axis: tokens for axis, size in enumerate(self.part.tensors[name].sizes) if size == TOKENS}
+            for name in self.input_names
+        ]
+        example = tuple(
+            torch.empty(tensor.shape(self.tokens), dtype=getattr(torch, tensor.dtype or self.dtype), device=self.device)
+            for tensor in map(self.part.tensors.__getitem__, self.input_names)
+        )
+        with torch.no_grad():
+            return torch.export.export(self.module, example, dynamic_shapes=tuple(shapes), strict=False)
+
+    def signature(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> IOSignature:
+        def describe(name: str) -> TensorSignature:
+            tensor = self.part.tensors[name]
+            sizes = tuple(size if isinstance(size, int) else (size, 1) for size in tensor.sizes)
+            return TensorSignature(name, tensor.dtype or self.dtype, sizes)
+
+        return IOSignature(
+            tuple(map(describe, self.input_names)),
+            tuple(map(describe, self.output_names)),
+            {TOKENS: (1, self.tokens)},
+        )
+
+
+def load_program(
+    spec: ModelSpec, component: str, name: str, *, device: str, dtype: str, tokens: int = BLOCK_TOKENS
+) -> Program:
     """Load a component's weights and return one of its programs.
 
     Args:
         component: the component to load; "transformer" and "transformer_2" have the same program, "transformer".
-        name: one of `key_parts.runnable_programs`.
+        name: one of `key_parts.runnable_programs`, or of the model's block programs, which need no weights.
         device: a torch device.
         dtype: "float32", "bfloat16" or "float16".
+        tokens: the most tokens in one call of a block engine.
 
     Raises:
         ModelError: if the weights do not fit the configuration.
     """
     part = ComponentPlan(backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reasons=())
     make_form: MakeForm = components_of(spec.family).make_form
-    return Program(name, make_form(spec, name, lambda: load_module(spec, component, part)).eval(), spec)
+    form = make_form(spec, name, lambda: load_module(spec, component, part)).eval()
+    if is_block_program(name):
+        return BlockProgram(name, form, spec, dtype, torch.device(device), tokens)
+    return Program(name, form, spec)
 
 
 def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -185,6 +185,9 @@ MESSAGES: Mapping[str, Message] = {
     "engine.unusable": Message("The engine {engine} cannot be used: {cause}", _REBUILD),
     "engine.unknown_backend": Message("Engines for {backend} are not supported.", _REBUILD),
     "engine.other_inputs": Message("The engine has the inputs {expected:list}, not {given:list}.", _REBUILD),
+    "engine.other_outputs": Message(
+        "The engine writes {expected:list}, in other sizes or dtypes than those given for {given:list}.", _REBUILD
+    ),
     "engine.other_shape": Message(
         "The engine expects {tensor} of shape {expected}, not {given}.",
         "Build an engine for this size; the component runs in PyTorch meanwhile.",

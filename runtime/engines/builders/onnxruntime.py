@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from runtime.core.facts import Fact
 from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
-from runtime.engines.key_parts import cpu_has_bfloat16, versions_of
+from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION, cpu_has_bfloat16, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, ShapeProfile
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runtime.engines.programs import Program
 
 _GIB = 1 << 30
+_MIB = 1 << 20
 _BASE_RAM = 2 * _GIB
 # ONNX Runtime has one package name per provider; only one of them may be installed.
 PACKAGES = ("onnxruntime-openvino", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime")
@@ -80,3 +81,32 @@ class OnnxRuntimeBuilder(Builder):
         installed = dict(versions_of(*PACKAGES))
         on_x86 = platform.machine().lower() in {"x86_64", "amd64"}
         return "openvino" if "onnxruntime-openvino" in installed and on_x86 else "cpu"
+
+
+@dataclass(frozen=True)
+class OnnxRuntimeBlocks(OnnxRuntimeBuilder):
+    """Builds the ONNX files of block engines, for the providers of ONNX Runtime itself.
+
+    Args:
+        tokens: the most tokens in one call.
+    """
+
+    tokens: int = BLOCK_TOKENS
+    name: ClassVar[str] = "onnxruntime_blocks"
+    kind: ClassVar[str] = "blocks"
+
+    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+        return "float32" if device == "cpu" else "float16"
+
+    def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
+        return False
+
+    def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
+        return (*super().options(machine, device), (TOKENS_OPTION, str(self.tokens)))
+
+    def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
+        return BuildNeeds(ram_bytes=_BASE_RAM, disk_bytes=_MIB)
+
+    def _provider(self, device: str) -> str:
+        # OpenVINO prepares weights when a file is loaded, and is slow with weights that are inputs.
+        return "cpu" if device == "cpu" else super()._provider(device)

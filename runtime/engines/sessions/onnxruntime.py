@@ -1,14 +1,16 @@
 """Runs an ONNX file in ONNX Runtime with one of its execution providers."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runtime.core.errors import EngineError, first_line
-from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, IOSignature, cut_text
-from runtime.engines.sessions import Session, Weights
+from runtime.core.plan import is_block_program
+from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, TOKENS, IOSignature, cut_text
+from runtime.engines.sessions import BlockSession, Session, Weights
 from runtime.planner.engine_index import EngineRecord
 
 _PROVIDERS = {
@@ -28,7 +30,8 @@ def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Wei
     """See `sessions.open_session`."""
     provider = dict(record.key.options).get("provider", "cpu")
     model = folder / record.files[0].name
-    return OnnxRuntimeSession(model, provider=provider, precision=record.key.precision, device=device)
+    session = OnnxRuntimeBlockSession if is_block_program(record.key.program) else OnnxRuntimeSession
+    return session(model, provider=provider, precision=record.key.precision, device=device)
 
 
 class OnnxRuntimeSession(Session):
@@ -69,8 +72,13 @@ class OnnxRuntimeSession(Session):
             inputs = cut_text(inputs)
         tensors, named_sizes = self._signature.convert(inputs, self._device)
         outputs = self._next_buffers([output.shape(named_sizes) for output in self._signature.outputs])
+        self._run(tensors, outputs)
+        return {one.name: output for one, output in zip(self._signature.outputs, outputs, strict=True)}
+
+    def _run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Run with tensors in the signature's order, which are read and written in place."""
         binding = self._session.io_binding()
-        for one, tensor in zip(self._signature.inputs, tensors, strict=True):
+        for one, tensor in zip(self._signature.inputs, inputs, strict=True):
             binding.bind_input(one.name, *self._placement(tensor))
         for name, tensor in zip(self._names, outputs, strict=True):
             binding.bind_output(name, *self._placement(tensor))
@@ -82,7 +90,6 @@ class OnnxRuntimeSession(Session):
             if OUT_OF_MEMORY in str(error):
                 raise MemoryError(str(error)) from error
             raise EngineError("engine.failed", error=first_line(error)) from error
-        return {one.name: output for one, output in zip(self._signature.outputs, outputs, strict=True)}
 
     def _next_buffers(self, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
         """Return the set of buffers that the last call did not use, reallocated if sizes changed."""
@@ -104,6 +111,25 @@ class OnnxRuntimeSession(Session):
             tuple(tensor.shape),
             tensor.data_ptr(),
         )
+
+
+class OnnxRuntimeBlockSession(OnnxRuntimeSession, BlockSession):
+    """One loaded ONNX file of a block engine."""
+
+    @property
+    def most_tokens(self) -> int:
+        return self._signature.ranges[TOKENS][1]
+
+    @torch.inference_mode()
+    def write(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """See `BlockSession`. ONNX Runtime has a stream of its own: this waits for the current one, and for it."""
+        tensors, named_sizes = self._signature.convert(inputs, self._device)
+        shapes = {one.name: (one.torch_dtype, one.shape(named_sizes)) for one in self._signature.outputs}
+        if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in outputs.items()} != shapes:
+            raise EngineError("engine.other_outputs", expected=sorted(shapes), given=sorted(outputs))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._run(tensors, [outputs[name] for name in shapes])
 
 
 def load_session(model: Path, *, provider: str, precision: str, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ from runtime.core.plan import EAGER, Speed
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.wan import transformer
+from runtime.families.wan.block_programs import BLOCK_PARTS
 from runtime.families.wan.conditioning import clean_prompt
 from runtime.families.wan.programs import TextEncoderForm, TransformerForm, VaeClipForm, VaeForm
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
@@ -54,6 +55,8 @@ def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """See `engines.programs.MakeForm`."""
+    if program in BLOCK_PARTS:
+        return BLOCK_PARTS[program](spec)
     if program == "text_encoder":
         return TextEncoderForm(load(), spec.max_sequence_length)
     if program == "transformer":

@@ -8,7 +8,7 @@ https://huggingface.co/Wan-AI.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,7 @@ class WanFamily:
                 max_sequence_length=MAX_SEQUENCE_LENGTH,
                 parameters=counted,
                 programs=_programs(experts),
+                block_programs=_block_programs([read_json(directory / expert / "config.json") for expert in names]),
                 flow_shift=None if shift is None else float(shift),
                 noise=noise_levels(scheduler),
                 **sidecar,
@@ -275,6 +276,7 @@ class WanFamily:
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             parameters=known.parameters,
             programs=_programs(known.experts),
+            block_programs=_block_programs([known.configs["transformer"]]),
             latent_rgb=None,
             **(card | {"sizes": known.sizes or card["sizes"]}),
             is_downloaded=False,
@@ -314,6 +316,13 @@ def _programs(experts: int) -> dict[str, tuple[str, ...]]:
         **dict.fromkeys(names, ("transformer",)),
         "vae": ("vae_first", "vae_next"),
     }
+
+
+def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the programs of `block_programs`, if the blocks have the norms of the published models."""
+    norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
+    usual = all(config.get(name, value) == value for config in configs for name, value in norms.items())
+    return ("block_qkv", "block_query", "block_feed_forward") if usual else ()
 
 
 def transformer_spec(config: dict[str, Any]) -> TransformerSpec:

@@ -1,0 +1,194 @@
+"""Block engines of Wan's transformer: the parts of a block between its attentions, with the weights as inputs.
+
+A part computes each token by itself, so it takes any number of tokens of any clip, and its engine serves every block,
+both experts and every LoRA. The parts of one block, and what runs between them:
+
+    block_qkv            x -> q, k, v              norm 1, projections, norms of q and k, rotary embedding
+      self-attention     q, k, v -> attended
+    block_query          x, attended -> x, query   output projection, norm 2, projection and norm of the text's query
+      cross-attention    query, text -> attended
+    block_feed_forward   x, attended -> x          output projection, norm 3, feed-forward
+
+All arithmetic of the residual stream is float32, as in `programs.TransformerForm`; matrix products are in the dtype of
+the weights.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runtime.engines.programs import TOKENS, BlockTensor
+from runtime.models.spec import ModelSpec
+
+# Of all norms, in every published configuration.
+_EPS = 1e-6
+
+
+class BlockPart(nn.Module):
+    """What the parts share; see `engines.programs.BlockPart`.
+
+    `x` is (tokens, width), float32, `modulation` (6, width), float32: shift, scale and gate of self-attention, then of
+    the feed-forward: the block's table plus the timestep's vectors. Queries, keys, values and attended values are
+    (tokens, width), heads beside each other, in the dtype of the weights.
+    """
+
+    outputs: ClassVar[tuple[str, ...]]
+    weights: ClassVar[Mapping[str, str]]
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        transformer = spec.transformer
+        self._heads = transformer.num_attention_heads
+        width, inner = transformer.width, transformer.ffn_dim
+        activation, stream = BlockTensor((TOKENS, width)), BlockTensor((TOKENS, width), "float32")
+        angles = BlockTensor((TOKENS, transformer.attention_head_dim), "float32")
+        square, vector = BlockTensor((width, width)), BlockTensor((width,))
+        known = {
+            "x": stream,
+            "modulation": BlockTensor((6, width), "float32"),
+            "cos": angles,
+            "sin": angles,
+            "norm_weight": BlockTensor((width,), "float32"),
+            "norm_bias": BlockTensor((width,), "float32"),
+            "expand_weight": BlockTensor((inner, width)),
+            "expand_bias": BlockTensor((inner,)),
+            "contract_weight": BlockTensor((width, inner)),
+        }
+        matrices = {name: square if name.endswith("_weight") else vector for name in self.weights}
+        # Norms of queries and keys are in the model's dtype, unlike those of the stream.
+        matrices |= {name: vector for name in self.weights if name.startswith("rms_")}
+        calls = {name: activation for name in ("attended", "q", "k", "v", "query")}
+        self.tensors: Mapping[str, BlockTensor] = calls | matrices | known
+
+    def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), eps=_EPS) * (1 + scale) + shift
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Normalise over all heads at once, in float32: `torch.nn.RMSNorm`, spelt out."""
+        wide = x.float()
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * weight.float()
+
+    def _rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate adjacent channels; `x` is (tokens, width), float32, the tables are `transformer.rotation_tables`'."""
+        x = x.view(x.shape[0], self._heads, -1)
+        even, odd = x.unflatten(-1, (-1, 2)).split(1, dim=-1)
+        swapped = torch.cat([odd, even], dim=-1).flatten(-2)
+        return (x * cos.unsqueeze(1) + swapped * sin.unsqueeze(1)).flatten(1)
+
+
+class BlockQKV(BlockPart):
+    """Queries, keys and values of self-attention, from the residual stream."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("x", "modulation", "cos", "sin")
+    outputs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    weights: ClassVar[Mapping[str, str]] = {
+        "q_weight": "attn1.to_q.weight",
+        "q_bias": "attn1.to_q.bias",
+        "rms_q": "attn1.norm_q.weight",
+        "k_weight": "attn1.to_k.weight",
+        "k_bias": "attn1.to_k.bias",
+        "rms_k": "attn1.norm_k.weight",
+        "v_weight": "attn1.to_v.weight",
+        "v_bias": "attn1.to_v.bias",
+    }
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        modulation: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_weight: torch.Tensor,
+        q_bias: torch.Tensor,
+        rms_q: torch.Tensor,
+        k_weight: torch.Tensor,
+        k_bias: torch.Tensor,
+        rms_k: torch.Tensor,
+        v_weight: torch.Tensor,
+        v_bias: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v, each (tokens, width); `cos` and `sin` are (tokens, head width), float32."""
+        dtype = q_weight.dtype
+        normed = self._modulated(x, modulation[0:1], modulation[1:2]).to(dtype)
+        q = self._rotated(self._rms_norm(F.linear(normed, q_weight, q_bias), rms_q), cos, sin)
+        k = self._rotated(self._rms_norm(F.linear(normed, k_weight, k_bias), rms_k), cos, sin)
+        return q.to(dtype), k.to(dtype), F.linear(normed, v_weight, v_bias)
+
+
+class BlockQuery(BlockPart):
+    """The residual stream after self-attention, and the queries of cross-attention."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
+    outputs: ClassVar[tuple[str, ...]] = ("x", "query")
+    weights: ClassVar[Mapping[str, str]] = {
+        "out_weight": "attn1.to_out.0.weight",
+        "out_bias": "attn1.to_out.0.bias",
+        "norm_weight": "norm2.weight",
+        "norm_bias": "norm2.bias",
+        "q_weight": "attn2.to_q.weight",
+        "q_bias": "attn2.to_q.bias",
+        "rms_q": "attn2.norm_q.weight",
+    }
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        modulation: torch.Tensor,
+        out_weight: torch.Tensor,
+        out_bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor,
+        q_weight: torch.Tensor,
+        q_bias: torch.Tensor,
+        rms_q: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stream and the queries, each (tokens, width)."""
+        dtype = out_weight.dtype
+        x = x + F.linear(attended, out_weight, out_bias).float() * modulation[2:3]
+        normed = F.layer_norm(x, (x.shape[-1],), norm_weight, norm_bias, _EPS).to(dtype)
+        return x, self._rms_norm(F.linear(normed, q_weight, q_bias), rms_q).to(dtype)
+
+
+class BlockFeedForward(BlockPart):
+    """The residual stream after cross-attention and the feed-forward."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
+    outputs: ClassVar[tuple[str, ...]] = ("x",)
+    weights: ClassVar[Mapping[str, str]] = {
+        "out_weight": "attn2.to_out.0.weight",
+        "out_bias": "attn2.to_out.0.bias",
+        "expand_weight": "ffn.net.0.proj.weight",
+        "expand_bias": "ffn.net.0.proj.bias",
+        "contract_weight": "ffn.net.2.weight",
+        "contract_bias": "ffn.net.2.bias",
+    }
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        modulation: torch.Tensor,
+        out_weight: torch.Tensor,
+        out_bias: torch.Tensor,
+        expand_weight: torch.Tensor,
+        expand_bias: torch.Tensor,
+        contract_weight: torch.Tensor,
+        contract_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the stream, (tokens, width)."""
+        dtype = out_weight.dtype
+        x = x + F.linear(attended, out_weight, out_bias).float()
+        normed = self._modulated(x, modulation[3:4], modulation[4:5]).to(dtype)
+        inner = F.gelu(F.linear(normed, expand_weight, expand_bias), approximate="tanh")
+        return x + F.linear(inner, contract_weight, contract_bias).float() * modulation[5:6]
+
+
+BLOCK_PARTS: Mapping[str, type[BlockPart]] = {
+    "block_qkv": BlockQKV,
+    "block_query": BlockQuery,
+    "block_feed_forward": BlockFeedForward,
+}
