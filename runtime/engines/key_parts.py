@@ -20,7 +20,7 @@ from runtime.core.errors import EngineError, ModelError
 from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.registry import FAMILIES
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import EngineKey, is_of_gpu
 
 # `EngineKey.export_revision` of imported engines: this program did not export them.
@@ -70,6 +70,8 @@ def _code(source: str) -> str:
 def runnable_programs(spec: ModelSpec, component: str) -> tuple[str, ...]:
     """Return the programs that a component's engines may run: an imported VAE decoder may take whole clips."""
     own = spec.programs[component]
+    if is_transformer(component):
+        return (*own, *spec.block_programs)
     return own if component != "vae" or CLIP_PROGRAM in own else (*own, CLIP_PROGRAM)
 
 

@@ -15,7 +15,7 @@ from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
 from runtime.engines.key_parts import imported_key, runnable_programs
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.constraints import build_conflict
 from runtime.planner.engine_index import (
     IMPORTED,
@@ -26,12 +26,16 @@ from runtime.planner.engine_index import (
     ShapeProfile,
     find,
     misfit,
+    serves_any_clip,
 )
 from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.forecast import build_seconds
 
 # The entry of `EngineKey.options` that states whether an imported engine's adapters are exact.
 EXACT = "exact"
+# Transformers of more parameters run on block engines on a GPU: one engine of all blocks takes gigabytes of disk and
+# memory for each size and LoRA.
+_MOST_WHOLE_PARAMETERS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,12 @@ class ModelOffers:
 
         An imported engine of another size is mentioned in the offers of its backend that have no engine yet.
         """
-        builders = builders_for(device)
+        builders = _in_order(builders_for(device), self.spec, component, device)
         names = {builder.name for builder in builders}
+        others = [builder for name, builder in BUILDERS.items() if name not in names]
         offers = [
             *(self._offer(builder, component, latent, device) for builder in builders),
-            *(self._unsupported(builder) for name, builder in BUILDERS.items() if name not in names),
+            *(self._unsupported(builder) for builder in others if builder.programs(self.spec, component)),
         ]
         for record in imported_engines(self._index, self.spec, component, self.machine, device, self.cache_dir):
             profile = next((one for one in record.key.profiles if _serves(record, one, latent)), None)
@@ -96,7 +101,7 @@ class ModelOffers:
         nearest: Fact | None = None
         build_time = seconds = pytorch_seconds = 0.0
         file_bytes = 0
-        for program in self.spec.programs[component]:
+        for program in builder.programs(self.spec, component):
             size = _size(program, latent)
             profile = _profile(builder.name, program, self.spec, size, device)
             use = EngineUse(
@@ -133,12 +138,14 @@ class ModelOffers:
             seconds=seconds,
             pytorch_seconds=pytorch_seconds,
             file_bytes=file_bytes,
+            in_blocks=builder.kind == "blocks",
         )
 
     def _unsupported(self, builder: Builder) -> EngineOffer:
         """Return an offer that states why a builder does not support a device."""
         problem = builder.unavailable(self.machine) or Fact("planner.needs_gpu")
-        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=problem)
+        in_blocks = builder.kind == "blocks"
+        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=problem, in_blocks=in_blocks)
 
     def _too_small(self, needs: list[BuildNeeds]) -> Fact | None:
         """Return why this machine is too small to build what is missing; None if it is not."""
@@ -199,7 +206,7 @@ def imported_engines(
 
 def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec) -> Fact:
     """Return the sizes that an engine serves, in pixels and frames."""
-    if program == "text_encoder":
+    if serves_any_clip(program):
         return Fact("engine.any_clip")
     scale, temporal = spec.vae.scale_factor_spatial, spec.vae.scale_factor_temporal
 
@@ -245,13 +252,13 @@ def _is_exact(record: EngineRecord) -> bool:
 
 
 def _serves(record: EngineRecord, profile: ShapeProfile, latent: LatentSize) -> bool:
-    """Return whether an engine takes clips of a size; a text encoder does not depend on it."""
-    return record.key.program == "text_encoder" or profile.serves(latent)
+    """Return whether an engine takes clips of a size."""
+    return serves_any_clip(record.key.program) or profile.serves(latent)
 
 
 def _size(program: str, latent: LatentSize) -> LatentSize:
     """Return the latent size that a program is called with for a clip."""
-    if program == "text_encoder":
+    if serves_any_clip(program):
         return (1, 1, 1)
     return (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
 
@@ -271,6 +278,15 @@ def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, devi
     best = spec.latent_shape(defaults.frames, defaults.height, defaults.width)[2:]
     low, high = (tuple(limit(axis) for axis in zip(*trained, best, size, strict=True)) for limit in (min, max))
     return ShapeProfile((low[0], low[1], low[2]), best, (high[0], high[1], high[2]))
+
+
+def _in_order(builders: Sequence[Builder], spec: ModelSpec, component: str, device: str) -> list[Builder]:
+    """Return the builders with programs for a component; of those of one backend, the better kind comes first."""
+    able = [builder for builder in builders if builder.programs(spec, component)]
+    backends = list(dict.fromkeys(builder.backend for builder in able))
+    large = is_transformer(component) and spec.parameters[component] > _MOST_WHOLE_PARAMETERS
+    first = "blocks" if large and device != "cpu" else "component"
+    return sorted(able, key=lambda builder: (backends.index(builder.backend), builder.kind != first))
 
 
 def _with_loras(differing: list[Fact], record: EngineRecord, wanted: tuple[LoraUse, ...]) -> list[Fact]:

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
-from runtime.core.plan import LatentSize
+from runtime.core.plan import LatentSize, is_block_program
 
 # `EngineKey.weights` of an engine without weights: they are supplied when it is loaded.
 SWAPPED = "swapped"
@@ -58,7 +58,8 @@ class ShapeProfile:
 
     Attributes:
         min, opt, max: (frames, height, width) in latent units. For `vae_next` frames counts the latent frames of one
-            call, for `vae_first` it is 1, and `text_encoder`, which sees no latents, has (1, 1, 1).
+            call, for `vae_first` it is 1. Programs that serve clips of any size have (1, 1, 1), see
+            `serves_any_clip`.
 
     Raises:
         ValueError: if a size is below 1, or min ≤ opt ≤ max does not hold.
@@ -232,6 +233,11 @@ class EngineRecord:
     def usable(self) -> bool:
         """Whether it was verified and has no known problem."""
         return self.verified and self.problem is None
+
+
+def serves_any_clip(program: str) -> bool:
+    """Return whether a program sees no latents, so that its engines serve clips of any size."""
+    return program == "text_encoder" or is_block_program(program)
 
 
 def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -> EngineRecord | None:

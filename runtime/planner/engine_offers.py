@@ -30,6 +30,7 @@ class EngineOffer:
         build_seconds: estimated time to build the missing engines; 0 if unknown.
         seconds, pytorch_seconds: measured seconds of one call (VAE: of the whole clip); 0 if not measured.
         file_bytes: size of the existing engines.
+        in_blocks: whether its engines compute parts of each block of a transformer, see `plan.is_block_program`.
     """
 
     backend: str
@@ -42,6 +43,7 @@ class EngineOffer:
     seconds: float = 0.0
     pytorch_seconds: float = 0.0
     file_bytes: int = 0
+    in_blocks: bool = False
 
     @property
     def ready(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
-from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed
+from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
 from runtime.core.request import GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
@@ -109,6 +109,8 @@ _BUILD_SECONDS: Mapping[str, tuple[float, float, float]] = {
 }
 # For each of the VAE's two programs, of any size: TensorRT times many implementations of each convolution.
 _VAE_BUILD_SECONDS: Mapping[str, float] = {"onnx_tensorrt": 145, "torch_tensorrt": 180}
+# For each of a transformer's block programs, of any size. TensorRT took 17 to 51 s on an H200 (width 5120).
+_BLOCK_BUILD_SECONDS: Mapping[str, float] = {"tensorrt_blocks": 40, "tensorrt_rtx_blocks": 5, "onnxruntime_blocks": 5}
 
 
 # Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of
@@ -243,19 +245,26 @@ def build_seconds(
         builder: what builds it.
         size: (latent frames, height, width) that it is built for.
         index: the engines on this machine. The latest of the same model, program and builder counts; its build time is
-            scaled by the operations of a call.
+            scaled by the operations of a call, except that of block engines, which serve every size.
     """
+    in_blocks = is_block_program(program)
     built = [
         record
         for record in index
-        if (record.model, record.key.program, record.key.builder) == (spec.name, program, builder)
+        if (record.key.program, record.key.builder) == (program, builder)
+        # Block engines belong to an architecture, not to a model.
+        and (record.key.family == spec.family if in_blocks else record.model == spec.name)
         and record.build_seconds > 0
         and record.key.profiles
     ]
     if built:
         last = max(built, key=lambda record: record.built_at)
+        if in_blocks:
+            return last.build_seconds
         before = last.key.profiles[0].opt
         return last.build_seconds * call_flops(spec, component, size) / call_flops(spec, component, before)
+    if in_blocks:
+        return _BLOCK_BUILD_SECONDS[builder]
     if component == "vae" and builder in _VAE_BUILD_SECONDS:
         return _VAE_BUILD_SECONDS[builder]
     parameters = spec.parameters[component]

@@ -17,7 +17,7 @@ from runtime.engines.imported.importing import BACKENDS, check_disk_space, check
 from runtime.engines.service import EngineService
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile, serves_any_clip
 from runtime.planner.engine_offers import EngineOffer
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import (
@@ -258,7 +258,7 @@ def table_html(entries: Sequence[Entry]) -> str:
 
 def supported_sizes(record: EngineRecord, spec: ModelSpec | None) -> str:
     """Return the sizes that an engine supports: in pixels and frames, or in latent units if its model is unknown."""
-    if record.key.program == "text_encoder":
+    if serves_any_clip(record.key.program):
         return "any size"
     return ", ".join(_profile_text(record.key.program, profile, spec) for profile in record.key.profiles)
 

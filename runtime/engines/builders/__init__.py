@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from runtime.core.facts import Fact
+from runtime.core.plan import is_block_program
 from runtime.engines.child import Report
 from runtime.engines.key_parts import device_text, export_revision, program_key_parts, versions_of
 from runtime.machine.probe import Machine
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.constraints import lacking
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES
@@ -36,18 +37,26 @@ class Builder(ABC):
         name: the value of `EngineKey.builder`.
         backend: what runs its engines: a module of `engines.sessions`.
         file_name: of the engine: "engine.plan", "engine.pt2" or "engine.onnx".
+        kind: "component" if its engines replace components, "blocks" if they compute parts of a transformer's blocks.
         requires: the entry of `constraints.NEEDS` that it needs, if that is not its backend's.
     """
 
     name: ClassVar[str]
     backend: ClassVar[str]
     file_name: ClassVar[str]
+    kind: ClassVar[str] = "component"
     requires: ClassVar[str] = ""
 
     def unavailable(self, machine: Machine) -> Fact | None:
         """Return why it cannot build on a machine and what to do about it, or None. Imports nothing heavy."""
         found = lacking(self.requires or self.backend, machine)
         return None if found is None else found.fact
+
+    def programs(self, spec: ModelSpec, component: str) -> tuple[str, ...]:
+        """Return the programs that it builds for a component, in the order of use; empty if it builds none."""
+        if self.kind == "component":
+            return spec.programs[component]
+        return spec.block_programs if is_transformer(component) else ()
 
     def key(
         self,
@@ -92,7 +101,7 @@ class Builder(ABC):
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
         """Whether the engine contains its weights; otherwise they are supplied when it is loaded."""
-        return True
+        return not is_block_program(program)
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         """Return `EngineKey.options`."""
