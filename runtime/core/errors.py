@@ -20,11 +20,14 @@ code 1. Cancellation is neither: see `cancel.CancelledError`.
 """
 
 import errno
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from runtime.core.estimates import StrategyForecast
 from runtime.core.facts import Fact, render
+
+# Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.
+_VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class TandemError(Exception):
@@ -136,6 +139,34 @@ def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, without its full stop; the name of its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def ran_out(error: BaseException) -> Literal["VRAM", "RAM"] | None:
+    """Return the memory whose exhaustion caused an error: the GPU's, this machine's, or none.
+
+    Libraries wrap such errors (torch-tensorrt in a RuntimeError), so the causes of an error count too; those of a
+    `TandemError`, which states its own reason, do not.
+    """
+    for cause in _causes(error):
+        # By name, because this package does not import torch.
+        if any(kind.__name__ == "OutOfMemoryError" for kind in type(cause).__mro__):
+            return "VRAM"
+        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _VRAM_WORDS):
+            return "VRAM"
+        if ram_ran_out(cause):
+            return "RAM"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then what caused it, in the order in which Python reports them."""
+    found: set[int] = set()
+    while error is not None and id(error) not in found:
+        found.add(id(error))
+        yield error
+        if isinstance(error, TandemError):
+            return
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def ram_ran_out(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 
-from runtime.core.errors import TandemError, first_line
+from runtime.core.errors import TandemError, first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.core.processes import end_with_parent, kill_tree, lead_own_group
 
@@ -225,7 +225,7 @@ def _failure(error: BaseException) -> _Failed:
         return _Failed(fact=error.fact, kind="user", details=details)
     name = type(error).__name__
     kind: FailureKind = "internal"
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
+    if ran_out(error) is not None:
         kind = "memory"
     elif isinstance(error, OSError) and error.errno in _FULL_DISK:
         kind = "disk"

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from runtime.core.errors import first_line
+from runtime.core.errors import first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.fp8_attention import attend_fp8
-from runtime.execution.memory import ran_out
 from runtime.upstream.torch import cudnn_attention, flash_attention
 
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from runtime.core.errors import first_line
+from runtime.core.errors import first_line, ran_out
 from runtime.core.facts import Fact
-from runtime.execution.memory import ran_out
 from runtime.upstream.torch import hit_recompile_limit, recompile_limit
 
 # Called with the reason of a fallback.

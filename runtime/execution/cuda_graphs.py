@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from runtime.core.errors import first_line
+from runtime.core.errors import first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.execution.compilation import OnDegraded
-from runtime.execution.memory import ran_out
 
 # Calls before recording, in which libraries select kernels and allocate workspaces.
 _WARM_UP_CALLS = 2

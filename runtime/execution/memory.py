@@ -1,27 +1,14 @@
-"""Out-of-memory errors, and memory that libraries keep for reuse."""
+"""Memory that libraries keep for reuse."""
 
 import ctypes
 import gc
 import sys
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from runtime.core.errors import ram_ran_out
 from runtime.upstream.torch import empty_host_cache
-
-# Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.
-_VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def ran_out(error: BaseException) -> Literal["VRAM", "RAM"] | None:
-    """Return the memory whose exhaustion caused an error: the GPU's, this machine's, or none."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "VRAM"
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _VRAM_WORDS):
-        return "VRAM"
-    return "RAM" if ram_ran_out(error) else None
 
 
 def release_cached_memory(*, unreachable: bool = False) -> None:

@@ -25,12 +25,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from runtime.core.errors import CheckpointError
+from runtime.core.errors import CheckpointError, ran_out
 from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
-from runtime.execution.memory import ran_out
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import BOUNDARY, COMPUTE_FIELDS, HEADER_KEY, LATEST, LOW_NOISE_FIELD, newest_checkpoint
 from runtime.pipeline.sampling import Conditioning, SamplingState

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from runtime.core.errors import MachineError
+from runtime.core.errors import MachineError, ran_out
 from runtime.core.events import OutOfMemory
-from runtime.execution.memory import ran_out, release_cached_memory
+from runtime.execution.memory import release_cached_memory
 from runtime.pipeline.run_context import RunContext
 from runtime.planner.strategies import Memory, next_strategy
 

@@ -34,6 +34,7 @@ from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner
 from runtime.queue.records import KINDS, JobRecord, Kind, State, work_of
 from runtime.queue.recovery import EXIT_DEVICE_LOST
 from runtime.queue.store import JobStore
+from runtime.upstream.torch import cuda_failure
 
 if TYPE_CHECKING:  # these import torch
     from runtime.execution.residency import Residency
@@ -380,15 +381,4 @@ def device_is_lost(config: WorkerConfig) -> bool:
     """Return whether every CUDA call in this process fails from now on, as after an illegal memory access."""
     if not config.engines.machine.gpus:
         return False
-    import torch
-
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotation
-        return False
-    try:
-        torch.cuda.synchronize(config.gpu)
-        torch.zeros(1, device=f"cuda:{config.gpu}").item()
-    except torch.OutOfMemoryError:
-        return False
-    except RuntimeError:
-        return True
-    return False
+    return cuda_failure(config.gpu) is not None

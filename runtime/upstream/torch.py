@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from runtime.core.errors import ran_out
+
 
 def recompile_limit(count: int) -> AbstractContextManager[None]:
     """Set how many kinds of inputs one function is compiled for, while entered.
@@ -38,6 +40,29 @@ def empty_host_cache() -> None:
     empty: Any = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
     if empty is not None:
         empty()
+
+
+def cuda_failure(device: Any) -> Exception | None:
+    """Return the error that every CUDA call of this process raises from now on; None if CUDA can be used.
+
+    After an illegal memory access, for example, only a new process can use the GPU again. A full GPU is not such an
+    error. Waits for the device, so it must not be called while a CUDA graph is captured.
+
+    Args:
+        device: a CUDA device, or its index.
+
+    Reason: PyTorch has no test for this; the types and texts of such errors depend on the release.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotation
+        return None
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError as error:
+        return None if ran_out(error) else error
+    return None
 
 
 def cudnn_attention(q: Any, k: Any, v: Any) -> Any:

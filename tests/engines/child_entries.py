@@ -64,6 +64,14 @@ def exhaust(job: Job, report: Report) -> dict[str, Any]:
     raise MemoryError
 
 
+def exhaust_within(job: Job, report: Report) -> dict[str, Any]:
+    """Run out of memory within a library that raises another error."""
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        raise RuntimeError("While interpreting the module got an error") from error
+
+
 def babble(job: Job, report: Report) -> dict[str, Any]:
     """Print all sorts of things to all streams, then make an engine."""
     print(json.dumps({"type": "done", "result": {}}))

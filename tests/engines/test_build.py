@@ -108,6 +108,7 @@ FAILURES = [
     ("raise_", "child_failed", {"cause": exception("ValueError: the shape is odd")}, "about to fail"),
     ("refuse", "child_refused", {"cause": REFUSED}, "EngineError"),
     ("exhaust", "child_out_of_memory", {}, "MemoryError"),
+    ("exhaust_within", "child_out_of_memory", {}, "RuntimeError"),
     ("die", "child_crashed", {"signal": 11}, "last words"),
     ("exit_", "child_ended", {"exit_code": 0}, "bye"),
     ("forget", "not_finished", {"cause": Fact("engine.file_missing", {"file": "engine.json"})}, ""),

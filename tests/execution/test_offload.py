@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import EngineError, InvalidRequestError, ran_out
 from runtime.core.plan import ComponentPlan, EngineUse
 from runtime.core.request import GenerationRequest
-from runtime.execution.memory import ran_out
 from runtime.execution.offload import move_into_slabs, place, placement, slabs
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
@@ -153,6 +152,22 @@ def test_moving_into_slabs_changes_no_value() -> None:
 )
 def test_which_memory_ran_out(error: BaseException, full: str | None) -> None:
     assert ran_out(error) == full
+
+
+@pytest.mark.parametrize("raised", ["cause", "context"])
+def test_wrapped_exhaustion_is_found(raised: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        except torch.OutOfMemoryError as error:
+            # As torch-tensorrt does.
+            raise RuntimeError("While interpreting the module got an error") from (error if raised == "cause" else None)
+    if raised == "context":
+        caught.value.__suppress_context__ = False
+    assert ran_out(caught.value) == "VRAM"
+    with pytest.raises(EngineError) as refused:
+        raise EngineError("engine.torch_tensorrt_failed", error="unknown operator") from caught.value
+    assert ran_out(refused.value) is None
 
 
 def test_an_allocation_larger_than_any_memory_exhausts_ram() -> None:

@@ -33,6 +33,29 @@ def test_page_locked_memory_can_be_returned() -> None:
     assert hasattr(torch.accelerator, "empty_host_cache") or hasattr(torch._C, "_host_emptyCache")
 
 
+@pytest.mark.parametrize(
+    ("raised", "broken"),
+    [
+        (None, False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), False),
+        (RuntimeError("CUDA error: out of memory"), False),
+    ],
+)
+def test_errors_that_leave_cuda_unusable(
+    raised: Exception | None, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synchronize(_: object) -> None:
+        if raised is not None:
+            raise raised
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert private.cuda_failure("cpu") is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert (private.cuda_failure("cpu") is raised) == broken if raised else private.cuda_failure("cpu") is None
+
+
 def test_attention_kernels_have_names() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     torch.testing.assert_close(private.flash_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))

@@ -23,7 +23,14 @@ Weights = Callable[[], Mapping[str, "torch.Tensor"]]
 
 
 class Session(AbstractContextManager["Session"]):
-    """One loaded engine, and a context manager that closes it. Not thread-safe."""
+    """One loaded engine, and a context manager that closes it. Not thread-safe.
+
+    Attributes:
+        context_bytes: GPU memory that the engine needs while it runs, besides weights, inputs and outputs; it may be
+            shared with other engines. 0 if the backend does not state it.
+    """
+
+    context_bytes: int = 0
 
     @abstractmethod
     def infer(self, **inputs: "torch.Tensor") -> dict[str, "torch.Tensor"]:
@@ -38,6 +45,13 @@ class Session(AbstractContextManager["Session"]):
         Raises:
             EngineError: if the engine does not take these inputs or fails.
             MemoryError, torch.OutOfMemoryError: if memory runs out.
+        """
+
+    def release(self) -> None:
+        """Free memory that only later calls need; the next call allocates it again.
+
+        Outputs that are still referenced stay valid. For an engine that ran for the last time in a while, such as the
+        VAE's first step, whose outputs are as large as all caches.
         """
 
     @abstractmethod

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from runtime.core.errors import TandemError
+from runtime.core.errors import TandemError, ran_out
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.core.processes import end_with_parent, lead_own_group
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.components import PyTorchDenoiser, StripDecoder, components_of
 from runtime.execution.decoded_frames import as_bytes
-from runtime.execution.memory import ran_out, release_cached_memory
+from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.models.registry import read_spec
 from runtime.models.weights import load_module
