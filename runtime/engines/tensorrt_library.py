@@ -1,10 +1,12 @@
 """Imports TensorRT: one process-wide logger, errors as facts, and the differences between versions.
 
-Supports TensorRT 8.6, 10 and 11. Importing this module does not import TensorRT, so that machines without it can run
-Tandem. Each difference between versions is one small function here.
+Supports TensorRT 8.6, 10 and 11, and TensorRT for RTX 1.7, whose Python API is that of TensorRT 10 and 11. Importing
+this module imports neither, so that machines without them can run Tandem. Each difference between versions is one small
+function here.
 """
 
 import functools
+import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -18,12 +20,17 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
+# The modules of each library, the first that exists. TensorRT for RTX has another name in NVIDIA's archive.
+_MODULES = {"tensorrt": ("tensorrt",), "tensorrt_rtx": ("tensorrt_rtx_bindings", "tensorrt_rtx")}
+# The beginning of the message that lists an engine's layers, if its profiling verbosity is DETAILED.
+_LAYERS = "Engine Layer Information:"
 _KEPT_MESSAGES = 20
 _LONGEST_LINE = 400
 _TORCH_DTYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
     "BF16": torch.bfloat16,
+    "FP8": torch.float8_e4m3fn,
     "INT64": torch.int64,
     "INT32": torch.int32,
     "INT8": torch.int8,
@@ -37,10 +44,11 @@ ReportLine = Callable[[str, float | None], None]
 
 @dataclass
 class Messages:
-    """The last errors and warnings that TensorRT logged."""
+    """The last errors and warnings that TensorRT logged, and the layers of the engine that it built, one in a line."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    layers: tuple[str, ...] = ()
 
     def failure(self, code: str, **data: Any) -> Exception:
         """Return the exception for a failed call: `torch.OutOfMemoryError` if memory ran out, else an `EngineError`.
@@ -61,20 +69,26 @@ def one_line(text: str) -> str:
     return joined if len(joined) <= _LONGEST_LINE else f"{joined[:_LONGEST_LINE]}…"
 
 
-def load() -> Any:
-    """Import TensorRT.
+def load(library: str = "tensorrt", *, needs_gpu: bool = True) -> Any:
+    """Import TensorRT or TensorRT for RTX.
+
+    Args:
+        library: "tensorrt" or "tensorrt_rtx".
+        needs_gpu: whether it is used for more than building with TensorRT for RTX.
 
     Raises:
         EngineError: if it is not installed, cannot be loaded, or there is no usable GPU.
     """
     # Without a GPU `tensorrt.Runtime(...)` wraps a null pointer, and using it ends the process.
-    if not torch.cuda.is_available():
+    if needs_gpu and not torch.cuda.is_available():
         raise EngineError("engine.tensorrt_without_gpu")
-    try:
-        import tensorrt
-    except (ImportError, OSError) as error:
-        raise EngineError("engine.tensorrt_not_loadable", error=str(error)) from error
-    return tensorrt
+    missing: Exception | None = None
+    for name in _MODULES[library]:
+        try:
+            return importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            missing = missing or error
+    raise EngineError("engine.tensorrt_not_loadable", error=str(missing)) from missing
 
 
 # TensorRT keeps the first logger that it is given for the whole process: there is one logger, and listeners register.
@@ -83,9 +97,9 @@ _lock = threading.Lock()
 
 
 @functools.cache
-def logger() -> Any:
-    """Return the TensorRT logger of this process."""
-    trt = load()
+def logger(library: str = "tensorrt") -> Any:
+    """Return the logger of this process for a library."""
+    trt = load(library, needs_gpu=False)
     levels = {
         trt.ILogger.INTERNAL_ERROR: "error",
         trt.ILogger.ERROR: "error",
@@ -98,7 +112,7 @@ def logger() -> Any:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, msg: str) -> None:
-            level = levels.get(severity)
+            level = "layers" if msg.startswith(_LAYERS) else levels.get(severity)
             if level is None:
                 return
             with _lock:
@@ -119,6 +133,9 @@ def listen(report: ReportLine | None = None) -> Iterator[Messages]:
             messages.errors = [*messages.errors, text][-_KEPT_MESSAGES:]
         elif level == "warning":
             messages.warnings = [*messages.warnings, text][-_KEPT_MESSAGES:]
+        elif level == "layers":
+            messages.layers = tuple(text.splitlines()[1:])
+            return
         if report is not None:
             report(f"TensorRT: {text}" if level == "info" else f"TensorRT {level}: {text}", None)
 

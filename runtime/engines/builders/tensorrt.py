@@ -156,19 +156,15 @@ def _write_plan(
 
     options = dict(key.options)
     builder = trt.Builder(tensorrt_library.logger())
-    network = _create_network(trt, builder)
+    network = create_network(trt, builder)
     # The parser owns the weights: it must live until the plan is built.
     parser = trt.OnnxParser(network, tensorrt_library.logger())
-    if not parser.parse_from_file(str(model)):
-        reasons = "; ".join(parser.get_error(index).desc() for index in range(parser.num_errors))
-        raise EngineError(
-            "engine.tensorrt_parse_failed", version=trt.__version__, detail=tensorrt_library.one_line(reasons)
-        )
+    parse(trt, parser, model)
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options["workspace_mib"]) << 20)
     config.builder_optimization_level = int(options["optimization_level"])
     _set_precision(trt, config, key.precision)
-    _add_profiles(builder, config, network, sizes, messages)
+    add_profiles(builder, config, network, sizes, messages)
     # TensorRT does not keep a reference to the monitor.
     monitor = progress_monitor(trt, report)
     if monitor is not None:
@@ -186,12 +182,27 @@ def _write_plan(
     write_timing_cache(cache_file, bytes(memoryview(config.get_timing_cache().serialize())))
 
 
+def parse(trt: Any, parser: Any, model: Path) -> None:
+    """Read an ONNX file into a parser's network.
+
+    Raises:
+        EngineError: if TensorRT does not support it.
+    """
+    from runtime.engines import tensorrt_library
+
+    if not parser.parse_from_file(str(model)):
+        reasons = "; ".join(parser.get_error(index).desc() for index in range(parser.num_errors))
+        raise EngineError(
+            "engine.tensorrt_parse_failed", version=trt.__version__, detail=tensorrt_library.one_line(reasons)
+        )
+
+
 def _is_strongly_typed(trt: Any) -> bool:
     """Whether networks can keep to the model's dtypes: TensorRT 8.6 cannot, 10 can, 11 always does."""
     return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
 
-def _create_network(trt: Any, builder: Any) -> Any:
+def create_network(trt: Any, builder: Any) -> Any:
     """Return an empty network, strongly typed where TensorRT supports it."""
     if _is_strongly_typed(trt):
         return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -215,7 +226,12 @@ def _set_precision(trt: Any, config: Any, precision: str) -> None:
     config.set_flag(trt.BuilderFlag.FP16)
 
 
-def _add_profiles(builder: Any, config: Any, network: Any, sizes: Sequence[Shapes], messages: "Messages") -> None:
+def add_profiles(builder: Any, config: Any, network: Any, sizes: Sequence[Shapes], messages: "Messages") -> None:
+    """Add a profile for each of the sizes, if the network has dynamic inputs.
+
+    Raises:
+        EngineError: if TensorRT refuses one.
+    """
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     if all(min(tensor.shape, default=0) >= 0 for tensor in inputs):
         return

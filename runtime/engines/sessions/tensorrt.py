@@ -9,7 +9,7 @@ import logging
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -61,10 +61,12 @@ class TensorRTSession(Session):
         torch.OutOfMemoryError: if the GPU's memory is too small.
     """
 
+    library: ClassVar[str] = "tensorrt"
+
     def __init__(
         self, plan: Path, *, device: str, cuda_graphs: bool = True, names: Mapping[str, str] | None = None
     ) -> None:
-        trt = tensorrt_library.load()
+        trt = tensorrt_library.load(self.library)
         self._device = torch.device(device)
         self._graphs_wanted = cuda_graphs
         self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
@@ -78,13 +80,17 @@ class TensorRTSession(Session):
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own
             # TensorRT cannot use memory that torch's allocator caches.
             torch.cuda.empty_cache()
-            self._runtime = trt.Runtime(tensorrt_library.logger())
+            self._runtime = trt.Runtime(tensorrt_library.logger(self.library))
             self._engine = deserialize(self._runtime, plan, messages)
-            created = tensorrt_library.create_context(trt, self._engine, self._device)
+            created = self._create_context(trt)
             if created is None:
                 raise messages.failure("engine.tensorrt_no_context")
             self._context, self._memory = created
             self._inputs, self._outputs = _tensors(trt, self._engine, names or {})
+
+    def _create_context(self, trt: Any) -> tuple[Any, torch.Tensor] | None:
+        """See `tensorrt_library.create_context`."""
+        return tensorrt_library.create_context(trt, self._engine, self._device)
 
     def close(self) -> None:
         if self._engine is None:
