@@ -7,6 +7,7 @@
     ├── SettingsError           a flag, environment variable or settings file
     ├── MachineError            something this machine lacks: memory, ffmpeg, a free port
     │   ├── MemoryShortError    no memory strategy fits; `strategies` has the forecast of each
+    │   ├── DeviceLostError     the CUDA context of a process is broken: only a new process can use the GPU
     │   └── GroupError          the process of one of several GPUs failed
     ├── EngineError             an engine that cannot be built, is damaged or does not run
     ├── LimitError              an action that visitors of a share link may not take, or not now
@@ -26,6 +27,8 @@ from typing import Any, Literal
 from runtime.core.estimates import StrategyForecast
 from runtime.core.facts import Fact, render
 
+# The code of every `DeviceLostError`.
+DEVICE_LOST = "execution.device_lost"
 # Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.
 _VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -98,6 +101,16 @@ class MemoryShortError(MachineError):
         super().__init__(code, where=where, **data)
         self.strategies = tuple(strategies)
         self.where = where
+
+
+class DeviceLostError(MachineError):
+    """The CUDA context of a process is broken (a sticky error, such as an illegal memory access).
+
+    Worker processes end then, and their job resumes in a new one.
+    """
+
+    def __init__(self, code: str = DEVICE_LOST, /, **data: Any) -> None:
+        super().__init__(code, **data)
 
 
 class GroupError(MachineError):

@@ -1,5 +1,6 @@
 """The engines of this machine: offers to the planner, building, opening, verifying, and why an engine is stale."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -35,11 +36,18 @@ if TYPE_CHECKING:
 
 _BYTES_PER_GB = 1e9
 
+logger = logging.getLogger(__name__)
+
 
 class OpenEngines(AbstractContextManager["OpenEngines"]):
-    """The sessions of one component by program, and a context manager that closes them."""
+    """The sessions of one component by program, and a context manager that closes them.
 
-    def __init__(self, sessions: Mapping[str, "Session"], stack: ExitStack) -> None:
+    Attributes:
+        device: the torch device that they run on.
+    """
+
+    def __init__(self, sessions: Mapping[str, "Session"], stack: ExitStack, device: str) -> None:
+        self.device = device
         self._sessions = sessions
         self._stack = stack
 
@@ -51,9 +59,16 @@ class OpenEngines(AbstractContextManager["OpenEngines"]):
         """Return whether one of the engines runs a program."""
         return program in self._sessions
 
+    def release(self, program: str) -> None:
+        """Free one program's buffers; see `Session.release`."""
+        self._sessions[program].release()
+
     def close(self) -> None:
-        """Free the engines, which may be deleted from then on."""
-        self._stack.close()
+        """Free the engines, which may be deleted from then on. Errors are logged: what runs next needs no engine."""
+        try:
+            self._stack.close()
+        except Exception:  # libraries raise errors of any type
+            logger.warning("An engine could not be freed", exc_info=True)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -129,6 +144,7 @@ class EngineService:
         Raises:
             EngineError: if one is gone, damaged or cannot be loaded; it is not used from then on.
             MemoryError, torch.OutOfMemoryError: if memory runs out.
+            Exception: of any type, if a library fails otherwise.
         """
         from runtime.engines.sessions import open_session
 
@@ -149,7 +165,7 @@ class EngineService:
                     raise
                 stack.callback(session.close)
                 sessions[use.program] = session
-            return OpenEngines(sessions, stack.pop_all())
+            return OpenEngines(sessions, stack.pop_all(), device)
 
     def verify(
         self, engines: Iterable[EngineRecord], models: Sequence[ModelSpec], emit_progress: Report, cancel: Cancel

@@ -1,28 +1,56 @@
 """Components that run on engines, and in PyTorch once an engine has failed."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 import torch
 
-from runtime.core.errors import EngineError
+from runtime.core.cancel import CancelledError, PausedError
+from runtime.core.errors import DeviceLostError, EngineError, first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
 from runtime.execution.components import PROMPTED, Denoiser, ResumableDecoder
 from runtime.execution.text_encoder import TextModel
+from runtime.upstream.torch import cuda_failure
 
 Part = TypeVar("Part")
 Result = TypeVar("Result", bound=torch.Tensor | Mapping[str, torch.Tensor] | None)
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+_ERROR_LENGTH = 300
+
+logger = logging.getLogger(__name__)
+
+
+def failure_of_engine(error: Exception, device: str | torch.device, out_of_memory: str) -> Fact:
+    """Return why an engine failed, so that PyTorch takes its place; call it in the handler of the error.
+
+    Args:
+        error: of any type: every library has its own.
+        out_of_memory: the code to return if memory ran out.
+
+    Raises:
+        DeviceLostError: if nothing can run on the device in this process any more.
+        CancelledError, PausedError: if that is the error.
+    """
+    if isinstance(error, CancelledError | PausedError):
+        raise error
+    if torch.device(device).type == "cuda" and cuda_failure(device) is not None:
+        raise DeviceLostError(error=first_line(error)) from error
+    if isinstance(error, EngineError):
+        return error.fact
+    if ran_out(error) is not None:
+        return Fact(out_of_memory)
+    logger.warning("An engine failed", exc_info=error)
+    return Fact("execution.engine_failed", {"error": first_line(error)[:_ERROR_LENGTH]})
 
 
 class EngineWithFallback(Generic[Part]):
     """Engines, replaced by `fall_back`'s component if one fails, runs out of memory or returns NaN or Inf.
 
     Args:
-        engines: loaded; the caller closes them.
+        engines: loaded; the caller closes them. An error of any type counts as a failure.
         fall_back: called once, with the reason; closes the engines and returns the same component in PyTorch.
     """
 
@@ -39,10 +67,8 @@ class EngineWithFallback(Generic[Part]):
                 if _finite(result):
                     return result
                 reason = Fact("execution.engine_not_finite")
-            except EngineError as error:
-                reason = error.fact
-            except OUT_OF_MEMORY:
-                reason = Fact("execution.engine_out_of_memory")
+            except Exception as error:
+                reason = failure_of_engine(error, self._engines.device, "execution.engine_out_of_memory")
             # Outside of the handler: the exception's frames reference memory that is needed now.
             self._instead = self._fall_back(reason)
         return in_pytorch(self._instead)
@@ -50,6 +76,11 @@ class EngineWithFallback(Generic[Part]):
     def runs(self, program: str) -> bool:
         """Return whether there is an engine for a program and no engine has failed."""
         return self._instead is None and self._engines.runs(program)
+
+    def release(self, program: str) -> None:
+        """Free the buffers of an engine that is not called again for now."""
+        if self._instead is None:
+            self._engines.release(program)
 
     def fallback(self) -> Part:
         """Return the component in PyTorch, after an engine has failed."""
@@ -137,6 +168,8 @@ class EngineVideoDecoder:
                 return
             yield outputs.pop("frames")
             caches = outputs
+            if not start:
+                self._engines.release(program)
             start = end
 
     def _clip(self, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.compilation import cache_compiled_code_in
 from runtime.execution.components import Denoiser, PyTorchDenoiser, PyTorchVideoDecoder, VideoDecoder, components_of
-from runtime.execution.engine_components import OUT_OF_MEMORY, EngineDenoiser, EngineTextModel, EngineVideoDecoder
+from runtime.execution.engine_components import EngineDenoiser, EngineTextModel, EngineVideoDecoder, failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.proxies import GroupManager, shared_speed
@@ -291,10 +290,8 @@ class Residency:
         try:
             engines = hold(part, lambda: service.open(spec, name, part.engines, part.device))
             return on_engines(engines, fall_back)
-        except EngineError as error:
-            reason = error.fact
-        except OUT_OF_MEMORY:
-            reason = Fact("execution.engine_load_out_of_memory")
+        except Exception as error:
+            reason = failure_of_engine(error, part.device, "execution.engine_load_out_of_memory")
         return fall_back(reason)
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:

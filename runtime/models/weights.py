@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 
-from runtime.core.errors import ModelError, first_line, ram_ran_out
+from runtime.core.errors import ModelError, first_line, ran_out
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
@@ -68,9 +68,10 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     try:
         module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        memory = ran_out(error)
+        if memory == "VRAM":
             raise
-        if ram_ran_out(error):
+        if memory == "RAM":
             raise MemoryError(str(error)) from None
         reason = first_line(error)
         raise ModelError("model.component_unloadable", component=name, model=spec.title, reason=reason) from error

@@ -126,7 +126,8 @@ def avoid_causes(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[
             if replaced not in plan.warnings:  # otherwise the plan has the strategy already
                 plan = _with_less_memory(plan, spec, death["stage"], death["part"])
         elif part is not None and part.engines:
-            plan = _in_pytorch(plan, death["part"], Fact("queue.engine_disabled", {"how": how}))
+            reason = Fact("queue.engine_disabled", {"how": how, "backend": part.backend})
+            plan = _in_pytorch(plan, death["part"], reason)
         plan = _with_warning(plan, replaced)
     if len(builds) >= _BUILD_DEATHS:
         reason = Fact("queue.build_disabled", {"how": Fact.model_validate(builds[-1]["how"])})

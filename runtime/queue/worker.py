@@ -19,7 +19,7 @@ import psutil
 
 from runtime.core import log
 from runtime.core.cancel import CancelledError, PausedError
-from runtime.core.errors import EngineError, StoreError, TandemError
+from runtime.core.errors import DEVICE_LOST, EngineError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, WaitsForGpus
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
@@ -227,7 +227,7 @@ class Worker:
         assert self._residency is not None
 
         def emit(event: Event) -> None:
-            if isinstance(event, Failed) and device_is_lost(self._config):
+            if isinstance(event, Failed) and self._device_is_lost(event):
                 logger.error("job %s: the CUDA context is broken; this worker ends", record.id)
                 logging.shutdown()
                 os._exit(EXIT_DEVICE_LOST)
@@ -246,6 +246,11 @@ class Worker:
             recorder.record(Failed.because_of(error))
         else:
             job_runner.run(recorder, record, plan, spec, emit, self._residency, self._config.history, self._store)
+
+    def _device_is_lost(self, failed: Failed) -> bool:
+        """Return whether a job failed because the CUDA context of its process, or of one of its GPUs', is broken."""
+        on_gpu = bool(self._config.engines.machine.gpus)
+        return failed.fact.code == DEVICE_LOST or (on_gpu and cuda_failure(self._config.gpu) is not None)
 
     def _plan(self, recorder: JobRecorder, record: JobRecord) -> tuple[ModelSpec, ExecutionPlan]:
         """Plan a job, and wait for the GPUs that it uses.
@@ -375,10 +380,3 @@ def memory_for_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) 
             free = min(gpus[index].free_bytes + held, gpus[index].total_bytes)
             gpus[index] = replace(gpus[index], free_bytes=free)
     return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + ram, seen.ram_bytes))
-
-
-def device_is_lost(config: WorkerConfig) -> bool:
-    """Return whether every CUDA call in this process fails from now on, as after an illegal memory access."""
-    if not config.engines.machine.gpus:
-        return False
-    return cuda_failure(config.gpu) is not None

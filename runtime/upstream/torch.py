@@ -57,12 +57,19 @@ def cuda_failure(device: Any) -> Exception | None:
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotation
         return None
-    try:
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).item()
-    except RuntimeError as error:
-        return None if ran_out(error) else error
-    return None
+    failure: Exception | None = None
+    # The first call may report an earlier error after which the device works.
+    for _ in range(2):
+        try:
+            torch.cuda.synchronize(device)
+            torch.zeros(1, device=device).item()
+        except RuntimeError as error:
+            if ran_out(error):
+                return None
+            failure = error
+        else:
+            return None
+    return failure
 
 
 def cudnn_attention(q: Any, k: Any, v: Any) -> Any:

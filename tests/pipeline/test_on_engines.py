@@ -6,16 +6,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import EngineError
+from runtime.core.errors import DEVICE_LOST, EngineError
 from runtime.core.events import (
     Cancelled,
     EngineProgress,
     Event,
+    Failed,
     FellBack,
     StageStarted,
     StepDone,
@@ -26,9 +28,10 @@ from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.build import verify_engine
-from runtime.engines.service import EngineService
+from runtime.engines.service import EngineService, OpenEngines
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.store import EngineStore
+from runtime.execution import engine_components
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.loras import with_loras
@@ -164,9 +167,28 @@ def starving() -> dict[str, torch.Tensor]:
     raise MemoryError
 
 
+def breaking() -> dict[str, torch.Tensor]:
+    """Fail as CUDA does."""
+    raise torch.AcceleratorError("CUDA error: invalid argument")
+
+
+def wrapping() -> dict[str, torch.Tensor]:
+    """Run out of memory as torch-tensorrt does."""
+    raise ValueError("the engine failed") from torch.OutOfMemoryError("CUDA out of memory")
+
+
 def not_numbers() -> dict[str, torch.Tensor]:
     """Give NaN."""
     return dict.fromkeys(("embeds", "velocity", "frames"), torch.full((1,), math.nan))
+
+
+REASONS = {
+    failing: "text",
+    starving: "execution.engine_out_of_memory",
+    breaking: "execution.engine_failed",
+    wrapping: "execution.engine_out_of_memory",
+    not_numbers: "execution.engine_not_finite",
+}
 
 
 def test_the_first_job_builds_what_is_missing(stocked: tuple[ModelSpec, Path, list[Event]]) -> None:
@@ -278,7 +300,7 @@ def test_a_damaged_engine_is_rebuilt_if_building_is_allowed(bench: Bench) -> Non
     assert built(bench.run(bench.plan())) == []
 
 
-@pytest.mark.parametrize("end", [failing, starving, not_numbers])
+@pytest.mark.parametrize("end", [failing, starving, breaking, wrapping, not_numbers])
 @pytest.mark.parametrize(
     ("program", "calls", "component"),
     [
@@ -302,9 +324,67 @@ def test_an_engine_that_fails_while_running(
     events = bench.run(bench.plan())
     (fall,) = fallen(events)
     assert fall.component == component
-    assert {failing: "on purpose", starving: "ran out of memory", not_numbers: "NaN"}[end] in str(fall.reason)
+    assert fall.reason.code == REASONS[end]
     assert backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime") | {component: "pytorch"}
     assert psnr(bench.folder / "reference.mp4", bench.folder / "x.mp4") >= SAME_NOISE_DB
+
+
+def test_an_engine_that_breaks_the_device_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bench.plan()
+    break_after(monkeypatch, "transformer", 3, breaking)
+    # What a real one is like, tests/gpu shows.
+    monkeypatch.setattr(engine_components, "cuda_failure", lambda _: torch.AcceleratorError("CUDA error"))
+    open_engines = EngineService.open
+
+    def open_as_on_gpu(*args: Any) -> OpenEngines:
+        engines = open_engines(*args)
+        engines.device = "cuda:0"
+        return engines
+
+    monkeypatch.setattr(EngineService, "open", open_as_on_gpu)
+    with Residency(bench.engines) as residency:
+        events = events_of(plan, bench.spec, residency)
+    assert isinstance(events[-1], Failed)
+    assert (events[-1].fact.code, events[-1].internal) == (DEVICE_LOST, False)
+    assert fallen(events) == []  # nothing can take its place in this process
+
+
+@pytest.mark.parametrize("method", ["__init__", "close"])
+def test_any_error_while_an_engine_is_opened_or_closed(
+    method: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(OnnxRuntimeSession, method)
+
+    def failing_once_done(self: OnnxRuntimeSession, *args: object, **keywords: object) -> None:
+        original(self, *args, **keywords)
+        raise torch.AcceleratorError("CUDA error: invalid argument")
+
+    plan = bench.plan(backends={"all": "pytorch", "vae": "onnxruntime"})
+    monkeypatch.setattr(OnnxRuntimeSession, method, failing_once_done)
+    events = bench.run(plan)
+    opened = method == "close"
+    assert [event.reason.code for event in fallen(events)] == ([] if opened else ["execution.engine_failed"])
+    assert backends(events)["vae"] == ("onnxruntime" if opened else "pytorch")
+
+
+def test_the_first_vae_engine_frees_its_buffers_after_use(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    infer, release = OnnxRuntimeSession.infer, OnnxRuntimeSession.release
+
+    def inferring(self: OnnxRuntimeSession, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        called.append("vae_next" if "cache_0" in inputs else "vae_first")
+        return infer(self, **inputs)
+
+    def releasing(self: OnnxRuntimeSession) -> None:
+        release(self)
+        called.append("release")
+
+    plan = bench.plan(backends={"all": "pytorch", "vae": "onnxruntime"})
+    monkeypatch.setattr(OnnxRuntimeSession, "infer", inferring)
+    monkeypatch.setattr(OnnxRuntimeSession, "release", releasing)
+    events = bench.run(plan)
+    assert backends(events)["vae"] == "onnxruntime"
+    assert called[:2] == ["vae_first", "release"] and set(called[2:]) == {"vae_next"}
 
 
 def test_a_resumed_job_keeps_its_fallback(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,23 +165,24 @@ def test_a_build_is_queued_again_and_another_task_fails(store: JobStore, tmp_pat
     assert failed.failure.fact.code == "queue.worker_died"
 
 
+@pytest.mark.parametrize("program", ["transformer", "block_qkv"])
 @pytest.mark.parametrize(("stage", "disabled"), [("denoise", True), ("load", True), ("build", False)])
-def test_an_engine_that_ran_when_a_worker_died_is_disabled(stage: Stage, disabled: bool) -> None:
-    plan, use = with_engine(build=False)
+def test_an_engine_that_ran_when_a_worker_died_is_disabled(stage: Stage, disabled: bool, program: str) -> None:
+    plan, use = with_engine(build=False, program=program)
     found = avoid_causes(plan, diorama(), [death(stage)])
     assert found.components["transformer"].engines == (() if disabled else (use,))
     assert found.components["vae"] == plan.components["vae"]
     codes = [warning.code for warning in found.warnings[len(plan.warnings) :]]
     assert codes == [*(["event.fell_back"] if disabled else []), "queue.worker_replaced"]
     assert avoid_causes(found, diorama(), [death(stage)]) == found
+    if disabled:
+        assert found.components["transformer"].reasons[0].data["backend"] == "inductor"
 
 
-def with_engine(*, build: bool) -> tuple[ExecutionPlan, EngineUse]:
+def with_engine(*, build: bool, program: str = "transformer") -> tuple[ExecutionPlan, EngineUse]:
     """Return a plan whose transformer runs on an engine, and that engine."""
     profile = ((1, 1, 1),) * 3
-    use = EngineUse(
-        id="0" * 16, program="transformer", builder="inductor", precision="float32", profile=profile, build=build
-    )
+    use = EngineUse(id="0" * 16, program=program, builder="inductor", precision="float32", profile=profile, build=build)
     part = sample_plan().components["transformer"].replace(backend="inductor", engines=(use,))
     return sample_plan().with_component("transformer", part), use
 

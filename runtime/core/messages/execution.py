@@ -40,4 +40,9 @@ MESSAGES: Mapping[str, Message] = {
     "execution.engine_not_finite": Message("Its engine returned NaN or Inf."),
     "execution.engine_out_of_memory": Message("Its engine ran out of memory."),
     "execution.engine_load_out_of_memory": Message("Its engine ran out of memory while loading."),
+    "execution.engine_failed": Message("Its engine failed: {error}."),
+    "execution.device_lost": Message(
+        "The process cannot use the GPU any more: {error}.",
+        "Resume the job; if it happens again, use {set[backend]} all=pytorch.",
+    ),
 }

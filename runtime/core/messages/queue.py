@@ -57,7 +57,9 @@ MESSAGES: Mapping[str, Message] = {
     "queue.exit_device_lost": Message("CUDA error"),
     "queue.exited": Message("{how}"),
     "queue.worker_replaced": Message("The worker process of this job ended unexpectedly ({how}); the job was resumed."),
-    "queue.engine_disabled": Message("Its engine was running when the worker process ended unexpectedly ({how})."),
+    "queue.engine_disabled": Message(
+        "Its {backend:backend} engine was running when the worker process ended unexpectedly ({how})."
+    ),
     "queue.build_disabled": Message(
         "The worker process ended unexpectedly twice while it built engines (the last time: {how})."
     ),

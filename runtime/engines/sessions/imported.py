@@ -37,6 +37,9 @@ class AdaptedSession(Session):
         self._batch = batch
         self._adapters = adapters
 
+    def release(self) -> None:
+        self._inner.release()
+
     def close(self) -> None:
         self._inner.close()
 

@@ -60,6 +60,9 @@ class OnnxRuntimeSession(Session):
         self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._turn = 0
 
+    def release(self) -> None:
+        self._buffers = ([], [])
+
     def close(self) -> None:
         self._session = None
         self._buffers = ([], [])

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from runtime.core.errors import TandemError, ran_out
+from runtime.core.errors import DeviceLostError, TandemError, first_line, ran_out
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.core.processes import end_with_parent, lead_own_group
@@ -33,6 +33,7 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.models.registry import read_spec
 from runtime.models.weights import load_module
+from runtime.upstream.torch import cuda_failure
 
 _HEARTBEAT_SECONDS = 2.0
 # Effectively none: the coordinator finds hanging processes and ends them.
@@ -250,14 +251,16 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
             answer, results = tasks[values["task"]](values, tensors)
         except Exception as error:
             traceback.print_exc()
-            send(connection, {"failed": _describe(error)})
+            send(connection, {"failed": _describe(error, split.devices[number])})
         else:
             send(connection, {"done": answer, **rank.memory(reset_peak=values["reset_peak"])}, results)
 
 
-def _describe(error: Exception) -> dict[str, Any]:
+def _describe(error: Exception, device: str) -> dict[str, Any]:
     """Return an error as JSON values: a `TandemError` with its fact, else the kind of memory that ran out, if any."""
     text = str(error) or type(error).__name__
+    if device.startswith("cuda") and cuda_failure(device) is not None:
+        error = DeviceLostError(error=first_line(error))
     if isinstance(error, TandemError):
         return {"type": type(error).__name__, "fact": error.fact.model_dump(mode="json"), "text": text}
     return {"memory": ran_out(error), "text": text}
