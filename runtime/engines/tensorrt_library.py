@@ -9,6 +9,7 @@ import functools
 import importlib
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 
-from runtime.core.errors import EngineError
+from runtime.core.errors import EngineError, first_line, ran_out
 from runtime.core.facts import Fact
+from runtime.upstream.torch import cuda_failure
 
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
 # The modules of each library, the first that exists. TensorRT for RTX has another name in NVIDIA's archive.
@@ -159,26 +161,69 @@ def torch_dtype(trt_dtype: Any) -> torch.dtype:
     return _TORCH_DTYPES[trt_dtype.name]
 
 
-def create_context(trt: Any, engine: Any, device: torch.device) -> tuple[Any, torch.Tensor] | None:
-    """Return an execution context and its working memory, or None if TensorRT cannot create one.
+@contextmanager
+def failures(device: torch.device, code: str = "engine.tensorrt_not_run") -> Iterator[None]:
+    """Raise what TensorRT, CUDA or PyTorch raise in the block as `EngineError` or `torch.OutOfMemoryError`.
 
-    The memory is a torch tensor, so that PyTorch and TensorRT share one memory pool.
+    An error after which this process cannot use the GPU any more is raised as PyTorch's own, whatever TensorRT makes of
+    it: only a new process helps.
+
+    Args:
+        code: of the fact, whose data has the error's first line as `detail`.
+    """
+    try:
+        yield
+    except Exception as error:  # bindings raise errors of any type
+        # Asking the device would spoil the capture of a CUDA graph.
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call] # torch's own
+        lost = None if capturing else cuda_failure(device)
+        if lost is not None:
+            raise lost from error
+        if isinstance(error, (EngineError, MemoryError, torch.OutOfMemoryError)):
+            raise
+        if ran_out(error) == "VRAM":
+            raise torch.OutOfMemoryError(first_line(error)) from error
+        raise EngineError(code, detail=one_line(first_line(error))) from error
+
+
+def create_context(trt: Any, engine: Any) -> Any | None:
+    """Return an execution context without working memory, or None if TensorRT cannot create one."""
+    if hasattr(trt, "ExecutionContextAllocationStrategy"):
+        return engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    return engine.create_execution_context_without_device_memory()
+
+
+def context_bytes(engine: Any) -> int:
+    """Return the working memory that a context of an engine needs, for any of its shapes."""
+    if hasattr(engine, "device_memory_size_v2"):
+        return int(engine.device_memory_size_v2)
+    return int(engine.device_memory_size)
+
+
+def set_context_memory(context: Any, memory: torch.Tensor) -> None:
+    """Give an execution context its working memory, which the caller keeps."""
+    if hasattr(context, "set_device_memory"):
+        context.set_device_memory(memory.data_ptr(), memory.numel())
+    else:
+        context.device_memory = memory.data_ptr()
+
+
+# The working memory of each GPU; it is freed with the last session that uses it.
+_context_memory: "weakref.WeakValueDictionary[torch.device, torch.Tensor]" = weakref.WeakValueDictionary()
+
+
+def context_memory(device: torch.device, size: int) -> torch.Tensor:
+    """Return working memory of at least `size` bytes that all contexts on a GPU share: only one of them runs at a time.
+
+    It is a torch tensor, so that PyTorch and TensorRT share one memory pool. A larger one replaces it where needed; the
+    earlier one stays as long as somebody holds it, such as a session with CUDA graphs.
 
     Raises:
         torch.OutOfMemoryError: if the GPU's memory is too small.
     """
-    since_10 = hasattr(trt, "ExecutionContextAllocationStrategy")
-    if since_10:
-        context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        size = engine.device_memory_size_v2
-    else:
-        context = engine.create_execution_context_without_device_memory()
-        size = engine.device_memory_size
-    if context is None:
-        return None
-    memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-    if since_10:
-        context.set_device_memory(memory.data_ptr(), memory.numel())
-    else:
-        context.device_memory = memory.data_ptr()
-    return context, memory
+    with _lock:
+        memory = _context_memory.get(device)
+        if memory is None or memory.numel() < size:
+            memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+            _context_memory[device] = memory
+        return memory

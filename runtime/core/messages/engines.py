@@ -226,6 +226,10 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "engine.tensorrt_unknown_output": Message("The size of the output {tensor} is unknown: {detail}.", _REBUILD),
     "engine.tensorrt_address_refused": Message("TensorRT refuses the memory of {tensor}: {detail}.", _REBUILD),
+    "engine.tensorrt_tensor_refused": Message(
+        "The engine cannot use {tensor} in place: it has another dtype or device, or is not contiguous or aligned.",
+        _REBUILD,
+    ),
     "engine.tensorrt_not_run": Message("The engine did not run: {detail}.", _REBUILD),
     "engine.tensorrt_parse_failed": Message(
         "TensorRT {version} cannot read the exported model: {detail}.", _OTHER_BACKEND

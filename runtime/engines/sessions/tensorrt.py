@@ -4,9 +4,11 @@ A plan is machine code that runs with the user's rights: `sessions.open_session`
 the one recorded at build time.
 """
 
+import contextlib
 import json
 import logging
 import mmap
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 
 from runtime.core.errors import EngineError
+from runtime.core.plan import is_block_program
 from runtime.engines import tensorrt_library
-from runtime.engines.sessions import Session, Weights
+from runtime.engines.sessions import BlockSession, Session, Weights
 from runtime.planner.engine_index import EngineRecord
 
 logger = logging.getLogger(__name__)
@@ -25,18 +28,23 @@ Shape = tuple[int, ...]
 NAMES_FILE = "tensors.json"
 # TensorRT requires aligned addresses. torch's allocations are aligned; views into them may not be.
 _ALIGNMENT = 256
-# Inputs up to this size are copied into the buffers of a CUDA graph; larger ones are read in place, without a graph.
+# Inputs of up to this size together are copied into the buffers of a CUDA graph; more are read in place, without one.
 _STAGED_BYTES = 64 << 20
+# Numbers of tokens that a block session has a context for: full chunks, and the last chunks of a few clips.
+_MOST_CONTEXTS = 8
+# An input of every block program.
+_STREAM = "x"
 
 
-def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "TensorRTSession":
+def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "PlanSession":
     """See `sessions.open_session`."""
     from runtime.engines.onnx_export import TENSOR_NAMES
 
     names = read_names(folder) if record.key.builder == "torch_tensorrt" else TENSOR_NAMES
-    return TensorRTSession(
-        folder / record.files[0].name, device=device, cuda_graphs=uses_cuda_graphs(record), names=names
-    )
+    plan = folder / record.files[0].name
+    if is_block_program(record.key.program):
+        return TensorRTBlockSession(plan, device=device, names=names)
+    return TensorRTSession(plan, device=device, cuda_graphs=uses_cuda_graphs(record), names=names)
 
 
 def uses_cuda_graphs(record: EngineRecord) -> bool:
@@ -44,17 +52,19 @@ def uses_cuda_graphs(record: EngineRecord) -> bool:
     return dict(record.key.options).get("cuda_graphs", "on") == "on"
 
 
-class TensorRTSession(Session):
-    """One deserialised plan, its execution context and its buffers.
+class PlanSession(Session):
+    """One deserialised plan and its tensors: what sessions of components and of blocks share.
 
-    Outputs alternate between two sets of buffers: an output stays valid until the call after the next, and the next
-    call may read it in place as an input. Runs on its own stream, synchronized with the caller's stream.
+    Execution contexts share one working memory per GPU, see `tensorrt_library.context_memory`: callers run all sessions
+    of a GPU on one stream, or on streams that wait for each other.
 
     Args:
         plan: the engine file.
         device: a CUDA device.
-        cuda_graphs: whether to capture the second call with the same shapes, and replay it from then on.
         names: the program's names of the engine's tensors, where they differ.
+
+    Attributes:
+        library: see `tensorrt_library.load`.
 
     Raises:
         EngineError: if the plan is damaged, was built by another TensorRT or for another GPU, or there is no GPU.
@@ -63,65 +73,148 @@ class TensorRTSession(Session):
 
     library: ClassVar[str] = "tensorrt"
 
+    def __init__(self, plan: Path, *, device: str, names: Mapping[str, str] | None = None) -> None:
+        self._trt = tensorrt_library.load(self.library)
+        wanted = torch.device(device)
+        self._device = wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
+        with torch.cuda.device(self._device), tensorrt_library.listen() as messages:
+            with tensorrt_library.failures(self._device, "engine.tensorrt_plan_refused"):
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own
+                # TensorRT cannot use memory that torch's allocator caches.
+                torch.cuda.empty_cache()
+                self._runtime = self._trt.Runtime(tensorrt_library.logger(self.library))
+                self._engine = deserialize(self._runtime, plan, messages)
+            self.context_bytes = tensorrt_library.context_bytes(self._engine)
+            self._inputs, self._outputs = _tensors(self._trt, self._engine, names or {})
+            self._open(messages)
+
+    @abstractmethod
+    def _open(self, messages: tensorrt_library.Messages) -> None:
+        """Create what is needed to run the plan."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop all contexts and memory."""
+
+    def close(self) -> None:
+        if self._engine is None:
+            return
+        # After a failure the device may be unusable; what is freed below is freed nevertheless.
+        with contextlib.suppress(RuntimeError):
+            self._stream.synchronize()
+        self._forget()
+        # Contexts need the engine, which needs the runtime.
+        self._engine = None
+        self._runtime = None
+
+    def _create_context(self) -> Any:
+        """See `tensorrt_library.create_context`."""
+        return tensorrt_library.create_context(self._trt, self._engine)
+
+    def _new_context(self, messages: tensorrt_library.Messages) -> Any:
+        with tensorrt_library.failures(self._device, "engine.tensorrt_no_context"):
+            context = self._create_context()
+            if context is None:
+                raise messages.failure("engine.tensorrt_no_context")
+            return context
+
+    def _check_open(self) -> None:
+        if self._engine is None:
+            raise RuntimeError("the session is closed")
+
+    def _check_names(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        if inputs.keys() != self._inputs.keys():
+            raise EngineError("engine.other_inputs", expected=sorted(self._inputs), given=sorted(inputs))
+
+    def _convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with the engine's dtype, device and alignment; the same tensor if nothing differs."""
+        tensor = tensor.to(self._device, self._inputs[name].dtype).contiguous()
+        return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+    def _profile_shapes(self, name: str, profile: int) -> tuple[Shape, Shape, Shape]:
+        tensor = self._inputs[name]
+        if min(tensor.shape, default=0) >= 0:
+            return tensor.shape, tensor.shape, tensor.shape
+        low, best, high = self._engine.get_tensor_profile_shape(tensor.name, profile)
+        return tuple(low), tuple(best), tuple(high)
+
+
+class TensorRTSession(PlanSession):
+    """A session of a component: its execution context and its buffers.
+
+    Outputs alternate between two sets of buffers: an output stays valid until the call after the next, and the next
+    call may read it in place as an input. Each set is allocated when it is first needed. Runs on its own stream,
+    synchronized with the caller's stream.
+
+    Args:
+        plan, device, names: see `PlanSession`.
+        cuda_graphs: whether to capture the second call with the same shapes, and replay it from then on.
+
+    Raises:
+        EngineError, torch.OutOfMemoryError: see `PlanSession`.
+    """
+
     def __init__(
         self, plan: Path, *, device: str, cuda_graphs: bool = True, names: Mapping[str, str] | None = None
     ) -> None:
-        trt = tensorrt_library.load(self.library)
-        self._device = torch.device(device)
         self._graphs_wanted = cuda_graphs
         self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self._shapes: dict[str, Shape] | None = None
+        self._output_shapes: dict[str, Shape] = {}
         self._profile = 0
         self._warm = False
         self._turn = 0
         self._buffers: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
         self._staged: dict[str, torch.Tensor] = {}
-        with torch.cuda.device(self._device), tensorrt_library.listen() as messages:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own
-            # TensorRT cannot use memory that torch's allocator caches.
-            torch.cuda.empty_cache()
-            self._runtime = trt.Runtime(tensorrt_library.logger(self.library))
-            self._engine = deserialize(self._runtime, plan, messages)
-            created = self._create_context(trt)
-            if created is None:
-                raise messages.failure("engine.tensorrt_no_context")
-            self._context, self._memory = created
-            self._inputs, self._outputs = _tensors(trt, self._engine, names or {})
+        self._memory: torch.Tensor | None = None
+        super().__init__(plan, device=device, names=names)
 
-    def _create_context(self, trt: Any) -> tuple[Any, torch.Tensor] | None:
-        """See `tensorrt_library.create_context`."""
-        return tensorrt_library.create_context(trt, self._engine, self._device)
+    def _open(self, messages: tensorrt_library.Messages) -> None:
+        self._context = self._new_context(messages)
+        self._bind_memory()
 
-    def close(self) -> None:
+    def _forget(self) -> None:
+        self._free_buffers()
+        self._context = None
+        self._memory = None
+
+    def release(self) -> None:
         if self._engine is None:
             return
-        self._stream.synchronize()
+        with torch.cuda.device(self._device), tensorrt_library.failures(self._device):
+            self._stream.synchronize()
+        self._free_buffers()
+        self._memory = None
+
+    def _free_buffers(self) -> None:
+        """Free graphs and buffers. Captured graphs are valid for these buffers only."""
         for graph in self._graphs.values():
-            graph.reset()
+            with contextlib.suppress(RuntimeError):
+                graph.reset()
         self._graphs.clear()
         self._staged.clear()
         self._buffers = ({}, {})
-        # Each of these needs the next one.
-        self._context = None
-        self._memory = torch.empty(0)
-        self._engine = None
-        self._runtime = None
+        self._warm = False
 
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """See `Session`; outputs are on the session's device."""
-        if self._engine is None:
-            raise RuntimeError("the session is closed")
-        if set(inputs) != set(self._inputs):
-            raise EngineError("engine.other_inputs", expected=sorted(self._inputs), given=sorted(inputs))
-        with torch.cuda.device(self._device), torch.no_grad(), tensorrt_library.listen() as messages:
+        self._check_open()
+        self._check_names(inputs)
+        with (
+            torch.cuda.device(self._device),
+            torch.no_grad(),
+            tensorrt_library.listen() as messages,
+            tensorrt_library.failures(self._device),
+        ):
             given = {name: self._convert(name, tensor) for name, tensor in inputs.items()}
             self._stream.wait_stream(torch.cuda.current_stream())
             self._set_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, messages)
-            outputs = self._buffers[self._turn]
+            self._bind_memory()
+            outputs = self._next_buffers()
             bound, repeatable = self._bind_inputs(given)
             # Binding may have copied, on the caller's stream.
             self._stream.wait_stream(torch.cuda.current_stream())
-            if repeatable and self._warm and self._graphs_wanted:
+            if repeatable:
                 self._replay(bound, outputs, messages)
             else:
                 self._execute(bound, outputs, messages)
@@ -130,38 +223,48 @@ class TensorRTSession(Session):
             torch.cuda.current_stream().wait_stream(self._stream)
         return dict(outputs)
 
-    def _convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with the engine's dtype, device and alignment; the same tensor if nothing differs."""
-        tensor = tensor.to(self._device, self._inputs[name].dtype).contiguous()
-        return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+    def _bind_memory(self) -> None:
+        """Use the shared working memory. With captured graphs it stays the one that they were captured with."""
+        if self._graphs:
+            return
+        shared = tensorrt_library.context_memory(self._device, self.context_bytes)
+        if shared is not self._memory:
+            tensorrt_library.set_context_memory(self._context, shared)
+            self._memory = shared
 
     def _set_shapes(self, shapes: dict[str, Shape], messages: tensorrt_library.Messages) -> None:
-        """Set profile, shapes and buffers; does nothing if the shapes are those of the call before."""
+        """Set profile and shapes; does nothing if the shapes are those of the call before."""
         if shapes == self._shapes:
             return
         self._shapes = None
-        # Captured graphs are valid for their own shapes only.
         self._stream.synchronize()
-        self._graphs.clear()
-        self._staged.clear()
-        self._buffers = ({}, {})
-        self._warm = False
+        self._free_buffers()
         profile = self._nearest_profile(shapes)
         if profile != self._profile:
-            if not self._context.set_optimization_profile_async(profile, self._stream.cuda_stream):
-                raise messages.failure("engine.tensorrt_profile_not_set")
+            with tensorrt_library.failures(self._device, "engine.tensorrt_profile_not_set"):
+                if not self._context.set_optimization_profile_async(profile, self._stream.cuda_stream):
+                    raise messages.failure("engine.tensorrt_profile_not_set")
             self._profile = profile
         for name, shape in shapes.items():
             if not self._context.set_input_shape(self._inputs[name].name, shape):
                 raise messages.failure("engine.tensorrt_shape_refused", tensor=name, shape=_shape_text(shape))
-        first: dict[str, torch.Tensor] = {}
         for name, output in self._outputs.items():
             shape = tuple(self._context.get_tensor_shape(output.name))
             if min(shape, default=0) < 0:
                 raise messages.failure("engine.tensorrt_unknown_output", tensor=name)
-            first[name] = torch.empty(shape, dtype=output.dtype, device=self._device)
-        self._buffers = (first, {name: torch.empty_like(tensor) for name, tensor in first.items()})
+            self._output_shapes[name] = shape
         self._shapes = shapes
+
+    def _next_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the set of buffers that the call before did not write."""
+        buffers = self._buffers[self._turn]
+        if not buffers:
+            new = {
+                name: torch.empty(shape, dtype=self._outputs[name].dtype, device=self._device)
+                for name, shape in self._output_shapes.items()
+            }
+            buffers.update(new)
+        return buffers
 
     def _nearest_profile(self, shapes: dict[str, Shape]) -> int:
         """Return the index of the profile that takes these shapes and is optimized for the nearest ones."""
@@ -191,32 +294,24 @@ class TensorRTSession(Session):
             f"{name} {_shape_text(low)} to {_shape_text(high)}" for name, (low, _, high) in varying.items()
         )
 
-    def _profile_shapes(self, name: str, profile: int) -> tuple[Shape, Shape, Shape]:
-        tensor = self._inputs[name]
-        if min(tensor.shape, default=0) >= 0:
-            return tensor.shape, tensor.shape, tensor.shape
-        low, best, high = self._engine.get_tensor_profile_shape(tensor.name, profile)
-        return tuple(low), tuple(best), tuple(high)
-
     def _bind_inputs(self, given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return the tensors that the engine reads, and whether the next similar call will use the same addresses.
+        """Return the tensors that the engine reads, and whether a CUDA graph of the call can be used again.
 
-        Outputs of the call before are read in place; a tensor from the buffers that are about to be written is copied.
+        Outputs of the call before are read in place, others are copied into buffers for a graph. Without a graph they
+        are read in place too, except a tensor from the buffers that are about to be written.
         """
-        written = {_storage(tensor) for tensor in self._buffers[self._turn].values()}
         previous = {tensor.data_ptr() for tensor in self._buffers[1 - self._turn].values()}
-        bound, repeatable = {}, True
-        for name, tensor in given.items():
-            if tensor.data_ptr() in previous:
-                bound[name] = tensor
-            elif self._graphs_wanted and tensor.nbytes <= _STAGED_BYTES:
+        others = {name: tensor for name, tensor in given.items() if tensor.data_ptr() not in previous}
+        repeatable = self._warm and self._graphs_wanted
+        if repeatable and sum(tensor.nbytes for tensor in others.values()) <= _STAGED_BYTES:
+            for name, tensor in others.items():
                 if name not in self._staged:
                     self._staged[name] = torch.empty_like(tensor)
-                bound[name] = self._staged[name].copy_(tensor)
-            else:
-                bound[name] = tensor.clone() if _storage(tensor) in written else tensor
-                repeatable = False
-        return bound, repeatable
+                self._staged[name].copy_(tensor)
+            return given | {name: self._staged[name] for name in others}, True
+        written = {_storage(tensor) for tensor in self._buffers[self._turn].values()}
+        copied = {name: tensor.clone() for name, tensor in others.items() if _storage(tensor) in written}
+        return given | copied, False
 
     def _execute(
         self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], messages: tensorrt_library.Messages
@@ -256,12 +351,167 @@ class TensorRTSession(Session):
                     self._execute(inputs, outputs, messages)
                 finally:
                     graph.capture_end()
-        except (EngineError, RuntimeError) as error:
+        except Exception as error:  # bindings raise errors of any type
             logger.warning("CUDA graphs are off for this engine: %s", error)
             self._graphs_wanted = False
             self._graphs.clear()
             return None
         return graph
+
+
+class TensorRTBlockSession(PlanSession, BlockSession):
+    """A session of a block engine, which reads and writes tensors in place by address.
+
+    A context serves one number of tokens, so that full and last chunks alternate without new shapes, also while a CUDA
+    graph is captured. Contexts and working memory that a graph was captured with are kept until `close`.
+
+    Raises:
+        EngineError, torch.OutOfMemoryError: see `PlanSession`.
+    """
+
+    def _open(self, messages: tensorrt_library.Messages) -> None:
+        self._contexts: dict[int, _BoundContext] = {}
+        shapes = {name: self._profile_shapes(name, 0) for name in self._inputs}
+        dynamic = {axes[2][axis] for name, axes in shapes.items() for axis in self._inputs[name].dynamic_axes}
+        # A plan for one number of tokens has static sizes only; all parts take the stream `x`.
+        self._most = max(dynamic) if dynamic else self._inputs[_STREAM].shape[0]
+        self._is_dynamic = bool(dynamic)
+
+    def _forget(self) -> None:
+        self._contexts = {}
+
+    def release(self) -> None:
+        if self._engine is None:
+            return
+        with tensorrt_library.failures(self._device):
+            torch.cuda.synchronize(self._device)
+        self._contexts = {tokens: bound for tokens, bound in self._contexts.items() if bound.captured}
+
+    @property
+    def most_tokens(self) -> int:
+        return self._most
+
+    def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See `Session`; the outputs are new tensors of each call."""
+        self._check_open()
+        self._check_names(inputs)
+        with torch.cuda.device(self._device), torch.no_grad(), tensorrt_library.failures(self._device):
+            given = {name: self._convert(name, tensor) for name, tensor in inputs.items()}
+            tokens = self._check(given, self._inputs)
+            outputs = {
+                name: torch.empty(output.shape_for(tokens), dtype=output.dtype, device=self._device)
+                for name, output in self._outputs.items()
+            }
+        self.write(given, outputs)
+        return outputs
+
+    def write(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """See `BlockSession`. Waits for nothing, and can be captured in a CUDA graph after one call with its shapes."""
+        self._check_open()
+        self._check_names(inputs)
+        tokens = self._check(inputs, self._inputs)
+        if outputs.keys() != self._outputs.keys() or self._check(outputs, self._outputs) != tokens:
+            raise EngineError("engine.other_outputs", expected=sorted(self._outputs), given=sorted(outputs))
+        with (
+            torch.cuda.device(self._device),
+            tensorrt_library.listen() as messages,
+            tensorrt_library.failures(self._device),
+        ):
+            bound = self._contexts.get(tokens) or self._add_context(tokens, messages)
+            bound.captured |= torch.cuda.is_current_stream_capturing()
+            bound.bind_memory()
+            for tensors, kinds in ((inputs, self._inputs), (outputs, self._outputs)):
+                for name, tensor in tensors.items():
+                    bound.bind(kinds[name].name, tensor.data_ptr(), messages)
+            stream = torch.cuda.current_stream()
+            if stream.cuda_stream:
+                bound.execute(stream, messages)
+                return
+            # On the default stream TensorRT would wait for the GPU.
+            self._stream.wait_stream(stream)
+            bound.execute(self._stream, messages)
+            stream.wait_stream(self._stream)
+
+    def _add_context(self, tokens: int, messages: tensorrt_library.Messages) -> "_BoundContext":
+        free = [number for number, bound in self._contexts.items() if not bound.captured]
+        if len(free) >= _MOST_CONTEXTS:
+            # Its last call may still run.
+            torch.cuda.synchronize(self._device)
+            del self._contexts[free[0]]
+        bound = _BoundContext(self._new_context(messages), self._device, self.context_bytes)
+        for name, tensor in self._inputs.items() if self._is_dynamic else ():
+            shape = tensor.shape_for(tokens)
+            if tensor.dynamic_axes and not bound.set_shape(tensor.name, shape):
+                raise messages.failure("engine.tensorrt_shape_refused", tensor=name, shape=_shape_text(shape))
+        self._contexts[tokens] = bound
+        return bound
+
+    def _check(self, tensors: Mapping[str, torch.Tensor], kinds: "Mapping[str, _Tensor]") -> int:
+        """Return the number of tokens of tensors that are read or written in place.
+
+        Raises:
+            EngineError: if one has another shape, dtype or device than the engine's, is not contiguous or not aligned.
+        """
+        tokens = None if self._is_dynamic else self._most
+        for name, tensor in tensors.items():
+            kind = kinds[name]
+            shape = tuple(tensor.shape)
+            for axis in kind.dynamic_axes if len(shape) == len(kind.shape) else ():
+                tokens = tokens or shape[axis]
+            if shape != kind.shape_for(tokens or 1) or not 1 <= (tokens or 1) <= self._most:
+                expected = f"{_shape_text(kind.shape_for(1))} to {_shape_text(kind.shape_for(self._most))}"
+                raise EngineError("engine.other_shape", tensor=name, expected=expected, given=_shape_text(shape))
+            if (
+                tensor.dtype != kind.dtype
+                or tensor.device != self._device
+                or not tensor.is_contiguous()
+                or tensor.data_ptr() % _ALIGNMENT
+            ):
+                raise EngineError("engine.tensorrt_tensor_refused", tensor=name)
+        return tokens or self._most
+
+
+class _BoundContext:
+    """The execution context of a block session for one number of tokens.
+
+    Attributes:
+        captured: whether a CUDA graph was captured with it: what the graph uses must not change then.
+    """
+
+    def __init__(self, context: Any, device: torch.device, memory_bytes: int) -> None:
+        self.captured = False
+        self._context = context
+        self._device = device
+        self._memory_bytes = memory_bytes
+        self._memory: torch.Tensor | None = None
+        self._addresses: dict[str, int] = {}
+
+    def set_shape(self, name: str, shape: Shape) -> bool:
+        """Set the shape of an input; return whether the engine takes it."""
+        return bool(self._context.set_input_shape(name, shape))
+
+    def bind_memory(self) -> None:
+        """Use the shared working memory, or keep what a CUDA graph was captured with."""
+        if self.captured and self._memory is not None:
+            return
+        shared = tensorrt_library.context_memory(self._device, self._memory_bytes)
+        if shared is not self._memory:
+            tensorrt_library.set_context_memory(self._context, shared)
+            self._memory = shared
+
+    def bind(self, name: str, address: int, messages: tensorrt_library.Messages) -> None:
+        """Set the address of a tensor, if it is another one than in the call before."""
+        if self._addresses.get(name) == address:
+            return
+        self._addresses.pop(name, None)
+        if not self._context.set_tensor_address(name, address):
+            raise messages.failure("engine.tensorrt_address_refused", tensor=name)
+        self._addresses[name] = address
+
+    def execute(self, stream: torch.cuda.Stream, messages: tensorrt_library.Messages) -> None:
+        """Enqueue the call."""
+        if not self._context.execute_async_v3(stream.cuda_stream):
+            raise messages.failure("engine.tensorrt_not_run")
 
 
 class _Tensor:
@@ -271,9 +521,14 @@ class _Tensor:
         self.name = name
         self.dtype = tensorrt_library.torch_dtype(engine.get_tensor_dtype(name))
         self.shape: Shape = tuple(engine.get_tensor_shape(name))
+        self.dynamic_axes = tuple(axis for axis, size in enumerate(self.shape) if size < 0)
         self.is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
         if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
             raise EngineError("engine.tensorrt_host_tensor", tensor=name)
+
+    def shape_for(self, tokens: int) -> Shape:
+        """Return the shape of a block engine's tensor, in which the dynamic size counts tokens."""
+        return tuple(tokens if size < 0 else size for size in self.shape)
 
 
 def _tensors(trt: Any, engine: Any, names: Mapping[str, str]) -> tuple[dict[str, _Tensor], dict[str, _Tensor]]:
