@@ -465,7 +465,7 @@ def load_program(
     make_form: MakeForm = components_of(spec.family).make_form
     form = make_form(spec, name, lambda: load_module(spec, component, part)).eval()
     if is_block_program(name):
-        return BlockProgram(name, form, spec, dtype, torch.device(device), tokens)
+        return BlockProgram(name, form.to(device), spec, dtype, torch.device(device), tokens)
     return Program(name, form, spec)
 
 

@@ -150,6 +150,7 @@ _TABLE: Mapping[str, _Row] = {
     "torch_tensorrt": _Row("torch_tensorrt", "TorchTensorRT", on_cpu=0, on_cuda=2),
     "inductor": _Row("inductor", "InductorBuilder", on_cpu=2, on_cuda=3),
     "onnxruntime": _Row("onnxruntime", "OnnxRuntimeBuilder", on_cpu=1, on_cuda=4),
+    "onnxruntime_blocks": _Row("onnxruntime", "OnnxRuntimeBlocks", on_cpu=3, on_cuda=5),
 }
 
 
