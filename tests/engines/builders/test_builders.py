@@ -68,7 +68,7 @@ def test_key_contains_provider_and_versions(tiny: Callable[[str], ModelSpec], ma
 
 def test_builders_of_each_backend() -> None:
     assert [builder.name for builder in builders_of("inductor")] == ["inductor"]
-    assert [builder.name for builder in builders_of("onnxruntime")] == ["onnxruntime"]
+    assert [builder.name for builder in builders_of("onnxruntime")] == ["onnxruntime", "onnxruntime_blocks"]
     assert {builder.backend for name in BUILDERS for builder in [BUILDERS[name]]} == {
         "tensorrt",
         "inductor",

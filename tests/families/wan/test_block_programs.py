@@ -99,9 +99,8 @@ def test_an_engine_writes_what_pytorch_computes_for_any_number_of_tokens(
     )
     assert (key.weights, dict(key.options)["tokens"]) == (SWAPPED, "128")
     builder.build(found, key, tmp_path, lambda *_: None)
-    with OnnxRuntimeBlockSession(
-        tmp_path / "engine.onnx", provider="cpu", precision="float32", device="cpu"
-    ) as session:
+    session = OnnxRuntimeBlockSession(tmp_path / "engine.onnx", provider="cpu", precision="float32", device="cpu")
+    with session:
         assert session.most_tokens == 128
         for tokens in (1, 64, 100, 128):
             inputs = found.inputs_for(tokens, seed=tokens)
