@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 # What requirements.txt installs, and what requirements-gpu.txt adds.
 PACKAGES = (("onnx", "1.23.2"), ("onnxscript", "0.7.2"), ("onnxruntime", "1.24.1"))
-GPU_PACKAGES = (*PACKAGES, ("tensorrt", "11.0.0.114"), ("torch-tensorrt", "2.13.0"))
+GPU_PACKAGES = (*PACKAGES, ("tensorrt", "11.0.0.114"), ("torch-tensorrt", "2.13.0"), ("tensorrt-rtx", "1.7.1.116"))
 
 
 def machine(

@@ -46,6 +46,7 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.inductor",
     "runtime.engines.builders.onnxruntime",
     "runtime.engines.builders.tensorrt",
+    "runtime.engines.builders.tensorrt_rtx",
     "runtime.engines.builders.torch_tensorrt",
     "runtime.queue.recovery",
     "runtime.queue.job_queue",
@@ -88,8 +89,8 @@ def test_imports_point_one_way(path: Path) -> None:
         assert top not in {"tests", "tools", "app"}, f"{name} imports {module}"
         if top == "gradio":
             assert own == "ui" or name == "runtime/upstream/gradio.py", f"{name} imports gradio"
-        if top == "tensorrt":
-            assert own == "engines", f"{name} imports tensorrt"
+        if top.startswith("tensorrt"):
+            assert own == "engines", f"{name} imports {top}"
         other = rest.partition(".")[0]
         if top == "runtime" and own is not None and other in RANKS and other != own:
             lower = RANKS[other] < RANKS[own]
@@ -102,7 +103,8 @@ def test_every_package_has_a_rank() -> None:
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_planning_imports_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit(bool({{'torch', 'tensorrt', 'gradio'}} & set(sys.modules)))"
+    heavy = {"torch", "tensorrt", "tensorrt_rtx_bindings", "gradio"}
+    code = f"import sys, {module}; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

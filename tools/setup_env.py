@@ -52,6 +52,7 @@ TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt
 PYTHON_RANGE = ((3, 10), (3, 13))
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
+RTX_CAPABILITIES, FIRST_NEWER_RTX = ("7.5", "8.0", "8.6", "8.9"), 12.0  # compute capabilities
 GB = 1_000_000_000
 DISK_NEEDED = {"cpu": 3 * GB, "cuda": 18 * GB}
 NVIDIA_SMI = ("/usr/lib/wsl/lib/nvidia-smi", r"C:\Windows\System32\nvidia-smi.exe")
@@ -412,14 +413,21 @@ def torch_versions(*options: str) -> list[str]:
 def install_gpu_extras() -> None:
     """Install each package separately, so that the others are installed if TensorRT is not available."""
     say(f"installing the packages in {GPU}; TensorRT among them is large")
+    rtx = has_rtx_gpu()
     for line in (ROOT / GPU).read_text("utf-8").splitlines():
-        if not line or line.startswith("#"):
+        if not line or line.startswith("#") or (line.startswith("tensorrt-rtx") and not rtx):
             continue
         try:
             pip("install", line, doing=f"install {line.partition('==')[0]}")
         except SetupError as error:
             say(f"continuing without one of the packages in {GPU}: {error.what}")
             say(f'to try it again: "{PYTHON}" -m pip install -r "{ROOT / GPU}"')
+
+
+def has_rtx_gpu() -> bool:
+    """Return whether TensorRT for RTX supports the first GPU; see `tensorrt_rtx_problem` in runtime/machine."""
+    answer = ask_venv("import torch; print('%d.%d' % torch.cuda.get_device_capability())")
+    return answer is not None and (answer in RTX_CAPABILITIES or float(answer) >= FIRST_NEWER_RTX)
 
 
 # pip.

@@ -28,6 +28,7 @@ _ATTENTIONS = {
 _QUANTIZATIONS = {"fp8": "FP8 weights", "bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights"}
 BACKEND_TITLES: Mapping[str, str] = {
     "tensorrt": "TensorRT",
+    "tensorrt_rtx": "TensorRT for RTX",
     "inductor": "Inductor",
     "onnxruntime": "ONNX Runtime",
     "pytorch": "PyTorch",

@@ -22,8 +22,7 @@ from runtime.core.facts import Fact
 from runtime.upstream.torch import cuda_failure
 
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
-# The modules of each library, the first that exists. TensorRT for RTX has another name in NVIDIA's archive.
-_MODULES = {"tensorrt": ("tensorrt",), "tensorrt_rtx": ("tensorrt_rtx_bindings", "tensorrt_rtx")}
+_MODULES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx_bindings"}
 # The beginning of the message that lists an engine's layers, if its profiling verbosity is DETAILED.
 _LAYERS = "Engine Layer Information:"
 _KEPT_MESSAGES = 20
@@ -84,13 +83,10 @@ def load(library: str = "tensorrt", *, needs_gpu: bool = True) -> Any:
     # Without a GPU `tensorrt.Runtime(...)` wraps a null pointer, and using it ends the process.
     if needs_gpu and not torch.cuda.is_available():
         raise EngineError("engine.tensorrt_without_gpu")
-    missing: Exception | None = None
-    for name in _MODULES[library]:
-        try:
-            return importlib.import_module(name)
-        except (ImportError, OSError) as error:
-            missing = missing or error
-    raise EngineError("engine.tensorrt_not_loadable", error=str(missing)) from missing
+    try:
+        return importlib.import_module(_MODULES[library])
+    except (ImportError, OSError) as error:
+        raise EngineError("engine.tensorrt_not_loadable", error=str(error)) from error
 
 
 # TensorRT keeps the first logger that it is given for the whole process: there is one logger, and listeners register.
@@ -186,10 +182,18 @@ def failures(device: torch.device, code: str = "engine.tensorrt_not_run") -> Ite
         raise EngineError(code, detail=one_line(first_line(error))) from error
 
 
-def create_context(trt: Any, engine: Any) -> Any | None:
-    """Return an execution context without working memory, or None if TensorRT cannot create one."""
+def create_context(trt: Any, engine: Any, config: Any = None) -> Any | None:
+    """Return an execution context without working memory, or None if TensorRT cannot create one.
+
+    Args:
+        config: an `IRuntimeConfig`, for TensorRT for RTX.
+    """
     if hasattr(trt, "ExecutionContextAllocationStrategy"):
-        return engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if config is None:
+            return engine.create_execution_context(strategy)
+        config.set_execution_context_allocation_strategy(strategy)
+        return engine.create_execution_context(config)
     return engine.create_execution_context_without_device_memory()
 
 

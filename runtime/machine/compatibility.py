@@ -8,6 +8,10 @@ from runtime.machine.probe import Machine
 # CUDA 13 has no kernels for GPUs below 7.5; CUDA 12.8 is the first with kernels for Blackwell (10.0 and above).
 _CUDA_13_CAPABILITY = (7, 5)
 _BLACKWELL, _FIRST_FOR_BLACKWELL = (10, 0), (12, 8)
+# TensorRT for RTX 1.7: these, and 12.0 and newer; not 9.0 and 10.x. From the support matrix,
+# https://docs.nvidia.com/deeplearning/tensorrt-rtx/latest/getting-started/support-matrix.html, and the library's error.
+_RTX_CAPABILITIES = frozenset({(7, 5), (8, 0), (8, 6), (8, 9)})
+_FIRST_NEWER_RTX = (12, 0)
 # Oldest driver for each major version of CUDA, https://docs.nvidia.com/deploy/cuda-compatibility: a driver supports all
 # of a major version and older ones.
 _LEAST_DRIVER: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
@@ -44,6 +48,14 @@ def torch_tensorrt_problem(machine: Machine) -> Fact | None:
     if installed.split(".")[:2] != torch_version.split(".")[:2]:
         return Fact("machine.torch_tensorrt_mismatch", {"installed": installed, "torch": torch_version})
     return None
+
+
+def tensorrt_rtx_problem(machine: Machine) -> Fact | None:
+    """Return why TensorRT for RTX does not support the machine's GPU, `None` if it does or there is none."""
+    gpu = machine.gpus[0] if machine.gpus else None
+    if gpu is None or gpu.capability in _RTX_CAPABILITIES or gpu.capability >= _FIRST_NEWER_RTX:
+        return None
+    return Fact("machine.tensorrt_rtx_without_gpu", {"gpu": gpu.name, "capability": "{}.{}".format(*gpu.capability)})
 
 
 def compiler_problem(machine: Machine) -> Fact | None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, render
-from runtime.machine.compatibility import compiler_problem, cuda_problem, torch_tensorrt_problem
+from runtime.machine.compatibility import compiler_problem, cuda_problem, tensorrt_rtx_problem, torch_tensorrt_problem
 from runtime.machine.packages import PACKAGES, Package, import_problem, installed_as
 from runtime.machine.probe import Gpu, Machine, free_disk_bytes
 
@@ -153,9 +153,10 @@ def _compiler(machine: Machine) -> Finding:
 def _packages(machine: Machine) -> Iterator[Finding]:
     for package in PACKAGES:
         version = machine.version_of(package.name)
+        useful = machine.gpus and _mismatch(package, machine) is None if package.needs_gpu else package.installed_by_us
         if version is not None:
             yield _installed(package, version, machine)
-        elif (package.installed_by_us and not package.needs_gpu) or (package.needs_gpu and machine.gpus):
+        elif useful:
             code = "doctor.installer_package_missing" if package.installed_by_us else "doctor.package_missing"
             yield Finding(package.title, "note", Fact(code, {"use": package.use, "install": _pip_command(package)}))
 
@@ -167,10 +168,15 @@ def _installed(package: Package, version: str, machine: Machine) -> Finding:
         reinstall = f"{sys.executable} -m pip install --force-reinstall {release}=={version}"
         data = {"version": version, "cause": problem, "reinstall": reinstall}
         return Finding(package.title, "note", Fact("doctor.package_unusable", data))
-    mismatch = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else None
+    mismatch = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else _mismatch(package, machine)
     if mismatch is not None:
         return Finding(package.title, "note", mismatch)
     return Finding(package.title, "ok", Fact("doctor.package", {"version": version}))
+
+
+def _mismatch(package: Package, machine: Machine) -> Fact | None:
+    """Return why a package is of no use on the machine's GPU."""
+    return tensorrt_rtx_problem(machine) if package.name == "tensorrt-rtx" else None
 
 
 def _pip_command(package: Package) -> str:

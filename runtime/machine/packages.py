@@ -58,6 +58,14 @@ PACKAGES = (
         "TensorRT engines built straight from PyTorch",
         installed_by_us=True,
     ),
+    Package(
+        "tensorrt-rtx",
+        "TensorRT for RTX",
+        ("tensorrt-rtx-cu13-bindings",),
+        "tensorrt_rtx_bindings",
+        "TensorRT engines on GeForce and RTX GPUs",
+        installed_by_us=True,
+    ),
     Package("onnx", "ONNX", ("onnx",), "onnx", "exporting engines", needs_gpu=False, installed_by_us=True),
     Package(
         "onnxscript", "ONNX Script", ("onnxscript",), "onnxscript", "exporting engines", needs_gpu=False,

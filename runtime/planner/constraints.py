@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
 from runtime.core.step_cache import NONE
-from runtime.machine.compatibility import compiler_problem, cuda_problem, torch_tensorrt_problem
+from runtime.machine.compatibility import compiler_problem, cuda_problem, tensorrt_rtx_problem, torch_tensorrt_problem
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -119,6 +119,8 @@ _TENSORRT = (
     _package("machine.no_tensorrt", "tensorrt"),
     _capability(TENSORRT_CAPABILITY, "machine.tensorrt_without_gpu"),
 )
+
+_TENSORRT_RTX = (cuda_problem, tensorrt_rtx_problem, _package("machine.no_tensorrt_rtx", "tensorrt-rtx"))
 _BITSANDBYTES = (cuda_problem, _package("machine.no_bitsandbytes", "bitsandbytes"))
 NEEDS: Mapping[str, tuple[Need, ...]] = MappingProxyType(
     {
@@ -128,6 +130,8 @@ NEEDS: Mapping[str, tuple[Need, ...]] = MappingProxyType(
             _package("machine.no_torch_tensorrt", "torch-tensorrt"),
             torch_tensorrt_problem,
         ),
+        "tensorrt_rtx": _TENSORRT_RTX,
+        "tensorrt_rtx_components": (*_TENSORRT_RTX, _capability(BF16_CAPABILITY, "machine.tensorrt_rtx_blocks_only")),
         "inductor": (
             lambda machine: None if machine.torch_version else Fact("machine.no_torch"),
             compiler_problem,

@@ -34,6 +34,7 @@ _TITLES: Mapping[str, str] = {
     "openvino": "OpenVINO",
     "pytorch": "PyTorch",
     "tensorrt": "TensorRT",
+    "tensorrt_rtx": "TensorRT for RTX",
     "torch": "PyTorch",
     "torch_tensorrt": "torch-tensorrt",
 }

@@ -104,6 +104,7 @@ _BUILD_SIZES = (100_000_000, 3_000_000_000)
 _BUILD_SECONDS: Mapping[str, tuple[float, float, float]] = {
     "onnx_tensorrt": (40, 300, 900),
     "torch_tensorrt": (60, 300, 1200),
+    "tensorrt_rtx": (8, 90, 300),
     "inductor": (40, 120, 300),
     "onnxruntime": (6, 60, 300),
 }

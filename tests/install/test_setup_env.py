@@ -11,7 +11,9 @@ from types import ModuleType
 
 import pytest
 
+from runtime.machine.compatibility import tensorrt_rtx_problem
 from tests.install.conftest import REPO
+from tests.plans import gpu, machine
 
 GPUS = [pytest.param(False, id="no-gpu"), pytest.param(True, id="gpu")]
 
@@ -137,6 +139,28 @@ def test_a_nearly_full_disk_is_reported_first(
     monkeypatch.setattr(setup_env, "installed_torch", lambda: None)
     with pytest.raises(setup_env.SetupError, match=f"2.0 GB free; installing takes about {needed}"):
         setup_env.check_disk(nvidia)
+
+
+@pytest.mark.parametrize("capability", ["7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0", "12.1"])
+def test_tensorrt_for_rtx_is_installed_on_the_gpus_that_it_supports(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: str
+) -> None:
+    monkeypatch.setattr(setup_env, "ask_venv", lambda code: capability)
+    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
+    (tmp_path / "requirements-gpu.txt").write_text("torchao==1\ntensorrt-rtx-cu13-libs==1.7\n", "utf-8")
+    installed: list[str] = []
+    monkeypatch.setattr(setup_env, "pip", lambda *args, doing: installed.append(args[1]))
+    setup_env.install_gpu_extras()
+    major, minor = map(int, capability.split("."))
+    supported = tensorrt_rtx_problem(machine(gpu=gpu(capability=(major, minor)))) is None
+    assert installed == ["torchao==1", *(["tensorrt-rtx-cu13-libs==1.7"] if supported else [])]
+
+
+def test_tensorrt_for_rtx_is_left_out_where_pytorch_finds_no_gpu(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env, "ask_venv", lambda code: None)
+    assert not setup_env.has_rtx_gpu()
 
 
 def test_the_torch_range_equals_the_requirements(setup_env: ModuleType) -> None:

@@ -18,6 +18,7 @@ from tests.plans import GIB, gpu, machine
 
 # Without packages nothing is imported, which takes seconds.
 BARE = machine(packages=())
+ON_RTX = replace(machine(gpu=gpu(capability=(8, 9)), torch_cuda="13.0", packages=()), driver_cuda=(13, 0))
 ON_GPU = replace(machine(gpu=gpu(), torch_cuda="13.0", packages=()), driver_cuda=(13, 0))
 
 
@@ -122,7 +123,8 @@ def test_every_problem_has_a_fix(on: Machine, tmp_path: Path) -> None:
 def test_packages_for_gpus_are_not_missing_on_a_cpu(tmp_path: Path) -> None:
     titles = {package.title for package in PACKAGES if package.needs_gpu}
     assert titles.isdisjoint(findings(BARE, tmp_path))
-    assert titles <= set(findings(ON_GPU, tmp_path))
+    assert titles <= set(findings(ON_RTX, tmp_path))
+    assert titles - set(findings(ON_GPU, tmp_path)) == {"TensorRT for RTX"}
 
 
 def test_an_engine_folder_outside_the_cache_is_checked(tmp_path: Path) -> None:

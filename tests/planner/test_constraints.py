@@ -35,6 +35,7 @@ H200 = replace(
 )
 TURING = replace(H200, gpus=(gpu(capability=(7, 5)),))
 AMPERE = replace(H200, gpus=(gpu(capability=(8, 6)),))
+ADA = replace(H200, gpus=(gpu(capability=(8, 9)),))
 CPU = machine()
 CASE = ComponentSettings(component="transformer", backend="tensorrt", device="cuda:0")
 
@@ -285,6 +286,11 @@ LACKING: list[tuple[str, Machine, str, str]] = [
         "2.13.0 is not compatible with PyTorch 2.11",
         "install.sh",
     ),
+    ("tensorrt_rtx", CPU, "no NVIDIA GPU", "another backend"),
+    ("tensorrt_rtx", H200, "for RTX does not support Test GPU (compute capability 9.0)", "such as TensorRT"),
+    ("tensorrt_rtx", replace(AMPERE, gpus=(gpu(capability=(10, 0)),)), "does not support Test GPU", "another backend"),
+    ("tensorrt_rtx", without(AMPERE, "tensorrt-rtx"), "TensorRT for RTX is not installed", "requirements-gpu"),
+    ("tensorrt_rtx_components", TURING, "runs block engines only", "another backend"),
     ("inductor", replace(CPU, compiler=None), "no C++ compiler was found", "Install g++"),
     ("inductor", replace(CPU, compiler=None, system="Windows AMD64"), "no C++ compiler", "Visual Studio"),
     ("inductor", replace(CPU, torch_version=None), "PyTorch is not installed", "install.sh"),
@@ -311,9 +317,21 @@ def test_unmet_requirements_of_a_machine(feature: str, on: Machine, reason: str,
     assert short(found.fact).lower() in what.lower()
 
 
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [((7, 0), False), ((8, 0), True), ((8, 7), False), ((8, 9), True), ((12, 0), True), ((12, 1), True)],
+)
+def test_gpus_that_tensorrt_for_rtx_supports(capability: tuple[int, int], runs: bool) -> None:
+    on = replace(H200, torch_cuda="12.8", gpus=(gpu(capability=capability),))
+    assert (lacking("tensorrt_rtx", on) is None) is runs
+    assert lacking("tensorrt_rtx", TURING) is None
+
+
 def test_every_need_has_its_case_and_can_be_met() -> None:
     assert {row[0] for row in LACKING} == set(NEEDS)
-    assert all(lacking(feature, H200) is None for feature in NEEDS)
+    assert all(lacking(feature, ADA) is None for feature in NEEDS)
+    only_rtx = {"tensorrt_rtx", "tensorrt_rtx_components"}
+    assert all(lacking(feature, H200) is None for feature in set(NEEDS) - only_rtx)
     assert all(lacking(feature, CPU) is None for feature in ("inductor", "onnxruntime", "none", "auto", "pytorch"))
     choices = {*BACKENDS, *OFFLOADS, *QUANTIZATIONS} - {"auto", "none", "pytorch"}
     assert choices <= set(NEEDS)

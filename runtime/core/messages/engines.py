@@ -30,6 +30,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.exporting_onnx": Message("Exporting to ONNX."),
     "engine.compiling": Message("Compiling."),
     "engine.building_tensorrt": Message("Building with TensorRT."),
+    "engine.building_tensorrt_rtx": Message("Building with TensorRT for RTX."),
     "engine.building_torch_tensorrt": Message("Building with torch-tensorrt."),
     "engine.builder_output": Message("{line}"),
     "engine.comparing": Message("Comparing with PyTorch."),
@@ -238,6 +239,9 @@ MESSAGES: Mapping[str, Message] = {
     "engine.tensorrt_profile_refused": Message("TensorRT refuses the shape profile: {detail}.", _OTHER_BACKEND),
     "engine.tensorrt_without_bfloat16": Message(
         "TensorRT {version} does not support bfloat16.", "Choose float16 or float32, or install TensorRT 10."
+    ),
+    "engine.rtx_capability_refused": Message(
+        "TensorRT for RTX cannot build for compute capability {capability}.", _OTHER_BACKEND
     ),
     "engine.torch_tensorrt_failed": Message("torch-tensorrt could not build the engine: {error}.", _OTHER_BACKEND),
     # Importing: the file.

@@ -42,6 +42,15 @@ _MACHINE: Mapping[str, Message] = {
         "torch-tensorrt {installed} is not compatible with PyTorch {torch}.", _RUN_INSTALLER_ON_GPU
     ),
     "machine.tensorrt_without_gpu": Message("TensorRT does not support {gpu}.", _OTHER_BACKEND),
+    "machine.no_tensorrt_rtx": Message("TensorRT for RTX is not installed.", _RUN_INSTALLER_ON_GPU),
+    "machine.tensorrt_rtx_without_gpu": Message(
+        "TensorRT for RTX does not support {gpu} (compute capability {capability}), only 7.5, 8.0, 8.6, 8.9, 12.0 and "
+        "newer.",
+        "Choose another backend, such as TensorRT. Until then, the component runs in PyTorch.",
+    ),
+    "machine.tensorrt_rtx_blocks_only": Message(
+        "On {gpu}, TensorRT for RTX runs block engines only: it has no float32 or bfloat16 there.", _OTHER_BACKEND
+    ),
     "machine.no_bitsandbytes": Message("bitsandbytes is not installed.", _RUN_INSTALLER_ON_GPU),
     "machine.no_torchao": Message("torchao is not installed.", _RUN_INSTALLER_ON_GPU),
     "machine.gpu_without_fp8": Message("The {gpu} does not support FP8.", "Use {set[quantization=bnb-8bit]}."),

@@ -27,7 +27,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
 from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weights_bytes
 from runtime.engines.child import Report
-from runtime.machine.probe import Machine, gpu_index
+from runtime.machine.probe import Gpu, Machine, gpu_index
 from runtime.models.spec import ModelSpec
 from runtime.planner import constraints
 from runtime.planner.engine_index import EngineKey, ShapeProfile
@@ -79,7 +79,7 @@ class TensorRTBuilder(Builder):
           its activations.
         """
         usual = _usual_precision(program)
-        if usual == "bfloat16" and machine.gpus[_gpu_index(machine, device)].capability < constraints.BF16_CAPABILITY:
+        if usual == "bfloat16" and gpu_of_machine(machine, device).capability < constraints.BF16_CAPABILITY:
             return "float32"
         return usual
 
@@ -102,7 +102,7 @@ class TensorRTBuilder(Builder):
         return BuildNeeds(
             ram_bytes=_BASE_RAM + 3 * weights,
             disk_bytes=2 * weights,
-            vram_bytes=3 * weights + 2 * _activation_bytes(spec, program, profile),
+            vram_bytes=3 * weights + 2 * activation_bytes(spec, program, profile, _usual_precision(program)),
         )
 
 
@@ -359,26 +359,32 @@ def _usual_precision(program: str) -> str:
     return "bfloat16" if program == "text_encoder" and has_bfloat16 else "float32"
 
 
-def _activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile) -> int:
+def activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile, precision: str) -> int:
+    """Return the bytes of a program's activations at a profile's largest size."""
     frames, height, width = profile.max
     if program == "transformer":
         tokens = prod(size // patch for size, patch in zip(profile.max, spec.transformer.patch_size, strict=True))
-        return denoise_bytes(spec, tokens, _usual_precision(program))
+        return denoise_bytes(spec, tokens, precision)
     if program == "text_encoder":
         return 0
     scale = spec.vae.scale_factor_spatial
-    return spec.vae.decode_bytes(frames, height * scale, width * scale, DTYPE_BYTES[_usual_precision(program)])
+    return spec.vae.decode_bytes(frames, height * scale, width * scale, DTYPE_BYTES[precision])
 
 
-def _gpu_index(machine: Machine, device: str) -> int:
+def gpu_of_machine(machine: Machine, device: str) -> Gpu:
+    """Return the GPU of a torch device.
+
+    Raises:
+        EngineError: if the device is no GPU of the machine.
+    """
     index = gpu_index(device)
     if not device.startswith("cuda") or index >= len(machine.gpus):
         raise EngineError("engine.tensorrt_needs_gpu", device=device)
-    return index
+    return machine.gpus[index]
 
 
 def _workspace_bytes(machine: Machine, device: str) -> int:
-    return min(machine.gpus[_gpu_index(machine, device)].total_bytes // _WORKSPACE_SHARE, _LARGEST_WORKSPACE)
+    return min(gpu_of_machine(machine, device).total_bytes // _WORKSPACE_SHARE, _LARGEST_WORKSPACE)
 
 
 def timing_cache_path(folder: Path, device: str, version: str) -> Path:

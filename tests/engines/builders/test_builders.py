@@ -71,6 +71,7 @@ def test_builders_of_each_backend() -> None:
     assert [builder.name for builder in builders_of("onnxruntime")] == ["onnxruntime", "onnxruntime_blocks"]
     assert {builder.backend for name in BUILDERS for builder in [BUILDERS[name]]} == {
         "tensorrt",
+        "tensorrt_rtx",
         "inductor",
         "onnxruntime",
     }
