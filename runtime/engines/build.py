@@ -307,7 +307,10 @@ def _if_verified(request: BuildRequest, record: EngineRecord) -> EngineRecord:
 
 
 def _check_space(request: BuildRequest, store: EngineStore) -> None:
-    """Raise if memory or disk space is too small, instead of failing minutes later."""
+    """Raise if memory, disk space or the library's limit is too small, instead of failing minutes later."""
+    conflict = store.limit_conflict(request.spec, request.component, request.key)
+    if conflict is not None:
+        raise EngineError(conflict.code, **conflict.data)
     machine, index = probe(), gpu_index(request.device)
     largest = max(request.key.profiles, key=lambda profile: profile.max)
     needs = BUILDERS[request.key.builder].needs(request.spec, request.key.program, largest)

@@ -99,6 +99,7 @@ class ModelOffers:
         needs: list[BuildNeeds] = []
         missing: Fact | None = None
         nearest: Fact | None = None
+        over_limit: Fact | None = None
         build_time = seconds = pytorch_seconds = 0.0
         file_bytes = 0
         for program in builder.programs(self.spec, component):
@@ -117,6 +118,7 @@ class ModelOffers:
             if found is None:
                 needs.append(builder.needs(self.spec, program, profile))
                 build_time += build_seconds(self.spec, component, program, builder.name, profile.opt, self._index)
+                over_limit = over_limit or self.store.limit_conflict(self.spec, component, key)
                 if missing is None:
                     missing, nearest = self._why_missing(key, component)
             else:
@@ -126,7 +128,7 @@ class ModelOffers:
                 file_bytes += found.file_bytes
         problem = builder.unavailable(self.machine)
         if problem is None and needs:
-            problem = self._too_small(needs)
+            problem = over_limit or self._too_small(needs)
         return EngineOffer(
             backend=builder.backend,
             builder=builder.name,

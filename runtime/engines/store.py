@@ -9,6 +9,8 @@
     .trash-…/                            an engine that is being deleted
     .locks/                              one lock for the store, one per engine that is being built, one per use
 
+Engines are evicted in sets, see `engine_sets`.
+
 An engine is added and removed by one rename each. All changes happen under the store's lock; reading needs no lock and
 works in a read-only folder. Folders with other names are never changed.
 
@@ -24,7 +26,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK
@@ -33,8 +35,19 @@ from typing import Any
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.locks import held, is_held
+from runtime.core.plan import is_block_program
 from runtime.engines import manifest
-from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey, EngineRecord, differences
+from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import (
+    SWAPPED,
+    UNREADABLE_KEY,
+    EngineFile,
+    EngineKey,
+    EngineRecord,
+    differences,
+    serves_any_clip,
+)
+from runtime.planner.memory_model import DTYPE_BYTES
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
 _WORKSPACE = re.compile(r"\.building-([0-9a-f]{16})-[0-9a-f]{8}")
@@ -75,7 +88,8 @@ class EngineStore:
 
     Args:
         folder: created with the first engine.
-        max_bytes: limit for all engines together. When a new engine exceeds it, the least recently used are deleted.
+        max_bytes: limit for all engines together. When a new engine exceeds it, the least recently used sets are
+            deleted, but not the set of the new engine.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -265,21 +279,55 @@ class EngineStore:
     def prune(self, max_bytes: int | None = None) -> Pruned:
         """Delete engines until the remaining ones take at most `max_bytes`: damaged ones, then the least recently used.
 
-        Pinned engines and engines in use are kept. Nothing is deleted if the store is within the limit.
+        Sets with a pinned engine or one in use are kept. Nothing is deleted if the store is within the limit.
 
         Args:
-            max_bytes: the store's own limit by default.
+            max_bytes: the store's own limit by default; 0 deletes all sets.
 
         Raises:
-            EngineError: if the folder cannot be written.
+            EngineError: if not even the most recently used set fits, or the folder cannot be written.
         """
         limit = self.max_bytes if max_bytes is None else max_bytes
+        intact = [each for each in self._sets() if each[0].problem is None]
+        newest = max(intact, key=_last_used, default=())
+        size = sum(manifest.folder_bytes(self.path(record.id)) for record in newest)
+        if 0 < limit < size and not any(record.pinned or self._in_use(record.id) for record in newest):
+            raise EngineError("engine.limit_deletes_all", model=newest[0].model, needed=size, limit=limit)
         evicted: list[EngineRecord] = []
         if _entries(self.folder):
             with self._changing():
                 evicted = self._evict(limit, keep=None)
             self._empty_trash()
         return Pruned(tuple(evicted), self.total_bytes(), limit)
+
+    def limit_conflict(self, spec: ModelSpec, component: str, key: EngineKey) -> Fact | None:
+        """Return why an engine that is not built yet is too large for the limit, together with its set; None if not.
+
+        Both experts of a model count, built or not; an engine without weights counts nothing.
+        """
+
+        def size(name: str) -> int:
+            return 0 if key.weights == SWAPPED else spec.parameters[name] * DTYPE_BYTES[key.precision]
+
+        file = EngineFile(manifest.NAME, size(component), "")
+        new = EngineRecord(
+            id=key.digest(),
+            key=key,
+            model=spec.name,
+            component=component,
+            files=(file,),
+            file_bytes=file.bytes,
+            last_used=self._now(),
+            loras=spec.loras_of(component),
+        )
+        sets = engine_sets([new, *(record for record in self._records() if record.id != new.id)])
+        own = next(each for each in sets if new in each)
+        present = {record.component for record in own}
+        absent = [name for name, programs in spec.programs.items() if key.program in programs and name not in present]
+        needed = sum(record.file_bytes for record in own) + sum(map(size, absent))
+        if needed <= self.max_bytes:
+            return None
+        return Fact("engine.limit_below_set", {"model": spec.title, "needed": needed, "limit": self.max_bytes})
 
     @property
     def _locks(self) -> Path:
@@ -350,17 +398,21 @@ class EngineStore:
     def _in_use(self, engine_id: str) -> bool:
         return any(is_held(path) for path in _entries(self._locks) if path.name.startswith(f"{engine_id}.use-"))
 
-    def _evict(self, max_bytes: int, keep: str | None) -> list[EngineRecord]:
+    def _sets(self) -> list[tuple[EngineRecord, ...]]:
         # A folder without engine.json may not be an engine: TENSORRT_CACHE_DIR may point to a folder with other data.
-        records = [record for record in self._records() if _has_manifest(self.path(record.id))]
-        records.sort(key=lambda record: (record.problem is None, record.last_used, record.id))
-        sizes = {record.id: manifest.folder_bytes(self.path(record.id)) for record in records}
+        return engine_sets([record for record in self._records() if _has_manifest(self.path(record.id))])
+
+    def _evict(self, max_bytes: int, keep: str | None) -> list[EngineRecord]:
+        sets = self._sets()
+        sizes = {record.id: manifest.folder_bytes(self.path(record.id)) for each in sets for record in each}
         total = sum(sizes.values())
-        evicted = []
-        for record in records:
+        evicted: list[EngineRecord] = []
+        for each in sets:
             if total <= max_bytes:
                 break
-            if record.id != keep and not record.pinned and not self._in_use(record.id):
+            if any(record.id == keep or record.pinned or self._in_use(record.id) for record in each):
+                continue
+            for record in each:
                 self._discard(self.path(record.id))
                 total -= sizes[record.id]
                 evicted.append(record)
@@ -401,6 +453,80 @@ class EngineStore:
         if errno.errorcode.get(error.errno or 0) in _DISK_FULL_ERRORS:
             return EngineError("engine.store_disk_full", folder=self.folder)
         return EngineError("engine.store_read_only", folder=self.folder, error=error.strerror or str(error))
+
+
+def engine_sets(records: Iterable[EngineRecord]) -> list[tuple[EngineRecord, ...]]:
+    """Divide engines into sets that are kept or evicted together; return them in the order of eviction.
+
+    A set is what one plan uses of one builder: the transformers of a model for one size and precision, the VAE's
+    engines for that size, and the text encoder. Of engines for the same purpose, such as with other LoRAs, the most
+    recently used ones belong together. The engines of blocks are a set.
+
+    The order is damaged engines, each alone, then the least recently used sets, then those of blocks, which are small.
+    """
+    groups: dict[Hashable, list[EngineRecord]] = {}
+    damaged = []
+    for record in sorted(records, key=lambda record: (-record.last_used, record.id)):
+        if record.problem is not None:
+            damaged.append((record,))
+        else:
+            key = record.key
+            groups.setdefault((_maker(record), _role(record), key.precision, key.profiles), []).append(record)
+    parts = [part for group in groups.values() for part in _one_for_each_purpose(group)]
+    parts.sort(key=_last_used, reverse=True)
+    sets = [[part] for part in parts if _role(part[0]) == "transformer"]
+    for part in parts:
+        role = _role(part[0])
+        if role == "transformer":
+            continue
+        for members in sets:
+            if _belongs(part[0], members[0][0]) and all(_role(member[0]) != role for member in members):
+                members.append(part)
+                break
+        else:
+            sets.append([part])
+    joined = [tuple(record for part in members for record in part) for members in sets]
+    joined.sort(key=lambda each: (_role(each[0]) == "blocks", _last_used(each), each[0].id))
+    return [*sorted(damaged, key=_last_used), *joined]
+
+
+def _role(record: EngineRecord) -> str:
+    """Return the kind of component that an engine runs: both experts are transformers, all VAE programs are the VAE."""
+    program = record.key.program
+    return "blocks" if is_block_program(program) else "vae" if program.startswith("vae") else program
+
+
+def _maker(record: EngineRecord) -> Hashable:
+    """Return what engines of one set have in common."""
+    key = record.key
+    return record.model, key.family, key.builder, key.options, key.versions, key.device, key.system
+
+
+def _one_for_each_purpose(group: list[EngineRecord]) -> Iterator[tuple[EngineRecord, ...]]:
+    """Divide engines into tuples with one for each component and program; the most recently used ones come first."""
+    while group:
+        newest: dict[tuple[str, str], EngineRecord] = {}
+        for record in group:
+            newest.setdefault((record.component, record.key.program), record)
+        yield tuple(newest.values())
+        group = [record for record in group if record not in newest.values()]
+
+
+def _belongs(record: EngineRecord, transformer: EngineRecord) -> bool:
+    """Return whether a plan that uses a transformer's engine may use another component's engine too."""
+    if _role(transformer) != "transformer" or _maker(record) != _maker(transformer):
+        return False
+    if serves_any_clip(record.key.program):
+        return _role(record) != "blocks"
+    return any(
+        profile.serves((profile.opt[0], *own.opt[1:]))
+        for own in record.key.profiles
+        for profile in transformer.key.profiles
+    )
+
+
+def _last_used(records: Sequence[EngineRecord]) -> float:
+    return max(record.last_used for record in records)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ import pytest
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
-from runtime.engines.store import EngineStore
+from runtime.engines.store import EngineStore, engine_sets
+from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.engines.engine_files import add, key, put, refusal, visible
 from tests.waiting import until
 
@@ -135,6 +137,118 @@ def test_new_engine_evicts_others_and_stays(store: EngineStore) -> None:
     assert {record.id for record in store.index()} == {records[2].id, records[1].id}
     huge = add(store, key(precision="float16"), b"x" * 50_000)
     assert [record.id for record in store.index()] == [huge.id]
+
+
+def at(frames: int, height: int = 60, width: int = 104) -> tuple[ShapeProfile, ...]:
+    """Return the profile of one size."""
+    return (ShapeProfile.fixed((frames, height, width)),)
+
+
+def plan_of(store: EngineStore, size: tuple[ShapeProfile, ...], used: float, **changes: object) -> list[str]:
+    """Add the engines of a model with two experts for one size, used at a time; return their ids."""
+    vae = at(1, *size[0].opt[1:])
+    ids = []
+    for component, program, profiles, precision, length in (
+        ("text_encoder", "text_encoder", at(1, 1, 1), "float16", 3000),
+        ("transformer", "transformer", size, "float16", 9000),
+        ("transformer_2", "transformer", size, "float16", 9000),
+        ("vae", "vae_first", vae, "float32", 1000),
+        ("vae", "vae_next", vae, "float32", 1000),
+    ):
+        wanted = key(program=program, profiles=profiles, precision=precision, weights=component * 4, **changes)
+        add(store, wanted, bytes(length), component=component)
+        ids.append(wanted.digest())
+    for one in ids:
+        store._rewrite(one, last_used=used)
+    return ids
+
+
+def names(sets: list[tuple[EngineRecord, ...]]) -> list[set[str]]:
+    """Return the ids of each set."""
+    return [{record.id for record in each} for each in sets]
+
+
+def test_engines_of_one_plan_are_a_set(store: EngineStore) -> None:
+    small, large = plan_of(store, at(21, 30, 52), used=10.0), plan_of(store, at(21), used=20.0)
+    short = plan_of(store, at(5), used=30.0)
+    assert small[0] == large[0] == short[0]  # one text encoder
+    assert large[3:] == short[3:]  # one VAE
+    # What several plans share belongs to the one that was used last.
+    assert names(engine_sets(store.index())) == [set(small[1:]), set(large[1:3]), set(short)]
+
+
+def test_engines_with_other_loras_or_versions_are_other_sets(store: EngineStore) -> None:
+    plain = plan_of(store, at(21), used=30.0)
+    older = plan_of(store, at(21), used=10.0, versions=(("torch", "2.12.0"),))
+    with_lora = [
+        add(store, key(profiles=at(21), precision="float16", weights=name * 8), component=name).id
+        for name in ("transformer", "transformer_2")
+    ]
+    for one in with_lora:
+        store._rewrite(one, last_used=20.0)
+    assert names(engine_sets(store.index())) == [set(older), set(with_lora), set(plain)]
+
+
+def test_a_set_is_kept_or_evicted_as_a_whole(store: EngineStore) -> None:
+    first, second = plan_of(store, at(21), used=20.0), plan_of(store, at(21, 30, 52), used=10.0)
+    store.touch(first[0])
+    size = {record.id: manifest.folder_bytes(store.path(record.id)) for record in store.index()}
+    # One byte too much costs the older set, not an engine of the newer one.
+    evicted = store.prune(store.total_bytes() - 1).deleted
+    assert {record.id for record in evicted} == set(second[1:])
+    assert {record.id for record in store.index()} == set(first)
+    whole = sum(size[one] for one in first)
+    assert store.prune(whole).deleted == ()
+    with refusal("engine.limit_deletes_all") as refused:
+        store.prune(18_000)
+    assert (refused.value.data["needed"], refused.value.data["limit"]) == (whole, 18_000)
+    # A pinned engine, or one in use, keeps its set.
+    store.pin(first[1], pinned=True)
+    assert store.prune(18_000).deleted == ()
+    store.pin(first[1], pinned=False)
+    with store.using(first[4]):
+        assert store.prune(0).deleted == ()
+    assert {record.id for record in store.prune(0).deleted} == set(first)
+
+
+def test_a_new_expert_does_not_evict_the_other(store: EngineStore) -> None:
+    """Two engines of 28.6 GB with a limit of 50 GB evicted each other, in every job."""
+    store.max_bytes = 15_000
+    for component in ("transformer", "transformer_2"):
+        add(store, key(profiles=at(21), weights=component * 4), bytes(9000), component=component)
+    assert {record.component for record in store.index()} == {"transformer", "transformer_2"}
+
+
+def test_engines_of_blocks_are_one_set_and_go_last(store: EngineStore) -> None:
+    ones = (ShapeProfile.fixed((1, 1, 1)),)
+    blocks = []
+    for program in ("block_qkv", "block_query", "block_feed_forward"):
+        wanted = key(program=program, profiles=ones, weights="swapped", options=(("tokens", "8192"),))
+        blocks.append(add(store, wanted, bytes(200)).id)
+    later = plan_of(store, at(21), used=time.time() + 100)
+    assert names(engine_sets(store.index())) == [set(later), set(blocks)]
+    size = sum(manifest.folder_bytes(store.path(one)) for one in blocks)
+    add(store, key(versions=(("torch", "2.14.0"),)), bytes(9000))
+    store.touch(blocks[0])
+    assert {record.id for record in store.prune(size + 12_000).deleted} == set(later)
+    assert set(blocks) <= {record.id for record in store.index()}
+
+
+def test_a_limit_below_one_set_is_refused(store: EngineStore, tiny: Callable[[str], ModelSpec]) -> None:
+    a14b = tiny("wan2.2-a14b")
+    wanted = key(profiles=at(21), precision="float16")
+    one = 2 * a14b.parameters["transformer"]
+    store.max_bytes = int(1.9 * one)
+    conflict = store.limit_conflict(a14b, "transformer", wanted)
+    assert conflict is not None and conflict.code == "engine.limit_below_set"
+    assert conflict.data["needed"] == one + 2 * a14b.parameters["transformer_2"]
+    # An engine without weights needs nothing.
+    assert store.limit_conflict(a14b, "transformer", key(profiles=at(21), weights="swapped")) is None
+    store.max_bytes = conflict.data["needed"]
+    assert store.limit_conflict(a14b, "transformer", wanted) is None
+    # What is there already counts.
+    add(store, key(program="text_encoder", profiles=at(1, 1, 1)), bytes(100), component="text_encoder", model=a14b.name)
+    assert store.limit_conflict(a14b, "transformer", wanted) is not None
 
 
 def test_order_of_use_survives_a_clock_set_back(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +474,7 @@ def work(folder: Path, seed: int, seconds: float) -> None:
                     for record in store.index():
                         assert record.problem is None or record.problem.code == "engine.file_missing", record
         except EngineError as error:
-            assert error.code in {"engine.not_found", "engine.in_use"}, error.what
+            assert error.code in {"engine.not_found", "engine.in_use", "engine.limit_deletes_all"}, error.what
 
 
 def test_concurrent_processes(store: EngineStore) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import DEVICE_LOST, EngineError
+from runtime.core.errors import DEVICE_LOST, EngineError, MachineError
 from runtime.core.events import (
     Cancelled,
     EngineProgress,
@@ -36,6 +36,7 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.build_engines import wanted_engines
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
 from runtime.video.mp4 import read_metadata
@@ -50,6 +51,7 @@ from tests.plans import Alone, machine, why
 pytestmark = pytest.mark.slow
 
 ON_ENGINES = {"backends": {"all": "onnxruntime"}}
+SIZE = {"width": 64, "height": 32, "frames": 9}
 # Random weights make noise of every frame, in which bfloat16 and H.264 differ more than in a picture; wrong caches or
 # another step's latents give less than 20 dB.
 SAME_NOISE_DB = 30
@@ -67,7 +69,7 @@ class Bench:
 
     def plan(self, **values: object) -> ExecutionPlan:
         """Plan a tiny clip, by default on ONNX Runtime."""
-        wanted = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
+        wanted = {"prompt": "a red boat", **SIZE, "steps": 4, "seed": 3, "fps": 8}
         request = GenerationRequest.from_mapping(wanted | ON_ENGINES | values)
         return resolve(request, self.spec, machine(), self.folder / "x.mp4", self.engines.offers(self.spec))
 
@@ -416,12 +418,28 @@ def test_a_cancelled_build_leaves_nothing(bench: Bench) -> None:
 
 
 def test_engines_of_one_job_do_not_evict_each_other(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
-    """A cap smaller than one job's engines."""
     spec = tiny("wan2.1")
-    bench = Bench(spec, EngineService(EngineStore(tmp_path / "engines", 1), probe(), tmp_path), tmp_path)
-    events = bench.run(bench.plan(backends={"text_encoder": "onnxruntime", "transformer": "onnxruntime"}))
+    store = EngineStore(tmp_path / "engines", 4 * spec.parameters["transformer"])
+    bench = Bench(spec, EngineService(store, probe(), tmp_path), tmp_path)
+    events = bench.run(bench.plan(backends={"transformer": "onnxruntime"}))
+    # The files are a little larger than the weights that they were estimated from.
+    assert store.total_bytes() > store.max_bytes
     assert fallen(events) == []
-    assert backends(events)["text_encoder"] == "onnxruntime"
+    assert backends(events)["transformer"] == "onnxruntime"
+    # The text encoder's engine would not fit with it, and is not built.
+    wanted = {"text_encoder": "onnxruntime", "transformer": "onnxruntime"}
+    plan = bench.plan(backends=wanted)
+    assert {name: part.backend for name, part in plan.components.items()} == {
+        "text_encoder": "pytorch",
+        "transformer": "onnxruntime",
+        "vae": "pytorch",
+    }
+    refused = plan.components["text_encoder"].reasons[-1].data["cause"]
+    assert (refused.code, refused.data["limit"]) == ("engine.limit_below_set", store.max_bytes)
+    assert fallen(bench.run(plan))[0].component == "text_encoder"
+    with pytest.raises(MachineError) as error:
+        wanted_engines(GenerationRequest.from_mapping({"prompt": "x", **SIZE, "backends": wanted}), spec, bench.engines)
+    assert error.value.data["cause"].code == "engine.limit_below_set"
 
 
 def test_a_plan_for_other_weights_falls_back_with_a_reason(bench: Bench) -> None:

@@ -125,6 +125,14 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "engine.no_such_gpu": Message("There is no GPU {device}.", "Choose a device that `doctor` lists."),
     # Building and verifying.
+    "engine.limit_below_set": Message(
+        "The engines of {model} that are kept together take about {needed:bytes}; the limit is {limit:bytes}.",
+        "Set TANDEM_ENGINE_CACHE_GB to more than {needed:bytes}.",
+    ),
+    "engine.limit_deletes_all": Message(
+        "The most recently used engines of {model} are kept together and take {needed:bytes}, more than {limit:bytes}.",
+        "Give at least {needed:bytes}; 0 deletes all engines that are not pinned.",
+    ),
     "engine.needs_memory": Message(
         "Building the {engine} needs about {needed:bytes} of memory; {free:bytes} are free.", _FREE_MEMORY
     ),
