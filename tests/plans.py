@@ -79,9 +79,14 @@ class Alone:
         self.plan = plan
         self.cancel = Cancel()
         self.fallen: list[tuple[str, Fact]] = []
+        self.warnings: list[Fact] = []
 
     def loading(self, name: str) -> None:
         """Show nothing."""
+
+    def warn(self, fact: Fact) -> None:
+        """Record the fact."""
+        self.warnings.append(fact)
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """Record the reason."""

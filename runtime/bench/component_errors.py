@@ -40,6 +40,9 @@ class StandaloneJob:
         self.fallbacks[name] = f"PyTorch took over. {reason}"
         self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
 
+    def warn(self, fact: Fact) -> None:
+        """See `residency.Watch`: shows nothing."""
+
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """See `residency.Watch`: record the reason and continue without the feature."""
         self.fallbacks[name] = f"Without {field}: {reason}"

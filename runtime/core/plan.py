@@ -315,6 +315,13 @@ class ExecutionPlan(ResolvedRequest):
         """Return whether a component runs on a backend other than the requested one."""
         return self.asked.backend(component) not in {AUTO, self.components[component].backend}
 
+    def sharing_engines(self, component: str) -> list[str]:
+        """Return a component and the later ones that run on the same engines; block engines serve all transformers."""
+        names = [*self.components]
+        ids = [use.id for use in self.components[component].engines]
+        later = names[names.index(component) + 1 :] if ids else []
+        return [component, *(one for one in later if [use.id for use in self.components[one].engines] == ids)]
+
     def title(self, component: str) -> str:
         """Return the title of a component."""
         if component == "transformer" and "transformer_2" not in self.components:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, TandemError
@@ -32,7 +32,7 @@ from runtime.planner.engine_index import (
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engines.sessions import Session
+    from runtime.engines.sessions import BlockSession, Session
 
 _BYTES_PER_GB = 1e9
 
@@ -54,6 +54,15 @@ class OpenEngines(AbstractContextManager["OpenEngines"]):
     def infer(self, program: str, **inputs: "torch.Tensor") -> dict[str, "torch.Tensor"]:
         """Run one program; see `Session.infer`."""
         return self._sessions[program].infer(**inputs)
+
+    def write(self, program: str, inputs: Mapping[str, "torch.Tensor"], outputs: Mapping[str, "torch.Tensor"]) -> None:
+        """Run one block program; see `BlockSession.write`."""
+        cast("BlockSession", self._sessions[program]).write(inputs, outputs)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that all of these block engines take in one call."""
+        return min(cast("BlockSession", session).most_tokens for session in self._sessions.values())
 
     def runs(self, program: str) -> bool:
         """Return whether one of the engines runs a program."""
@@ -135,37 +144,12 @@ class EngineService:
 
     def problem(self, engine_id: str) -> Fact | None:
         """Read an engine's files and return the problem; None if they are intact."""
-        record = self._record(engine_id)
+        record = _record(self.store, engine_id)
         return Fact("engine.none_yet") if record is None else record.problem or self.store.verify_hash(record)
 
     def open(self, spec: ModelSpec, component: str, uses: Iterable[EngineUse], device: str) -> OpenEngines:
-        """Load a component's engines; they are not deleted or evicted while they are open.
-
-        Raises:
-            EngineError: if one is gone, damaged or cannot be loaded; it is not used from then on.
-            MemoryError, torch.OutOfMemoryError: if memory runs out.
-            Exception: of any type, if a library fails otherwise.
-        """
-        from runtime.engines.sessions import open_session
-
-        with ExitStack() as stack:
-            sessions = {}
-            for use in uses:
-                record = self._record(use.id)
-                if record is None:
-                    raise EngineError("engine.gone", engine=use.id)
-                if record.problem is not None:
-                    raise EngineError("engine.unusable", engine=use.id, cause=record.problem)
-                folder = stack.enter_context(self.store.using(use.id))
-                weights = _weights(spec, component, use, device)
-                try:
-                    session = open_session(folder, record, device=device, weights=weights)
-                except EngineError as error:
-                    self.store.report_problem(record, error.fact)
-                    raise
-                stack.callback(session.close)
-                sessions[use.program] = session
-            return OpenEngines(sessions, stack.pop_all(), device)
+        """Load a component's engines; see `open_engines`."""
+        return open_engines(self.store, spec, component, uses, device)
 
     def verify(
         self, engines: Iterable[EngineRecord], models: Sequence[ModelSpec], emit_progress: Report, cancel: Cancel
@@ -245,9 +229,6 @@ class EngineService:
             return [error.fact]
         return differences(wanted, key, spec.vae.scale_factor_spatial)
 
-    def _record(self, engine_id: str) -> EngineRecord | None:
-        return next((record for record in self.store.index() if record.id == engine_id), None)
-
     def _device(self, record: EngineRecord) -> str:
         """Return the device of this machine that an engine was built for.
 
@@ -262,6 +243,42 @@ class EngineService:
         here = device_text(machine, device_like(record.key.device, machine))
         cause = device_difference(record.key.device, here)
         raise EngineError("engine.other_device", engine=record.id, cause=cause)
+
+
+def open_engines(
+    store: EngineStore, spec: ModelSpec, component: str, uses: Iterable[EngineUse], device: str
+) -> OpenEngines:
+    """Load a component's engines; they are not deleted or evicted while they are open.
+
+    Raises:
+        EngineError: if one is gone, damaged or cannot be loaded; it is not used from then on.
+        MemoryError, torch.OutOfMemoryError: if memory runs out.
+        Exception: of any type, if a library fails otherwise.
+    """
+    from runtime.engines.sessions import open_session
+
+    with ExitStack() as stack:
+        sessions = {}
+        for use in uses:
+            record = _record(store, use.id)
+            if record is None:
+                raise EngineError("engine.gone", engine=use.id)
+            if record.problem is not None:
+                raise EngineError("engine.unusable", engine=use.id, cause=record.problem)
+            folder = stack.enter_context(store.using(use.id))
+            weights = _weights(spec, component, use, device)
+            try:
+                session = open_session(folder, record, device=device, weights=weights)
+            except EngineError as error:
+                store.report_problem(record, error.fact)
+                raise
+            stack.callback(session.close)
+            sessions[use.program] = session
+        return OpenEngines(sessions, stack.pop_all(), device)
+
+
+def _record(store: EngineStore, engine_id: str) -> EngineRecord | None:
+    return next((record for record in store.index() if record.id == engine_id), None)
 
 
 def _weights(

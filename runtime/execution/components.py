@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -12,6 +12,9 @@ from runtime.execution.first_block_cache import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
 from runtime.models.spec import ModelSpec
+
+if TYPE_CHECKING:  # which imports this module
+    from runtime.execution.block_engines import BlockEngines
 
 # The passes of a step with guidance.
 PROMPTED, UNPROMPTED = "cond", "uncond"
@@ -62,8 +65,14 @@ class PyTorchDenoiser(Denoiser, Protocol):
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
 
-    def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
-        """Apply a plan's `Speed` from the next call on; what fails costs time only."""
+    def compute(
+        self, speed: Speed, on_degraded: OnDegraded | None = None, engines: "BlockEngines | None" = None
+    ) -> None:
+        """Apply a plan's `Speed` from the next call on; what fails costs time only.
+
+        Args:
+            engines: compute parts of each block until `forget`; a family without block programs gets none.
+        """
 
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> AbstractContextManager[None]:
         """Reuse values across steps while entered.
@@ -74,7 +83,7 @@ class PyTorchDenoiser(Denoiser, Protocol):
         """
 
     def forget(self) -> None:
-        """Free values cached for a text or a size."""
+        """Free values cached for a text or a size, and use no block engines from then on."""
 
 
 class VideoDecoder(Protocol):

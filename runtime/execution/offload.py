@@ -69,7 +69,7 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
     Raises:
         InvalidRequestError: for weights that cannot leave the device.
     """
-    if part.engines or offload in {"none", "auto"}:
+    if part.on_engine or offload in {"none", "auto"}:
         return "device"
     case = constraints.ComponentSettings(
         component=name, backend=part.backend, offload=offload, quantization=part.quantization
@@ -258,7 +258,7 @@ def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, held: Collect
     names = list(plan.components)
     after = names[names.index(running) + 1 :]
     coming = next((name for name in after if name not in held), None)
-    if coming is None or not plan.components[running].device.startswith("cuda") or plan.components[coming].engines:
+    if coming is None or not plan.components[running].device.startswith("cuda") or plan.components[coming].on_engine:
         return []
     return sorted((spec.directory / coming).glob("*.safetensors"))
 

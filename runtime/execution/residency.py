@@ -18,12 +18,13 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import with_usable_attention
+from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in
 from runtime.execution.components import Denoiser, PyTorchDenoiser, PyTorchVideoDecoder, VideoDecoder, components_of
 from runtime.execution.engine_components import EngineDenoiser, EngineTextModel, EngineVideoDecoder, failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
-from runtime.execution.parallel.proxies import GroupManager, shared_speed
+from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoiser, shared_speed
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
@@ -39,10 +40,12 @@ Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 _PROMPTS, _COMPILED = "prompts", "compiled"
 # With these placements hooks reference the module, as in bitsandbytes' layers: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
+# The name in the key of block engines, which serve all transformers.
+_BLOCK_ENGINES = "block_engines"
 
 
 class _Key(NamedTuple):
-    """Identity of a loaded component: a plan can use it if all fields are equal."""
+    """Identity of a loaded component, or of block engines: a plan can use it if all fields are equal."""
 
     directory: Path
     name: str
@@ -86,6 +89,9 @@ class Watch(Protocol):
 
     def fell_back(self, name: str, reason: Fact) -> None:
         """Record that a component runs in PyTorch from now on, and why."""
+
+    def warn(self, fact: Fact) -> None:
+        """Record a fact to show with the result."""
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """Record that the option `field` of the plan's `Speed` is not applied to a component, and why."""
@@ -143,7 +149,7 @@ class Residency:
 
     def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
         """Whether a component is loaded in the form that the plan uses."""
-        return _key(spec, name, plan, plan.components[name]) in self._held
+        return all(key in self._held for key in _keys(spec, name, plan, plan.components[name]))
 
     @contextmanager
     def text_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[TextEncoder]:
@@ -166,9 +172,11 @@ class Residency:
 
         def prepare(denoiser: Any, part: ComponentPlan) -> None:
             self._keep_compiled(job)
-            compute_as_planned(denoiser, part, spec, job, name)
+            engines = self._block_engines(spec, job, name) if part.in_blocks else None
+            compute_as_planned(denoiser, part, spec, job, name, engines)
             used.append(denoiser)
 
+        planned = job.plan.components[name]
         with self._use(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
             if not isinstance(denoiser, EngineDenoiser):
                 stack.enter_context(denoiser.caching(job.plan.step_cache))
@@ -179,6 +187,7 @@ class Residency:
                     self.compile_seconds += one.compile_seconds
                     self.load_seconds += one.compile_seconds
                     one.forget()
+                self._drop_block_engines(spec, job.plan, name, planned)
 
     @contextmanager
     def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
@@ -201,6 +210,36 @@ class Residency:
                 took = sum(one.compile_seconds for one in used)
                 self.compile_seconds += took
                 self.load_seconds += took
+
+    def _block_engines(self, spec: ModelSpec, job: Watch, name: str) -> BlockEngines | None:
+        """Open a transformer's block engines, which stay open for the next transformer that uses them.
+
+        If they cannot be opened, the job's plan says PyTorch, and `None` is returned.
+        """
+        part = job.plan.components[name]
+
+        def fail(reason: Fact) -> None:
+            _fall_back(job, name, reason)
+
+        key = _block_engines_key(spec, part)
+        try:
+            if key not in self._held:
+                started = time.perf_counter()
+                self._held[key] = self.engines.open(spec, name, part.engines, part.device)
+                self.load_seconds += time.perf_counter() - started
+            return BlockEngines(self._held[key], spec, name, part.engines, fail, job.warn)
+        except Exception as error:
+            reason = failure_of_engine(error, part.device, "execution.engine_load_out_of_memory")
+        fail(reason)
+        return None
+
+    def _drop_block_engines(self, spec: ModelSpec, plan: ExecutionPlan, name: str, planned: ComponentPlan) -> None:
+        """Close a transformer's block engines, unless the plan keeps them or runs a later component on them."""
+        if not planned.in_blocks:
+            return
+        failed = not plan.components[name].in_blocks
+        if failed or not (plan.strategy.keeps(name) or plan.sharing_engines(name)[1:]):
+            self._drop(_block_engines_key(spec, planned))
 
     def _keep_compiled(self, job: Watch) -> None:
         if job.plan.speed.compiled and self._compiled is not None:
@@ -255,26 +294,43 @@ class Residency:
             return pytorch(replacement)
 
         try:
-            if part.engines:
+            if part.on_engine:
                 yield self._on_engines(hold, spec, name, part, on_engines, fall_back)
             elif used[0].split is not None:
-                check = job.cancel.check
-                split = used[0].split
-                self._keep_compiled(job)
-                computed = used[0].computed
-                shared = hold(part, lambda: self.group_manager.load(split, spec, name, part, check, computed))
-                shared.part.check = check
-                yield shared.part
+                yield self._on_several_gpus(hold, spec, job, name, used[0])
             else:
                 yield pytorch(part)
         finally:
             held = self._held.get(used[0])
-            if used[0].placement == "device" and not job.plan.strategy.keeps(name):
+            # Processes in which engines failed are not used with them again.
+            failed = part.in_blocks and used[0].split is not None and not job.plan.components[name].in_blocks
+            if failed or (used[0].placement == "device" and not job.plan.strategy.keeps(name)):
                 self._drop(used[0])
             elif isinstance(held, _Loaded):
                 held.placed.away()
                 if held.placed.waits_elsewhere:
                     release_cached_memory()
+
+    def _on_several_gpus(
+        self,
+        hold: Callable[[ComponentPlan, Callable[[], Any]], Any],
+        spec: ModelSpec,
+        job: Watch,
+        name: str,
+        key: _Key,
+    ) -> Any:
+        """Return a component that the processes of the plan's split have loaded."""
+        self._keep_compiled(job)
+        part, split, check = job.plan.components[name], key.split, job.cancel.check
+        assert split is not None
+        store = self.engines.store if part.in_blocks else None
+        shared: Shared = hold(
+            part, lambda: self.group_manager.load(split, spec, name, part, check, key.computed, store)
+        )
+        shared.part.check = check
+        if isinstance(shared.part, SharedDenoiser):
+            shared.part.on_failed, shared.part.on_skipped = partial(_fall_back, job, name), job.warn
+        return shared.part
 
     def _on_engines(
         self,
@@ -296,7 +352,7 @@ class Residency:
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         """Free components of earlier jobs that this plan does not use."""
-        wanted = {_key(spec, name, plan, part) for name, part in plan.components.items()}
+        wanted = {key for name, part in plan.components.items() for key in _keys(spec, name, plan, part)}
         fit = self.group_manager.fits(plan.split)
         for key in [key for key in self._held if key not in wanted or not (fit or key.split is None)]:
             self._drop(key)
@@ -311,13 +367,30 @@ class Residency:
         release_cached_memory(unreachable=key.placement in _HOOKED or key.quantization != NONE)
 
 
-def compute_as_planned(denoiser: PyTorchDenoiser, part: ComponentPlan, spec: ModelSpec, job: Watch, name: str) -> None:
-    """Apply the plan's `Speed` to a denoiser; an attention kernel that cannot be used is reported and replaced."""
+def compute_as_planned(
+    denoiser: PyTorchDenoiser,
+    part: ComponentPlan,
+    spec: ModelSpec,
+    job: Watch,
+    name: str,
+    engines: BlockEngines | None = None,
+) -> None:
+    """Apply the plan's `Speed` and block engines to a denoiser.
+
+    An attention kernel that cannot be used is reported and replaced.
+    """
     head_width = spec.transformer.attention_head_dim
     speed, reason = with_usable_attention(job.plan.speed, part.device, denoiser.dtype, head_width)
     if reason is not None:
         job.on_degraded(name, "attention", reason)
-    denoiser.compute(speed, partial(job.on_degraded, name))
+    denoiser.compute(speed, partial(job.on_degraded, name), engines)
+
+
+def _fall_back(job: Watch, name: str, reason: Fact) -> None:
+    """Report, once, that block engines failed: their component and the later ones that use them run in PyTorch."""
+    if job.plan.components[name].in_blocks:
+        for one in job.plan.sharing_engines(name):
+            job.fell_back(one, reason)
 
 
 def _load(
@@ -334,11 +407,23 @@ def _load(
     return _Loaded(made, place(module, how, part), module)
 
 
-def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
+def _keys(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> list[_Key]:
+    """Return the keys of everything that is held for a component."""
+    own = _key(spec, name, plan, part)
+    return [own, _block_engines_key(spec, part)] if part.in_blocks and own.split is None else [own]
+
+
+def _block_engines_key(spec: ModelSpec, part: ComponentPlan) -> _Key:
     engines = tuple(use.id for use in part.engines)
+    return _Key(spec.directory, _BLOCK_ENGINES, part.device, part.dtype, NONE, "device", 0, engines, (), None, None)
+
+
+def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
     where = placement(name, part, plan.strategy.offload)
     stamp = _stamp(spec.directory / name)
-    split = plan.split if plan.split is not None and plan.split.shares(name) and not engines else None
+    split = plan.split if plan.split is not None and plan.split.shares(name) and not part.on_engine else None
+    # A module is the same with and without block engines. Processes of several GPUs open their own.
+    engines = tuple(use.id for use in part.engines) if part.on_engine or split is not None else ()
     computed = None if split is None else shared_speed(plan.speed, name)
     # The order matters: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))

@@ -80,7 +80,7 @@ def likely_cause(fault: Fault, plan: ExecutionPlan) -> Fact:
     """Return the likely cause as a fact, which names the setting that helps."""
     vae = plan.components["vae"]
     if fault != "frozen" and vae.backend != PYTORCH:
-        precision = vae.engines[-1].precision if vae.engines else vae.dtype
+        precision = vae.engines[-1].precision if vae.on_engine else vae.dtype
         return Fact("cause.vae_engine", {"backend": vae.backend, "precision": precision})
     scale = max(plan.guidance_scale, plan.guidance_scale_2 or 0.0)
     if scale > _HIGH_GUIDANCE:

@@ -84,6 +84,7 @@ class RunContext:
         self._folder = checkpoints
         self._policy = CheckpointPolicy(checkpoints, spec, emit)
         self._engines_in_use = ExitStack()
+        self._ready: set[str] = set()
 
     def __enter__(self) -> "RunContext":
         return self
@@ -265,8 +266,9 @@ class RunContext:
         needed = {"vae"} | {step.expert for step in steps[self.step :]}
         if self.conditioning is None:
             needed.add("text_encoder")
+        failed: set[str] = set()
         for name, part in self.plan.components.items():
-            if name not in needed:
+            if name not in needed or name in failed:
                 continue
             self.cancel.check_pause()
             if self.plan.fell_back(name):
@@ -276,13 +278,17 @@ class RunContext:
                     for use in part.engines:
                         self._build_engine(name, use)
                 except EngineError as error:
-                    self.fell_back(name, error.fact)
+                    failed.update(self.plan.sharing_engines(name))
+                    for one in self.plan.sharing_engines(name):
+                        self.fell_back(one, error.fact)
                 else:
                     built = part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
                     self.plan = self.plan.with_component(name, built)
 
     def _build_engine(self, name: str, use: EngineUse) -> None:
         engines = self.residency.engines
+        if use.id in self._ready:  # for another component
+            return
         problem = None if use.build or self.plan.asked.build == "never" else engines.problem(use.id)
         if problem is not None:
             self.warn(Fact("pipeline.engine_rebuilt", {"component": name, "engine": use.id, "problem": problem}))
@@ -293,6 +299,7 @@ class RunContext:
             engines.build(self.spec, name, use, device, partial(self._report_build, name), self.cancel, again=again)
         # Building the next engine may evict others from the library, but not this one.
         self._engines_in_use.enter_context(engines.store.using(use.id))
+        self._ready.add(use.id)
 
     def _report_build(self, name: str, progress: Fact, share: float | None) -> None:
         self.emit(EngineProgress(component=name, progress=progress, share=share))

@@ -36,7 +36,7 @@ def encode_prompt(context: RunContext) -> Conditioning:
     texts = [plan.prompt, plan.negative_prompt] if wants_guidance(plan) else [plan.prompt]
     prompts, part = context.residency.prompts, plan.components["text_encoder"]
     # Not with an engine: whether it is damaged is found only when it runs.
-    cache = prompts if prompts is not None and not part.engines else None
+    cache = prompts if prompts is not None and not part.on_engine else None
     found = [None if cache is None else cache.find(context.spec, part, text) for text in texts]
     encoded = [one for one in found if one is not None]
     if len(encoded) < len(texts):

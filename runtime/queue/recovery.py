@@ -127,7 +127,8 @@ def avoid_causes(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[
                 plan = _with_less_memory(plan, spec, death["stage"], death["part"])
         elif part is not None and part.engines:
             reason = Fact("queue.engine_disabled", {"how": how, "backend": part.backend})
-            plan = _in_pytorch(plan, death["part"], reason)
+            for name in plan.sharing_engines(death["part"]):
+                plan = _in_pytorch(plan, name, reason)
         plan = _with_warning(plan, replaced)
     if len(builds) >= _BUILD_DEATHS:
         reason = Fact("queue.build_disabled", {"how": Fact.model_validate(builds[-1]["how"])})

@@ -39,6 +39,9 @@ MESSAGES: Mapping[str, Message] = {
     "parallel.task_timeout": Message("Its process did not finish “{task}” within {seconds:duration}."),
     "execution.engine_not_finite": Message("Its engine returned NaN or Inf."),
     "execution.engine_out_of_memory": Message("Its engine ran out of memory."),
+    "execution.block_not_on_engine": Message(
+        "Blocks whose weight {weight} is quantized, replaced, or of another dtype or device run in PyTorch."
+    ),
     "execution.engine_load_out_of_memory": Message("Its engine ran out of memory while loading."),
     "execution.engine_failed": Message("Its engine failed: {error}."),
     "execution.device_lost": Message(

@@ -1,14 +1,18 @@
 """Components that several GPUs run together: loading them into a group of processes, and calling them like others."""
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 
 import torch
 from pydantic import TypeAdapter
 
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
 from runtime.core.step_cache import NONE
+from runtime.engines.store import EngineStore
 from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Group, Limits
@@ -56,9 +60,14 @@ class SharedDenoiser:
     Args:
         dtype: of the transformer; tensors are rounded to it before they are sent.
         check: raises if the job is cancelled.
+
+    Attributes:
+        on_failed, on_skipped: called with what a process reports of its block engines; see `BlockEngines`.
     """
 
     pairs = True
+    on_failed: Callable[[Fact], None]
+    on_skipped: Callable[[Fact], None]
 
     def __init__(
         self, group: Group, spec: ModelSpec, name: str, dtype: torch.dtype, texts: SentTexts, check: Callable[[], None]
@@ -126,6 +135,10 @@ class SharedDenoiser:
         results: dict[int, torch.Tensor] = {}
         for answer in answers:
             results |= zip(answer.values["passes"], answer.tensors, strict=True)
+            for reason in answer.values["failed"]:
+                self.on_failed(Fact.model_validate(reason))
+            for reason in answer.values["skipped"]:
+                self.on_skipped(Fact.model_validate(reason))
         return [results[index].to(latents.device) for index in range(len(texts))]
 
 
@@ -161,19 +174,26 @@ class SharedVideoDecoder:
 class Shared:
     """A component that all processes of a group have loaded.
 
+    Args:
+        engines: protects its block engines from deletion until it is closed.
+
     Attributes:
         part: a denoiser or a video decoder.
     """
 
-    def __init__(self, group: Group, name: str, part: SharedDenoiser | SharedVideoDecoder) -> None:
+    def __init__(
+        self, group: Group, name: str, part: SharedDenoiser | SharedVideoDecoder, engines: ExitStack | None = None
+    ) -> None:
         self._group = group
         self._name = name
+        self._engines = engines or ExitStack()
         self.part = part
 
     def close(self) -> None:
         """Free the component in all processes."""
-        if self._group.alive:
-            self._group.call("free", _not_cancelled, name=self._name)
+        with self._engines:
+            if self._group.alive:
+                self._group.call("free", _not_cancelled, name=self._name)
 
 
 class GroupManager:
@@ -205,12 +225,14 @@ class GroupManager:
         part: ComponentPlan,
         check: Callable[[], None],
         speed: Speed | None = None,
+        store: EngineStore | None = None,
     ) -> Shared:
         """Load a component in all processes; they are started if they do not run.
 
         Args:
             check: raises if the job is cancelled.
             speed: execution options, from `shared_speed`.
+            store: of the part's block engines, if it has any.
 
         Raises:
             TandemError: if that fails; no process is left then.
@@ -220,20 +242,28 @@ class GroupManager:
             self.dismiss()
             group = self._group = Group(split, check, self._limits)
             self._texts = SentTexts()
-        answers = group.call(
-            "load",
-            check,
-            name=name,
-            part=_PARTS.dump_python(part, mode="json"),
-            directory=str(spec.directory),
-            model=spec.name,
-            loras=[use.model_dump(mode="json") for use in spec.loras_of(name)],
-            speed=(speed or EAGER).model_dump(mode="json"),
-        )
-        if name == "vae":
-            return Shared(group, name, SharedVideoDecoder(group, check))
-        dtype = getattr(torch, answers[0].values["dtype"])
-        return Shared(group, name, SharedDenoiser(group, spec, name, dtype, self._texts, check))
+        with ExitStack() as engines:
+            if store is not None:
+                for use in part.engines:
+                    # A process that does not find it reports that.
+                    with contextlib.suppress(EngineError):
+                        engines.enter_context(store.using(use.id))
+            answers = group.call(
+                "load",
+                check,
+                name=name,
+                part=_PARTS.dump_python(part, mode="json"),
+                directory=str(spec.directory),
+                model=spec.name,
+                loras=[use.model_dump(mode="json") for use in spec.loras_of(name)],
+                speed=(speed or EAGER).model_dump(mode="json"),
+                engines=None if store is None else str(store.folder),
+            )
+            if name == "vae":
+                return Shared(group, name, SharedVideoDecoder(group, check))
+            dtype = getattr(torch, answers[0].values["dtype"])
+            denoiser = SharedDenoiser(group, spec, name, dtype, self._texts, check)
+            return Shared(group, name, denoiser, engines.pop_all())
 
     def reset_peak_memory(self) -> None:
         """See `Group`."""

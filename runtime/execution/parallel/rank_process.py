@@ -23,15 +23,21 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from runtime.core.errors import DeviceLostError, TandemError, first_line, ran_out
+from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.core.processes import end_with_parent, lead_own_group
+from runtime.engines.service import OpenEngines, open_engines
+from runtime.engines.store import EngineStore
 from runtime.execution.attention import with_usable_attention
+from runtime.execution.block_engines import BlockEngines
 from runtime.execution.components import PyTorchDenoiser, StripDecoder, components_of
 from runtime.execution.decoded_frames import as_bytes
+from runtime.execution.engine_components import failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.models.registry import read_spec
+from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.upstream.torch import cuda_failure
 
@@ -103,6 +109,10 @@ class Rank:
         self._vae: ComponentPlan | None = None
         self._frames: Iterator[torch.Tensor] = iter(())
         self._texts: dict[int, torch.Tensor] = {}
+        self._engines: dict[str, OpenEngines] = {}
+        # What block engines report, until the next answer.
+        self._failed: list[Fact] = []
+        self._skipped: list[Fact] = []
 
     def _join(self, count: int, folder: Path) -> Tokens | None:
         """Initialize torch.distributed; return the division of a pass's tokens, `None` if passes are not divided."""
@@ -148,11 +158,29 @@ class Rank:
             speed, reason = with_usable_attention(speed, str(self._device), denoiser.dtype, head_width)
             if reason is not None:
                 sys.stderr.write(f"{reason}\n")
-            denoiser.compute(speed)
+            denoiser.compute(speed, engines=self._block_engines(spec, name, part, task["engines"]))
             self._denoisers[name] = denoiser
             if self._tokens is not None:
                 components.share_tokens(module, self._tokens)
         return {"dtype": dtype}, []
+
+    def _block_engines(
+        self, spec: ModelSpec, name: str, part: ComponentPlan, folder: str | None
+    ) -> BlockEngines | None:
+        """Open a transformer's block engines, if it has any; if that fails, it is reported with the first pass.
+
+        The process then computes in PyTorch what the others compute on engines.
+        """
+        if folder is None:
+            return None
+        opened = None
+        try:
+            # The coordinator's limit applies.
+            store = EngineStore(Path(folder), sys.maxsize)
+            opened = self._engines[name] = open_engines(store, spec, name, part.engines, part.device)
+        except Exception as error:
+            self._failed.append(failure_of_engine(error, part.device, "execution.engine_load_out_of_memory"))
+        return BlockEngines(opened, spec, name, part.engines, self._failed.append, self._skipped.append)
 
     def free(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Free a component."""
@@ -160,6 +188,8 @@ class Rank:
         self._step_caches.pop(name, ExitStack()).close()
         self._denoisers.pop(name, None)
         self._modules.pop(name, None)
+        if name in self._engines:
+            self._engines.pop(name).close()
         if name == "vae":
             self._decoder, self._frames = None, iter(())
         release_cached_memory(unreachable=True)  # hooks reference the module
@@ -200,7 +230,11 @@ class Rank:
         if task["fresh"]:
             denoiser.reset_cache()
         results = [denoiser(latents, timestep, self._texts[texts[index]], task["which"][index]) for index in own]
-        return ({"passes": own}, results) if first else ({"passes": []}, [])
+        reports = {"failed": self._failed, "skipped": self._skipped}
+        answer = {name: [fact.model_dump(mode="json") for fact in facts] for name, facts in reports.items()}
+        self._failed.clear()
+        self._skipped.clear()
+        return ({"passes": own, **answer}, results) if first else ({"passes": [], **answer}, [])
 
     def decode(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Start decoding a clip; `next` returns its frames."""

@@ -16,6 +16,7 @@ enough, because the order of operations changes in the whole block.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import nn
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import strength_of
-from runtime.execution.attention import Attention, attention
+from runtime.execution.attention import attention
+from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep, OnDegraded
 from runtime.execution.components import PROMPTED
 from runtime.execution.cuda_graphs import CudaGraphRunner
@@ -39,7 +41,7 @@ from runtime.upstream.diffusers import reset_step_cache
 BlockText = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # Cosines and signed sines, see `rotation_tables`.
 Rotation = tuple[torch.Tensor, torch.Tensor]
-# `block_step`, or a compiled version of it.
+# `block_step`, a compiled version of it, or an `EngineStep`.
 BlockStep = Callable[..., torch.Tensor]
 # Number of texts to cache: the prompt and the negative prompt. A pair of both counts as one text.
 _CACHED_TEXTS = 2
@@ -60,13 +62,50 @@ def block_step(
         The hidden states after the block, shaped like `x`.
     """
     table = block.scale_shift_table + modulation.float()
-    shift, scale, gate, ff_shift, ff_scale, ff_gate = table.chunk(6, dim=1)
-    normed = (block.norm1(x.float()) * (1 + scale) + shift).to(x.dtype)
-    x = _add_in_float32(x, _self_attention(block.attn1, normed, rotation, block.attend) * gate)
-    normed = block.norm2(x.float()).to(x.dtype)
-    x = x + _cross_attention(block.attn2, normed, text, block.attend_text)
-    normed = (block.norm3(x.float()) * (1 + ff_scale) + ff_shift).to(x.dtype)
-    return _add_in_float32(x, _feed_forward(block.ffn, normed).float() * ff_gate)
+    # Nested calls, so that intermediate values are freed as soon as possible.
+    x = _add_in_float32(x, _self_attended(block, block.attend(*block_qkv(block, x, table, rotation)).flatten(2), table))
+    x = x + block.attn2.to_out[0](_attend_text(block, _text_query(block, x), text))
+    return _add_feed_forward(block, x, table)
+
+
+def block_qkv(
+    block: Any, x: torch.Tensor, table: torch.Tensor, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of self-attention, each (batch, tokens, heads, head width).
+
+    This and the next two functions are the parts of a block between its attentions; each computes any of its tokens.
+
+    Args:
+        x: hidden states, (batch, tokens, width), in the dtype of the block's arithmetic or float32.
+        table: modulation with the block's table added, (batch, 6, width), float32.
+        rotation: of these tokens.
+    """
+    attn, (shift, scale) = block.attn1, table[:, :2].chunk(2, dim=1)
+    normed = (block.norm1(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
+    if getattr(attn, "fused_projections", False):
+        q, k, v = attn.to_qkv(normed).chunk(3, dim=-1)
+    else:
+        q, k, v = attn.to_q(normed), attn.to_k(normed), attn.to_v(normed)
+    q = rotate(attn.norm_q(q).unflatten(2, (attn.heads, -1)), rotation)
+    k = rotate(attn.norm_k(k).unflatten(2, (attn.heads, -1)), rotation)
+    return q, k, v.unflatten(2, (attn.heads, -1))
+
+
+def block_query(
+    block: Any, x: torch.Tensor, attended: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden states after self-attention and the queries of the text, each (batch, tokens, width).
+
+    Args:
+        attended: result of self-attention, (batch, tokens, width).
+    """
+    x = _add_in_float32(x, _self_attended(block, attended, table))
+    return x, _text_query(block, x)
+
+
+def block_feed_forward(block: Any, x: torch.Tensor, attended: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states after the block; `attended` is the result of attention to the text, shaped like `x`."""
+    return _add_feed_forward(block, x + block.attn2.to_out[0](attended), table)
 
 
 def rotation_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
@@ -98,28 +137,92 @@ def _add_in_float32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x.float() + y).to(x.dtype)
 
 
-def _self_attention(attn: Any, x: torch.Tensor, rotation: Rotation, attend: Attention) -> torch.Tensor:
-    if getattr(attn, "fused_projections", False):
-        q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
-    else:
-        q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
-    q = rotate(attn.norm_q(q).unflatten(2, (attn.heads, -1)), rotation)
-    k = rotate(attn.norm_k(k).unflatten(2, (attn.heads, -1)), rotation)
-    y = attend(q, k, v.unflatten(2, (attn.heads, -1))).flatten(2)
-    out: torch.Tensor = attn.to_out[0](y)
+def _self_attended(block: Any, attended: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return what self-attention adds to the hidden states, (batch, tokens, width), float32."""
+    out: torch.Tensor = block.attn1.to_out[0](attended) * table[:, 2:3]
     return out
 
 
-def _cross_attention(attn: Any, x: torch.Tensor, text: BlockText, attend: Attention) -> torch.Tensor:
-    q = attn.norm_q(attn.to_q(x)).unflatten(2, (attn.heads, -1))
-    k, v = keys_and_values(attn, text) if isinstance(text, torch.Tensor) else text
-    out: torch.Tensor = attn.to_out[0](attend(q, k, v).flatten(2))
-    return out
+def _text_query(block: Any, x: torch.Tensor) -> torch.Tensor:
+    query: torch.Tensor = block.attn2.norm_q(block.attn2.to_q(block.norm2(x.float()).to(block.compute_dtype)))
+    return query
+
+
+def _attend_text(block: Any, query: torch.Tensor, text: BlockText) -> torch.Tensor:
+    keys, values = keys_and_values(block.attn2, text) if isinstance(text, torch.Tensor) else text
+    attended: torch.Tensor = block.attend_text(query.unflatten(2, (block.attn2.heads, -1)), keys, values)
+    return attended.flatten(2)
+
+
+def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    shift, scale, gate = table[:, 3:].chunk(3, dim=1)
+    normed = (block.norm3(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
+    return _add_in_float32(x, _feed_forward(block.ffn, normed).float() * gate)
 
 
 def _feed_forward(ffn: Any, x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = ffn.net[2](ffn.net[0](x))
     return out
+
+
+class EngineStep:
+    """`block_step` on block engines, for one clip at a time: `x` is (1, tokens, width), float32.
+
+    Only self-attention sees all tokens at once. The rest of a block runs over them in chunks, on the engines or, for
+    what they do not compute, in PyTorch.
+    """
+
+    def __init__(self, engines: BlockEngines) -> None:
+        self._engines = engines
+
+    def __call__(
+        self, block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        """See `block_step`; `x` is not modified."""
+        engines, x = self._engines, x.contiguous()
+        table = block.scale_shift_table + modulation.float()
+        weights = engines.weights(block, x.device)
+        attended = self._attend(block, x, table, rotation, weights)
+        if isinstance(text, torch.Tensor):
+            text = keys_and_values(block.attn2, text)
+        (out,) = engines.outputs("block_feed_forward", x)
+        for part in engines.chunks(x.shape[1]):
+            here, own = x[:, part], attended[:, part]
+            stream, query = engines.outputs("block_query", here)
+            engines.run(
+                "block_query",
+                {"x": here, "attended": own, "modulation": table},
+                weights,
+                (stream, query),
+                partial(block_query, block, here, own, table),
+            )
+            found = _attend_text(block, query, text).contiguous()
+            engines.run(
+                "block_feed_forward",
+                {"x": stream, "attended": found, "modulation": table},
+                weights,
+                (out[:, part],),
+                partial(block_feed_forward, block, stream, found, table),
+            )
+        return out
+
+    def _attend(
+        self, block: Any, x: torch.Tensor, table: torch.Tensor, rotation: Rotation, weights: BoundWeights
+    ) -> torch.Tensor:
+        """Return the result of self-attention, (1, tokens, width)."""
+        engines = self._engines
+        projections = engines.outputs("block_qkv", x)
+        for part in engines.chunks(x.shape[1]):
+            cos, sin = (angles[:, part] for angles in rotation)
+            engines.run(
+                "block_qkv",
+                {"x": x[:, part], "modulation": table, "cos": cos.squeeze(2), "sin": sin.squeeze(2)},
+                weights,
+                tuple(one[:, part] for one in projections),
+                partial(block_qkv, block, x[:, part], table, (cos, sin)),
+            )
+        attended: torch.Tensor = block.attend(*(one.unflatten(2, (block.attn1.heads, -1)) for one in projections))
+        return attended.flatten(2).contiguous()
 
 
 class TextState:
@@ -145,7 +248,7 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
     return TextState(projected, per_block)
 
 
-def install(module: Any, kind: str = "native", step: BlockStep = block_step) -> None:
+def install(module: Any, kind: str = "native", step: BlockStep = block_step, *, wide: bool = False) -> None:
     """Replace `forward` of a loaded transformer and its blocks; later calls change the options.
 
     Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
@@ -153,17 +256,27 @@ def install(module: Any, kind: str = "native", step: BlockStep = block_step) -> 
     Args:
         module: a `diffusers.WanTransformer3DModel` for text to video, without hooks at the first call.
         kind: the kernel of self-attention, see `execution.attention`; cross-attention to the text is always "native".
-        step: `block_step`, or a compiled version of it.
+        step: `block_step`, a compiled version of it, or an `EngineStep`.
+        wide: whether hidden states are float32 between blocks, whatever the dtype of the weights.
     """
     attend, attend_text = attention(kind), attention("native")
+    # Not the dtype of a block's parameters, which may be quantized.
+    dtype: torch.dtype = module.patch_embedding.weight.dtype
     for block in module.blocks:
         _unfuse_if_stale(block.attn1)
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
-        block.step, block.attend, block.attend_text = step, attend, attend_text
+        block.attend, block.attend_text, block.compute_dtype = attend, attend_text, dtype
+    _use_step(module, step, wide=wide)
     if getattr(module, "is_fast", None) is None:
         module.forward = MethodType(_forward, module)
         module.is_fast = True
+
+
+def _use_step(module: Any, step: BlockStep, *, wide: bool = False) -> None:
+    for block in module.blocks:
+        block.step = step
+    module.is_wide = wide
 
 
 def _block_forward(
@@ -199,7 +312,10 @@ def _forward(
     grid = (frames // pt, height // ph, width // pw)
     rotation = _rotation(self, hidden_states)
     x = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
-    time, modulation = _modulate(self.condition_embedder, timestep, x.dtype)
+    dtype = x.dtype
+    time, modulation = _modulate(self.condition_embedder, timestep, dtype)
+    if self.is_wide:
+        x = x.float()
     text = encoder_hidden_states
     if isinstance(text, torch.Tensor):
         text = project_text(self, text, keys_values=False)
@@ -208,7 +324,7 @@ def _forward(
     for index, block in enumerate(self.blocks):
         x = block(x, text.for_block(index), modulation, rotation)
     shift, scale = (self.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
-    x = self.proj_out((self.norm_out(x.float()) * (1 + scale) + shift).to(x.dtype))
+    x = self.proj_out((self.norm_out(x.float()) * (1 + scale) + shift).to(dtype))
     x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
     return (x.flatten(6, 7).flatten(4, 5).flatten(2, 3),)
 
@@ -314,21 +430,34 @@ class PyTorchDenoiser:
         self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
         self._graphed: CudaGraphRunner | None = None
         self._caches = False
+        self._engines: BlockEngines | None = None
         self.compute(speed)
 
-    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
-        """Apply a plan's `Speed` from the next call on.
+    def compute(
+        self,
+        speed: Speed,
+        on_degraded: Callable[[str, Fact], None] | None = None,
+        engines: BlockEngines | None = None,
+    ) -> None:
+        """Apply a plan's `Speed`, and block engines until `forget`, from the next call on.
 
         Args:
             on_degraded: called with each field of `Speed` that cannot be applied, and the reason.
+            engines: opened for this model; blocks are then not compiled, and passes not paired.
         """
 
         def report(field: str) -> OnDegraded:
             return lambda reason: None if on_degraded is None else on_degraded(field, reason)
 
         self.forget()
+        self._engines = engines
+        if engines is not None:
+            speed = speed.replace(compiled=False, paired=False)
         self._step = CompiledStep(block_step, report("compiled")) if speed.compiled else None
-        install(self._module, speed.attention, self._step or block_step)
+        if engines is None:
+            install(self._module, speed.attention, self._step or block_step)
+        else:
+            install(self._module, speed.attention, EngineStep(engines), wide=True)
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._cache_keys_values = speed.text_kept
@@ -364,6 +493,22 @@ class PyTorchDenoiser:
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `Denoiser`."""
+        if self._engines is None:
+            return self._pass(latents, timestep, text_embeds, which)
+        failed = self._engines.failed
+        output = self._pass(latents, timestep, text_embeds, which)
+        again = self._engines.rejects(output)
+        if self._engines.failed != failed and self._graphed is not None:
+            # What was recorded runs the engines.
+            self._graphed.forget()
+        if again:
+            self.reset_cache()
+            output = self._pass(latents, timestep, text_embeds, which)
+        return output
+
+    def _pass(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
+    ) -> torch.Tensor:
         if not self._caches:
             return self._run(latents, timestep, text_embeds)
         with self._module.cache_context(which):
@@ -382,7 +527,10 @@ class PyTorchDenoiser:
         return 0.0 if self._step is None else self._step.seconds
 
     def forget(self) -> None:
-        """Free everything cached for a text or a size."""
+        """Free everything cached for a text or a size; block engines are not used from then on."""
+        if self._engines is not None:
+            self._engines = None
+            _use_step(self._module, block_step)
         self._texts.clear()
         self._module.__dict__.pop("_tables", None)  # see `_rotation`
         if self._graphed is not None:

@@ -12,6 +12,7 @@ from transformers import T5EncoderModel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
+from runtime.execution.block_engines import BlockEngines
 from runtime.execution.components import PROMPTED, OnDegraded, StripDecoder
 from runtime.execution.first_block_cache import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
@@ -61,8 +62,9 @@ class LtxDenoiser:
         self._module = module
         self.dtype: torch.dtype = module.proj_in.weight.dtype
 
-    def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
+    def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """Only PyTorch's own attention runs, not compiled."""
+        assert engines is None, "the family has no block programs"
         for field in ("compiled", "graphed", "attention"):
             if getattr(speed, field) != getattr(EAGER, field) and on_degraded is not None:
                 on_degraded(field, Fact("execution.compilation_failed", {"error": "not supported by this family"}))

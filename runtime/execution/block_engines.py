@@ -1,0 +1,174 @@
+"""Parts of a transformer's blocks on engines that take the weights as inputs, and in PyTorch once one has failed.
+
+Independent of models: the family runs the parts in its order, and states how PyTorch computes each. Tokens come in
+chunks, because an engine takes a limited number in one call.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from runtime.core.facts import Fact
+from runtime.core.plan import EngineUse
+from runtime.engines.key_parts import BLOCK_TOKENS
+from runtime.engines.programs import BlockPart, load_program
+from runtime.engines.service import OpenEngines
+from runtime.execution.engine_components import failure_of_engine
+from runtime.models.spec import ModelSpec
+
+# The weights of one block by program and input; `None` for a block that PyTorch computes.
+BoundWeights = Mapping[str, Mapping[str, torch.Tensor]] | None
+Report = Callable[[Fact], None]
+
+# Slices that begin at such multiples are aligned as engines require, whatever the width.
+_TOKENS_STEP = 64
+
+
+class BlockEngines:
+    """The block engines of one transformer; PyTorch computes everything after the first failure.
+
+    Args:
+        engines: loaded; the caller closes them. `None` if that failed: PyTorch then computes the same, in chunks too.
+        spec, component, uses: of the engines.
+        on_failed: called once, with the reason of a failure.
+        on_skipped: called once, with the reason why a block cannot be computed by the engines.
+
+    Attributes:
+        failed: whether PyTorch computes everything.
+    """
+
+    def __init__(
+        self,
+        engines: OpenEngines | None,
+        spec: ModelSpec,
+        component: str,
+        uses: Iterable[EngineUse],
+        on_failed: Report,
+        on_skipped: Report,
+    ) -> None:
+        self._engines = engines
+        self._on_failed = on_failed
+        self._on_skipped = on_skipped
+        self._parts: dict[str, BlockPart] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for use in uses:
+            program: Any = load_program(spec, component, use.program, device="cpu", dtype=use.precision)
+            self._parts[use.program] = program.part
+            self._dtypes[use.program] = getattr(torch, use.precision)
+        self._skipped = False
+        self._rejected = False
+        self.failed = engines is None
+
+    def weights(self, block: torch.nn.Module, device: torch.device) -> BoundWeights:
+        """Return a block's weights as they are now, because offloading moves them; `None` if PyTorch computes it."""
+        if self.failed:
+            return None
+        bound = {
+            program: {name: _parameter(block, path) for name, path in part.weights.items()}
+            for program, part in self._parts.items()
+        }
+        for program, tensors in bound.items():
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device != device or tensor.dtype != self._dtype(program, name):
+                    self._skip(self._parts[program].weights[name])
+                    return None
+        return bound
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """Divide tokens into as few slices as the engines take, of about the same size."""
+        most = BLOCK_TOKENS if self._engines is None else self._engines.most_tokens
+        even = -(-tokens // -(-tokens // most))
+        size = min(-(-even // _TOKENS_STEP) * _TOKENS_STEP, most)
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+    def outputs(self, program: str, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Allocate a program's outputs for the tokens of a tensor (1, tokens, …): each (1, tokens, …)."""
+        part = self._parts[program]
+        return tuple(
+            like.new_empty((1, *part.tensors[name].shape(like.shape[1])), dtype=self._dtype(program, name))
+            for name in part.outputs
+        )
+
+    def run(
+        self,
+        program: str,
+        inputs: Mapping[str, torch.Tensor],
+        weights: BoundWeights,
+        outputs: Sequence[torch.Tensor],
+        in_pytorch: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
+    ) -> None:
+        """Compute one part of a block.
+
+        Args:
+            inputs: by name, each with a first axis of 1 that the program does not have; contiguous.
+            weights: of the block, from `weights`.
+            outputs: in the program's order, written in place; as `inputs`.
+            in_pytorch: computes the outputs if the engines do not.
+
+        Raises:
+            DeviceLostError: if nothing can run on the device in this process any more.
+        """
+        if weights is not None and not self.failed and self._write(program, inputs, weights[program], outputs):
+            return
+        computed = in_pytorch()
+        for output, result in zip(outputs, computed if isinstance(computed, tuple) else (computed,), strict=True):
+            output.copy_(result.reshape(output.shape))
+
+    def rejects(self, output: torch.Tensor) -> bool:
+        """Return whether a pass must be computed again in PyTorch because its output is not finite.
+
+        Processes that share a pass see the same output, and so decide alike, whichever of them uses engines.
+        """
+        if self._rejected or torch.isfinite(output).all().item():
+            return False
+        self._rejected = True
+        self._fail(Fact("execution.engine_not_finite"))
+        return True
+
+    def _write(
+        self,
+        program: str,
+        inputs: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> bool:
+        assert self._engines is not None
+        given = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights}
+        written = {name: tensor[0] for name, tensor in zip(self._parts[program].outputs, outputs, strict=True)}
+        try:
+            self._engines.write(program, given, written)
+        except Exception as error:  # of any type: every library has its own
+            if outputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+                # The call is repeated without recording it.
+                raise
+            self._fail(failure_of_engine(error, outputs[0].device, "execution.engine_out_of_memory"))
+            return False
+        return True
+
+    def _fail(self, reason: Fact) -> None:
+        if not self.failed:
+            self.failed = True
+            self._on_failed(reason)
+
+    def _skip(self, weight: str) -> None:
+        if not self._skipped:
+            self._skipped = True
+            self._on_skipped(Fact("execution.block_not_on_engine", {"weight": weight}))
+
+    def _dtype(self, program: str, name: str) -> torch.dtype:
+        stated = self._parts[program].tensors[name].dtype
+        return getattr(torch, stated) if stated else self._dtypes[program]
+
+
+def _parameter(block: torch.nn.Module, path: str) -> Any:
+    """Return a parameter, or `None` if its layer computes anything else than a plain layer with it does."""
+    owner, _, name = path.rpartition(".")
+    try:
+        layer = block.get_submodule(owner)
+    except AttributeError:
+        return None
+    parameter = layer._parameters.get(name)
+    # Adapters wrap a layer, hooks replace its `forward`, quantized weights are subclasses.
+    plain = type(parameter) is torch.nn.Parameter and parameter.is_contiguous() and "forward" not in vars(layer)
+    return parameter if plain else None
