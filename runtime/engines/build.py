@@ -4,19 +4,21 @@ Nothing remains of a build that failed, was cancelled or was killed, and it can 
 `run_job`; it writes engine.json last.
 """
 
+import contextlib
 import gc
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.cancel import Cancel
 from runtime.core.environment import limit_thread_spinning
 from runtime.core.errors import EngineError, ModelError
 from runtime.core.facts import Fact
+from runtime.core.plan import LatentSize
 from runtime.engines import child, manifest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Outcome, Report, run_child
@@ -27,13 +29,18 @@ from runtime.models import registry
 from runtime.models.loras import read_lora
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
-from runtime.planner.memory_model import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from runtime.engines.programs import Program
+    from runtime.engines.verify import Case
 
 logger = logging.getLogger(__name__)
 
-# The float32 reference may use at most this fraction of the free memory.
-_REFERENCE_SHARE = 0.5
 _SIGKILL = 9
+
+# Measures, in the child, what PyTorch would run instead of an engine: takes the program and the latent size of a call,
+# and returns seconds by "eager" and "compiled", as far as measured. Must be picklable.
+Baseline = Callable[[str, LatentSize], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,8 @@ class BuildRequest:
         key: of the engine.
         device: a torch device: "cpu" or "cuda:0".
         again: build it even if it exists.
+        baseline: measures what PyTorch would run instead; see `execution.baselines`.
+        cache_dir: a folder for what verifications of the same model share; see `reference.encoded_prompt`.
     """
 
     spec: ModelSpec
@@ -53,6 +62,8 @@ class BuildRequest:
     key: EngineKey
     device: str
     again: bool = False
+    baseline: Baseline | None = None
+    cache_dir: Path | None = None
 
     @property
     def title(self) -> Fact:
@@ -124,28 +135,15 @@ def run_job(job: Job, report: Report) -> dict[str, Any]:
 
 
 def _build(job: BuildJob, report: Report) -> None:
-    import torch
-
-    from runtime.engines.programs import load_program
-
     request, key = job.request, job.request.key
     builder = BUILDERS[key.builder]
     report(Fact("engine.loading_weights", {"component": request.component}), None)
-    program = load_program(
-        request.spec,
-        request.component,
-        key.program,
-        device=request.device,
-        dtype=key.precision,
-        tokens=tokens_of(key),
-    )
+    program = _program(request, key)
     started = time.monotonic()
     builder.build(program, key, job.engine, report)
     seconds = time.monotonic() - started
     del program
-    gc.collect()
-    if request.device.startswith("cuda"):
-        torch.cuda.empty_cache()
+    _free(request.device)
     files = manifest.hashed_files(job.engine, builder.file_name)
     record = EngineRecord(
         id=key.digest(),
@@ -163,42 +161,96 @@ def _build(job: BuildJob, report: Report) -> None:
 
 
 def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, Any]:
-    """Compare an engine with PyTorch and return the fields of its `EngineRecord`."""
-    import torch
+    """Compare an engine with PyTorch and measure both; return the fields of its `EngineRecord`.
 
-    from runtime.engines.programs import Program, load_program
+    The reference, the engine and PyTorch's own component are on the device one after the other, as far as their
+    outputs are small enough to be kept.
+    """
+    from runtime.engines.reference import encoded_prompt, load_reference
     from runtime.engines.sessions import open_session
-    from runtime.engines.sessions.imported import verify_imported
-    from runtime.engines.verify import verify
+    from runtime.engines.sessions.imported import compare_imported
+    from runtime.engines.verify import cases_of, compare, seconds_of
 
     request, key = job.request, record.key
-
-    def load(dtype: str) -> Program:
-        return load_program(
-            request.spec, request.component, key.program, device=request.device, dtype=dtype, tokens=tokens_of(key)
-        )
+    spec, component, device = request.spec, request.component, request.device
 
     def weights() -> Mapping[str, Any]:
-        state: Mapping[str, Any] = load(key.precision).module.state_dict()
+        state: Mapping[str, Any] = _program(request, key).module.state_dict()
         return state
 
-    on_gpu = request.device.startswith("cuda")
-    compare = verify_imported if key.builder == IMPORTED else verify
     report(Fact("engine.comparing"), None)
-    with open_session(job.engine, record, device=request.device, weights=weights) as session:
-        free = torch.cuda.mem_get_info(request.device)[0] if on_gpu else probe().ram_free_bytes
-        fits = DTYPE_BYTES["float32"] * request.spec.parameters[request.component] < _REFERENCE_SHARE * free
-        reference = load("float32" if fits else key.precision)
-        results = [compare(session, reference, profile, key.precision) for profile in key.profiles]
-    worst = max(results, key=lambda result: math.inf if math.isnan(result.error) else result.error)
+    text = encoded_prompt(spec, device, request.cache_dir) if key.program == "transformer" else None
+    reference = load_reference(spec, component, key.program, device, tokens_of(key))
+    cases: Iterable[Case] = (case for profile in key.profiles for case in cases_of(reference, profile, text))
+    inputs = reference.inputs(key.profiles[0].opt)
+    target = reference.device
+    if key.program in {"text_encoder", "transformer"}:
+        cases = [case.on_cpu() for case in cases]
+        del reference
+        _free(device)
+    with open_session(job.engine, record, device=device, weights=weights) as session:
+        if key.builder == IMPORTED:
+            found = compare_imported(session, list(cases), key.program, key.precision)
+        else:
+            found = compare(session, cases, key.program, key.precision)
+        context_bytes = session.context_bytes
+        seconds = seconds_of(lambda: session.infer(**inputs), target) if found.passed else 0.0
+    del cases
+    _free(device)
+    detail = found.detail
+    if key.program == "transformer" and text is None:
+        detail = Fact("engine.compared_random_text", {"compared": detail})
     return {
-        "error": worst.error,
-        "tolerance": worst.tolerance,
-        "verified": all(result.passed for result in results),
-        "detail": worst.detail,
-        "seconds_per_call": results[0].seconds_per_call,
-        "pytorch_seconds_per_call": results[0].pytorch_seconds_per_call,
+        "error": found.error,
+        "largest_error": found.largest_error,
+        "tolerance": found.tolerance,
+        "verified": found.passed,
+        "detail": detail,
+        "seconds_per_call": seconds,
+        "context_bytes": context_bytes,
+        **(_measure(request, key, inputs, report) if found.passed else {}),
     }
+
+
+def _measure(request: BuildRequest, key: EngineKey, inputs: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Return the speeds of the program in PyTorch, and of what a plan without engines would run."""
+    import torch
+
+    report(Fact("engine.measuring_pytorch"), None)
+    seconds = 0.0
+    # PyTorch may need more memory than the engine.
+    with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
+        seconds = _program_seconds(request, key, inputs)
+    _free(request.device)
+    baselines = {} if request.baseline is None else request.baseline(key.program, key.profiles[0].opt)
+    return {"pytorch_seconds_per_call": seconds, "baselines": dict(baselines)}
+
+
+def _program_seconds(request: BuildRequest, key: EngineKey, inputs: Mapping[str, Any]) -> float:
+    from runtime.engines.verify import seconds_of
+
+    # CPUs have no instructions for float16: PyTorch takes minutes there.
+    slow = request.device == "cpu" and key.precision == "float16"
+    program = _program(request, key, "float32" if slow else key.precision)
+    given = {name: tensor.to(program.device) for name, tensor in inputs.items()}
+    return seconds_of(lambda: program.run(**given), program.device)
+
+
+def _program(request: BuildRequest, key: EngineKey, dtype: str = "") -> "Program":
+    """Load the program that an engine replaces, by default in the engine's precision."""
+    from runtime.engines.programs import load_program
+
+    dtype, tokens = dtype or key.precision, tokens_of(key)
+    return load_program(request.spec, request.component, key.program, device=request.device, dtype=dtype, tokens=tokens)
+
+
+def _free(device: str) -> None:
+    """Return memory that is no longer used to the device."""
+    import torch
+
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
 
 
 def build_engine(
@@ -259,12 +311,16 @@ def verify_engine(
     emit_progress: Report,
     cancel: Cancel,
     entry: Entry = run_job,
+    *,
+    baseline: Baseline | None = None,
+    cache_dir: Path | None = None,
 ) -> EngineRecord:
     """Compare an engine with PyTorch again, and store the result or the problem.
 
     Args:
         spec, component: whose weights it was built from, or runs with.
         device, emit_progress, cancel, entry: see `build_engine`.
+        baseline, cache_dir: see `BuildRequest`.
 
     Raises:
         EngineError: if the engine is gone, the store cannot be written, or verification itself failed.
@@ -273,7 +329,9 @@ def verify_engine(
     _check_loras(record)
     # The engine's own LoRAs, which may differ from those of the model's next job.
     spec = replace(spec, loras=record.loras)
-    request = BuildRequest(spec=spec, component=component, key=record.key, device=device)
+    request = BuildRequest(
+        spec=spec, component=component, key=record.key, device=device, baseline=baseline, cache_dir=cache_dir
+    )
     with store.using(record.id) as folder, store.building(record.id, cancel.check):
         problem = store.verify_hash(record)
         if problem is not None:

@@ -1,10 +1,16 @@
-"""Verifies an engine: runs it and PyTorch on the same seeded inputs, and measures the difference and both speeds."""
+"""Verifies an engine: runs it and PyTorch in float32 on the same inputs, and measures differences and speeds.
+
+A transformer is run along a trajectory from noise to a clip, as sampling runs it: at each of `TIMESTEPS`, with the
+latents that follow from the reference's own velocities, and with a prompt that the model's text encoder has encoded.
+"""
 
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,12 +20,44 @@ from runtime.engines.programs import Program, full_float32
 from runtime.engines.sessions import Session
 from runtime.planner.engine_index import ShapeProfile
 
-# Relative errors. In float32 another order of summation gives 1e-6, and TF32, which must not be used, 1e-3. Rounding
-# to 11 or 8 bits in every layer gives 1e-3 or 1e-2; an incorrect engine gives 0.1 and more.
-TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+# From noise to the last details: sampling gives a transformer all of these, and an error may depend on them.
+TIMESTEPS = (999.0, 900.0, 800.0, 500.0, 50.0)
+_TRAINING_STEPS = 1000.0
+# Relative errors of whole outputs. In float32 another order of summation gives 1e-6, and TF32, which must not be used,
+# 1e-3. Rounding to 11 or 8 bits in every layer gives 1e-3 or 1e-2, in the shipped model up to 4e-3 or 4e-2; an incorrect
+# engine gives 0.1 and more.
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
+# The largest error of one value, relative to the output's largest value: finds what is wrong in a few tokens or pixels.
+# PyTorch's own rounding gives 5e-3 in float16 and 6e-2 in bfloat16. In a VAE it gives 2e-2 and 2e-1, because it
+# normalizes pixels, and some are almost zero.
+LARGEST_TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+_LARGEST_IN_VAES = 4
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _TIMED_SECONDS = 1.0
 _FEWEST_CALLS = 3
 _MOST_CALLS = 20
+
+
+class Case(NamedTuple):
+    """The inputs of one call, and what the reference computes from them.
+
+    Attributes:
+        where: the size and the timestep, as in "3×6×8, t = 500".
+        required: whether it must be compared; otherwise it is skipped if memory runs out.
+        inputs: by name.
+        expected: outputs by name; `None` if there was no memory to compute them.
+    """
+
+    where: str
+    required: bool
+    inputs: Mapping[str, torch.Tensor]
+    expected: Mapping[str, torch.Tensor] | None
+
+    def on_cpu(self) -> "Case":
+        """Return the case with all tensors on the CPU."""
+        inputs = {name: tensor.cpu() for name, tensor in self.inputs.items()}
+        expected = None if self.expected is None else {name: one.cpu() for name, one in self.expected.items()}
+        return self._replace(inputs=inputs, expected=expected)
 
 
 @dataclass(frozen=True)
@@ -27,111 +65,188 @@ class Verification:
     """The result of a comparison.
 
     Attributes:
-        error: ‖out − ref‖/‖ref‖, the largest of all outputs and sizes; NaN if an output has NaN or Inf.
+        error: ‖out − ref‖/‖ref‖, the largest of all outputs and cases; NaN if an output has NaN or Inf.
         tolerance: the largest error allowed.
-        passed: whether the error is within the tolerance.
-        seconds_per_call, pytorch_seconds_per_call: medians at the profile's optimal size.
+        largest_error: max|out − ref|/max|ref|, the largest of all outputs and cases; 0 if an output has NaN or Inf.
+        passed: whether both errors are within their tolerances.
         detail: the result for people.
+        seconds_per_call, pytorch_seconds_per_call: medians at the profile's optimal size; 0 if not measured.
     """
 
     error: float
     tolerance: float
+    largest_error: float
     passed: bool
-    seconds_per_call: float
-    pytorch_seconds_per_call: float
     detail: Fact
+    seconds_per_call: float = 0.0
+    pytorch_seconds_per_call: float = 0.0
 
 
-def verify(session: Session, program: Program, profile: ShapeProfile, precision: str) -> Verification:
-    """Compare an engine with its program at the minimum, optimal and maximum size.
+def verify(
+    session: Session, program: Program, profile: ShapeProfile, precision: str, text: torch.Tensor | None = None
+) -> Verification:
+    """Compare an engine with its program at the minimum, optimal and maximum size, and measure both at the optimal.
 
     Args:
         session: the open engine.
-        program: the reference, in float32 if memory allows.
+        program: the reference, in float32.
         precision: of the engine's arithmetic; it sets the tolerance.
+        text: see `cases_of`.
 
     Raises:
         EngineError: if the engine does not run at one of the sizes.
     """
-    worst, where = 0.0, ""
-    sizes = sorted({profile.min, profile.opt, profile.max})
-    skipped = []
-    for size in sizes:
-        try:
-            error, name = _compare(session, program, size)
-        except (torch.OutOfMemoryError, MemoryError):
-            # The float32 reference may need more memory than the engine; the optimal size must be compared.
-            if size == profile.opt:
-                raise
-            skipped.append(_size_text(size))
-            continue
-        if not error <= worst:
-            worst, where = error, f"{name} at {_size_text(size)}"
-        if math.isnan(error):
-            break
-    tolerance = TOLERANCES[precision]
-    passed = worst <= tolerance
+    found = compare(session, cases_of(program, profile, text), program.name, precision)
+    if not found.passed:
+        return found
     inputs = program.inputs(profile.opt)
-    return Verification(
-        error=worst,
-        tolerance=tolerance,
-        passed=passed,
-        seconds_per_call=_seconds(lambda: session.infer(**inputs), program.device) if passed else 0.0,
-        pytorch_seconds_per_call=_seconds(lambda: program.run(**inputs), program.device) if passed else 0.0,
-        detail=_detail(worst, where, tolerance, skipped),
+    return replace(
+        found,
+        seconds_per_call=seconds_of(lambda: session.infer(**inputs), program.device),
+        pytorch_seconds_per_call=seconds_of(lambda: program.run(**inputs), program.device),
     )
 
 
-def _compare(session: Session, program: Program, size: LatentSize) -> tuple[float, str]:
-    """Return the largest error of all outputs and the output's name; NaN if an output is not finite."""
+def cases_of(program: Program, profile: ShapeProfile, text: torch.Tensor | None = None) -> Iterator[Case]:
+    """Yield what an engine is verified with: a trajectory at the optimal size, and noise at the smallest and largest.
+
+    Args:
+        program: the reference, in float32.
+        text: an encoded prompt for a transformer; random embeddings by default.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: if memory runs out at the optimal size.
+    """
+    for size in sorted({profile.min, profile.opt, profile.max}):
+        if size == profile.opt and program.name == "transformer":
+            yield from _trajectory(program, size, text)
+            continue
+        try:
+            inputs = program.inputs(size)
+            with full_float32(program.device):
+                expected = program.run(**inputs)
+        except _OUT_OF_MEMORY:
+            # The float32 reference may need more memory than the engine.
+            if size == profile.opt:
+                raise
+            yield Case(_size_text(size), required=False, inputs={}, expected=None)
+        else:
+            yield Case(_size_text(size), size == profile.opt, inputs, expected)
+
+
+def _trajectory(program: Program, size: LatentSize, text: torch.Tensor | None) -> Iterator[Case]:
+    """Yield a case for each of `TIMESTEPS`: from noise, by Euler steps along the reference's velocities."""
     inputs = program.inputs(size)
-    with full_float32(program.device):
-        expected = program.run(**inputs)
-    given = session.infer(**inputs)
-    worst, where = -1.0, ""
-    for name, reference in expected.items():
-        error = _relative_error(given[name].to(reference.device), reference)
-        if not error <= worst:
-            worst, where = error, name
-        if math.isnan(error):
+    if text is not None:
+        inputs["text_embeds"] = text.to(inputs["text_embeds"])
+    for now, after in pairwise((*TIMESTEPS, 0.0)):
+        inputs = inputs | {"timestep": torch.full_like(inputs["timestep"], now)}
+        with full_float32(program.device):
+            expected = program.run(**inputs)
+        yield Case(f"{_size_text(size)}, t = {now:g}", required=True, inputs=inputs, expected=expected)
+        latents = inputs["latents"] + (after - now) / _TRAINING_STEPS * expected["velocity"]
+        inputs = inputs | {"latents": latents}
+
+
+def compare(session: Session, cases: Iterable[Case], program: str, precision: str) -> Verification:
+    """Run an engine on cases and compare its outputs with those expected.
+
+    Args:
+        program: the name of the engine's program; with the precision of its arithmetic, it sets the tolerances.
+
+    Raises:
+        EngineError: if the engine does not take a case.
+        MemoryError, torch.OutOfMemoryError: if memory runs out in a required case.
+    """
+    worst, largest = _Worst(), _Worst()
+    skipped: list[str] = []
+    for case in cases:
+        if case.expected is None:
+            skipped.append(case.where)
+            continue
+        try:
+            given = session.infer(**case.inputs)
+            for name, reference in case.expected.items():
+                relative, absolute = errors(given[name].to(reference.device), reference)
+                worst = worst.or_(relative, f"{name} at {case.where}")
+                largest = largest.or_(absolute, f"{name} at {case.where}")
+        except _OUT_OF_MEMORY:
+            if case.required:
+                raise
+            skipped.append(case.where)
+        if math.isnan(worst.error):
             break
-    return worst, where
+    tolerance = TOLERANCES[precision]
+    largest_tolerance = LARGEST_TOLERANCES[precision] * (_LARGEST_IN_VAES if program.startswith("vae") else 1)
+    return Verification(
+        error=worst.error,
+        tolerance=tolerance,
+        largest_error=0.0 if math.isnan(largest.error) else largest.error,
+        passed=worst.error <= tolerance and largest.error <= largest_tolerance,
+        detail=_detail(worst, tolerance, largest, largest_tolerance, skipped),
+    )
 
 
-def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+class _Worst(NamedTuple):
+    """The largest error so far, and where it is; NaN is larger than any number."""
+
+    error: float = 0.0
+    where: str = ""
+
+    def or_(self, error: float, where: str) -> "_Worst":
+        return self if math.isnan(self.error) or error <= self.error else _Worst(error, where)
+
+
+def errors(output: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """Return ‖out − ref‖/‖ref‖ and max|out − ref|/max|ref|; both NaN if the output is not finite or not as large."""
     if output.shape != reference.shape or not torch.isfinite(output).all().item():
-        return math.nan
-    length = float(torch.linalg.vector_norm(reference.float()))
+        return math.nan, math.nan
+    reference = reference.float()
+    difference = output.float() - reference
     # Where zeros are expected (the caches of the first temporal upsampling), the output must be zero too.
-    return float(torch.linalg.vector_norm(output.float() - reference.float())) / (length or 1.0)
+    length, highest = float(torch.linalg.vector_norm(reference)), float(reference.abs().max())
+    relative = float(torch.linalg.vector_norm(difference)) / (length or 1.0)
+    return relative, float(difference.abs().max()) / (highest or 1.0)
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median duration of several calls after a warm-up call, in seconds."""
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median duration of several calls after a warm-up call, in seconds; on a GPU, of its own work."""
     durations: list[float] = []
     call()
     while len(durations) < _FEWEST_CALLS or (sum(durations) < _TIMED_SECONDS and len(durations) < _MOST_CALLS):
-        _synchronize(device)
-        started = time.perf_counter()
-        call()
-        _synchronize(device)
-        durations.append(time.perf_counter() - started)
+        durations.append(_on_gpu(call, device) if device.type == "cuda" else _on_cpu(call))
     return statistics.median(durations)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _on_cpu(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
-def _detail(error: float, where: str, tolerance: float, skipped: list[str]) -> Fact:
-    if math.isnan(error):
-        found = Fact("engine.compared_not_finite", {"where": where})
-    elif where:
-        found = Fact("engine.compared", {"error": error, "where": where, "tolerance": tolerance})
+def _on_gpu(call: Callable[[], object], device: torch.device) -> float:
+    make: Callable[..., Any] = torch.cuda.Event
+    with torch.cuda.device(device):
+        start, end = make(enable_timing=True), make(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _detail(worst: _Worst, tolerance: float, largest: _Worst, largest_tolerance: float, skipped: Sequence[str]) -> Fact:
+    if math.isnan(worst.error):
+        found = Fact("engine.compared_not_finite", {"where": worst.where})
+    elif worst.where:
+        found = Fact("engine.compared", {"error": worst.error, "where": worst.where, "tolerance": tolerance})
     else:
         found = Fact("engine.compared_equal")
-    return Fact("engine.compared_partly", {"compared": found, "skipped": skipped}) if skipped else found
+    if largest.error > largest_tolerance:
+        data = {"largest": largest.error, "where": largest.where, "tolerance": largest_tolerance}
+        found = Fact("engine.compared_largest", {"compared": found, **data})
+    return Fact("engine.compared_partly", {"compared": found, "skipped": list(skipped)}) if skipped else found
 
 
 def _size_text(size: LatentSize) -> str:

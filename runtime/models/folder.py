@@ -116,6 +116,19 @@ def tensor_sizes(path: Path) -> dict[str, int]:
         raise _damaged_file(path, size) from error
 
 
+def tensor_types(component: Path) -> dict[str, tuple[str, int]]:
+    """Return the dtype, as safetensors names it, and the number of weights of each tensor of a component, by name.
+
+    Raises:
+        ModelError: see `tensor_sizes` and `weight_files`.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for path in weight_files(component):
+        header, _ = read_header(path)
+        found |= {name: (str(header[name].get("dtype")), count) for name, count in tensor_sizes(path).items()}
+    return found
+
+
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return a safetensors file's header as parsed JSON, and the byte at which its tensors start.
 

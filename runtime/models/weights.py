@@ -8,7 +8,7 @@ quantized the same.
 """
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from runtime.core.errors import ModelError, first_line, ran_out
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
-from runtime.models.folder import weight_files
+from runtime.models.folder import tensor_types, weight_files
 from runtime.models.loras import read_lora
 from runtime.models.quantization import is_quantized, quantized_like
 from runtime.models.registry import Family, components_of, family_of
@@ -35,6 +35,8 @@ import_submodules_only()
 transformers.utils.logging.disable_progress_bar()
 
 _Delta = tuple[LoraUse, dict[str, str]]
+# Dtypes of weights in safetensors files.
+_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
@@ -50,21 +52,79 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
         MachineError: if this machine does not support the quantization.
         MemoryError: if memory (RAM) runs out.
     """
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    quantized = part.quantization != quantization.NONE and is_transformer(name)
+    target = device or part.device
+    more: dict[str, Any] = {}
+    if quantized:
+        more = quantization.loading_arguments(part)
+    elif target.startswith("cuda"):
+        # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
+        more = {"device_map": {"": target}}
+    module = _from_files(spec, name, dtype, more)
+    if quantized:
+        quantization.check_quantized(module, part.quantization, name, spec.title)
+    else:
+        module = module.to(target)
+    if spec.loras_of(name):
+        fuse(module, spec.loras_of(name), spec.directory / name, dtype, family_of(spec.family))
+    return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
+
+
+def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
+    """Load one component on the CPU with every weight as exact as its files and the spec's LoRAs make it.
+
+    Weights have the dtype of the files and are mapped from them, so that they take no RAM of their own, except those
+    that LoRAs change, which are float32, and those that are stored more precisely than most.
+
+    Args:
+        name: see `load_module`.
+
+    Raises:
+        ModelError, MemoryError: see `load_module`.
+    """
+    folder = spec.directory / name
+    stored = tensor_types(folder)
+    sizes: Counter[str] = Counter()
+    for kind, count in stored.values():
+        sizes[kind] += count * torch.empty((), dtype=_STORED.get(kind, torch.float32)).itemsize
+    most = _STORED.get(sizes.most_common(1)[0][0], torch.float32)
+    module = _from_files(spec, name, most, {})
+    owned = dict(module.named_parameters())
+    finer = [one for one, (kind, _) in stored.items() if one in owned and _loses(_STORED.get(kind), owned[one].dtype)]
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
+        weights = _Weights(files)
+        for one in finer:
+            owned[one].data = weights[one]
+    if spec.loras_of(name):
+        fuse(module, spec.loras_of(name), folder, most, family_of(spec.family), exact=True)
+    return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
+
+
+def _loses(stored: torch.dtype | None, loaded: torch.dtype) -> bool:
+    """Whether converting from the stored dtype has rounded."""
+    return stored is not None and torch.promote_types(stored, loaded) != loaded
+
+
+def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, Any]) -> Any:
+    """Load one component with the library of its class.
+
+    Args:
+        more: arguments of `from_pretrained`.
+
+    Raises:
+        ModelError, MemoryError: see `load_module`.
+    """
     dtype_argument = "dtype" if name == "text_encoder" else "torch_dtype"
     arguments: dict[str, Any] = {
-        dtype_argument: getattr(torch, part.dtype),
+        dtype_argument: dtype,
         "use_safetensors": True,
         "local_files_only": True,
         "subfolder": name,
         "output_loading_info": True,
+        **more,
     }
-    quantized = part.quantization != quantization.NONE and is_transformer(name)
-    target = device or part.device
-    if quantized:
-        arguments |= quantization.loading_arguments(part)
-    elif target.startswith("cuda"):
-        # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
-        arguments["device_map"] = {"": target}
     try:
         module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
@@ -79,13 +139,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     if absent:
         # The libraries would initialize these randomly and only log a warning.
         raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=len(absent))
-    if quantized:
-        quantization.check_quantized(module, part.quantization, name, spec.title)
-    else:
-        module = module.to(target)
-    if spec.loras_of(name):
-        fuse(module, spec.loras_of(name), spec.directory / name, arguments[dtype_argument], family_of(spec.family))
-    return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
+    return module
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
@@ -127,7 +181,15 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
 
 
 @torch.no_grad()
-def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype: torch.dtype, family: Family) -> None:
+def fuse(
+    module: torch.nn.Module,
+    loras: Sequence[LoraUse],
+    folder: Path,
+    dtype: torch.dtype,
+    family: Family,
+    *,
+    exact: bool = False,
+) -> None:
     """Add LoRAs to the weights of a loaded transformer, in place.
 
     Sums are computed in float32 and rounded once to the weight's dtype. A quantized weight equals that of a model whose
@@ -137,6 +199,7 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype:
         folder: of the transformer's weights, in diffusers' format; those that are quantized are read from it again.
         family: of the model.
         dtype: in which they were loaded.
+        exact: whether changed weights become float32 instead of being rounded.
 
     Raises:
         ModelError: if a file changed since the job was planned, or cannot be applied.
@@ -159,7 +222,7 @@ def fuse(module: torch.nn.Module, loras: Sequence[LoraUse], folder: Path, dtype:
             paths = weight_files(folder) if any(map(is_quantized, module.parameters())) else []
             weights = _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in paths])
             for name, deltas in changes.items():
-                _change(module, name, deltas, files, weights, dtype)
+                _change(module, name, deltas, files, weights, dtype, exact=exact)
     except (OSError, SafetensorError, AttributeError) as error:
         raise ModelError("lora.fusing_failed", reason=first_line(error)) from error
 
@@ -184,8 +247,10 @@ def _change(
     files: dict[str, Any],
     weights: _Weights,
     dtype: torch.dtype,
+    *,
+    exact: bool,
 ) -> None:
-    """Change one module, or a parameter that belongs to no module."""
+    """Change one module, or a parameter that belongs to no module; see `fuse`."""
     parent, _, last = name.rpartition(".")
     owner: Any = module.get_submodule(parent)
     target = getattr(owner, last)
@@ -208,6 +273,8 @@ def _change(
                     total = total + use.weight * (_product(got) if role == "up" else got[role])
         if quantized:
             target.weight = quantized_like(target, total.to(dtype))
+        elif exact:
+            parameter.data = total
         else:
             parameter.copy_(total)
 

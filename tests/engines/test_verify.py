@@ -1,20 +1,30 @@
-"""Verification passes engines that equal PyTorch, and fails errors, NaN and Inf."""
+"""Verification passes engines that equal PyTorch, and fails errors, NaN and Inf, wherever they occur."""
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from runtime.core.facts import Fact
+from runtime.engines.programs import Program, load_program
+from runtime.engines.reference import encoded_prompt
+from runtime.engines.sessions import Session
 from runtime.engines.sessions.inductor import InductorSession
-from runtime.engines.verify import TOLERANCES, verify
+from runtime.engines.verify import TIMESTEPS, TOLERANCES, Verification, cases_of, compare, verify
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, Build
 
-pytestmark = [pytest.mark.slow, pytest.mark.compiler]
-
 NAME = "blocks.1.ffn.net.2.bias"
+SIZE = (3, 6, 8)
+Tensors = dict[str, torch.Tensor]
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_outputs_with_nan_or_inf_fail(built: Build, value: float) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
@@ -28,6 +38,8 @@ def test_outputs_with_nan_or_inf_fail(built: Build, value: float) -> None:
     assert result.detail == Fact("engine.compared_not_finite", {"where": "velocity at 1×4×4"})
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_small_error_fails_in_float32_and_names_the_output(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     weights = engine.program().module.state_dict()
@@ -36,8 +48,163 @@ def test_small_error_fails_in_float32_and_names_the_output(built: Build) -> None
         result = verify(session, engine.program(), PROFILES["transformer"], "float32")
         assert TOLERANCES["float32"] < result.error < 0.1
         assert not result.passed
-        assert result.detail.code == "engine.compared"
-        assert result.detail.data["where"].startswith("velocity at ")
-        assert result.detail.data["error"] == result.error
+        fact = result.detail if result.detail.code == "engine.compared" else result.detail.data["compared"]
+        assert fact.code == "engine.compared"
+        assert fact.data["where"].startswith("velocity at ")
+        assert fact.data["error"] == result.error
         assert verify(session, engine.program(), PROFILES["transformer"], "bfloat16").passed
     torch.testing.assert_close(result.tolerance, 1e-4)
+
+
+class Faulty(Session):
+    """A program in PyTorch, with a fault before or after it.
+
+    Args:
+        program: computes what is right.
+        before, after: change its inputs, or its outputs for given inputs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        before: Callable[[Tensors], Tensors] = lambda inputs: inputs,
+        after: Callable[[Tensors, torch.Tensor], torch.Tensor] = lambda _, velocity: velocity,
+    ) -> None:
+        self._program, self._before, self._after = program, before, after
+
+    def infer(self, **inputs: torch.Tensor) -> Tensors:
+        return {"velocity": self._after(inputs, self._program.run(**self._before(inputs))["velocity"].clone())}
+
+    def close(self) -> None:
+        """Nothing is loaded."""
+
+
+@pytest.fixture(scope="module")
+def program(tiny: Callable[[str], ModelSpec]) -> Program:
+    return load_program(tiny("wan2.1"), "transformer", "transformer", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def text(program: Program) -> torch.Tensor:
+    found = encoded_prompt(program.spec, "cpu")
+    assert found is not None
+    return found
+
+
+def verified(
+    session: Session,
+    program: Program,
+    text: torch.Tensor | None,
+    precision: str = "float16",
+    size: tuple[int, ...] = SIZE,
+) -> Verification:
+    """Verify at one size."""
+    frames, height, width = size
+    return verify(session, program, ShapeProfile.fixed((frames, height, width)), precision, text)
+
+
+def test_an_equal_engine_passes(program: Program, text: torch.Tensor) -> None:
+    found = verified(Faulty(program), program, text, "float32")
+    assert found.passed
+    assert (found.error, found.largest_error) == (0, 0)
+    assert found.detail == Fact("engine.compared_equal")
+    assert min(found.seconds_per_call, found.pytorch_seconds_per_call) > 0
+
+
+@pytest.mark.parametrize("timestep", TIMESTEPS)
+def test_an_engine_wrong_at_one_timestep_only_fails(program: Program, text: torch.Tensor, timestep: float) -> None:
+    def scaled(inputs: Tensors, velocity: torch.Tensor) -> torch.Tensor:
+        return velocity * 1.1 if inputs["timestep"].item() == timestep else velocity
+
+    found = verified(Faulty(program, after=scaled), program, text)
+    assert not found.passed
+    assert found.error == pytest.approx(0.1, rel=1e-3)
+    assert found.detail.data["compared"].data["where"] == f"velocity at 3×6×8, t = {timestep:g}"
+
+
+def test_an_engine_with_nan_at_one_timestep_only_fails(program: Program, text: torch.Tensor) -> None:
+    def spoiled(inputs: Tensors, velocity: torch.Tensor) -> torch.Tensor:
+        if inputs["timestep"].item() == 500:
+            velocity[0, 0, 0, 0, 0] = math.nan
+        return velocity
+
+    found = verified(Faulty(program, after=spoiled), program, text)
+    assert math.isnan(found.error)
+    assert (found.passed, found.largest_error) == (False, 0)
+    assert found.detail == Fact("engine.compared_not_finite", {"where": "velocity at 3×6×8, t = 500"})
+
+
+def test_an_engine_wrong_in_one_token_fails(program: Program, text: torch.Tensor) -> None:
+    def off(_: Tensors, velocity: torch.Tensor) -> torch.Tensor:
+        velocity[..., -1, -2:, -2:] *= 1.2
+        return velocity
+
+    # Of the norm of all tokens, it is less than rounding to float16 in every layer takes.
+    found = verified(Faulty(program, after=off), program, text, size=(5, 20, 24))
+    assert found.error < found.tolerance == 1e-2
+    assert found.largest_error > 2e-2
+    assert not found.passed
+    assert found.detail.code == "engine.compared_largest"
+    assert found.detail.data["largest"] == found.largest_error
+    assert found.detail.data["compared"].data["error"] == found.error
+
+
+def test_an_engine_wrong_for_prompts_only_fails(program: Program, text: torch.Tensor) -> None:
+    def cut(inputs: Tensors) -> Tensors:
+        # The last words are lost, unless their number is a multiple of 8, as that of the random text.
+        embeds = inputs["text_embeds"].clone()
+        words = int(embeds[0].any(dim=1).sum())
+        embeds[:, words // 8 * 8 :] = 0
+        return inputs | {"text_embeds": embeds}
+
+    session = Faulty(program, before=cut)
+    assert verified(session, program, None, "float32").passed
+    found = verified(session, program, text, "float32")
+    assert not found.passed
+    assert found.error > 5 * found.tolerance
+
+
+def test_latents_follow_the_reference_from_noise(program: Program, text: torch.Tensor) -> None:
+    cases = list(cases_of(program, PROFILES["transformer"], text))
+    assert [case.where for case in cases] == [
+        "1×4×4",
+        *(f"3×6×8, t = {timestep:g}" for timestep in TIMESTEPS),
+        "5×10×12",
+    ]
+    trajectory = cases[1:-1]
+    assert all(torch.equal(case.inputs["text_embeds"], text) for case in trajectory)
+    assert torch.equal(trajectory[0].inputs["latents"], program.inputs(SIZE)["latents"])
+    for one, other in zip(trajectory, trajectory[1:], strict=False):
+        assert one.expected is not None
+        step = (other.inputs["timestep"] - one.inputs["timestep"]) / 1000
+        after = one.inputs["latents"] + step * one.expected["velocity"]
+        torch.testing.assert_close(other.inputs["latents"], after)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b", "diorama"])
+@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae_first", "vae_next"])
+def test_rounding_of_pytorch_passes(tiny: Callable[[str], ModelSpec], architecture: str, name: str, dtype: str) -> None:
+    spec = find("diorama", Path("none")) if architecture == "diorama" else tiny(architecture)
+    component = "vae" if name.startswith("vae") else name
+    if component == "vae" and dtype == "float16":
+        pytest.skip("convolutions in float16 take minutes on a CPU")
+    if architecture == "diorama" and component == "transformer":
+        component = "transformer_2"  # rounds more than the other expert
+    rounded = load_program(spec, component, name, device="cpu", dtype=dtype)
+    exact = load_program(spec, component, name, device="cpu", dtype="float32")
+    size = {"text_encoder": (1, 1, 1), "transformer": SIZE, "vae_first": (1, 6, 8), "vae_next": (2, 6, 8)}[name]
+    profile = ShapeProfile.fixed(size)
+
+    class Rounded(Session):
+        def infer(self, **inputs: torch.Tensor) -> Tensors:
+            kept = getattr(torch, dtype)
+            return rounded.run(**{key: one.to(kept) if key.startswith("cache") else one for key, one in inputs.items()})
+
+        def close(self) -> None:
+            """Nothing is loaded."""
+
+    found = compare(Rounded(), cases_of(exact, profile, encoded_prompt(spec, "cpu")), name, dtype)
+    assert found.passed, found.detail
+    assert 0 < found.error
+    assert not compare(Rounded(), cases_of(exact, profile), name, "float32").passed

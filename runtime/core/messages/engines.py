@@ -35,13 +35,20 @@ MESSAGES: Mapping[str, Message] = {
     "engine.builder_output": Message("{line}"),
     "engine.comparing": Message("Comparing with PyTorch."),
     "engine.comparing_with": Message("Comparing with the {component:lower_component} of {model}."),
+    "engine.measuring_pytorch": Message("Measuring PyTorch."),
     "engine.copying": Message("Copying {file} ({size:bytes})."),
     "engine.opening_file": Message("Opening the engine file."),
     # Results of verification.
     "engine.compared": Message("Relative error {error:.1e} ({where}), {tolerance:.0e} allowed."),
+    "engine.compared_largest": Message(
+        "{compared} The largest error of one value is {largest:.1e} ({where}), {tolerance:.0e} allowed."
+    ),
     "engine.compared_equal": Message("Equal to PyTorch."),
     "engine.compared_not_finite": Message("The output {where} contains NaN or Inf, or has another shape."),
     "engine.compared_partly": Message("{compared} Sizes not compared for lack of memory: {skipped:list}."),
+    "engine.compared_random_text": Message(
+        "{compared} The text was random, because the text encoder could not be loaded."
+    ),
     "engine.compared_restored": Message("{compared} {edge} reconstructed, {error:.0%} off."),
     "engine.not_compared_yet": Message("Not compared with PyTorch yet."),
     "engine.stored_text": Message("{text}"),

@@ -1,7 +1,9 @@
 """Runs an imported engine through its adapters, with the tensors of the program that it replaces."""
 
 import json
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +11,13 @@ import torch
 
 from runtime.core.errors import EngineError, first_line
 from runtime.core.facts import Fact
-from runtime.core.plan import LatentSize
-from runtime.engines.imported.adapters import TRAINING_STEPS, Adapter, Batch, RestoredRows, adapters_from_json
+from runtime.engines.imported.adapters import Adapter, Batch, RestoredRows, adapters_from_json
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE
-from runtime.engines.programs import Program
 from runtime.engines.sessions import Session, Weights
 from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, load_session
-from runtime.engines.verify import Verification, verify
-from runtime.planner.engine_index import EngineRecord, ShapeProfile
-
-# Test latents as smooth as a picture's have one random value per this many latents.
-_COARSE = 4
+from runtime.engines.verify import Case, Verification, compare
+from runtime.planner.engine_index import EngineRecord
 
 
 class AdaptedSession(Session):
@@ -100,19 +97,6 @@ class OnnxFileSession(Session):
         }
 
 
-@dataclass(frozen=True)
-class CroppedProgram(Program):
-    """A program without the rows and columns that an engine does not output: the reference for the rest."""
-
-    missing: RestoredRows
-
-    @torch.inference_mode()
-    def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        velocity = super().run(**inputs)["velocity"]
-        height, width = velocity.shape[-2] - self.missing.rows, velocity.shape[-1] - self.missing.columns
-        return {"velocity": velocity[..., :height, :width]}
-
-
 def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> AdaptedSession:
     """See `sessions.open_session`."""
     contract, batch, chain = read_adapters(folder)
@@ -142,34 +126,43 @@ def read_adapters(folder: Path) -> tuple[Contract, Batch, tuple[Adapter, ...]]:
         raise EngineError("engine.adapters_damaged", file=ADAPTERS_FILE, error=first_line(error)) from error
 
 
-def verify_imported(session: Session, program: Program, profile: ShapeProfile, precision: str) -> Verification:
-    """Compare an imported engine with PyTorch; see `verify.verify`.
+def compare_imported(session: Session, cases: Sequence[Case], program: str, precision: str) -> Verification:
+    """Compare an imported engine with PyTorch; see `verify.compare`.
 
     Rows that an adapter reconstructs have no tolerance; the result states how far they are off.
     """
     restored = session.restored if isinstance(session, AdaptedSession) else None
     if restored is None or not isinstance(session, AdaptedSession):
-        return verify(session, program, profile, precision)
-    part = CroppedProgram(program.name, program.module, program.spec, restored)
-    found = verify(session.unrestored(), part, profile, precision)
-    error = _restored_error(session, part, profile.opt)
+        return compare(session, cases, program, precision)
+    found = compare(session.unrestored(), [_without(case, restored) for case in cases], program, precision)
+    if math.isnan(found.error):
+        return found
+    error = max(_restored_error(session, case, restored) for case in cases if case.required)
     return replace(
         found,
         detail=Fact("engine.compared_restored", {"compared": found.detail, "edge": restored.edge, "error": error}),
     )
 
 
-def _restored_error(session: AdaptedSession, part: CroppedProgram, latent: LatentSize) -> float:
-    """Return the relative error of the reconstructed rows and columns, on latents as smooth as a picture's."""
-    inputs = part.inputs(latent)
-    noise, sigma = inputs["latents"], inputs["timestep"].item() / TRAINING_STEPS
-    coarse = [latent[0], *(-(-side // _COARSE) for side in latent[1:])]
-    smooth = torch.nn.functional.interpolate(noise[..., : coarse[1], : coarse[2]], size=list(latent), mode="trilinear")
-    inputs["latents"] = (1 - sigma) * smooth + sigma * noise
-    expected = Program.run(part, **inputs)["velocity"]
-    height, width = expected.shape[-2] - part.missing.rows, expected.shape[-1] - part.missing.columns
-    difference, strip = session.infer(**inputs)["velocity"].to(expected) - expected, expected.clone()
+def _without(case: Case, missing: RestoredRows) -> Case:
+    """Return a case without the rows and columns that an engine does not output."""
+    if case.expected is None:
+        return case
+    height, width = _computed_size(case.expected["velocity"], missing)
+    return case._replace(expected={"velocity": case.expected["velocity"][..., :height, :width]})
+
+
+def _restored_error(session: AdaptedSession, case: Case, missing: RestoredRows) -> float:
+    """Return the relative error of the reconstructed rows and columns."""
+    assert case.expected is not None
+    expected = case.expected["velocity"]
+    height, width = _computed_size(expected, missing)
+    difference, strip = session.infer(**case.inputs)["velocity"].to(expected) - expected, expected.clone()
     # Only the reconstructed part counts.
     for tensor in (difference, strip):
         tensor[..., :height, :width] = 0.0
     return float(difference.norm() / strip.norm())
+
+
+def _computed_size(velocity: torch.Tensor, missing: RestoredRows) -> tuple[int, int]:
+    return velocity.shape[-2] - missing.rows, velocity.shape[-1] - missing.columns

@@ -1,0 +1,163 @@
+"""References for verification: programs in float32, and the text that their transformers are given.
+
+A transformer and a text encoder are computed block by block: weights stay on the CPU as their files hold them, and each
+block is converted to float32 on the device, run, and freed. So a reference takes the memory of one block, besides
+activations, and fits any card that the engine fits.
+"""
+
+import contextlib
+import copy
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from runtime.core.errors import TandemError
+from runtime.core.plan import is_block_program
+from runtime.engines.key_parts import BLOCK_TOKENS, program_key_parts
+from runtime.engines.programs import MakeForm, Program, full_float32, load_program
+from runtime.models.registry import components_of
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_stored, load_tokenizer
+from runtime.upstream.torch import clear_module
+
+# A prompt as people write them: the words that a transformer is verified with.
+PROMPT = "A red sailing boat crosses a calm sea at sunset while seagulls circle above it, filmed slowly from the shore."
+_FOLDER = "verification"
+_EMBEDS = "embeds"
+
+
+class BlocksOnDevice:
+    """A list of modules, each converted to float32 on a device while an iteration is at it.
+
+    Args:
+        blocks: with their weights anywhere, in any dtype; they are not changed.
+        device: where the converted ones are.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, device: torch.device) -> None:
+        self._blocks = blocks
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return _in_float32(self._blocks[index], self._device)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for block in self._blocks:
+            converted = _in_float32(block, self._device)
+            yield converted
+            # The caller's variable still refers to it while the next one is converted.
+            clear_module(converted)
+
+
+def load_reference(spec: ModelSpec, component: str, name: str, device: str, tokens: int = BLOCK_TOKENS) -> Program:
+    """Load a component and return one of its programs in float32; all but a VAE's is computed block by block.
+
+    Args:
+        component, name, tokens: see `programs.load_program`.
+        device: a torch device.
+
+    Raises:
+        ModelError: if the weights do not fit the configuration.
+    """
+    if name.startswith("vae") or is_block_program(name):
+        return load_program(spec, component, name, device=device, dtype="float32", tokens=tokens)
+    make_form: MakeForm = components_of(spec.family).make_form
+    form = make_form(spec, name, lambda: load_stored(spec, component)).eval()
+    target = torch.device(device)
+    found = _largest_list(form)
+    if found is not None:
+        parent, attribute, blocks = found
+        delattr(parent, attribute)
+        setattr(parent, attribute, BlocksOnDevice(blocks, target))
+    return Program(name, form.to(target, torch.float32), spec)
+
+
+def _largest_list(form: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None:
+    """Return the list of modules with most of the weights, with its parent and name; `None` if no list has most."""
+    found = [
+        (parent, name, child)
+        for parent in form.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    largest = max(found, key=lambda place: _weights(place[2]), default=None)
+    return largest if largest is not None and 2 * _weights(largest[2]) > _weights(form) else None
+
+
+def _weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _in_float32(block: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module whose weights are in float32 on a device."""
+    copies: dict[int, Any] = {}
+    for tensor in (*block.parameters(), *block.buffers()):
+        # Converted on the device: on the CPU, it would take a second copy and twice the transfer.
+        moved = tensor.detach().to(device)
+        moved = moved.float() if moved.is_floating_point() else moved
+        copies[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+    return copy.deepcopy(block, copies)
+
+
+def encoded_prompt(spec: ModelSpec, device: str, cache_dir: Path | None = None) -> torch.Tensor | None:
+    """Return `PROMPT` as the model's own text encoder embeds it in float32, as a transformer takes it, on the CPU.
+
+    Args:
+        device: a torch device, to encode on; its memory is free again at the end.
+        cache_dir: a folder in which the result is kept for other engines of the model.
+
+    Returns:
+        (1, text tokens, text width), zero beyond the prompt's end; `None` if the text encoder cannot be loaded or run.
+    """
+    path = None
+    try:
+        if cache_dir is not None:
+            weights = program_key_parts(spec, "text_encoder", "text_encoder", cache_dir)
+            digest = hashlib.sha256("\n".join((*weights, PROMPT)).encode()).hexdigest()
+            path = cache_dir / _FOLDER / f"{digest}.safetensors"
+        kept = None if path is None else _read(path)
+        words = _encode(spec, device) if kept is None else kept
+    except (TandemError, OSError, ValueError, MemoryError, torch.OutOfMemoryError):
+        return None
+    if path is not None and kept is None:
+        _write(path, words)
+    return nn.functional.pad(words, (0, 0, 0, spec.max_sequence_length - words.shape[1]))
+
+
+def _encode(spec: ModelSpec, device: str) -> torch.Tensor:
+    """Return the embeddings of the prompt's tokens, without padding."""
+    program = load_reference(spec, "text_encoder", "text_encoder", device)
+
+    def embed(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        with full_float32(program.device):
+            found = program.run(input_ids=ids.to(program.device), attention_mask=mask.to(program.device))
+        return found["embeds"][:, : int(mask.sum().item())].cpu()
+
+    encoder = components_of(spec.family).text_encoder(spec, load_tokenizer(spec), embed)
+    words: torch.Tensor = encoder.encode(PROMPT).embeds.clone()
+    return words
+
+
+def _read(path: Path) -> torch.Tensor | None:
+    try:
+        return safetensors.torch.load(path.read_bytes())[_EMBEDS]
+    except (OSError, SafetensorError, KeyError):
+        return None
+
+
+def _write(path: Path, words: torch.Tensor) -> None:
+    written = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):  # it is encoded again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_bytes(safetensors.torch.save({_EMBEDS: words.contiguous()}))
+        written.replace(path)
