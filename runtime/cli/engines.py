@@ -21,6 +21,7 @@ from runtime.models.catalogue import find, folders
 from runtime.models.loras import model_for
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
 from runtime.planner.resolve import resolve
@@ -90,7 +91,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
     chosen = service.store.choose(ids)
     rows = []
     with cancel_on_signals() as cancel:
-        for found in service.verify(chosen, _models(), _progress(), cancel):
+        for found in service.verify(chosen, _models(), _progress(), cancel, baselines=Baselines(service)):
             record = found.engine
             if found.skipped is not None:
                 verdict = f"not verified. {render(found.skipped).what} {render(found.skipped).remedy}"
@@ -184,7 +185,10 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
         cannot = InvalidRequestError("yes", "cli.trust_not_confirmed", file=source.path.name)
         terminal.ask(f"Open {source.path}?", cannot)
     with cancel_on_signals() as cancel:
-        done = import_engine(source.path, spec, component, service, device_here(machine), _progress(), cancel)
+        device = device_here(machine)
+        done = import_engine(
+            source.path, spec, component, service, device, _progress(), cancel, baselines=Baselines(service)
+        )
     for fact in done.describe():
         terminal.line(str(fact))
     record = done.engine
@@ -309,7 +313,10 @@ def _row(record: EngineRecord) -> dict[str, Any]:
         "build_seconds": record.build_seconds,
         "seconds_per_call": record.seconds_per_call,
         "pytorch_seconds_per_call": record.pytorch_seconds_per_call,
+        "baselines": dict(record.baselines),
+        "context_bytes": record.context_bytes,
         "error": None if math.isnan(record.error) else record.error,
+        "largest_error": record.largest_error,
         "tolerance": record.tolerance,
         "verified": record.verified,
         "usable": record.usable,

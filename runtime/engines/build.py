@@ -41,6 +41,8 @@ _SIGKILL = 9
 # Measures, in the child, what PyTorch would run instead of an engine: takes the program and the latent size of a call,
 # and returns seconds by "eager" and "compiled", as far as measured. Must be picklable.
 Baseline = Callable[[str, LatentSize], Mapping[str, float]]
+# Plans that for an engine, given its model, component, key and device; `None` if PyTorch cannot run instead.
+Baselines = Callable[[ModelSpec, str, EngineKey, str], Baseline | None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from runtime.core.errors import EngineError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse
 from runtime.core.settings import Settings
-from runtime.engines.build import BuildRequest, build_engine, verify_engine
+from runtime.engines.build import Baselines, BuildRequest, build_engine, verify_engine
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Report
 from runtime.engines.key_parts import device_like, device_text, imported_key, program_key_parts, runnable_programs
@@ -128,8 +128,12 @@ class EngineService:
         cancel: Cancel,
         *,
         again: bool = False,
+        baselines: Baselines | None = None,
     ) -> EngineRecord:
         """Build one engine, or return it if it exists; see `build.build_engine` for arguments and errors.
+
+        Args:
+            baselines: plans what PyTorch would run instead, to be measured too.
 
         Raises:
             EngineError: also if weights or library versions are not those of the plan.
@@ -139,7 +143,15 @@ class EngineService:
         key = self.offers(spec).key(BUILDERS[use.builder], component, use, device)
         if key.digest() != use.id:
             raise EngineError("engine.planned_for_others", engine=use.id)
-        request = BuildRequest(spec=spec, component=component, key=key, device=device, again=again)
+        request = BuildRequest(
+            spec=spec,
+            component=component,
+            key=key,
+            device=device,
+            again=again,
+            baseline=baselines and baselines(spec, component, key, device),
+            cache_dir=self.cache_dir,
+        )
         return build_engine(request, self.store, emit_progress, cancel)
 
     def problem(self, engine_id: str) -> Fact | None:
@@ -152,13 +164,20 @@ class EngineService:
         return open_engines(self.store, spec, component, uses, device)
 
     def verify(
-        self, engines: Iterable[EngineRecord], models: Sequence[ModelSpec], emit_progress: Report, cancel: Cancel
+        self,
+        engines: Iterable[EngineRecord],
+        models: Sequence[ModelSpec],
+        emit_progress: Report,
+        cancel: Cancel,
+        *,
+        baselines: Baselines | None = None,
     ) -> Iterator[Verified]:
         """Compare engines with PyTorch one after the other, and store the results.
 
         Args:
             models: the models whose weights they may have.
             emit_progress, cancel: see `build.build_engine`.
+            baselines: see `build`.
 
         Raises:
             CancelledError: if cancelled.
@@ -171,7 +190,18 @@ class EngineService:
             try:
                 spec, component = self.owner(record, models)
                 device = self._device(record)
-                yield Verified(verify_engine(spec, component, record, self.store, device, emit_progress, cancel))
+                found = verify_engine(
+                    spec,
+                    component,
+                    record,
+                    self.store,
+                    device,
+                    emit_progress,
+                    cancel,
+                    baseline=baselines and baselines(spec, component, record.key, device),
+                    cache_dir=self.cache_dir,
+                )
+                yield Verified(found)
             except TandemError as error:
                 yield Verified(record, error.fact)
 

@@ -24,8 +24,8 @@ from runtime.planner.engine_index import ShapeProfile
 TIMESTEPS = (999.0, 900.0, 800.0, 500.0, 50.0)
 _TRAINING_STEPS = 1000.0
 # Relative errors of whole outputs. In float32 another order of summation gives 1e-6, and TF32, which must not be used,
-# 1e-3. Rounding to 11 or 8 bits in every layer gives 1e-3 or 1e-2, in the shipped model up to 4e-3 or 4e-2; an incorrect
-# engine gives 0.1 and more.
+# 1e-3. Rounding to 11 or 8 bits in every layer gives 1e-3 or 1e-2, in the shipped model up to 4e-3 or 4e-2; an
+# incorrect engine gives 0.1 and more.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
 # The largest error of one value, relative to the output's largest value: finds what is wrong in a few tokens or pixels.
 # PyTorch's own rounding gives 5e-3 in float16 and 6e-2 in bfloat16. In a VAE it gives 2e-2 and 2e-1, because it
@@ -33,7 +33,8 @@ TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
 LARGEST_TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 _LARGEST_IN_VAES = 4
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-_TIMED_SECONDS = 1.0
+# Calls are timed for so long; if they are long, for that.
+_TIMED_SECONDS, _LONG_SECONDS = 1.0, 30.0
 _FEWEST_CALLS = 3
 _MOST_CALLS = 20
 
@@ -213,9 +214,17 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Return the median duration of several calls after a warm-up call, in seconds; on a GPU, of its own work."""
     durations: list[float] = []
     call()
-    while len(durations) < _FEWEST_CALLS or (sum(durations) < _TIMED_SECONDS and len(durations) < _MOST_CALLS):
+    while _more(durations):
         durations.append(_on_gpu(call, device) if device.type == "cuda" else _on_cpu(call))
     return statistics.median(durations)
+
+
+def _more(durations: Sequence[float]) -> bool:
+    """Whether another call is worth its time."""
+    spent, calls = sum(durations), len(durations)
+    if calls < _FEWEST_CALLS:
+        return not calls or spent < _LONG_SECONDS
+    return spent < _TIMED_SECONDS and calls < _MOST_CALLS
 
 
 def _on_cpu(call: Callable[[], object]) -> float:

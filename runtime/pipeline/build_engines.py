@@ -11,6 +11,7 @@ from runtime.core.request import ALL, AUTO, GenerationRequest
 from runtime.engines.child import Report
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.baselines import Baselines
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import Offers
 from runtime.planner.resolve import resolve
@@ -72,9 +73,12 @@ def build_all(
     Raises:
         CancelledError: within a tenth of a second of the request; engines that were built stay.
     """
+    baselines = Baselines(engines)
     for one in wanted:
         try:
-            record = engines.build(spec, one.component, one.use, one.device, emit_progress, cancel, again=again)
+            record = engines.build(
+                spec, one.component, one.use, one.device, emit_progress, cancel, again=again, baselines=baselines
+            )
         except EngineError as error:
             yield BuildResult(one, None, error)
         else:

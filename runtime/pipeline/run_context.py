@@ -21,6 +21,7 @@ from runtime.core.plan import EAGER, EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
+from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -296,7 +297,16 @@ class RunContext:
             self.begin_stage("build", name)
             device = self.plan.components[name].device
             again = self.plan.asked.build == "always" or problem is not None
-            engines.build(self.spec, name, use, device, partial(self._report_build, name), self.cancel, again=again)
+            engines.build(
+                self.spec,
+                name,
+                use,
+                device,
+                partial(self._report_build, name),
+                self.cancel,
+                again=again,
+                baselines=Baselines(engines),
+            )
         # Building the next engine may evict others from the library, but not this one.
         self._engines_in_use.enter_context(engines.store.using(use.id))
         self._ready.add(use.id)

@@ -14,6 +14,7 @@ from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
 from runtime.models.catalogue import look_up
 from runtime.models.loras import model_for
+from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.build_engines import build_all, wanted_engines
 from runtime.queue.records import (
     BuildEngines,
@@ -148,7 +149,14 @@ class TaskRunner:
         self.free()
         device = device_here(self.engines.machine)
         done = import_engine(
-            work.path, spec, work.component, self.engines, device, self.recorder.report, self.recorder.cancel
+            work.path,
+            spec,
+            work.component,
+            self.engines,
+            device,
+            self.recorder.report,
+            self.recorder.cancel,
+            baselines=Baselines(self.engines),
         )
         self.recorder.found(tuple(map(str, done.describe())))
         code = "task.imported" if done.compared else "task.imported_unverified"
@@ -158,7 +166,8 @@ class TaskRunner:
         chosen = self.engines.store.choose([work.engine])
         models = [look_up(name, self.weights_dir) for name in work.models]
         self.free()
-        (found,) = self.engines.verify(chosen, models, self.recorder.report, self.recorder.cancel)
+        baselines = Baselines(self.engines)
+        (found,) = self.engines.verify(chosen, models, self.recorder.report, self.recorder.cancel, baselines=baselines)
         if found.skipped is not None:
             raise EngineError(found.skipped.code, **found.skipped.data)
         if not found.engine.usable:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,7 @@ def test_latents_follow_the_reference_from_noise(program: Program, text: torch.T
     trajectory = cases[1:-1]
     assert all(torch.equal(case.inputs["text_embeds"], text) for case in trajectory)
     assert torch.equal(trajectory[0].inputs["latents"], program.inputs(SIZE)["latents"])
-    for one, other in zip(trajectory, trajectory[1:], strict=False):
+    for one, other in pairwise(trajectory):
         assert one.expected is not None
         step = (other.inputs["timestep"] - one.inputs["timestep"]) / 1000
         after = one.inputs["latents"] + step * one.expected["velocity"]
@@ -206,5 +207,5 @@ def test_rounding_of_pytorch_passes(tiny: Callable[[str], ModelSpec], architectu
 
     found = compare(Rounded(), cases_of(exact, profile, encoded_prompt(spec, "cpu")), name, dtype)
     assert found.passed, found.detail
-    assert 0 < found.error
+    assert found.error > 0
     assert not compare(Rounded(), cases_of(exact, profile), name, "float32").passed

@@ -24,6 +24,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.build import (
+    Baselines,
     BuildRequest,
     Entry,
     InspectJob,
@@ -241,6 +242,8 @@ def import_engine(
     emit_progress: Report,
     cancel: Cancel,
     entry: Entry = run_job,
+    *,
+    baselines: Baselines | None = None,
 ) -> Imported:
     """Copy a file into the library and verify it against a model. This executes the file: ask before.
 
@@ -248,6 +251,7 @@ def import_engine(
         component: the component to replace; None finds the one whose weights the file contains.
         device: a torch device: "cpu" or "cuda:0".
         emit_progress, cancel, entry: see `build.build_engine`.
+        baselines: see `EngineService.build`.
 
     Raises:
         EngineError: if it cannot be an engine, cannot be opened on this machine, matches no component, or computes
@@ -280,7 +284,14 @@ def import_engine(
                 return Imported(existing, spec, contract, match, compared=True)
             names = {"component": match.component, "model": spec.title}
             emit_progress(Fact("engine.comparing_with", names), None)
-            request = BuildRequest(spec=spec, component=match.component, key=record.key, device=device)
+            request = BuildRequest(
+                spec=spec,
+                component=match.component,
+                key=record.key,
+                device=device,
+                baseline=baselines and baselines(spec, match.component, record.key, device),
+                cache_dir=service.cache_dir,
+            )
             job, log = VerifyJob(work.folder, work.engine, request), work.engine / manifest.LOG_NAME
             title = Fact("engine.imported_file", {"file": source.path.name})
             outcome = start_child(entry, job, title, work.scratch, log, emit_progress, cancel)

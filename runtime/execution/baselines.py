@@ -1,0 +1,198 @@
+"""Measures what PyTorch would run instead of an engine: the family's own component, as a plan without engines runs it.
+
+The child process that builds or verifies an engine calls a `PyTorchBaseline`, which it receives with its job.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import ran_out
+from runtime.core.facts import Fact
+from runtime.core.plan import ComponentPlan, ExecutionPlan, LatentSize, is_block_program
+from runtime.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.execution.components import PyTorchDenoiser, PyTorchVideoDecoder
+
+EAGER, COMPILED = "eager", "compiled"
+_TIMESTEP = 500.0
+# Of a prompt.
+_TOKENS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyTorchBaseline:
+    """What PyTorch would run instead of an engine. Picklable; imports torch when it is called.
+
+    Attributes:
+        spec: the model; its LoRAs do not matter.
+        component: whose engine it is.
+        plan: for PyTorch alone, at the engine's size: dtypes, attention kernel, placement, the VAE's chunks.
+        compiles: whether to measure compiled code too.
+        tokens: of one call of a block engine.
+    """
+
+    spec: ModelSpec
+    component: str
+    plan: ExecutionPlan
+    compiles: bool
+    tokens: int
+
+    def __call__(self, program: str, size: LatentSize) -> dict[str, float]:
+        """Return the median seconds of one call, "eager" and "compiled"; what runs out of memory or fails is left out.
+
+        Args:
+            program: the engine's.
+            size: latent frames, height and width of the call.
+        """
+        import torch
+
+        part = self.plan.components[self.component]
+        measure: Callable[..., dict[str, float]] = self._decoder
+        if is_block_program(program):
+            measure = self._block_part
+        elif program in {"text_encoder", "transformer"}:
+            measure = self._text_encoder if program == "text_encoder" else self._transformer
+        try:
+            return measure(program, size, part, torch.device(part.device))
+        except Exception as error:
+            if ran_out(error) is None:
+                raise
+            return {}
+
+    def _transformer(self, _: str, size: LatentSize, part: ComponentPlan, device: "torch.device") -> dict[str, float]:
+        import torch
+
+        from runtime.engines.verify import seconds_of
+        from runtime.execution.residency import Residency, compute_as_planned
+
+        latents = torch.randn(1, self.spec.vae.z_dim, *size, device=device)
+        timestep = torch.tensor(_TIMESTEP, device=device)
+        texts = torch.randn(2, self.spec.max_sequence_length, self.spec.transformer.text_dim, device=device)
+        texts[:, _TOKENS:] = 0
+        first, second = texts.split(1)
+        job = _Measured(self.plan)
+        with Residency() as residency, residency.denoiser(self.spec, job, self.component) as opened:
+            denoiser = cast("PyTorchDenoiser", opened)
+
+            def call() -> object:
+                if denoiser.pairs:
+                    return denoiser.pair(latents, timestep, first, second)
+                return denoiser(latents, timestep, first)
+
+            def measure(plan: ExecutionPlan) -> float:
+                job.plan = plan
+                compute_as_planned(denoiser, part, self.spec, job, self.component)
+                return seconds_of(call, device) / (2 if denoiser.pairs else 1)
+
+            return self._both(job, measure)
+
+    def _decoder(self, program: str, size: LatentSize, part: ComponentPlan, device: "torch.device") -> dict[str, float]:
+        import torch
+
+        from runtime.engines.verify import seconds_of
+        from runtime.execution.residency import Residency
+
+        frames, height, width = size
+        strategy = self.plan.strategy
+        chunk = max(1, min(strategy.decode_chunk, self.plan.latent_shape[2] - 1))
+        job = _Measured(self.plan)
+        with Residency() as residency, residency.video_decoder(self.spec, job) as opened:
+            decoder = cast("PyTorchVideoDecoder", opened)
+
+            def seconds(count: int) -> float:
+                latents = torch.randn(1, self.spec.vae.z_dim, count, height, width, device=device)
+
+                def decode() -> None:
+                    for _ in decoder.frames(latents, chunk, strategy.decode_tile):
+                        pass
+
+                return seconds_of(decode, device)
+
+            def measure(plan: ExecutionPlan) -> float:
+                job.plan = plan
+                decoder.compute(plan.speed, lambda name, reason: job.on_degraded(self.component, name, reason))
+                if program == "vae_clip":
+                    return seconds(frames)
+                first = seconds(1)
+                return first if program == "vae_first" else (seconds(1 + chunk) - first) / chunk * frames
+
+            return self._both(job, measure)
+
+    def _text_encoder(self, _: str, __: LatentSize, part: ComponentPlan, device: "torch.device") -> dict[str, float]:
+        import torch
+
+        from runtime.engines.verify import seconds_of
+        from runtime.execution.text_encoder import PyTorchTextModel
+        from runtime.models.weights import load_module
+
+        model = PyTorchTextModel(load_module(self.spec, self.component, part), device)
+        ids = torch.ones(1, self.spec.max_sequence_length, dtype=torch.int64)
+        mask = (torch.arange(ids.shape[1])[None] < _TOKENS).long()
+        return {EAGER: seconds_of(lambda: model(ids, mask), device)}
+
+    def _block_part(
+        self, program: str, size: LatentSize, part: ComponentPlan, device: "torch.device"
+    ) -> dict[str, float]:
+        import torch
+
+        from runtime.engines.programs import load_program
+        from runtime.engines.verify import seconds_of
+        from runtime.execution.compilation import CompiledStep
+
+        loaded = load_program(
+            self.spec, self.component, program, device=part.device, dtype=part.dtype, tokens=self.tokens
+        )
+        inputs = tuple(loaded.inputs(size).values())
+        job = _Measured(self.plan)
+
+        def measure(plan: ExecutionPlan) -> float:
+            run: Any = loaded.module
+            if plan.speed.compiled:
+                run = CompiledStep(run, lambda reason: job.on_degraded(self.component, "compiled", reason))
+            with torch.no_grad():
+                return seconds_of(lambda: run(*inputs), device)
+
+        return self._both(job, measure)
+
+    def _both(self, job: "_Measured", measure: Callable[[ExecutionPlan], float]) -> dict[str, float]:
+        """Return the seconds that a function measures with each kind of code."""
+        found = {}
+        for kind in (EAGER, COMPILED) if self.compiles else (EAGER,):
+            speed = self.plan.speed.replace(compiled=kind == COMPILED)
+            try:
+                seconds = measure(self.plan.replace(speed=speed))
+            except Exception as error:
+                if ran_out(error) is None:
+                    raise
+                continue
+            if kind == EAGER or "compiled" not in job.degraded:
+                found[kind] = seconds
+        return found
+
+
+@dataclass
+class _Measured:
+    """A job for `Residency`, of one component.
+
+    Attributes:
+        degraded: the options of `Speed` that could not be applied.
+    """
+
+    plan: ExecutionPlan
+    cancel: Cancel = field(default_factory=Cancel)
+    degraded: set[str] = field(default_factory=set)
+
+    def loading(self, name: str) -> None:
+        """Nothing watches."""
+
+    def fell_back(self, name: str, reason: Fact) -> None:
+        """No component has an engine."""
+
+    def on_degraded(self, _: str, field: str, __: Fact) -> None:
+        """Record an option that could not be applied."""
+        self.degraded.add(field)

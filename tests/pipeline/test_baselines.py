@@ -1,0 +1,140 @@
+"""What PyTorch would run instead of an engine is measured when the engine is built and verified."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.engines.builders import BUILDERS
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.execution.baselines import PyTorchBaseline
+from runtime.families.wan import transformer
+from runtime.machine.probe import probe
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.baselines import Baselines
+from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+
+SIZE = (3, 4, 8)
+PROGRAMS = ("text_encoder", "transformer", "vae_first", "vae_next", "vae_clip", "block_qkv", "block_query")
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> EngineService:
+    return EngineService(EngineStore(tmp_path / "engines", 1 << 40), probe(), tmp_path)
+
+
+def component_of(program: str) -> str:
+    """Return the component that a program computes, or parts of."""
+    if program.startswith("vae"):
+        return "vae"
+    return program if program == "text_encoder" else "transformer"
+
+
+def key_of(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
+    """Return the key of an engine for the tests' size."""
+    sizes = {"transformer": SIZE, "vae_first": (1, 4, 8), "vae_next": (2, 4, 8), "vae_clip": SIZE}
+    builder = BUILDERS["onnxruntime_blocks" if program.startswith("block_") else "onnxruntime"]
+    return builder.key(
+        spec,
+        component_of(program),
+        program,
+        (ShapeProfile.fixed(sizes.get(program, (1, 1, 1))),),
+        precision="float32",
+        machine=service.machine,
+        device="cpu",
+    )
+
+
+def baseline_of(spec: ModelSpec, program: str, service: EngineService) -> PyTorchBaseline:
+    """Return what measures PyTorch instead of an engine."""
+    found = Baselines(service)(spec, component_of(program), key_of(spec, program, service), "cpu")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_is_measured(tiny: Callable[[str], ModelSpec], service: EngineService, program: str) -> None:
+    spec = tiny("wan2.2-a14b")
+    baseline = baseline_of(spec, program, service)
+    part = baseline.plan.components[component_of(program)]
+    assert (part.backend, part.engines, part.dtype) == ("pytorch", (), "float32")
+    found = baseline(program, key_of(spec, program, service).profiles[0].opt)
+    # On a CPU nothing is compiled unless it is asked for.
+    assert list(found) == ["eager"]
+    assert 0 < found["eager"] < 5
+
+
+def test_the_plan_is_for_the_engines_size(tiny: Callable[[str], ModelSpec], service: EngineService) -> None:
+    plan = baseline_of(tiny("wan2.2-a14b"), "transformer", service).plan
+    assert plan.latent_shape[2:] == SIZE
+    assert baseline_of(tiny("wan2.2-a14b"), "vae_next", service).plan.latent_shape[3:] == SIZE[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("program", ["transformer", "block_query"])
+def test_compiled_code_is_measured_apart(
+    tiny: Callable[[str], ModelSpec], service: EngineService, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    baseline = replace(baseline_of(spec, program, service), compiles=True)
+    size = key_of(spec, program, service).profiles[0].opt
+    assert set(baseline(program, size)) == {"eager", "compiled"}
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    assert set(baseline(program, size)) == {"eager"}
+
+
+def test_what_runs_out_of_memory_is_not_measured(
+    tiny: Callable[[str], ModelSpec], service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.2-a14b")
+
+    def exhaust(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(transformer, "block_step", exhaust)
+    assert baseline_of(spec, "transformer", service)("transformer", SIZE) == {}
+
+
+def test_a_size_that_pytorch_cannot_make_has_no_baseline(
+    tiny: Callable[[str], ModelSpec], service: EngineService
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    key = replace(key_of(spec, "transformer", service), profiles=(ShapeProfile.fixed((3, 4000, 8)),))
+    assert Baselines(service)(spec, "transformer", key, "cpu") is None
+
+
+@pytest.mark.slow
+def test_baselines_are_stored_with_engines_built_and_verified(
+    tiny: Callable[[str], ModelSpec], service: EngineService
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    [offer] = [one for one in service.offers(spec)("transformer", SIZE, "cpu") if one.builder == "onnxruntime"]
+
+    def build(*, again: bool) -> EngineRecord:
+        return service.build(
+            spec,
+            "transformer",
+            offer.uses[0],
+            "cpu",
+            lambda *_: None,
+            Cancel(),
+            again=again,
+            baselines=Baselines(service),
+        )
+
+    record = build(again=False)
+    assert set(record.baselines) == {"eager"}
+    assert record.largest_error > 0
+    [verified] = service.verify([record], [spec], lambda *_: None, Cancel(), baselines=Baselines(service))
+    assert set(verified.engine.baselines) == {"eager"}
+    assert verified.engine.baselines != record.baselines
+    assert service.store.get(record.key) == verified.engine
