@@ -193,6 +193,9 @@ class _Measured:
     def fell_back(self, name: str, reason: Fact) -> None:
         """No component has an engine."""
 
+    def warn(self, fact: Fact) -> None:
+        """Nothing watches."""
+
     def on_degraded(self, _: str, field: str, __: Fact) -> None:
         """Record an option that could not be applied."""
         self.degraded.add(field)
