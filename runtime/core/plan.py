@@ -37,13 +37,18 @@ def is_block_program(program: str) -> bool:
 class EngineUse(FrozenModel):
     """One engine of a component; the VAE has two, one for the first latent frame and one for the others.
 
+    A transformer may have three that compute parts of each block, see `is_block_program`.
+
     Attributes:
         id: its name in the engine library.
-        program: the exported computation: "text_encoder", "transformer", "vae_first" or "vae_next".
+        program: the exported computation: "text_encoder", "transformer", "vae_first", "vae_next" or one of
+            `ModelSpec.block_programs`.
         builder: the name of its builder.
         precision: the dtype of its arithmetic.
         profile: the smallest, optimal and largest latent size that it supports.
         build: whether it is built before the job starts.
+        tokens: the most tokens in one call of a block engine, else 0.
+        context_bytes: GPU memory that it needs while it runs, besides weights, inputs and outputs; 0 if unknown.
     """
 
     id: str
@@ -52,6 +57,8 @@ class EngineUse(FrozenModel):
     precision: str
     profile: tuple[LatentSize, LatentSize, LatentSize]
     build: bool = False
+    tokens: int = 0
+    context_bytes: int = 0
 
 
 class ComponentPlan(FrozenModel):
@@ -61,7 +68,8 @@ class ComponentPlan(FrozenModel):
         backend: "tensorrt", "inductor", "onnxruntime" or "pytorch".
         device: a torch device, such as "cpu" or "cuda:0".
         dtype: a torch dtype's name, such as "float32", for PyTorch; also used if PyTorch takes over from an engine.
-        weights_bytes: size of its weights in that dtype and quantization, or of its engines' files.
+            With block engines it is their precision.
+        weights_bytes: size of its weights in that dtype and quantization, or of its engines' files and weights.
         reasons: why it runs there, and other decisions about it.
         engines: its engines in the order of use; empty in PyTorch.
         quantization: how its weights are quantized in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".

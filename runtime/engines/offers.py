@@ -12,7 +12,7 @@ from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
-from runtime.engines.key_parts import imported_key, runnable_programs
+from runtime.engines.key_parts import TOKENS_OPTION, imported_key, runnable_programs
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.spec import ModelSpec, is_transformer
@@ -114,7 +114,14 @@ class ModelOffers:
             )
             key = self.key(builder, component, use, device)
             found = find(self._index, key, size)
-            uses.append(use.replace(id=key.digest() if found is None else found.id, build=found is None))
+            uses.append(
+                use.replace(
+                    id=key.digest() if found is None else found.id,
+                    build=found is None,
+                    tokens=int(dict(key.options).get(TOKENS_OPTION, 0)),
+                    context_bytes=0 if found is None else found.context_bytes,
+                )
+            )
             if found is None:
                 needs.append(builder.needs(self.spec, program, profile))
                 build_time += build_seconds(self.spec, component, program, builder.name, profile.opt, self._index)
@@ -141,6 +148,8 @@ class ModelOffers:
             pytorch_seconds=pytorch_seconds,
             file_bytes=file_bytes,
             in_blocks=builder.kind == "blocks",
+            # A CPU gains nothing from engines that read weights as inputs.
+            on_request=builder.kind == "blocks" and device == "cpu",
         )
 
     def _unsupported(self, builder: Builder) -> EngineOffer:

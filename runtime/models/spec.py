@@ -116,6 +116,9 @@ class VaeSpec(Protocol):
             cpu: whether a CPU decodes, whose kernels need other buffers.
         """
 
+    def cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
+        """Return the bytes that one call passes to the next when a clip is decoded in several calls."""
+
 
 @dataclass(frozen=True)
 class LatentRgb:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
+from runtime.core.request import AUTO
 from runtime.core.step_cache import NONE
 from runtime.machine.compatibility import compiler_problem, cuda_problem, tensorrt_rtx_problem, torch_tensorrt_problem
 from runtime.machine.probe import Machine
@@ -28,6 +29,8 @@ OUTPUTS_BY_KERNEL = 96
 # Quantizations, the fastest first.
 QUANTIZATIONS = ("fp8", "bnb-8bit", "bnb-4bit")
 _OFFLOADED = frozenset({"model", "group", "sequential"})
+# A quantization, and the precision of block engines that compute with it.
+_FP8 = "fp8"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class ComponentSettings:
         offload, step_cache: as in `GenerationRequest`.
         quantization: of this component's weights.
         gpus: how many GPUs share it.
+        attention: as in `GenerationRequest`.
+        in_blocks: whether the backend's engines compute parts of each block, see `plan.ComponentPlan`.
     """
 
     component: str
@@ -70,11 +75,18 @@ class ComponentSettings:
     quantization: str = "auto"
     gpus: int = 1
     step_cache: str = NONE
+    attention: str = AUTO
+    in_blocks: bool = False
 
     @property
     def on_engine(self) -> bool:
-        """Whether an engine runs it."""
-        return self.backend != PYTORCH
+        """Whether engines replace it."""
+        return self.backend != PYTORCH and not self.in_blocks
+
+    @property
+    def transformer_on_engine(self) -> bool:
+        """Whether engines replace a transformer."""
+        return self.on_engine and is_transformer(self.component)
 
     def data(self, gpu: str) -> dict[str, str | int | list[str]]:
         """Return the data of a rule's fact; `gpu` is the GPU's name."""
@@ -85,6 +97,7 @@ class ComponentSettings:
             "offload": self.offload,
             "quantization": self.quantization,
             "gpus": self.gpus,
+            "attention": self.attention,
             "precision": self.precision,
             "gpu": gpu,
         }
@@ -95,7 +108,7 @@ class Rule:
     """An exclusion; its fact has this code and the data of `ComponentSettings.data`. See `Conflict` for `setting`."""
 
     code: str
-    excludes: Callable[[ComponentSettings, Machine], bool]
+    excludes: Callable[[ComponentSettings, Machine | None], bool]
     setting: str = ""
 
     def conflict(self, settings: ComponentSettings, gpu: str = "") -> Conflict:
@@ -157,17 +170,18 @@ def lacking(feature: str, machine: Machine) -> Conflict | None:
     return None if problem is None else Conflict(problem)
 
 
-def _without_bfloat16(settings: ComponentSettings, machine: Machine) -> bool:
-    on_gpu = settings.device.startswith("cuda") and bool(machine.gpus)
-    return on_gpu and settings.precision == "bfloat16" and machine.gpus[0].capability < BF16_CAPABILITY
+def _without_bfloat16(settings: ComponentSettings, machine: Machine | None) -> bool:
+    if machine is None or not machine.gpus or not settings.device.startswith("cuda"):
+        return False
+    return settings.precision == "bfloat16" and machine.gpus[0].capability < BF16_CAPABILITY
 
 
 def _decodes_in_pytorch(settings: ComponentSettings) -> bool:
-    return not settings.on_engine and settings.component == "vae"
+    return settings.backend == PYTORCH and settings.component == "vae"
 
 
 def _is_offloaded_8bit(settings: ComponentSettings) -> bool:
-    return not settings.on_engine and settings.quantization == "bnb-8bit" and settings.offload in _OFFLOADED
+    return settings.backend == PYTORCH and settings.quantization == "bnb-8bit" and settings.offload in _OFFLOADED
 
 
 _BNB_8BIT_OFFLOADED = Rule("planner.8bit_offloaded", lambda settings, _: _is_offloaded_8bit(settings), "offload")
@@ -180,20 +194,43 @@ RULES = (
     ),
     Rule(
         "planner.offload_on_engine",
-        lambda settings, _: (
-            settings.on_engine and is_transformer(settings.component) and settings.offload in _OFFLOADED
-        ),
+        lambda settings, _: settings.transformer_on_engine and settings.offload in _OFFLOADED,
         "offload",
     ),
     Rule(
         "planner.gpus_on_engine",
-        lambda settings, _: settings.on_engine and is_transformer(settings.component) and settings.gpus > 1,
+        lambda settings, _: settings.transformer_on_engine and settings.gpus > 1,
         "gpus",
     ),
     Rule(
         "planner.step_cache_on_engine",
-        lambda settings, _: settings.on_engine and is_transformer(settings.component) and settings.step_cache != NONE,
+        lambda settings, _: settings.transformer_on_engine and settings.step_cache != NONE,
         "step_cache",
+    ),
+    Rule(
+        "planner.attention_on_engine",
+        lambda settings, _: settings.transformer_on_engine and settings.attention not in {AUTO, "native"},
+        "attention",
+    ),
+    Rule(
+        "planner.sequential_in_blocks",
+        lambda settings, _: settings.in_blocks and settings.offload == "sequential",
+        "offload",
+    ),
+    Rule(
+        "planner.quantized_in_blocks",
+        lambda settings, _: settings.in_blocks and settings.quantization.startswith("bnb-"),
+        "quantization",
+    ),
+    Rule(
+        "planner.fp8_in_blocks",
+        lambda settings, _: settings.in_blocks and settings.quantization == _FP8 != settings.precision,
+        "quantization",
+    ),
+    Rule(
+        "planner.fp8_not_asked",
+        lambda settings, _: settings.in_blocks and settings.precision == _FP8 != settings.quantization,
+        "quantization",
     ),
     Rule(
         "planner.step_cache_offloaded",
@@ -208,6 +245,7 @@ RULES = (
         "planner.onnxruntime_without_cuda",
         lambda settings, machine: (
             settings.backend == "onnxruntime"
+            and machine is not None
             and settings.device.startswith("cuda")
             and machine.version_of("onnxruntime-gpu") is None
         ),
@@ -231,12 +269,16 @@ RULES = (
 )
 
 
-def conflict(settings: ComponentSettings, machine: Machine) -> Conflict | None:
-    """Return why settings are not possible: the first rule that excludes them, else a requirement of the backend."""
+def conflict(settings: ComponentSettings, machine: Machine | None) -> Conflict | None:
+    """Return why settings are not possible: the first rule that excludes them, else a requirement of the backend.
+
+    Args:
+        machine: `None` for what is not possible on any machine.
+    """
     for rule in RULES:
         if rule.excludes(settings, machine):
-            return rule.conflict(settings, machine.gpus[0].name if machine.gpus else "")
-    return lacking(settings.backend, machine)
+            return rule.conflict(settings, machine.gpus[0].name if machine is not None and machine.gpus else "")
+    return None if machine is None else lacking(settings.backend, machine)
 
 
 def step_cache_conflict(step_cache: str, offload: str, machine: Machine) -> Conflict | None:

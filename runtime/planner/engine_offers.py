@@ -31,6 +31,8 @@ class EngineOffer:
         seconds, pytorch_seconds: measured seconds of one call (VAE: of the whole clip); 0 if not measured.
         file_bytes: size of the existing engines.
         in_blocks: whether its engines compute parts of each block of a transformer, see `plan.is_block_program`.
+        on_request: whether they are built only if their backend is requested, because they are likely slower than
+            PyTorch.
     """
 
     backend: str
@@ -44,6 +46,7 @@ class EngineOffer:
     pytorch_seconds: float = 0.0
     file_bytes: int = 0
     in_blocks: bool = False
+    on_request: bool = False
 
     @property
     def ready(self) -> bool:
@@ -75,6 +78,11 @@ class Choice:
     badge: Fact
     offer: EngineOffer | None = None
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the engines compute parts of each block of a transformer."""
+        return self.offer is not None and self.offer.in_blocks
+
 
 def no_offers(_component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
     """Offer nothing: everything runs in PyTorch."""
@@ -90,19 +98,44 @@ def admit(
     `problem`.
 
     Returns:
-        The remaining offers, and the conflict of the first removed offer that could have been built.
+        The remaining offers, and the conflict of the first removed offer that could have been built; `None` if other
+        engines of its backend remain.
     """
-    admitted, excluded = [], None
+    admitted: list[EngineOffer] = []
+    removed: list[tuple[str, Conflict]] = []
     for offer in offers:
-        precision = offer.uses[-1].precision if offer.uses else ""
-        conflicting = conflict(replace(case, backend=offer.backend, precision=precision), machine)
+        conflicting = conflict(_settings(offer, case), machine)
         if conflicting is not None and conflicting.setting:
-            excluded = excluded or (conflicting if offer.problem is None else None)
+            if offer.problem is None and not offer.on_request:
+                removed.append((offer.backend, conflicting))
         elif conflicting is not None and not offer.ready and offer.problem is None:
             admitted.append(replace(offer, problem=conflicting.fact))
         else:
             admitted.append(offer)
-    return admitted, excluded
+    remain = {offer.backend for offer in admitted if offer.problem is None and not offer.on_request}
+    return admitted, next((found for backend, found in removed if backend not in remain), None)
+
+
+def refused(backend: str, offers: Iterable[EngineOffer], case: ComponentSettings, machine: Machine) -> Conflict | None:
+    """Return which setting excludes all engines of a requested backend, `None` if none does.
+
+    Args:
+        offers: for the component.
+        case: its settings.
+    """
+    of_backend = [_settings(offer, case) for offer in offers if offer.backend == backend]
+    conflicts = [(one, conflict(one, machine)) for one in of_backend or [replace(case, backend=backend)]]
+    found = [(one.in_blocks, against) for one, against in conflicts if against is not None and against.setting]
+    if len(found) < len(conflicts):
+        return None
+    # Block engines allow more settings, so their conflict is the one to resolve.
+    return max(found, key=lambda one: one[0])[1]
+
+
+def _settings(offer: EngineOffer, case: ComponentSettings) -> ComponentSettings:
+    """Return a component's settings on the engines of an offer."""
+    precision = offer.uses[-1].precision if offer.uses else ""
+    return replace(case, backend=offer.backend, precision=precision, in_blocks=offer.in_blocks)
 
 
 def choose(
@@ -141,7 +174,7 @@ def _use_engines(offer: EngineOffer, build: str, reason: Fact) -> Choice:
 
 def _choose_fastest(build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None) -> Choice:
     if build in {"missing", "always"}:
-        buildable = [offer for offer in offers if offer.problem is None]
+        buildable = [offer for offer in offers if offer.problem is None and not offer.on_request]
         if buildable and (build == "always" or not any(offer.ready for offer in offers)):
             first = buildable[0]
             how = _build_note(first, build)

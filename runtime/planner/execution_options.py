@@ -13,7 +13,7 @@ from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
-from runtime.models.spec import ModelSpec, attention_flops, is_transformer
+from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner import constraints
 from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
 from runtime.planner.forecast import ForecastInputs, call_seconds, compiled_speedup
@@ -42,20 +42,21 @@ def shared_options(inputs: ForecastInputs) -> Speed:
     Raises:
         InvalidRequestError, MachineError: if a requested option is not possible.
     """
-    if not _in_pytorch(inputs):
+    if not inputs.loaded:
         reason = Fact("planner.engines_compute")
         return Speed(attention_reason=reason, compiled_reason=reason)
     workload = inputs.workload
     attention, reason = choose_attention(inputs)
     guided = inputs.calls["text_encoder"] > 1
-    size = text_bytes(workload.spec, workload.dtypes["transformer"], texts=2 if guided else 1)
+    size = text_bytes(workload.spec, _dtype(inputs), texts=2 if guided else 1)
     kept = size <= _TEXT_SHARE * inputs.free_bytes
+    apart = bool(inputs.in_blocks) or _passes_apart(inputs)
     return Speed(
         attention=attention,
         attention_reason=reason,
         text_kept=kept,
         text_bytes=size if kept else 0,
-        paired=workload.cuda and guided and workload.tokens <= _PAIRED_TOKENS and not _passes_apart(inputs),
+        paired=workload.cuda and guided and workload.tokens <= _PAIRED_TOKENS and not apart,
         channels_last=workload.cuda,
     )
 
@@ -67,9 +68,9 @@ def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
     return texts * values * DTYPE_BYTES[dtype]
 
 
-def _in_pytorch(inputs: ForecastInputs) -> bool:
-    """Return whether any transformer runs in PyTorch."""
-    return any(backend == PYTORCH for name, backend in inputs.backends.items() if is_transformer(name))
+def _dtype(inputs: ForecastInputs) -> str:
+    """Return the largest dtype of the transformers that PyTorch loads."""
+    return max((inputs.workload.dtypes[name] for name in inputs.loaded), key=lambda dtype: DTYPE_BYTES[dtype])
 
 
 def _passes_apart(inputs: ForecastInputs) -> bool:
@@ -84,14 +85,15 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
         The options, the compilation time before the first step, and why the request's options exclude the strategy.
     """
     base = inputs.base
-    if not _in_pytorch(inputs):
+    if not inputs.loaded:
         return base, _NOTHING, None
     on_device = strategy.offload in {"none", "model"}
     resident = strategy.offload == "none" and strategy.quantization == "none"
     base = base.replace(
         text_kept=base.text_kept and on_device,
         text_bytes=base.text_bytes if on_device else 0,
-        fused=inputs.workload.cuda and resident,
+        # Block engines read the weights of each projection.
+        fused=inputs.workload.cuda and resident and not inputs.in_blocks,
     )
     graphed = inputs.workload.cuda and resident and not _passes_apart(inputs) and _launch_bound(inputs, strategy, base)
     base = base.replace(graphed=graphed)
@@ -105,7 +107,7 @@ def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
     Raises:
         InvalidRequestError, MachineError: if the requested kernel cannot run on this machine.
     """
-    asked, dtype = inputs.request.attention, inputs.workload.dtypes["transformer"]
+    asked, dtype = inputs.request.attention, _dtype(inputs)
     if asked == "native":
         return asked, Fact("planner.attention_native_asked")
     if asked != AUTO:
@@ -161,7 +163,7 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
 
 def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
     """Return whether launching kernels takes longer than running them."""
-    call = call_seconds(inputs, strategy, "transformer", base)
+    call = call_seconds(inputs, strategy, inputs.loaded[0], base)
     launches = _KERNELS_PER_BLOCK * inputs.workload.spec.transformer.num_layers * _LAUNCH_SECONDS
     return call.likely < (_MEASURED_CALL_RATIO if call.measured else 1.0) * launches
 
@@ -170,8 +172,10 @@ def _compiled(
     inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed
 ) -> tuple[bool, Fact, Seconds, Conflict | None]:
     """Return whether blocks are compiled, the reason, the compilation time, and why they cannot be if requested."""
-    workload = inputs.workload
-    device, dtype = device_name(inputs.machine, workload.device), workload.dtypes["transformer"]
+    if not inputs.in_pytorch:
+        return False, Fact("planner.not_compiled_in_blocks"), _NOTHING, None
+    workload, name = inputs.workload, inputs.in_pytorch[0]
+    device, dtype = device_name(inputs.machine, workload.device), workload.dtypes[name]
     measured = compile_seconds(inputs.history, device, workload.spec, dtype, strategy.quantization)
     likely = COMPILE_SECONDS if measured is None else measured
     seconds = Seconds(likely, likely / 4, likely * 2, measured=measured is not None)
@@ -189,10 +193,10 @@ def _compiled(
     if not workload.cuda:
         return False, Fact("planner.not_compiled_on_cpu"), seconds, None
     before, after = (
-        call_seconds(inputs, strategy, "transformer", base.replace(compiled=compiled)) for compiled in (False, True)
+        call_seconds(inputs, strategy, name, base.replace(compiled=compiled)) for compiled in (False, True)
     )
     faster = after.likely if after.measured else before.likely / compiled_speedup(strategy.quantization)
-    saved = (before.likely - faster) * sum(calls for name, calls in inputs.calls.items() if is_transformer(name))
+    saved = (before.likely - faster) * sum(inputs.calls[name] for name in inputs.in_pytorch)
     data = {"seconds": likely, "saved": max(saved, 0.0), "measured": measured is not None}
     if saved > likely:
         return True, Fact("planner.compiled_pays_off", data), seconds, None

@@ -4,8 +4,8 @@ What was measured on this machine counts first (`planner.history`). Otherwise me
 and latency is the number of operations over the device's rate, with a range.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
@@ -15,6 +15,7 @@ from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 from runtime.planner import constraints, history, memory_model, placement
 from runtime.planner.engine_index import EngineRecord
+from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.history import History
 from runtime.planner.memory_model import DTYPE_BYTES, Workload, call_flops, weights_bytes
 
@@ -135,6 +136,7 @@ class ForecastInputs:
         chunk: latent frames that the VAE decodes in one call if memory suffices.
         step_cache: with its strength, or "none".
         base: execution options that all strategies share.
+        offers: all engines for each component, with those that the request's settings exclude.
     """
 
     request: GenerationRequest
@@ -147,6 +149,22 @@ class ForecastInputs:
     chunk: int
     step_cache: str = NONE
     base: Speed = EAGER
+    offers: Mapping[str, Sequence[EngineOffer]] = field(default_factory=dict)
+
+    @property
+    def in_pytorch(self) -> tuple[str, ...]:
+        """The transformers that run in PyTorch alone."""
+        return tuple(name for name, backend in self.backends.items() if is_transformer(name) and backend == PYTORCH)
+
+    @property
+    def in_blocks(self) -> tuple[str, ...]:
+        """The transformers whose engines compute parts of each block."""
+        return tuple(name for name in self.backends if self.workload.in_blocks(name))
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The transformers whose weights PyTorch loads."""
+        return (*self.in_pytorch, *self.in_blocks)
 
 
 def memory(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> tuple[StageMemory, ...]:

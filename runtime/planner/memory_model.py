@@ -4,12 +4,12 @@ A `MemoryStrategy` decides which weights are on the device meanwhile. Tests in t
 measurements on an H200 and, for decoding, on a CPU.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from runtime.core.estimates import MemoryStrategy, StageMemory
-from runtime.core.plan import ExecutionPlan, LatentSize, Speed, Split
+from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize, Speed, Split, is_block_program
 from runtime.core.step_cache import NONE
 from runtime.core.tiles import times_decoded
 from runtime.models.spec import ModelSpec, is_transformer
@@ -28,6 +28,9 @@ _DECODE_SHARE = 0.25
 # Sides of tiles in pixels. 256 is diffusers' value for this VAE. Sizes in between overlap more and take longer.
 _TILE_SIDES = (512, 256)
 _CLIP_BYTES_PER_PIXEL = 3 * 2
+_RGB_FLOAT32 = 3 * 4
+# Sets of output buffers of an engine's session.
+_BUFFER_SETS = 2
 # Float32 tensors of the latents' size: sample, predictions and the solver's history.
 _LATENT_TENSORS = 8
 # On a CPU: PyTorch, diffusers and transformers when imported (0.39 GB on Linux), and what they and malloc keep after
@@ -46,6 +49,9 @@ _SHARD_BYTES = 5_000_000_000
 # half a gigabyte. It keeps blocks that do not fit the next use, and cuDNN tries workspaces.
 _SLACK_SHARE = {"encode": 0.5, "denoise": 0.5, "decode": 0.75}
 _SLACK_BYTES = 500_000_000
+_FLOAT32 = 4
+# Tensors of the clip's length between block engines, besides the stream: queries, keys, values and attended values.
+_BLOCK_TENSORS = 4
 # First-block caching stores the first block's output and residual, and the other blocks' residual.
 _CACHED_TENSORS = 3
 # The largest layer is the text encoder's embedding, 2.1 of UMT5-XXL's 11.4 GB. It is freed before attention.
@@ -63,7 +69,7 @@ class Workload:
 
     Attributes:
         device: "cpu" or "cuda:0".
-        dtypes: of each component in PyTorch.
+        dtypes: of each component in PyTorch, and of what PyTorch computes between block engines.
         engine_bytes: sizes of the engines of components that run on one; engines hold their own weights.
         engine_seconds: of one call, for components whose engines were measured.
         tokens: of the transformer's sequence.
@@ -73,6 +79,7 @@ class Workload:
         cached_passes: forward passes that a step cache stores.
         text_bytes: of the text's cached keys and values.
         working_sets: working sets of one call of a transformer: two for paired passes, one more for a CUDA graph.
+        engines: of each component that has some, those that compute parts of blocks included.
     """
 
     spec: ModelSpec
@@ -88,6 +95,7 @@ class Workload:
     cached_passes: int = 0
     text_bytes: int = 0
     working_sets: int = 1
+    engines: Mapping[str, tuple[EngineUse, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
@@ -96,7 +104,8 @@ class Workload:
             spec=spec,
             device=plan.components["transformer"].device,
             dtypes={name: part.dtype for name, part in plan.components.items()},
-            engine_bytes={name: part.weights_bytes for name, part in plan.components.items() if part.engines},
+            engines={name: part.engines for name, part in plan.components.items() if part.engines},
+            engine_bytes={name: part.weights_bytes for name, part in plan.components.items() if part.on_engine},
             engine_seconds={},
             tokens=plan.tokens,
             latent_shape=plan.latent_shape,
@@ -112,6 +121,19 @@ class Workload:
     def cuda(self) -> bool:
         """Whether the device has memory of its own."""
         return self.device.startswith("cuda")
+
+    def in_blocks(self, component: str) -> bool:
+        """Whether a component's engines compute parts of each block; PyTorch loads its weights."""
+        return any(is_block_program(use.program) for use in self.engines.get(component, ()))
+
+    def precision(self, component: str) -> str:
+        """Return the dtype of a component's arithmetic."""
+        uses = self.engines.get(component, ())
+        return uses[-1].precision if uses and uses[-1].precision in DTYPE_BYTES else self.dtypes[component]
+
+    def context_bytes(self, components: Iterable[str]) -> int:
+        """Return the memory of the engines' execution contexts: they share one buffer, as large as the largest."""
+        return max((use.context_bytes for name in components for use in self.engines.get(name, ())), default=0)
 
     def flops(self, component: str, tile: int | None = None) -> float:
         """Return the operations of one call of a component; see `call_flops`."""
@@ -203,7 +225,9 @@ def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:
         chunk: latent frames in one call.
         tile: side of a tile, in latents; `None` decodes frames whole.
     """
-    vae, element = workload.spec.vae, DTYPE_BYTES[workload.dtypes["vae"]]
+    vae, element = workload.spec.vae, DTYPE_BYTES[workload.precision("vae")]
+    if "vae" in workload.engine_bytes:
+        return _engine_decode_bytes(workload, element)
     if tile is None:
         return vae.decode_bytes(chunk, workload.height, workload.width, element, cpu=not workload.cuda)
     side = tile * vae.scale_factor_spatial
@@ -211,6 +235,22 @@ def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:
         chunk, min(workload.height, side), min(workload.width, side), element, cpu=not workload.cuda
     )
     return working if workload.cuda else working + clip_bytes(workload)
+
+
+def _engine_decode_bytes(workload: Workload, element: int) -> int:
+    """Return the working set of the VAE's engines, which decode one latent frame in each call.
+
+    A session writes outputs into two sets of buffers in turn, and reads the caches from where the call before wrote
+    them. Outputs of `vae_first` are freed when `vae_next` has read them.
+    """
+    vae = workload.spec.vae
+    size = (workload.height, workload.width, element)
+    frames = 2 * _RGB_FLOAT32 * vae.scale_factor_temporal * workload.height * workload.width
+    buffers = _BUFFER_SETS * vae.cache_bytes(*size)
+    if workload.context_bytes(["vae"]):
+        return buffers + frames
+    # The context is unknown: about the tensors of PyTorch, which has one set of caches.
+    return buffers + vae.decode_bytes(1, *size, cpu=not workload.cuda) - vae.cache_bytes(*size)
 
 
 def clip_bytes(workload: Workload) -> int:
@@ -225,7 +265,11 @@ def stages(workload: Workload, strategy: MemoryStrategy) -> tuple[StageMemory, .
     overhead = _LATENT_TENSORS * DTYPE_BYTES["float32"] * prod(workload.latent_shape)
     overhead += _CUDA_CONTEXT_BYTES if workload.cuda else _CPU_LIBRARIES_BYTES
     overhead += _SHARING_BYTES if workload.split is not None else 0
-    return tuple(_stage(workload, strategy, name, weights, overhead) for name in workload.spec.component_names)
+    names = workload.spec.component_names
+    kept = names if strategy.offload == "none" and strategy.keep_loaded else ()
+    return tuple(
+        _stage(workload, strategy, name, weights, overhead + workload.context_bytes({name, *kept})) for name in names
+    )
 
 
 def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
@@ -263,10 +307,14 @@ def _stage(
 
 
 def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:
-    spec, dtype = workload.spec, workload.dtypes[name]
+    spec, dtype = workload.spec, workload.precision(name)
+    on_engine = name in workload.engine_bytes
+    if on_engine and name != "vae" and workload.context_bytes([name]):
+        # Inputs and outputs are latents and texts.
+        return _BUFFER_SETS * spec.max_sequence_length * spec.transformer.text_dim * DTYPE_BYTES["float32"]
     if name == "text_encoder":
         working = encode_bytes(spec, dtype)
-        if strategy.offload in {"group", "sequential"} and name not in workload.engine_bytes:
+        if strategy.offload in {"group", "sequential"} and not on_engine:
             # Its embedding counts as weights, and is freed before attention.
             working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
         return working
@@ -275,13 +323,44 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     kept = workload.text_bytes if strategy.offload in {"none", "model"} else 0
     guidance, sequence = (1, 1) if workload.split is None else (workload.split.guidance, workload.split.sequence)
     share = -(-workload.tokens // sequence)
-    tensor = share * spec.transformer.width * DTYPE_BYTES[dtype]
+    in_blocks = workload.in_blocks(name)
+    # Between block engines the stream is float32.
+    element = DTYPE_BYTES["float32" if in_blocks else dtype]
+    tensor = share * spec.transformer.width * element
     # Passes on different GPUs are cached by each.
     cached = -(-workload.cached_passes // guidance) * _CACHED_TENSORS * tensor
+    if in_blocks:
+        passes = _blocks_bytes(workload, name, share)
+    else:
+        passes = denoise_bytes(spec, share, dtype, strategy.quantization)
     if sequence == 1:
-        passes = denoise_bytes(spec, workload.tokens, dtype, strategy.quantization)
         return workload.working_sets * passes + kept + cached
-    return denoise_bytes(spec, share, dtype, strategy.quantization) + kept + cached + _EXCHANGE_TENSORS * tensor
+    exchanged = _EXCHANGE_TENSORS * share * spec.transformer.width * DTYPE_BYTES[dtype]
+    return passes + kept + cached + exchanged
+
+
+def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
+    """Return the working set of one forward pass on block engines.
+
+    For all tokens: the stream twice in float32, since an engine reads one and writes the other; queries, keys, values
+    and attended values in the engines' precision; the tables of the rotary embedding. For the tokens of one call: the
+    stream, the text's queries and their attended values.
+
+    If the context is unknown: the feed-forward's activations of one call, before and after the nonlinearity, and the
+    norm in float32.
+
+    Source: `families.wan.transformer.EngineStep`.
+    """
+    transformer = workload.spec.transformer
+    uses = workload.engines[name]
+    element, width = DTYPE_BYTES[workload.precision(name)], transformer.width
+    held = tokens * (2 * _FLOAT32 * width + _BLOCK_TENSORS * element * width)
+    held += 2 * _FLOAT32 * tokens * transformer.attention_head_dim
+    call = min(tokens, max(use.tokens for use in uses) or tokens)
+    held += call * (_FLOAT32 + 2 * element) * width
+    if workload.context_bytes([name]):
+        return held
+    return held + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)
 
 
 def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:

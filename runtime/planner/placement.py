@@ -4,7 +4,7 @@ The two passes of guidance are independent, so they go to different GPUs first; 
 remaining GPUs share the tokens of a pass, which requires that their number divides the attention heads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from runtime.core.errors import InvalidRequestError, MachineError
@@ -16,6 +16,7 @@ from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import constraints
+from runtime.planner.engine_offers import EngineOffer, refused
 
 # PSNR of the shipped model's frames against those decoded in float32, in dB, both rounded to 8 bits.
 VAE_PSNR: Mapping[str, int] = {"bfloat16": 56, "float16": 67}
@@ -131,10 +132,12 @@ def decide(
     others: Sequence[int] | None = None,
     *,
     guided: bool,
+    offered: Callable[[str], Sequence[EngineOffer]] = lambda _: (),
 ) -> tuple[Split | None, list[Fact]]:
     """Return how several GPUs share the job, `None` for one GPU, and warnings.
 
     Args:
+        offered: the engines for a component.
         machine: with all GPUs.
         gpu: the index of the first GPU.
         others: indices of more GPUs that it may use, in order of preference; `None` for all usable ones.
@@ -150,7 +153,7 @@ def decide(
     others = [index for index in (usable if others is None else others) if index in usable and index != gpu]
     if request.gpus == AUTO:
         alike = [other for other in others if machine.gpus[other].name == machine.gpus[gpu].name]
-        return _most(request, spec, machine, gpu, alike, guided=guided)
+        return _most(request, spec, machine, gpu, alike, offered, guided=guided)
     wanted, there = int(request.gpus), 1 + len(others) if usable else 0
     if there < wanted:
         if there == 0:
@@ -164,7 +167,7 @@ def decide(
         raise InvalidRequestError(
             "gpus", "planner.heads_not_divisible", wanted=wanted, model=spec.title, heads=heads, able=able
         )
-    against_it = excluded(request, spec, machine, wanted)
+    against_it = excluded(request, spec, machine, wanted, offered)
     if against_it is not None:
         raise against_it.refusal
     chosen = [gpu, *others[: wanted - 1]]
@@ -172,7 +175,13 @@ def decide(
     return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)
 
 
-def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus: int) -> constraints.Conflict | None:
+def excluded(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    gpus: int,
+    offered: Callable[[str], Sequence[EngineOffer]],
+) -> constraints.Conflict | None:
     """Return which of a request's settings a number of GPUs excludes, `None` if none."""
     for name in filter(is_transformer, spec.component_names):
         asked = request.backend(name)
@@ -184,9 +193,11 @@ def excluded(request: GenerationRequest, spec: ModelSpec, machine: Machine, gpus
             gpus=gpus,
             step_cache=request.step_cache,
         )
-        for rule in (*RULES, *constraints.RULES):
-            if rule.setting == "gpus" and rule.excludes(case, machine):
-                return rule.conflict(case)
+        against = next((rule.conflict(case) for rule in RULES if rule.excludes(case, machine)), None)
+        if against is None and case.backend != PYTORCH:
+            against = refused(asked, offered(name), case, machine)
+        if against is not None and against.setting == "gpus":
+            return against
     return None
 
 
@@ -237,14 +248,21 @@ def devices_name(device: str, split: Split | None, component: str) -> str:
 
 
 def _most(
-    request: GenerationRequest, spec: ModelSpec, machine: Machine, gpu: int, others: Sequence[int], *, guided: bool
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    gpu: int,
+    others: Sequence[int],
+    offered: Callable[[str], Sequence[EngineOffer]],
+    *,
+    guided: bool,
 ) -> tuple[Split | None, list[Fact]]:
     """Return the split with the most GPUs; `None` if it gains nothing or excludes a requested setting."""
     if not others or not _has_nccl(machine):
         return None, []
     if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
         return None, [Fact("planner.one_gpu_small_model")]
-    against = excluded(request, spec, machine, 2)
+    against = excluded(request, spec, machine, 2, offered)
     if against is not None:
         return None, [Fact("planner.one_gpu", {"cause": against.fact})]
     count = counts(spec, 1 + len(others), guided=guided)[-1]

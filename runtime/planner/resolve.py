@@ -4,8 +4,9 @@ A pure function of request, model, machine, engines and history: no torch, no di
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
-from runtime.planner.engine_offers import Choice, Offers, admit, choose, no_offers
+from runtime.planner.engine_offers import Choice, EngineOffer, Offers, admit, choose, no_offers, refused
 from runtime.planner.forecast import ForecastInputs
 from runtime.planner.history import History, calls_of
 from runtime.planner.placement import place
@@ -123,15 +124,20 @@ def _resolved(
     calls = calls_of(steps, guidance, guidance_2, expert_steps)
 
     device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
+    latent_shape = spec.latent_shape(frames, height, width)
+
+    @cache
+    def offered(component: str) -> Sequence[EngineOffer]:
+        return () if request.backend(component) == PYTORCH else offers(component, latent_shape[2:], device)
+
     guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
-    split, split_warnings = placement.decide(request, spec, everything, gpu, others, guided=guided)
+    split, split_warnings = placement.decide(request, spec, everything, gpu, others, guided=guided, offered=offered)
     free = placement.free_bytes_of_fullest(split, everything, free)
     offload, offload_warnings = _offload(request, machine)
     _check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
     step_cache = with_strength(request.step_cache)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
-    latent_shape = spec.latent_shape(frames, height, width)
     tokens = spec.tokens(frames, height, width)
     gpus = 1 if split is None else len(split.devices)
     settings = constraints.ComponentSettings(
@@ -141,8 +147,12 @@ def _resolved(
         offload=offload,
         gpus=gpus,
         step_cache=request.step_cache,
+        attention=request.attention,
     )
-    choices = _choices(request, spec, latent_shape[2:], machine, settings, reason, offers)
+    choices = _choices(request, spec, machine, settings, reason, offered)
+    # PyTorch computes what is between block engines, in their precision.
+    precisions = {name: choice.uses[0].precision for name, choice in choices.items() if choice.in_blocks}
+    dtypes |= {name: precision for name, precision in precisions.items() if precision in memory_model.DTYPE_BYTES}
     if split is not None and choices["vae"].uses:
         split = split.replace(decode=False)
     workload = replace(
@@ -160,6 +170,7 @@ def _resolved(
         free_bytes=free,
         chunk=_decode_chunk(workload, choices["vae"], free),
         step_cache=step_cache,
+        offers={name: offered(name) for name in choices},
     )
     base = execution_options.shared_options(inputs)
     workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
@@ -171,6 +182,7 @@ def _resolved(
     if split is not None and strategy.decode_tile is not None:
         split = split.replace(decode=False)
     passes = sum(calls[name] for name in calls if is_transformer(name))
+    quantized = {name for name in choices if is_transformer(name) and name not in workload.engine_bytes}
     forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
     return ExecutionPlan(
         prompt=request.prompt,
@@ -202,7 +214,7 @@ def _resolved(
                 reasons=(*choices[name].reasons, *_cache_reason(name, step_cache), *placement.reasons(split, name)),
                 engines=choices[name].uses,
                 badge=choices[name].badge,
-                quantization=strategy.quantization if is_transformer(name) and not choices[name].uses else "none",
+                quantization=strategy.quantization if name in quantized else "none",
             )
             for name in spec.component_names
         },
@@ -241,15 +253,18 @@ def _workload(
     height: int,
     width: int,
 ) -> memory_model.Workload:
-    weights = memory_model.weights_bytes(spec, dtypes)
     offers = {name: choice.offer for name, choice in choices.items() if choice.offer is not None}
+    whole = {name: offer for name, offer in offers.items() if not offer.in_blocks}
+    precisions = {name: offer.uses[-1].precision for name, offer in whole.items()}
+    weights = memory_model.weights_bytes(spec, {**dtypes, **precisions})
     return memory_model.Workload(
         spec=spec,
         device=device,
         dtypes=dtypes,
         # An engine to be built will have about the size of its weights; Inductor's files do not contain them.
-        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in offers.items()},
-        engine_seconds={name: offer.seconds for name, offer in offers.items() if offer.seconds},
+        engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in whole.items()},
+        engine_seconds={name: offer.seconds for name, offer in whole.items() if offer.seconds},
+        engines={name: offer.uses for name, offer in offers.items()},
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),
         height=height,
@@ -275,11 +290,10 @@ def _decode_chunk(workload: memory_model.Workload, vae: Choice, free_bytes: int)
 def _choices(
     request: GenerationRequest,
     spec: ModelSpec,
-    latent: tuple[int, int, int],
     machine: Machine,
     settings: constraints.ComponentSettings,
     in_pytorch: Fact,
-    offers: Offers,
+    offered: Callable[[str], Sequence[EngineOffer]],
 ) -> dict[str, Choice]:
     for name in request.backends:
         if name != ALL and name not in spec.component_names:
@@ -293,11 +307,10 @@ def _choices(
         quantization = request.quantization if is_transformer(name) else "none"
         case = replace(settings, component=name, quantization=quantization)
         if asked not in {AUTO, PYTORCH}:
-            against = constraints.conflict(replace(case, backend=asked), machine)
-            if against is not None and against.setting:
+            against = refused(asked, offered(name), case, machine)
+            if against is not None:
                 raise against.refusal
-        offered = () if asked == PYTORCH else offers(name, latent, settings.device)
-        admitted, excluded = admit(offered, case, machine)
+        admitted, excluded = admit(offered(name), case, machine)
         chosen[name] = choose(asked, request.build, admitted, in_pytorch, excluded)
     return chosen
 

@@ -18,6 +18,7 @@ from runtime.core.request import AUTO
 from runtime.core.tiles import times_decoded
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import constraints, execution_options, forecast, memory_model
+from runtime.planner.engine_offers import refused
 from runtime.planner.execution_options import with_less_memory
 from runtime.planner.forecast import ForecastInputs
 from runtime.planner.memory_model import Workload
@@ -26,6 +27,9 @@ Memory = Literal["VRAM", "RAM"]
 
 # Share of free memory for components that stay loaded, possibly for hours.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
+
+# Stands for the backend of existing engines: rules that hold on any machine do not depend on it.
+_ANY_ENGINE = "engine"
 
 _KEEP = ("strategy.keep", MemoryStrategy(keep_loaded=True))
 _FREE_TEXT = ("strategy.free_text_encoder", MemoryStrategy(keep_loaded=True, freed=("text_encoder",)))
@@ -140,16 +144,32 @@ def _forecasts(inputs: ForecastInputs, every: list[Option], chosen: Option | Non
 
 def _excluded(inputs: ForecastInputs, offload: str, quantization: str) -> Fact | None:
     """Return why a strategy excludes a requested backend, `None` if it does not."""
-    for name in inputs.backends:
+    for name in filter(is_transformer, inputs.backends):
         backend = inputs.request.backend(name)
-        if backend not in {AUTO, PYTORCH} and is_transformer(name):
-            asked = constraints.ComponentSettings(
+        if backend not in {AUTO, PYTORCH}:
+            case = constraints.ComponentSettings(
                 component=name, backend=backend, offload=offload, quantization=quantization
             )
-            against = constraints.conflict(asked, inputs.machine)
-            if against is not None and against.setting:
+            against = refused(backend, inputs.offers.get(name, ()), case, inputs.machine)
+            if against is not None:
                 return against.fact
     return None
+
+
+def _suits_engines(workload: Workload, strategy: MemoryStrategy) -> bool:
+    """Return whether the engines of the transformers work with a strategy."""
+    for name, uses in workload.engines.items():
+        case = constraints.ComponentSettings(
+            component=name,
+            backend=_ANY_ENGINE,
+            precision=uses[-1].precision,
+            offload=strategy.offload,
+            quantization=strategy.quantization,
+            in_blocks=workload.in_blocks(name),
+        )
+        if is_transformer(name) and constraints.conflict(case, None) is not None:
+            return False
+    return True
 
 
 def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantization: str) -> list[Option]:
@@ -157,13 +177,7 @@ def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantizati
         pool = [option for option in every if quantization == AUTO or not _is_quantized(option)]
     else:
         pool = list(_quantized(inputs, quantization))
-    # Engines hold their weights, which are not offloaded or quantized. Such strategies apply only on request.
-    if any(is_transformer(name) for name in inputs.workload.engine_bytes):
-        pool = [
-            option
-            for option in pool
-            if option.strategy.offload in {"none", offload} and option.strategy.quantization in {"none", quantization}
-        ]
+    pool = [option for option in pool if _suits_engines(inputs.workload, option.strategy)]
     asked = [option for option in pool if offload in {AUTO, option.strategy.offload}]
     if not asked:
         against = constraints.offload_conflict(_in_pytorch(quantization, offload))
@@ -381,7 +395,7 @@ def next_strategy(
     found = [
         other
         for other in (*plan.strategies, *_smaller_decodes(plan, workload, component))
-        if _possible(plan, other) and needed(other.strategy) < now and (other.strategy.lossless or lossy)
+        if _possible(workload, other) and needed(other.strategy) < now and (other.strategy.lossless or lossy)
     ]
     chosen = min(found, key=lambda other: not other.strategy.lossless, default=None)
     if chosen is None:
@@ -390,11 +404,8 @@ def next_strategy(
     return FallbackStrategy(_with(plan, spec, workload, chosen, slowdown), chosen, slowdown)
 
 
-def _possible(plan: ExecutionPlan, other: StrategyForecast) -> bool:
-    on_engines = any(part.engines for name, part in plan.components.items() if is_transformer(name))
-    now, then = plan.strategy, other.strategy
-    changes_weights = (now.offload, now.quantization) != (then.offload, then.quantization)
-    return not other.lacks and other.fits and other.fits_ram and not (on_engines and changes_weights)
+def _possible(workload: Workload, other: StrategyForecast) -> bool:
+    return not other.lacks and other.fits and other.fits_ram and _suits_engines(workload, other.strategy)
 
 
 def _smaller_decodes(plan: ExecutionPlan, workload: Workload, component: str) -> list[StrategyForecast]:
@@ -426,7 +437,7 @@ def _with(
     weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization)
     components = {
         name: part.replace(quantization=strategy.quantization, weights_bytes=weights[name])
-        if is_transformer(name) and not part.engines
+        if is_transformer(name) and not part.on_engine
         else part
         for name, part in plan.components.items()
     }

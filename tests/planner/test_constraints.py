@@ -138,6 +138,53 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         "--offload model",
     ),
     (
+        "planner.attention_on_engine",
+        {"attention": "flash4", "backend": "inductor"},
+        H200,
+        "the attention kernel excludes Inductor",
+        "an engine contains its own attention",
+        "Use --attention auto, or --backend transformer=pytorch",
+    ),
+    (
+        "planner.sequential_in_blocks",
+        {"in_blocks": True, "offload": "sequential"},
+        H200,
+        "offload sequential excludes TensorRT",
+        "weights of single layers",
+        "Use --offload group, or --backend transformer=pytorch",
+    ),
+    *(
+        (
+            "planner.quantized_in_blocks",
+            {"in_blocks": True, "quantization": quantization, "component": "transformer_2", **more},
+            H200,
+            "bit weights exclude TensorRT",
+            "do not read the format of bitsandbytes",
+            "transformer_2=pytorch",
+        )
+        for quantization in ("bnb-4bit", "bnb-8bit")
+        for more in ({}, {"offload": "model"}, {"gpus": 2, "step_cache": "first-block"})
+    ),
+    (
+        "planner.fp8_in_blocks",
+        {"in_blocks": True, "quantization": "fp8", "precision": "float16"},
+        H200,
+        "FP8 weights exclude TensorRT",
+        "compute in 16 bits",
+        "--quantization none",
+    ),
+    *(
+        (
+            "planner.fp8_not_asked",
+            {"in_blocks": True, "precision": "fp8", "quantization": quantization},
+            H200,
+            "FP8 was not requested",
+            "only on request",
+            "Use --quantization fp8.",
+        )
+        for quantization in ("auto", "none")
+    ),
+    (
         "planner.bfloat16",
         {"backend": "inductor", "precision": "bfloat16"},
         TURING,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import EngineUse, ExecutionPlan
 from runtime.machine.probe import Machine
-from runtime.planner.strategies import next_strategy
+from runtime.planner.strategies import FallbackStrategy, next_strategy
 from tests.planner.test_strategies import A14B, SMALL, on, plan
 from tests.plans import machine
 from tests.published_specs import spec
@@ -94,10 +94,22 @@ def test_fallbacks_end(where: Machine, component: str) -> None:
 def test_engines_keep_their_weights() -> None:
     before = plan(A14B, on(75, 500))
     part = before.components["transformer"]
-    use: Any = object()
-    engine = part.replace(backend="tensorrt", engines=(use,))
-    on_engine = before.with_component("transformer", engine)
-    assert next_strategy(on_engine, spec(A14B), "transformer_2", "VRAM", lossy=True) is None
+    size = (1, 1, 1)
+    use = EngineUse(
+        id="e", program="transformer", builder="onnx_tensorrt", precision="float16", profile=(size, size, size)
+    )
+
+    def then(program: str) -> FallbackStrategy | None:
+        engine = part.replace(backend="tensorrt", engines=(use.replace(program=program),))
+        after = before.with_component("transformer", engine)
+        return next_strategy(after, spec(A14B), "transformer_2", "VRAM", lossy=True)
+
+    assert then("transformer") is None
+    # Block engines read PyTorch's weights, wherever they wait meanwhile.
+    in_blocks = then("block_qkv")
+    assert in_blocks is not None
+    assert in_blocks.forecast.strategy.offload in {"model", "group"}
+    assert in_blocks.plan.components["transformer"].in_blocks
 
 
 def test_the_forecast_follows() -> None:

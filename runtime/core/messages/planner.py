@@ -27,6 +27,31 @@ _RULES: Mapping[str, Message] = {
         "Use one GPU, or {in_pytorch:setting}.",
         "{gpus} GPUs exclude {backend:backend}",
     ),
+    "planner.attention_on_engine": Message(
+        "{attention:kernel} excludes {backend:backend} for the {component:lower_component}: an engine contains its own "
+        "attention.",
+        "Use {set[attention=auto]}, or {in_pytorch:setting}.",
+        "the attention kernel excludes {backend:backend}",
+    ),
+    "planner.sequential_in_blocks": Message(
+        "Offload sequential excludes {backend:backend} for the {component:lower_component}: it loads the weights of "
+        "single layers, but an engine reads those of several layers at once.",
+        "Use {set[offload=group]}, or {in_pytorch:setting}.",
+        "offload sequential excludes {backend:backend}",
+    ),
+    "planner.quantized_in_blocks": Message(
+        "{quantization:weights} exclude {backend:backend}: its engines do not read the format of bitsandbytes.",
+        "Use {set[quantization=none]}, or {in_pytorch:setting}.",
+    ),
+    "planner.fp8_in_blocks": Message(
+        "{quantization:weights} exclude {backend:backend}: its engines for transformer blocks compute in 16 bits.",
+        "Use {set[quantization=none]}, or {in_pytorch:setting}.",
+    ),
+    "planner.fp8_not_asked": Message(
+        "{backend:backend} engines in FP8 are used only on request.",
+        "Use {set[quantization=fp8]}.",
+        "FP8 was not requested",
+    ),
     "planner.step_cache_on_engine": Message(
         "A step cache excludes {backend:backend} for the {component:lower_component}: an engine computes all of its "
         "blocks.",
@@ -227,6 +252,7 @@ _REASONS: Mapping[str, Message] = {
         "{sequence} GPUs share the tokens and heads of the pass with the prompt, {sequence} others those of the pass "
         "without."
     ),
+    "planner.not_compiled_in_blocks": Message("Engines compute the blocks; PyTorch compiles nothing."),
     "planner.engines_compute": Message("The transformers run on engines."),
     "planner.attention_native_asked": Message("PyTorch's own attention, as requested."),
     "planner.attention_asked": Message("{attention:kernel}, as requested."),

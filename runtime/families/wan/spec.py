@@ -165,7 +165,6 @@ class VaeSpec:
         rows = height // self.scale_factor_spatial
         positions = rows * (width // self.scale_factor_spatial)
         frames = latent_frames
-        caches = 2 * positions * (self.z_dim + 4 * dims[0])
         most = 0
         for level, (before, out) in enumerate(itertools.pairwise(dims)):
             enters = before // 2 if level and not self.is_residual else before
@@ -182,15 +181,27 @@ class VaeSpec:
                 # float32, and its result.
                 lifted = 2 * frames * out * _FLOAT32 // element_bytes
                 most = max(most, positions * (held + 2 * frames * out + lifted))
-                caches += 2 * positions * (channels + out)
             if level < len(self.dim_mult) - 1:
-                caches += 2 * positions * out if upsample_time[level] else 0
                 frames = 2 * frames if upsample_time[level] and not first else frames
                 rows *= 2
                 positions *= 4
-        caches += 2 * positions * dims[-1]
         pixels = _RGB * self.patch_size**2 * positions * frames
-        return element_bytes * (most + caches + 2 * pixels)
+        return element_bytes * (most + 2 * pixels) + self.cache_bytes(height, width, element_bytes)
+
+    def cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
+        """Return the bytes of the caches of all convolutions, two frames each, which one call passes to the next."""
+        dims = [self.decoder_base_dim * m for m in (self.dim_mult[-1], *reversed(self.dim_mult))]
+        upsample_time = tuple(reversed(self.temperal_downsample))
+        positions = (height // self.scale_factor_spatial) * (width // self.scale_factor_spatial)
+        values = positions * (self.z_dim + 4 * dims[0])
+        for level, (before, out) in enumerate(itertools.pairwise(dims)):
+            enters = before // 2 if level and not self.is_residual else before
+            values += positions * (enters + out + 2 * self.num_res_blocks * out)
+            if level < len(self.dim_mult) - 1:
+                values += positions * out if upsample_time[level] else 0
+                positions *= 4
+        values += positions * dims[-1]
+        return 2 * element_bytes * values
 
 
 class WanFamily:

@@ -77,6 +77,10 @@ class LtxVae:
         copies = _KERNEL if cpu else 4
         return copies * element_bytes * latent_frames * self.scale_factor_temporal * height * width * self.last_channels
 
+    def cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
+        """Return the bytes that one call passes to the next: all frames are decoded in one call."""
+        return 0
+
 
 class LtxFamily(Family):
     """See `models.registry.Family`."""

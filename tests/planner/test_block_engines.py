@@ -1,0 +1,220 @@
+"""Plans with engines for parts of transformer blocks: which settings they work with, precision, memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError, MemoryShortError
+from runtime.core.facts import Fact
+from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
+from runtime.core.request import GenerationRequest
+from runtime.machine.probe import Gpu, Machine
+from runtime.planner import memory_model
+from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.memory_model import Workload
+from runtime.planner.resolve import resolve
+from tests.plans import GIB, GPU_PACKAGES, machine
+from tests.published_specs import spec
+
+A14B, SMALL = "wan2.2-a14b", "wan2.1-1.3b"
+EXPERTS = ("transformer", "transformer_2")
+PROGRAMS = ("block_qkv", "block_query", "block_feed_forward")
+PACKAGES = (*GPU_PACKAGES, ("torchao", "1"), ("bitsandbytes", "1"), ("flash-attn-4", "1"))
+GPU = Gpu("NVIDIA H200", (9, 0), 141 * GIB, 139 * GIB, "580.95")
+H200 = replace(
+    machine(ram_free_gib=500, torch_cuda="13.0", packages=PACKAGES),
+    gpus=(GPU,),
+    driver_cuda=(13, 0),
+    ram_bytes=GIB << 10,
+)
+FOUR = replace(H200, gpus=(GPU,) * 4)
+SIZE: LatentSize = (1, 1, 1)
+CONTEXT = 400_000_000
+
+
+def use(program: str, **changes: Any) -> EngineUse:
+    """Return an engine that is there."""
+    made = EngineUse(id=program, program=program, builder="b", precision="float16", profile=(SIZE, SIZE, SIZE))
+    return made.replace(**changes)
+
+
+def blocks(backend: str = "tensorrt", **changes: Any) -> EngineOffer:
+    """Return block engines that are there."""
+    stated = {"tokens": 8192, "context_bytes": CONTEXT} | changes
+    uses = tuple(use(program, **stated) for program in PROGRAMS)
+    return EngineOffer(backend=backend, builder=f"{backend}_blocks", uses=uses, file_bytes=1_000_000, in_blocks=True)
+
+
+def whole(backend: str = "tensorrt", **changes: Any) -> EngineOffer:
+    """Return an engine of the whole transformer that is there."""
+    uses = (use("transformer", **changes),)
+    return EngineOffer(backend=backend, builder=backend, uses=uses, file_bytes=28_000_000_000)
+
+
+def plan(
+    offered: Sequence[EngineOffer], model: str = A14B, on: Machine = H200, backend: str = "tensorrt", **settings: Any
+) -> ExecutionPlan:
+    """Plan a clip whose transformers were requested on a backend."""
+    request = GenerationRequest.from_mapping(
+        {
+            "prompt": "a red boat",
+            "seed": 1,
+            "width": 832,
+            "height": 480,
+            "frames": 81,
+            "backends": dict.fromkeys(EXPERTS[: 2 if model == A14B else 1], backend),
+            **settings,
+        }
+    )
+
+    def offers(component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
+        return offered if component in EXPERTS else ()
+
+    return resolve(request, spec(model), on, Path("x.mp4"), offers)
+
+
+# What each kind of engine works with; a transformer in PyTorch works with all.
+SETTINGS: list[tuple[dict[str, Any], bool, bool]] = [
+    # settings, an engine of the whole transformer, block engines
+    ({}, True, True),
+    ({"offload": "none"}, True, True),
+    ({"offload": "model"}, False, True),
+    ({"offload": "group"}, False, True),
+    ({"offload": "sequential"}, False, False),
+    ({"gpus": 2}, False, True),
+    ({"gpus": 4}, False, True),
+    ({"step_cache": "first-block"}, False, True),
+    ({"attention": "native"}, True, True),
+    ({"attention": "cudnn"}, False, True),
+    ({"attention": "flash4"}, False, True),
+    ({"quantization": "none"}, True, True),
+    ({"quantization": "fp8"}, False, False),
+    ({"quantization": "bnb-8bit"}, False, False),
+    ({"quantization": "bnb-4bit"}, False, False),
+]
+
+
+@pytest.mark.parametrize(("settings", "in_whole", "in_blocks"), SETTINGS, ids=str)
+@pytest.mark.parametrize("offered", [[whole()], [blocks()], [whole(), blocks()], [blocks(), whole()]])
+def test_settings_and_kinds_of_engines(
+    settings: dict[str, Any], in_whole: bool, in_blocks: bool, offered: list[EngineOffer]
+) -> None:
+    able = [offer for offer in offered if (in_blocks if offer.in_blocks else in_whole)]
+    if not able:
+        with pytest.raises(InvalidRequestError) as refused:
+            plan(offered, on=FOUR, **settings)
+        assert refused.value.field in settings
+        return
+    made = plan(offered, on=FOUR, **({"gpus": 1} | settings))
+    for name in EXPERTS:
+        part = made.components[name]
+        assert part.engines == able[0].uses
+        assert (part.in_blocks, part.on_engine) == (able[0].in_blocks, not able[0].in_blocks)
+        assert part.quantization == "none"
+    for name, value in settings.items():
+        assert (
+            name in {"quantization", "step_cache", "attention"}
+            or getattr(made, name, None) == value
+            or (getattr(made.strategy, name) == value)
+        )
+
+
+def test_pairs_of_settings_that_block_engines_allow() -> None:
+    """Block engines allow what PyTorch allows, except three settings: no pair of others is refused."""
+    allowed = [settings for settings, _, in_blocks in SETTINGS if in_blocks]
+    for one, other in product(allowed, allowed):
+        settings = {"gpus": 1} | one | other
+        try:
+            plan([], on=FOUR, backend="pytorch", **settings)
+        except (InvalidRequestError, MemoryShortError) as refused:
+            with pytest.raises(type(refused)):
+                plan([blocks()], on=FOUR, **settings)
+        else:
+            assert plan([blocks()], on=FOUR, **settings).components["transformer"].in_blocks
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ({"offload": "sequential"}, "planner.sequential_in_blocks"),
+        ({"quantization": "bnb-4bit"}, "planner.quantized_in_blocks"),
+        ({"quantization": "fp8"}, "planner.fp8_in_blocks"),
+    ],
+)
+def test_refusals_state_the_reason_of_block_engines(setting: dict[str, Any], code: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        plan([whole(), blocks()], **setting)
+    assert refused.value.fact.code == code
+
+
+def test_several_gpus_are_used_with_block_engines_only() -> None:
+    split = plan([whole(), blocks()], on=FOUR, gpus="auto").split
+    assert split is not None
+    assert (split.guidance, split.sequence) == (2, 2)
+    alone = plan([whole()], on=FOUR, gpus="auto")
+    assert alone.split is None
+    causes = [fact.data["cause"].code for fact in alone.warnings if fact.code == "planner.one_gpu"]
+    assert causes == ["planner.gpus_on_engine"]
+
+
+def test_pytorch_computes_between_engines_in_their_precision() -> None:
+    made = plan([blocks()])
+    assert [made.components[name].dtype for name in made.components] == ["bfloat16", "float16", "float16", "bfloat16"]
+    assert made.components["transformer"].weights_bytes == 2 * spec(A14B).parameters["transformer"]
+    assert made.speed.attention == "flash4"
+    assert (made.speed.compiled, made.speed.paired, made.speed.fused) == (False, False, False)
+    assert made.speed.text_kept
+    assert made.speed.compiled_reason == Fact("planner.not_compiled_in_blocks")
+    on_engine = plan([whole()])
+    assert on_engine.components["transformer"].dtype == "bfloat16"
+    assert on_engine.speed.attention_reason == Fact("planner.engines_compute")
+
+
+def test_one_expert_in_blocks_and_one_in_pytorch() -> None:
+    made = plan([blocks()], backends={"transformer": "tensorrt", "transformer_2": "pytorch"})
+    assert [made.components[name].in_blocks for name in EXPERTS] == [True, False]
+    assert [made.components[name].dtype for name in EXPERTS] == ["float16", "bfloat16"]
+    assert not made.speed.paired
+    assert not made.speed.fused
+
+
+def test_memory_of_block_engines_is_about_pytorchs() -> None:
+    sizes: list[dict[str, Any]] = [{}, {"width": 1280, "height": 720}]
+    for size in sizes:
+        in_blocks, in_pytorch = plan([blocks()], **size), plan([], backend="pytorch", **size)
+        ours, theirs = (
+            next(stage for stage in made.memory if stage.component == "transformer") for made in (in_blocks, in_pytorch)
+        )
+        assert ours.weights_bytes == theirs.weights_bytes
+        assert ours.peak_bytes < theirs.weights_bytes + 1.1 * (theirs.peak_bytes - theirs.weights_bytes) + CONTEXT
+
+
+def test_the_context_of_engines_is_shared() -> None:
+    large = [use(program, context_bytes=size) for program, size in zip(PROGRAMS, (5, 7, 3), strict=True)]
+    held = Workload.of(plan([blocks()]), spec(A14B))
+    held = replace(held, engines={"transformer": tuple(large), "vae": (use("vae_next", context_bytes=6),)})
+    assert held.context_bytes(["transformer"]) == 7
+    assert held.context_bytes(["transformer", "vae"]) == 7
+    assert held.context_bytes(["vae"]) == 6
+    assert held.context_bytes(["text_encoder"]) == 0
+
+
+def test_memory_of_engines_to_be_built_is_estimated() -> None:
+    built, missing = plan([blocks()]), plan([blocks(build=True, context_bytes=0)])
+    for ready, planned in zip(built.memory, missing.memory, strict=True):
+        assert ready.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.02)
+
+
+def test_group_offload_streams_weights_past_block_engines() -> None:
+    small_gpu = replace(H200, gpus=(replace(GPU, total_bytes=24 * GIB, free_bytes=23 * GIB),))
+    made = plan([blocks(), whole()], on=small_gpu, offload="group")
+    assert made.components["transformer"].in_blocks
+    assert made.strategy.offload == "group"
+    resident = memory_model.weights_bytes(spec(A14B), {name: part.dtype for name, part in made.components.items()})
+    stage = next(stage for stage in made.memory if stage.component == "transformer")
+    assert stage.weights_bytes < resident["transformer"] / 5
+    assert made.forecast.ram_bytes > sum(resident.values())
