@@ -76,10 +76,9 @@ class BlockEngines:
         return bound
 
     def chunks(self, tokens: int) -> list[slice]:
-        """Divide tokens into as few slices as the engines take, of about the same size."""
+        """Divide tokens into slices of the most that the engines take, for which they are optimized, and a rest."""
         most = BLOCK_TOKENS if self._engines is None else self._engines.most_tokens
-        even = -(-tokens // -(-tokens // most))
-        size = min(-(-even // _TOKENS_STEP) * _TOKENS_STEP, most)
+        size = most // _TOKENS_STEP * _TOKENS_STEP or most
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
     def outputs(self, program: str, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
