@@ -23,8 +23,8 @@ from runtime.upstream.torch import cuda_failure
 
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
 _MODULES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx_bindings"}
-# The beginning of the message that lists an engine's layers, if its profiling verbosity is DETAILED.
-_LAYERS = "Engine Layer Information:"
+# The beginning of the message in which TensorRT for RTX lists an engine's layers, one in a line, then a blank line.
+_LAYERS = "Layers:\n"
 _KEPT_MESSAGES = 20
 _LONGEST_LINE = 400
 _TORCH_DTYPES = {
@@ -45,7 +45,7 @@ ReportLine = Callable[[str, float | None], None]
 
 @dataclass
 class Messages:
-    """The last errors and warnings that TensorRT logged, and the layers of the engine that it built, one in a line."""
+    """The last errors and warnings that TensorRT logged, and the layers of an engine that TensorRT for RTX built."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ def listen(report: ReportLine | None = None) -> Iterator[Messages]:
         elif level == "warning":
             messages.warnings = [*messages.warnings, text][-_KEPT_MESSAGES:]
         elif level == "layers":
-            messages.layers = tuple(text.splitlines()[1:])
+            messages.layers = tuple(text.partition("\n\n")[0].splitlines()[1:])
             return
         if report is not None:
             report(f"TensorRT: {text}" if level == "info" else f"TensorRT {level}: {text}", None)

@@ -1,0 +1,263 @@
+"""TensorRT for RTX, with the real builder from its published wheels: it needs no GPU. Its runtime needs one.
+
+The wheels (95 MB) are downloaded once. The tests are skipped where they cannot be.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
+from runtime.engines.build import BuildJob, BuildRequest, Job, start_child
+from runtime.engines.builders import BUILDERS
+from runtime.engines.child import Report
+from runtime.engines.programs import load_program
+from runtime.engines.sessions.tensorrt_rtx import TensorRTRTXSession
+from runtime.machine.probe import Machine
+from runtime.models.catalogue import find
+from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile, differences
+from tests.engines.contract import wheels
+from tests.plans import GPU_PACKAGES, gpu, machine
+
+BLOCKS = ("block_qkv", "block_query", "block_feed_forward")
+ANY = ShapeProfile.fixed((1, 1, 1))
+ADA, TURING = (8, 9), (7, 5)
+# Of the first and the next latent frames, as small as tests need.
+FIXED = {
+    "text_encoder": ANY,
+    "transformer": ShapeProfile.fixed((3, 6, 8)),
+    "vae_first": ShapeProfile.fixed((1, 6, 8)),
+    "vae_next": ShapeProfile.fixed((1, 6, 8)),
+}
+DYNAMIC = {
+    "transformer": ShapeProfile((1, 4, 4), (3, 6, 8), (5, 10, 12)),
+    "vae_first": ShapeProfile((1, 2, 2), (1, 6, 8), (1, 10, 12)),
+    "vae_next": ShapeProfile((2, 2, 2), (2, 6, 8), (4, 10, 12)),
+}
+SIZES = {"fixed": FIXED, "dynamic": DYNAMIC}
+CASES = [
+    *((model, size, program) for model in ("diorama", "wan2.1") for size, names in SIZES.items() for program in names),
+    ("wan2.2-ti2v-5b", "dynamic", "vae_first"),
+    ("wan2.2-ti2v-5b", "dynamic", "vae_next"),
+]
+
+
+def rtx(capability: tuple[int, int] = ADA) -> Machine:
+    """Return a machine with an RTX GPU."""
+    return replace(
+        machine(gpu=gpu(capability=capability), torch_cuda="13.0", packages=GPU_PACKAGES), driver_cuda=(13, 0)
+    )
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the wheels importable. They stay loaded: the library keeps its first logger."""
+    for package in ("libs", "bindings"):
+        name = f"tensorrt-rtx-cu13-{package}"
+        monkeypatch.syspath_prepend(wheels.unpacked(f"{name}=={wheels.pinned(name)}"))
+
+
+def key_of(
+    spec: ModelSpec, program: str, profile: ShapeProfile, capability: tuple[int, int] = ADA, precision: str = ""
+) -> EngineKey:
+    """Return the key that the builder of a program would build it for."""
+    builder = BUILDERS["tensorrt_rtx_blocks" if program in BLOCKS else "tensorrt_rtx"]
+    on = rtx(capability)
+    return builder.key(
+        spec,
+        component_of(program),
+        program,
+        (profile,),
+        precision=precision or builder.default_precision(program, on, "cuda:0"),
+        machine=on,
+        device="cuda:0",
+    )
+
+
+def component_of(program: str) -> str:
+    """Return the component that a program computes."""
+    return "vae" if program.startswith("vae") else "transformer" if program in BLOCKS else program
+
+
+def build(spec: ModelSpec, key: EngineKey, folder: Path) -> Path:
+    """Build an engine on the CPU and return its plan."""
+    program = load_program(spec, component_of(key.program), key.program, device="cpu", dtype=key.precision)
+    builder = BUILDERS[key.builder]
+    builder.build(program, key, folder, lambda fact, share: None)
+    return folder / builder.file_name
+
+
+def layers(text: str) -> list[tuple[str, str]]:
+    """Return (name, type) of an engine's layers, as the builder lists them in the log of a build."""
+    return re.findall(r"^Name: (\S+), LayerType: (\w+)", text, re.MULTILINE)
+
+
+def fused_attentions(text: str) -> int:
+    """Return how many layers are a fused attention."""
+    return sum(name.startswith("_gemm_mha") for name, _ in layers(text))
+
+
+def a14b(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
+    """Return a tiny model whose blocks are said to have the sizes of Wan2.2-A14B's; block engines need no weights."""
+    spec = tiny("wan2.2-a14b")
+    sizes = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824}
+    return replace(spec, transformer=replace(spec.transformer, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("model", "sizes", "program"), CASES)
+def test_every_program_is_built_whole_with_fused_attention(
+    model: str,
+    sizes: str,
+    program: str,
+    tiny: Callable[[str], ModelSpec],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    spec = find(model, Path("none")) if model == "diorama" else tiny(model)
+    key = key_of(spec, program, SIZES[sizes][program])
+    assert key.weights != SWAPPED
+    plan = build(spec, key, tmp_path)
+    log = capfd.readouterr().err
+    loaded: Any = load_program(spec, component_of(program), program, device="cpu", dtype=key.precision)
+    assert plan.stat().st_size > 0.5 * sum(tensor.nbytes for tensor in loaded.module.parameters())
+    attentions = 2 * spec.transformer.num_layers if program == "transformer" else 0
+    if program == "text_encoder" and model == "diorama":  # the tiny models' heads of 8 channels are too narrow
+        attentions = len(loaded.module.block)
+    assert fused_attentions(log) == attentions
+    assert len(layers(log)) > attentions
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("capability", [TURING, ADA, (12, 7)])
+def test_block_engines_of_a14bs_width(
+    capability: tuple[int, int], tiny: Callable[[str], ModelSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec, total = a14b(tiny), 0
+    for program in BLOCKS:
+        key = key_of(spec, program, ANY, capability)
+        assert (key.precision, key.weights, dict(key.options)["tokens"]) == ("float16", SWAPPED, "8192")
+        total += build(spec, key, tmp_path).stat().st_size
+        found = layers(capfd.readouterr().err)
+        assert sum(kind in {"gemm", "runtime_fusion"} for _, kind in found) == {"block_query": 2}.get(program, 3)
+    assert total < 2 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+def test_on_turing_whole_components_are_refused(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    assert BUILDERS["tensorrt_rtx"].unavailable(rtx(TURING)) == Fact(
+        "machine.tensorrt_rtx_blocks_only", {"gpu": "Test GPU"}
+    )
+    assert BUILDERS["tensorrt_rtx_blocks"].unavailable(rtx(TURING)) is None
+    spec = tiny("wan2.1")
+    with pytest.raises(EngineError) as refused:
+        build(spec, key_of(spec, "transformer", FIXED["transformer"], TURING), tmp_path)
+    assert refused.value.fact.code == "engine.tensorrt_build_failed"
+    assert "Turing" in str(refused.value.fact.data["detail"])
+    assert not list(tmp_path.iterdir())
+
+
+def build_only(job: Job, report: Report) -> dict[str, Any]:
+    """Build an engine on the CPU; the entry of a child process, which on a machine with a GPU also verifies it."""
+    assert isinstance(job, BuildJob)
+    build(job.request.spec, job.request.key, job.engine)
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+def test_the_log_of_a_build_shows_fused_attention(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    spec, log = tiny("wan2.1"), tmp_path / "build.log"
+    key = key_of(spec, "transformer", FIXED["transformer"])
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "engine").mkdir()
+    request = BuildRequest(spec=spec, component="transformer", key=key, device="cuda:0")
+    job = BuildJob(tmp_path, tmp_path / "engine", request)
+    outcome = start_child(build_only, job, request.title, tmp_path / "scratch", log, lambda fact, share: None, Cancel())
+    assert outcome.result == {}, outcome.log
+    assert (tmp_path / "engine" / "engine.plan").stat().st_size
+    assert fused_attentions(log.read_text()) == 2 * spec.transformer.num_layers
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+def test_a_damaged_model_file_is_refused(tmp_path: Path) -> None:
+    from runtime.engines import tensorrt_library
+    from runtime.engines.builders.tensorrt import create_network, parse
+
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    trt = tensorrt_library.load("tensorrt_rtx", needs_gpu=False)
+    builder = trt.Builder(tensorrt_library.logger("tensorrt_rtx"))
+    parser = trt.OnnxParser(create_network(trt, builder), tensorrt_library.logger("tensorrt_rtx"))
+    with pytest.raises(EngineError) as refused:
+        parse(trt, parser, tmp_path / "model.onnx")
+    assert refused.value.fact.code == "engine.tensorrt_parse_failed"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+def test_the_library_has_the_names_that_sessions_use() -> None:
+    import tensorrt_rtx_bindings as trt
+
+    assert trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    assert trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    used = {
+        trt.IRuntimeConfig: (
+            "create_runtime_cache",
+            "dynamic_shapes_kernel_specialization_strategy",
+            "get_runtime_cache",
+            "set_execution_context_allocation_strategy",
+            "set_runtime_cache",
+        ),
+        trt.IRuntimeCache: ("deserialize", "serialize"),
+        trt.ICudaEngine: ("create_execution_context", "create_runtime_config", "device_memory_size_v2"),
+        trt.IExecutionContext: ("execute_async_v3", "set_device_memory", "set_input_shape", "set_tensor_address"),
+    }
+    assert [name for kind, names in used.items() for name in names if not hasattr(kind, name)] == []
+
+
+def test_the_key_names_the_compute_capability(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.1")
+    one, two = (key_of(spec, "transformer", FIXED["transformer"], capability) for capability in (ADA, (8, 6)))
+    option = {"option": "compute capability", "found": "89", "wanted": "86"}
+    assert Fact("engine.differs_option", option) in differences(two, one)
+    assert one.backend == "tensorrt_rtx"
+
+
+def test_default_precisions() -> None:
+    chosen = {program: BUILDERS["tensorrt_rtx"].default_precision(program, rtx(), "cuda:0") for program in FIXED}
+    assert chosen == {
+        "text_encoder": "bfloat16",
+        "transformer": "float16",
+        "vae_first": "float32",
+        "vae_next": "float32",
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    (tmp_path / "engine.plan").write_bytes(b"plan")
+    with pytest.raises(EngineError) as refused:
+        TensorRTRTXSession(tmp_path / "engine.plan", device="cuda:0")
+    assert refused.value.fact.code == "engine.tensorrt_without_gpu"
+    assert BUILDERS["tensorrt_rtx"].unavailable(machine()) == Fact("machine.no_gpu")
+
+
+def test_where_it_is_not_installed_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.engines import tensorrt_library
+
+    monkeypatch.setitem(tensorrt_library._MODULES, "tensorrt_rtx", "tensorrt_rtx_that_is_absent")
+    with pytest.raises(EngineError) as refused:
+        tensorrt_library.load("tensorrt_rtx", needs_gpu=False)
+    assert refused.value.fact.code == "engine.tensorrt_not_loadable"
