@@ -156,13 +156,14 @@ def test_tokens_come_in_chunks_of_about_one_size(
     ("tokens", "most", "sizes"),
     [
         (32760, 8192, [8192, 8192, 8192, 8184]),
-        (75600, 8192, [7616] * 9 + [7056]),
-        (8193, 8192, [4160, 4033]),
+        (75600, 8192, [8192] * 9 + [1872]),
+        (8193, 8192, [8192, 1]),
         (1, 8192, [1]),
         (40, 32, [32, 8]),
+        (300, 150, [128, 128, 44]),
     ],
 )
-def test_chunks_are_even_and_aligned(tokens: int, most: int, sizes: list[int], spec: ModelSpec) -> None:
+def test_chunks_are_full_and_aligned_before_the_last(tokens: int, most: int, sizes: list[int], spec: ModelSpec) -> None:
     class Opened(OpenEngines):
         most_tokens = most
 
