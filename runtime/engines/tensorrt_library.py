@@ -175,25 +175,25 @@ def failures(device: torch.device, code: str = "engine.tensorrt_not_run") -> Ite
         lost = None if capturing else cuda_failure(device)
         if lost is not None:
             raise lost from error
-        if isinstance(error, (EngineError, MemoryError, torch.OutOfMemoryError)):
+        if isinstance(error, EngineError | MemoryError | OSError | torch.OutOfMemoryError):
             raise
         if ran_out(error) == "VRAM":
             raise torch.OutOfMemoryError(first_line(error)) from error
         raise EngineError(code, detail=one_line(first_line(error))) from error
 
 
-def create_context(trt: Any, engine: Any, config: Any = None) -> Any | None:
+def create_context(trt: Any, engine: Any, runtime_config: Any = None) -> Any | None:
     """Return an execution context without working memory, or None if TensorRT cannot create one.
 
     Args:
-        config: an `IRuntimeConfig`, for TensorRT for RTX.
+        runtime_config: an `IRuntimeConfig`, for TensorRT for RTX.
     """
     if hasattr(trt, "ExecutionContextAllocationStrategy"):
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if config is None:
+        if runtime_config is None:
             return engine.create_execution_context(strategy)
-        config.set_execution_context_allocation_strategy(strategy)
-        return engine.create_execution_context(config)
+        runtime_config.set_execution_context_allocation_strategy(strategy)
+        return engine.create_execution_context(runtime_config)
     return engine.create_execution_context_without_device_memory()
 
 

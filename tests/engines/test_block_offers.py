@@ -2,18 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
-import pytest
-
-from runtime.engines import builders, offers
-from runtime.engines.builders import Builder, BuildNeeds
-from runtime.engines.builders.tensorrt import OnnxTensorRT
+from runtime.engines.builders import BUILDERS
 from runtime.engines.offers import served_sizes
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, ShapeProfile
+from runtime.planner.engine_index import SWAPPED
 from tests.engines.engine_files import add
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published
@@ -21,24 +16,6 @@ from tests.published_specs import spec as published
 PROGRAMS = ("block_qkv", "block_query", "block_feed_forward")
 GPU = replace(machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES), driver_cuda=(13, 0), ram_bytes=900 * GIB)
 LATENT, OTHER_LATENT = (9, 60, 104), (21, 90, 160)
-
-
-class Blocks(OnnxTensorRT):
-    """A builder of block engines that needs little."""
-
-    name: ClassVar[str] = "tensorrt_blocks"
-    kind: ClassVar[str] = "blocks"
-
-    def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        return BuildNeeds(ram_bytes=1, disk_bytes=1)
-
-
-@pytest.fixture(autouse=True)
-def _table(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[str, Builder] = {**builders.BUILDERS, "tensorrt_blocks": Blocks()}
-    on_gpu = [*builders.builders_for("cuda:0"), known["tensorrt_blocks"]]
-    monkeypatch.setattr(offers, "BUILDERS", known)
-    monkeypatch.setattr(offers, "builders_for", lambda device: on_gpu if device != "cpu" else [])
 
 
 def service(tmp_path: Path) -> EngineService:
@@ -60,8 +37,7 @@ def test_only_transformers_with_block_programs_have_block_engines(tmp_path: Path
     for component in ("text_encoder", "vae"):
         assert offered(spec, tmp_path, component) == whole
     on_cpu = service(tmp_path).offers(spec)
-    components = [name for name, builder in builders.BUILDERS.items() if builder.kind == "component"]
-    assert [offer.builder for offer in on_cpu("vae", LATENT, "cpu")] == components
+    assert not any(offer.in_blocks for offer in on_cpu("vae", LATENT, "cpu"))
 
 
 def test_large_transformers_are_offered_in_blocks_first(tmp_path: Path) -> None:
@@ -85,7 +61,7 @@ def test_one_set_serves_every_size_expert_and_lora(tmp_path: Path) -> None:
 
     assert ids("transformer", LATENT) == ids("transformer_2", OTHER_LATENT)
     (first, *_) = next(one for one in engines.offers(spec)("transformer", LATENT, "cuda:0") if one.in_blocks).uses
-    key = engines.offers(spec).key(Blocks(), "transformer", first, "cuda:0")
+    key = engines.offers(spec).key(BUILDERS["tensorrt_blocks"], "transformer", first, "cuda:0")
     assert key.weights == SWAPPED
     add(engines.store, key)
     found = next(one for one in engines.offers(spec)("transformer_2", OTHER_LATENT, "cuda:0") if one.in_blocks)

@@ -13,14 +13,15 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import tensorrt_library
 from runtime.engines.builders import BUILDERS, tensorrt
-from runtime.engines.builders.tensorrt import BuildPhases
+from runtime.engines.builders.tensorrt import BuildPhases, OnnxTensorRT
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.engine_index import SWAPPED, ShapeProfile
 from tests.engines.engine_files import refusal
 from tests.plans import GPU_PACKAGES, gpu, machine
+from tests.published_specs import spec as published
 
 NAMES = ("onnx_tensorrt", "torch_tensorrt")
 WITH_GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
@@ -82,12 +83,13 @@ def test_default_precisions(
     installed(tensorrt=version)
     where = machine(gpu=gpu(capability=capability), torch_cuda="13.0")
     builder = BUILDERS["onnx_tensorrt"]
-    programs = ("text_encoder", "transformer", "vae_first", "vae_next")
+    programs = ("text_encoder", "transformer", "block_qkv", "vae_first", "vae_next")
     assert [builder.default_precision(program, where, "cuda:0") for program in programs] == [
         text,
         "float16",
-        "float32",
-        "float32",
+        "float16",
+        text,
+        text,
     ]
 
 
@@ -121,6 +123,109 @@ def test_needs_grow_with_the_size(tiny: Callable[[str], ModelSpec]) -> None:
         assert 0 < small.vram_bytes < large.vram_bytes
 
 
+def test_needs_of_a_full_size_transformer_fit_one_gpu() -> None:
+    spec = published("wan2.2-a14b")
+    weights = 2 * spec.parameters["transformer"]
+    size = ShapeProfile.fixed((21, 60, 104))
+    whole = BUILDERS["onnx_tensorrt"].needs(spec, "transformer", size)
+    assert weights < whole.vram_bytes < 1.5 * weights
+    assert whole.ram_bytes < 3.2 * weights
+    blocks = BUILDERS["tensorrt_blocks"].needs(spec, "block_feed_forward", size)
+    # More than the weights of one block and the tensors of a call, and a small part of the whole.
+    assert weights / 40 < blocks.vram_bytes < 6e9
+    assert blocks.ram_bytes < 5e9
+    assert blocks.disk_bytes < 1e7
+
+
+def test_block_engines_hold_no_weights(tiny: Callable[[str], ModelSpec]) -> None:
+    spec, builder = tiny("wan2.2-a14b"), BUILDERS["tensorrt_blocks"]
+    assert builder.programs(spec, "transformer_2") == spec.block_programs
+    assert builder.programs(spec, "vae") == ()
+    keys = [
+        builder.key(
+            spec,
+            component,
+            "block_qkv",
+            (ShapeProfile.fixed((1, 1, 1)),),
+            precision="float16",
+            machine=WITH_GPU,
+            device="cuda:0",
+        )
+        for component in ("transformer", "transformer_2")
+    ]
+    assert keys[0] == keys[1]
+    assert keys[0].weights == SWAPPED
+    options = dict(keys[0].options)
+    assert options["tokens"] == "8192"
+    assert set(options) == {"optimization_level", "tokens", "workspace_mib"}
+
+
+def test_profile_of_a_block_engine_is_optimized_for_full_calls(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.1")
+    program = load_program(spec, "transformer", "block_qkv", device="cpu", dtype="float16", tokens=96)
+    low, best, high = program.shapes(ShapeProfile.fixed((1, 1, 1)))
+    width = spec.transformer.width
+    assert (low["x"], best["x"], high["x"]) == ((1, width), (96, width), (96, width))
+    assert low["q_weight"] == high["q_weight"] == (width, width)
+
+
+@pytest.mark.slow
+def test_module_is_freed_before_tensorrt_builds(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    """The module's weights are gone when the exported file is prepared, which is before TensorRT reads it."""
+    spec = tiny("wan2.1")
+    program = load_program(spec, "transformer", "transformer", device="cpu", dtype="float32")
+    for parameter in program.module.parameters():
+        parameter.data = parameter.data.clone()  # not in the mapped file
+    storages = [parameter.untyped_storage() for parameter in program.module.parameters()]
+    freed: list[bool] = []
+
+    class ReachedTensorRTError(Exception):
+        pass
+
+    def prepare(model: Path) -> None:
+        assert model.stat().st_size > 0
+        # The exporter looks at some with numpy, which on a CPU fixes the size of the storage; on a GPU it copies.
+        freed.extend(storage.nbytes() == 0 for storage in storages if storage.resizable())
+        raise ReachedTensorRTError
+
+    profile = ShapeProfile.fixed((3, 8, 6))
+    key = BUILDERS["onnx_tensorrt"].key(
+        spec, "transformer", "transformer", (profile,), precision="float32", machine=WITH_GPU, device="cuda:0"
+    )
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ReachedTensorRTError):
+        patch.setattr(tensorrt_library, "load", lambda: None)
+        OnnxTensorRT(prepare=prepare).build(program, key, tmp_path, lambda *_: None)
+    assert len(freed) > 5
+    assert all(freed)
+
+
+LAYER = {
+    "Name": "node_linear_3 + node_add_5",
+    "LayerType": "gemm",
+    "Inputs": [
+        {"Name": name, "Dimensions": [8192, 5120], "Format/Datatype": "Half"} for name in ("x", "q_weight", "q_bias")
+    ],
+    "Outputs": [{"Name": "q", "Dimensions": [8192, 5120], "Format/Datatype": "Half"}],
+    "TacticName": "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n" * 10,
+    "Metadata": "page" * 1000,
+}
+
+
+def test_a_layer_is_one_line_of_json() -> None:
+    line = tensorrt.layer_line(json.dumps(LAYER, indent=1))
+    # The log keeps 500 characters of a line.
+    assert len(line) < 500
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["Name"] == LAYER["Name"]
+    assert found["TacticName"].startswith("sm90_xmma_gemm")
+    assert found["Inputs"] == ["Half [8192, 5120]", "Half [8192, 5120]", "and 1 more"]
+    assert found["Outputs"] == ["Half [8192, 5120]"]
+    # Without details TensorRT gives a name; what is not JSON is kept, shortened.
+    assert tensorrt.layer_line('"node_linear_3"') == '"node_linear_3"'
+    assert len(tensorrt.layer_line("{" * 1000)) < 500
+
+
 def test_one_profile_encloses_several() -> None:
     other = ShapeProfile((2, 2, 8), (4, 4, 9), (4, 4, 20))
     assert tensorrt.enclosing([VARIED]) == VARIED
@@ -133,7 +238,7 @@ def test_one_profile_encloses_several() -> None:
 )
 def test_shapes_are_those_of_the_inputs(component: str, name: str, tiny: Callable[[str], ModelSpec]) -> None:
     program = load_program(tiny("wan2.1"), component, name, device="cpu", dtype="float32")
-    found = tensorrt.shapes(program, VARIED)
+    found = program.shapes(VARIED)
     for sizes, latent in zip(found, (VARIED.min, VARIED.opt, VARIED.max), strict=True):
         assert sizes == {name: tuple(tensor.shape) for name, tensor in program.inputs(latent).items()}
     # Nothing of the pretended run is left in the module.

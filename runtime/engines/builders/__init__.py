@@ -148,11 +148,12 @@ class _Row(NamedTuple):
 _TABLE: Mapping[str, _Row] = {
     "onnx_tensorrt": _Row("tensorrt", "OnnxTensorRT", on_cpu=0, on_cuda=1),
     "torch_tensorrt": _Row("torch_tensorrt", "TorchTensorRT", on_cpu=0, on_cuda=2),
-    "tensorrt_rtx": _Row("tensorrt_rtx", "TensorRTRTX", on_cpu=0, on_cuda=3),
-    "tensorrt_rtx_blocks": _Row("tensorrt_rtx", "TensorRTRTXBlocks", on_cpu=0, on_cuda=4),
-    "inductor": _Row("inductor", "InductorBuilder", on_cpu=2, on_cuda=5),
-    "onnxruntime": _Row("onnxruntime", "OnnxRuntimeBuilder", on_cpu=1, on_cuda=6),
-    "onnxruntime_blocks": _Row("onnxruntime", "OnnxRuntimeBlocks", on_cpu=3, on_cuda=7),
+    "tensorrt_blocks": _Row("tensorrt", "TensorRTBlocks", on_cpu=0, on_cuda=3),
+    "tensorrt_rtx": _Row("tensorrt_rtx", "TensorRTRTX", on_cpu=0, on_cuda=4),
+    "tensorrt_rtx_blocks": _Row("tensorrt_rtx", "TensorRTRTXBlocks", on_cpu=0, on_cuda=5),
+    "inductor": _Row("inductor", "InductorBuilder", on_cpu=2, on_cuda=6),
+    "onnxruntime": _Row("onnxruntime", "OnnxRuntimeBuilder", on_cpu=1, on_cuda=7),
+    "onnxruntime_blocks": _Row("onnxruntime", "OnnxRuntimeBlocks", on_cpu=3, on_cuda=8),
 }
 
 

@@ -11,11 +11,13 @@ measurements. It begins with the SHA-256 of the rest, because TensorRT does not 
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -24,29 +26,28 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.core.plan import LatentSize
+from runtime.core.plan import is_block_program
 from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weights_bytes
 from runtime.engines.child import Report
+from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Gpu, Machine, gpu_index
 from runtime.models.spec import ModelSpec
 from runtime.planner import constraints
 from runtime.planner.engine_index import EngineKey, ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes
-from runtime.upstream.torch import without_computing
+from runtime.upstream.torch import clear_module
 
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engines.programs import Program
+    from runtime.engines.programs import Program, Shapes
     from runtime.engines.tensorrt_library import Messages, ReportLine
-
-Shape = tuple[int, ...]
-# The shapes of all inputs by name, at a profile's smallest, best and largest size.
-Shapes = tuple[Mapping[str, Shape], Mapping[str, Shape], Mapping[str, Shape]]
 
 # "tensorrt" is a package that depends on the one for the installed CUDA.
 PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 _FIRST_WITH_BFLOAT16 = 10
+# Some releases of 10 can write a plan as a stream too; for an estimate the first that always can counts.
+_FIRST_WITH_STREAMS = 11
 _GIB = 1 << 30
 _MIB = 1 << 20
 # The workspace is at most a quarter of the GPU's memory, so that enough is left for the rest of a job.
@@ -56,6 +57,17 @@ _LARGEST_WORKSPACE = 16 * _GIB
 _OPTIMIZATION_LEVEL = 3
 # TensorRT's libraries and torch, before weights are loaded.
 _BASE_RAM = 4 * _GIB
+# TensorRT's kernels and the CUDA context.
+_BASE_VRAM = 1 * _GIB
+# Each level builds longer. At 2, block engines of a width of 5120 took 17 to 51 s on an H200.
+_BLOCK_OPTIMIZATION_LEVEL = 2
+# A plan without weights, and its ONNX file.
+_BLOCK_DISK = 4 * _MIB
+# Of a layer in a build's log: enough for a large network, and to recognize a fused layer.
+_MOST_LAYERS = 3000
+_MOST_TENSORS = 2
+_LONGEST_NAME = 100
+_LAYER_KEYS = ("Name", "LayerType", "TacticName")
 _HASH_BYTES = 32
 _MAX_CACHE_BYTES = 1 << 30
 _WORKSPACE_PREFIX = ".building-"
@@ -75,8 +87,8 @@ class TensorRTBuilder(Builder):
           float16's eleven bits are closer to the weights than bfloat16's eight.
         - text_encoder: bfloat16, in which UMT5 was trained; its feed-forward layers overflow in float16. It runs
           twice per clip, so float32 costs little time where bfloat16 is not available.
-        - VAE: float32, as in diffusers. In bfloat16 smooth surfaces show bands, and float16 leaves little range for
-          its activations.
+        - VAE: bfloat16, as PyTorch decodes with large models: in float32, TensorRT uses no tensor cores, and is slower
+          than PyTorch with TF32 (376 against 133 ms on an H200). float16 leaves little range for its activations.
         """
         usual = _usual_precision(program)
         if usual == "bfloat16" and gpu_of_machine(machine, device).capability < constraints.BF16_CAPABILITY:
@@ -96,13 +108,16 @@ class TensorRTBuilder(Builder):
         return (*PACKAGES, "torch")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        weights = weights_bytes(spec, program, _usual_precision(program))
-        # RAM: the exported weights, the parser's and builder's copies, and the plan. Disk: the ONNX file and the plan.
-        # GPU: the module, the builder's copy and the engine; kernels are measured at the largest size.
+        precision = _usual_precision(program)
+        weights = weights_bytes(spec, program, precision)
+        # RAM: the parser's and the builder's copies of the weights, and the plan if TensorRT cannot write it piece by
+        # piece. Disk: the ONNX file and the plan. GPU: the module, which is freed before TensorRT loads the weights;
+        # kernels are measured at the largest size.
+        copies = 2 if _major_version() >= _FIRST_WITH_STREAMS else 3
         return BuildNeeds(
-            ram_bytes=_BASE_RAM + 3 * weights,
+            ram_bytes=_BASE_RAM + copies * weights,
             disk_bytes=2 * weights,
-            vram_bytes=3 * weights + 2 * activation_bytes(spec, program, profile, _usual_precision(program)),
+            vram_bytes=_BASE_VRAM + weights + 2 * activation_bytes(spec, program, profile, precision),
         )
 
 
@@ -130,23 +145,116 @@ class OnnxTensorRT(TensorRTBuilder):
         from runtime.engines.onnx_export import export_onnx
 
         trt = tensorrt_library.load()
-        sizes = [shapes(program, profile) for profile in key.profiles]
+        sizes = [program.shapes(profile) for profile in key.profiles]
+        device, plan = gpu_of(program), folder / self.file_name
         with tempfile.TemporaryDirectory() as scratch:
             model = Path(scratch) / "model.onnx"
             report(Fact("engine.exporting_onnx"), None)
             export_onnx(program, enclosing(key.profiles), model)
+            # TensorRT needs the GPU's memory, and has its own copy of the weights.
+            free_weights(program.module)
+            torch.cuda.empty_cache()
             if self.prepare is not None:
                 self.prepare(model)
             report(Fact("engine.building_tensorrt"), 0.0)
             report_line = output_reporter(report)
-            with torch.cuda.device(gpu_of(program)), tensorrt_library.listen(report_line) as messages:
-                _write_plan(trt, model, sizes, key, folder / self.file_name, messages, report_line)
+            with (
+                torch.cuda.device(device),
+                tensorrt_library.listen(report_line) as messages,
+                tensorrt_library.failures(device, "engine.tensorrt_build_failed"),
+            ):
+                _write_plan(trt, model, sizes, key, plan, messages, report_line)
+        log_layers(trt, plan, device)
+
+
+class TensorRTBlocks(OnnxTensorRT):
+    """Builds block engines: plans without weights, for up to `tokens` tokens in a call."""
+
+    name = "tensorrt_blocks"
+    kind = "blocks"
+
+    def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
+        own = {"optimization_level": str(_BLOCK_OPTIMIZATION_LEVEL), TOKENS_OPTION: str(BLOCK_TOKENS)}
+        options = dict(super().options(machine, device)) | own
+        # Whoever runs the blocks captures them.
+        del options["cuda_graphs"]
+        return tuple(options.items())
+
+    def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
+        transformer = spec.transformer
+        inputs = transformer.block_parameters // transformer.num_layers * DTYPE_BYTES[_usual_precision(program)]
+        # TensorRT measures kernels with inputs and outputs of its own.
+        activations = transformer.forward_bytes(BLOCK_TOKENS, DTYPE_BYTES["float32"], time_per_token=False)
+        return BuildNeeds(
+            ram_bytes=_BASE_RAM, disk_bytes=_BLOCK_DISK, vram_bytes=_BASE_VRAM + 2 * (inputs + activations)
+        )
+
+
+def free_weights(module: "torch.nn.Module") -> None:
+    """Free the memory of a module that is not used any more, also where others refer to its tensors: exporters do."""
+    storages = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+    clear_module(module)
+    for storage in storages:
+        if storage.resizable():  # those of mapped files are not, and take no memory
+            storage.resize_(0)
+
+
+def log_layers(trt: Any, plan: Path, device: "torch.device") -> None:
+    """Write what TensorRT made of a network to standard error, and so into the build's log: a JSON object per layer.
+
+    Each has the layer's name, type and kernel, and the types and shapes of some of its tensors. It needs a plan built
+    with `ProfilingVerbosity.DETAILED`, and enough memory to load it.
+    """
+    import torch
+
+    from runtime.engines import tensorrt_library
+    from runtime.engines.sessions.tensorrt import deserialize
+
+    with torch.cuda.device(device), tensorrt_library.listen() as messages:
+        try:
+            runtime = trt.Runtime(tensorrt_library.logger())
+            engine = deserialize(runtime, plan, messages)
+        except (EngineError, torch.OutOfMemoryError) as error:
+            lines = [f"The layers cannot be listed: {error}"]
+        else:
+            lines = layer_lines(trt, engine)
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+
+
+def layer_lines(trt: Any, engine: Any) -> list[str]:
+    """Return a JSON object per layer of an engine, each on a line of limited length."""
+    inspector = engine.create_engine_inspector()
+    count = min(engine.num_layers, _MOST_LAYERS)
+    return [
+        layer_line(inspector.get_layer_information(index, trt.LayerInformationFormat.JSON)) for index in range(count)
+    ]
+
+
+def layer_line(text: str) -> str:
+    """Shorten what TensorRT's inspector says about a layer, which is a page for a large one."""
+    from runtime.engines import tensorrt_library
+
+    try:
+        layer = json.loads(text)
+    except ValueError:
+        return tensorrt_library.one_line(text)
+    if not isinstance(layer, dict):  # the name alone, of a plan without details
+        return tensorrt_library.one_line(json.dumps(layer))
+    short: dict[str, Any] = {key: str(layer[key])[:_LONGEST_NAME] for key in _LAYER_KEYS if layer.get(key)}
+    for key in ("Inputs", "Outputs"):
+        tensors = layer.get(key) or []
+        short[key] = [
+            f"{one.get('Format/Datatype', '')} {one.get('Dimensions', '')}"[:_LONGEST_NAME] for one in tensors
+        ]
+        if len(tensors) > _MOST_TENSORS:
+            short[key] = [*short[key][:_MOST_TENSORS], f"and {len(tensors) - _MOST_TENSORS} more"]
+    return json.dumps(short, ensure_ascii=False)
 
 
 def _write_plan(
     trt: Any,
     model: Path,
-    sizes: Sequence[Shapes],
+    sizes: "Sequence[Shapes]",
     key: EngineKey,
     plan: Path,
     messages: "Messages",
@@ -163,6 +271,10 @@ def _write_plan(
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options["workspace_mib"]) << 20)
     config.builder_optimization_level = int(options["optimization_level"])
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
+        # Later versions always share a profile between contexts.
+        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
     _set_precision(trt, config, key.precision)
     add_profiles(builder, config, network, sizes, messages)
     # TensorRT does not keep a reference to the monitor.
@@ -174,12 +286,45 @@ def _write_plan(
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, ignore_mismatch=False)
-    built = builder.build_serialized_network(network, config)
-    if built is None:
-        raise messages.failure("engine.tensorrt_build_failed")
-    with plan.open("wb") as file:
-        file.write(built)
+    serialize(trt, builder, network, config, plan, messages)
     write_timing_cache(cache_file, bytes(memoryview(config.get_timing_cache().serialize())))
+
+
+def serialize(trt: Any, builder: Any, network: Any, config: Any, plan: Path, messages: "Messages") -> None:
+    """Build a network and write its plan, piece by piece where TensorRT can: then no copy of it is in memory.
+
+    Raises:
+        EngineError: if TensorRT cannot build it.
+        OSError: if the file cannot be written.
+        torch.OutOfMemoryError: if the GPU's memory is too small.
+    """
+    with plan.open("wb") as file:
+        if not hasattr(builder, "build_serialized_network_to_stream"):
+            built = builder.build_serialized_network(network, config)
+            if built is None:
+                raise messages.failure("engine.tensorrt_build_failed")
+            file.write(built)
+            return
+        failed: list[OSError] = []
+
+        class Writer(trt.IStreamWriter):  # type: ignore[misc] # the base class is known at run time only
+            def __init__(self) -> None:
+                trt.IStreamWriter.__init__(self)
+
+            def write(self, data: bytes) -> int:
+                try:
+                    return file.write(data)
+                except OSError as error:  # an exception would end in TensorRT
+                    failed.append(error)
+                    return 0
+
+        # TensorRT does not keep a reference to the writer.
+        writer = Writer()
+        done = builder.build_serialized_network_to_stream(network, config, writer)
+        if failed:
+            raise failed[0]
+        if not done:
+            raise messages.failure("engine.tensorrt_build_failed")
 
 
 def parse(trt: Any, parser: Any, model: Path) -> None:
@@ -226,7 +371,7 @@ def _set_precision(trt: Any, config: Any, precision: str) -> None:
     config.set_flag(trt.BuilderFlag.FP16)
 
 
-def add_profiles(builder: Any, config: Any, network: Any, sizes: Sequence[Shapes], messages: "Messages") -> None:
+def add_profiles(builder: Any, config: Any, network: Any, sizes: "Sequence[Shapes]", messages: "Messages") -> None:
     """Add a profile for each of the sizes, if the network has dynamic inputs.
 
     Raises:
@@ -334,16 +479,6 @@ def enclosing(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
     return ShapeProfile(low, profiles[0].opt, high)
 
 
-def shapes(program: "Program", profile: ShapeProfile) -> Shapes:
-    """Return the shapes of a program's inputs at a profile's sizes. Allocates and computes nothing."""
-
-    def at(latent: LatentSize) -> dict[str, Shape]:
-        with without_computing(real_weights=True):
-            return {name: tuple(tensor.shape) for name, tensor in program.inputs(latent).items()}
-
-    return at(profile.min), at(profile.opt), at(profile.max)
-
-
 def gpu_of(program: "Program") -> "torch.device":
     """Return the GPU to build on: the one that holds the weights, else the first."""
     import torch
@@ -351,12 +486,16 @@ def gpu_of(program: "Program") -> "torch.device":
     return torch.device("cuda", program.device.index or 0)
 
 
-def _usual_precision(program: str) -> str:
-    if program == "transformer":
-        return "float16"
+def _major_version() -> int:
+    """Return the major version of the installed TensorRT, 0 without one."""
     installed = installed_version()
-    has_bfloat16 = installed is not None and int(installed.partition(".")[0]) >= _FIRST_WITH_BFLOAT16
-    return "bfloat16" if program == "text_encoder" and has_bfloat16 else "float32"
+    return 0 if installed is None else int(installed.partition(".")[0])
+
+
+def _usual_precision(program: str) -> str:
+    if program == "transformer" or is_block_program(program):
+        return "float16"
+    return "bfloat16" if _major_version() >= _FIRST_WITH_BFLOAT16 else "float32"
 
 
 def activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile, precision: str) -> int:

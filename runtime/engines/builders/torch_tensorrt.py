@@ -13,16 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.core.errors import EngineError, first_line
+from runtime.core.errors import EngineError, first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.engines.builders import output_reporter
 from runtime.engines.builders.tensorrt import (
-    Shapes,
     TensorRTBuilder,
     enclosing,
     gpu_of,
+    log_layers,
     read_timing_cache,
-    shapes,
     timing_cache_path,
     write_timing_cache,
 )
@@ -33,7 +32,7 @@ from runtime.upstream.torch import flattened
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engines.programs import Program
+    from runtime.engines.programs import Program, Shapes
 
 # The loggers of torch-tensorrt, and of TensorRT within it.
 _LOGGERS = ("torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]")
@@ -54,12 +53,14 @@ def arguments(key: EngineKey, device: "torch.device", timing_cache: Path) -> dic
         "assume_dynamic_shape_support": any(profile.min != profile.max for profile in key.profiles),
         # The weights are part of the key: see `onnx_tensorrt`.
         "immutable_weights": True,
+        # TensorRT has its own copy of the weights while it builds.
+        "offload_module_to_cpu": True,
         # The default treats every attention with a bias as causal; the text encoder's is not.
         "attn_bias_is_causal": False,
     }
 
 
-def input_arguments(sizes: Shapes, name: str, dtype: "torch.dtype") -> dict[str, Any]:
+def input_arguments(sizes: "Shapes", name: str, dtype: "torch.dtype") -> dict[str, Any]:
     """Return the keywords for `torch_tensorrt.Input`."""
     low, best, high = (shapes[name] for shapes in sizes)
     if low == high:
@@ -90,7 +91,7 @@ class TorchTensorRT(TensorRTBuilder):
         import torch_tensorrt
 
         profile = enclosing(key.profiles)
-        sizes = shapes(program, profile)
+        sizes = program.shapes(profile)
         report(Fact("engine.exporting"), None)
         exported = program.export(profile)
         example, unflatten = flattened(exported.example_inputs)
@@ -100,9 +101,11 @@ class TorchTensorRT(TensorRTBuilder):
         ]
         report(Fact("engine.building_torch_tensorrt"), None)
         cache = timing_cache_path(folder, key.device, trt.__version__)
+        device = gpu_of(program)
         with _log_to(report):
-            plan = _convert(exported, unflatten(inputs), key, gpu_of(program), cache)
+            plan = _convert(exported, unflatten(inputs), key, device, cache)
         (folder / self.file_name).write_bytes(plan)
+        log_layers(trt, folder / self.file_name, device)
         names = dict(zip(exported.graph_signature.user_inputs, program.input_names, strict=True))
         names |= {f"output{index}": name for index, name in enumerate(program.output_names)}
         (folder / NAMES_FILE).write_text(json.dumps(names), encoding="utf-8")
@@ -128,8 +131,9 @@ def _convert(
                 exported, arg_inputs=positional, kwarg_inputs=keywords, **arguments(key, device, copy)
             )
         except (RuntimeError, AssertionError, ValueError, TypeError, NotImplementedError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+            if ran_out(error) == "VRAM":
+                # torch-tensorrt wraps it in a RuntimeError.
+                raise torch.OutOfMemoryError(first_line(error)) from error
             raise EngineError("engine.torch_tensorrt_failed", error=first_line(error)) from error
         write_timing_cache(cache, copy.read_bytes())
     return bytes(plan)

@@ -28,6 +28,7 @@ VARIABLES = {
     "config": "IBuilderConfig",
     "context": "IExecutionContext",
     "engine": "ICudaEngine",
+    "inspector": "EngineInspector",
     "network": "INetworkDefinition",
     "parser": "OnnxParser",
     "runtime": "Runtime",
@@ -36,12 +37,14 @@ LEAN = ("10.16.1.11", "11.4.0.106")
 
 # What one version has and another has not: each is used behind a test for it.
 SINCE_10 = {
+    "Builder.build_serialized_network_to_stream",
     "ExecutionContextAllocationStrategy",
     "ExecutionContextAllocationStrategy.USER_MANAGED",
     "IBuilderConfig.progress_monitor",
     "ICudaEngine.device_memory_size_v2",
     "IExecutionContext.set_device_memory",
     "IProgressMonitor",
+    "IStreamWriter",
     "NetworkDefinitionCreationFlag.STRONGLY_TYPED",
 }
 UNTIL_10 = {
@@ -49,6 +52,7 @@ UNTIL_10 = {
     "ICudaEngine.create_execution_context_without_device_memory",
     "ICudaEngine.device_memory_size",
     "NetworkDefinitionCreationFlag.EXPLICIT_BATCH",
+    "PreviewFeature.PROFILE_SHARING_0806",
 }
 
 
