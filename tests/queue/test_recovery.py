@@ -27,6 +27,7 @@ from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import JobRecord, PruneEngines
 from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, exit_reason
 from runtime.queue.store import JobStore
+from tests.block_engine_files import in_blocks
 from tests.plans import machine, tiny_plan
 from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
 
@@ -177,6 +178,16 @@ def test_an_engine_that_ran_when_a_worker_died_is_disabled(stage: Stage, disable
     assert avoid_causes(found, diorama(), [death(stage)]) == found
     if disabled:
         assert found.components["transformer"].reasons[0].data["backend"] == "inductor"
+
+
+def test_block_engines_are_disabled_for_all_transformers(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = in_blocks(tiny_plan(spec, tmp_path / "x.mp4"), spec)
+    first = avoid_causes(plan, spec, [death("denoise")])
+    assert [first.components[name].backend for name in ("transformer", "transformer_2")] == ["pytorch", "pytorch"]
+    # An expert that was done ran on them.
+    late = avoid_causes(plan, spec, [death(part="transformer_2")])
+    assert [late.components[name].in_blocks for name in ("transformer", "transformer_2")] == [True, False]
 
 
 def with_engine(*, build: bool, program: str = "transformer") -> tuple[ExecutionPlan, EngineUse]:

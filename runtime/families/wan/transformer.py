@@ -443,7 +443,7 @@ class PyTorchDenoiser:
 
         Args:
             on_degraded: called with each field of `Speed` that cannot be applied, and the reason.
-            engines: opened for this model; blocks are then not compiled, and passes not paired.
+            engines: opened for this model; blocks are then not compiled or fused, and passes not paired.
         """
 
         def report(field: str) -> OnDegraded:
@@ -452,7 +452,7 @@ class PyTorchDenoiser:
         self.forget()
         self._engines = engines
         if engines is not None:
-            speed = speed.replace(compiled=False, paired=False)
+            speed = speed.replace(compiled=False, paired=False, fused=False)
         self._step = CompiledStep(block_step, report("compiled")) if speed.compiled else None
         if engines is None:
             install(self._module, speed.attention, self._step or block_step)
