@@ -18,7 +18,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.environment import limit_thread_spinning
 from runtime.core.errors import EngineError, ModelError
 from runtime.core.facts import Fact
-from runtime.core.plan import LatentSize
+from runtime.core.plan import LatentSize, is_block_program
 from runtime.engines import child, manifest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Outcome, Report, run_child
@@ -27,11 +27,12 @@ from runtime.engines.store import EngineStore, child_lock
 from runtime.machine.probe import free_disk_bytes, gpu_index, probe
 from runtime.models import registry
 from runtime.models.loras import read_lora
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 
 if TYPE_CHECKING:
     from runtime.engines.programs import Program
+    from runtime.engines.sessions import Session
     from runtime.engines.verify import Case
 
 logger = logging.getLogger(__name__)
@@ -168,10 +169,11 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
     The reference, the engine and PyTorch's own component are on the device one after the other, as far as their
     outputs are small enough to be kept.
     """
+    from runtime.engines.block_reference import compare_blocks, random_text
     from runtime.engines.reference import encoded_prompt, load_reference
     from runtime.engines.sessions import open_session
     from runtime.engines.sessions.imported import compare_imported
-    from runtime.engines.verify import cases_of, compare, seconds_of
+    from runtime.engines.verify import cases_of, compare
 
     request, key = job.request, record.key
     spec, component, device = request.spec, request.component, request.device
@@ -181,26 +183,31 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
         return state
 
     report(Fact("engine.comparing"), None)
-    text = encoded_prompt(spec, device, request.cache_dir) if key.program == "transformer" else None
-    reference = load_reference(spec, component, key.program, device, tokens_of(key))
-    cases: Iterable[Case] = (case for profile in key.profiles for case in cases_of(reference, profile, text))
-    inputs = reference.inputs(key.profiles[0].opt)
-    target = reference.device
+    blocks = is_block_program(key.program)
+    text = encoded_prompt(spec, device, request.cache_dir) if blocks or key.program == "transformer" else None
+    cases: Iterable[Case] = ()
+    reference = _program(request, key) if blocks else load_reference(spec, component, key.program, device)
+    inputs, target = reference.inputs(key.profiles[0].opt), reference.device
+    if not blocks:
+        cases = (case for profile in key.profiles for case in cases_of(reference, profile, text))
     if key.program in {"text_encoder", "transformer"}:
         cases = [case.on_cpu() for case in cases]
         del reference
         _free(device)
     with open_session(job.engine, record, device=device, weights=weights) as session:
-        if key.builder == IMPORTED:
+        if blocks:
+            given = random_text(spec) if text is None else text
+            found = compare_blocks(session, spec, component, key, device, given)
+        elif key.builder == IMPORTED:
             found = compare_imported(session, list(cases), key.program, key.precision)
         else:
             found = compare(session, cases, key.program, key.precision)
+        del cases
+        _free(device)
         context_bytes = session.context_bytes
-        seconds = seconds_of(lambda: session.infer(**inputs), target) if found.passed else 0.0
-    del cases
-    _free(device)
+        seconds = _seconds(session, inputs, target) if found.passed else 0.0
     detail = found.detail
-    if key.program == "transformer" and text is None:
+    if text is None and is_transformer(component):
         detail = Fact("engine.compared_random_text", {"compared": detail})
     return {
         "error": found.error,
@@ -210,11 +217,22 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
         "detail": detail,
         "seconds_per_call": seconds,
         "context_bytes": context_bytes,
-        **(_measure(request, key, inputs, report) if found.passed else {}),
+        **(_measure(request, key, report) if found.passed else {}),
     }
 
 
-def _measure(request: BuildRequest, key: EngineKey, inputs: Mapping[str, Any], report: Report) -> dict[str, Any]:
+def _seconds(session: "Session", inputs: Mapping[str, Any], device: Any) -> float:
+    """Return the seconds of one call of an engine."""
+    from runtime.engines.sessions import BlockSession
+    from runtime.engines.verify import seconds_of
+
+    if isinstance(session, BlockSession):
+        outputs = session.infer(**inputs)
+        return seconds_of(lambda: session.write(inputs, outputs), device)
+    return seconds_of(lambda: session.infer(**inputs), device)
+
+
+def _measure(request: BuildRequest, key: EngineKey, report: Report) -> dict[str, Any]:
     """Return the speeds of the program in PyTorch, and of what a plan without engines would run."""
     import torch
 
@@ -222,20 +240,20 @@ def _measure(request: BuildRequest, key: EngineKey, inputs: Mapping[str, Any], r
     seconds = 0.0
     # PyTorch may need more memory than the engine.
     with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
-        seconds = _program_seconds(request, key, inputs)
+        seconds = _program_seconds(request, key)
     _free(request.device)
     baselines = {} if request.baseline is None else request.baseline(key.program, key.profiles[0].opt)
     return {"pytorch_seconds_per_call": seconds, "baselines": dict(baselines)}
 
 
-def _program_seconds(request: BuildRequest, key: EngineKey, inputs: Mapping[str, Any]) -> float:
+def _program_seconds(request: BuildRequest, key: EngineKey) -> float:
     from runtime.engines.verify import seconds_of
 
     # CPUs have no instructions for float16: PyTorch takes minutes there.
     slow = request.device == "cpu" and key.precision == "float16"
     program = _program(request, key, "float32" if slow else key.precision)
-    given = {name: tensor.to(program.device) for name, tensor in inputs.items()}
-    return seconds_of(lambda: program.run(**given), program.device)
+    inputs = program.inputs(key.profiles[0].opt)
+    return seconds_of(lambda: program.run(**inputs), program.device)
 
 
 def _program(request: BuildRequest, key: EngineKey, dtype: str = "") -> "Program":

@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from runtime.core.errors import TandemError
-from runtime.core.plan import is_block_program
-from runtime.engines.key_parts import BLOCK_TOKENS, program_key_parts
+from runtime.engines.key_parts import program_key_parts
 from runtime.engines.programs import MakeForm, Program, full_float32, load_program
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
@@ -59,22 +58,22 @@ class BlocksOnDevice:
             clear_module(converted)
 
 
-def load_reference(spec: ModelSpec, component: str, name: str, device: str, tokens: int = BLOCK_TOKENS) -> Program:
+def load_reference(spec: ModelSpec, component: str, name: str, device: str) -> Program:
     """Load a component and return one of its programs in float32; all but a VAE's is computed block by block.
 
     Args:
-        component, name, tokens: see `programs.load_program`.
+        component, name: see `programs.load_program`; not a program of block engines.
         device: a torch device.
 
     Raises:
         ModelError: if the weights do not fit the configuration.
     """
-    if name.startswith("vae") or is_block_program(name):
-        return load_program(spec, component, name, device=device, dtype="float32", tokens=tokens)
+    if name.startswith("vae"):
+        return load_program(spec, component, name, device=device, dtype="float32")
     make_form: MakeForm = components_of(spec.family).make_form
     form = make_form(spec, name, lambda: load_stored(spec, component)).eval()
     target = torch.device(device)
-    found = _largest_list(form)
+    found = largest_list(form)
     if found is not None:
         parent, attribute, blocks = found
         delattr(parent, attribute)
@@ -82,7 +81,7 @@ def load_reference(spec: ModelSpec, component: str, name: str, device: str, toke
     return Program(name, form.to(target, torch.float32), spec)
 
 
-def _largest_list(form: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None:
+def largest_list(form: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None:
     """Return the list of modules with most of the weights, with its parent and name; `None` if no list has most."""
     found = [
         (parent, name, child)

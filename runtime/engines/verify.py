@@ -22,7 +22,7 @@ from runtime.planner.engine_index import ShapeProfile
 
 # From noise to the last details: sampling gives a transformer all of these, and an error may depend on them.
 TIMESTEPS = (999.0, 900.0, 800.0, 500.0, 50.0)
-_TRAINING_STEPS = 1000.0
+TRAINING_STEPS = 1000.0
 # Relative errors of whole outputs. In float32 another order of summation gives 1e-6, and TF32, which must not be used,
 # 1e-3. Rounding to 11 or 8 bits in every layer gives 1e-3 or 1e-2, in the shipped model up to 4e-3 or 4e-2; an
 # incorrect engine gives 0.1 and more.
@@ -32,6 +32,8 @@ TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
 # normalizes pixels, and some are almost zero.
 LARGEST_TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 _LARGEST_IN_VAES = 4
+# The error of what a part of a block adds to its input may be so many times as large, relative to what it adds.
+_OF_CHANGES = 4
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # Calls are timed for so long; if they are long, for that.
 _TIMED_SECONDS, _LONG_SECONDS = 1.0, 30.0
@@ -145,7 +147,7 @@ def _trajectory(program: Program, size: LatentSize, text: torch.Tensor | None) -
         with full_float32(program.device):
             expected = program.run(**inputs)
         yield Case(f"{_size_text(size)}, t = {now:g}", required=True, inputs=inputs, expected=expected)
-        latents = inputs["latents"] + (after - now) / _TRAINING_STEPS * expected["velocity"]
+        latents = inputs["latents"] + (after - now) / TRAINING_STEPS * expected["velocity"]
         inputs = inputs | {"latents": latents}
 
 
@@ -159,33 +161,74 @@ def compare(session: Session, cases: Iterable[Case], program: str, precision: st
         EngineError: if the engine does not take a case.
         MemoryError, torch.OutOfMemoryError: if memory runs out in a required case.
     """
-    worst, largest = _Worst(), _Worst()
-    skipped: list[str] = []
+    comparison = Comparison(program, precision)
     for case in cases:
         if case.expected is None:
-            skipped.append(case.where)
+            comparison.skip(case.where)
             continue
         try:
             given = session.infer(**case.inputs)
             for name, reference in case.expected.items():
-                relative, absolute = errors(given[name].to(reference.device), reference)
-                worst = worst.or_(relative, f"{name} at {case.where}")
-                largest = largest.or_(absolute, f"{name} at {case.where}")
+                comparison.add(given[name].to(reference.device), reference, f"{name} at {case.where}")
         except _OUT_OF_MEMORY:
             if case.required:
                 raise
-            skipped.append(case.where)
-        if math.isnan(worst.error):
+            comparison.skip(case.where)
+        if comparison.hopeless:
             break
-    tolerance = TOLERANCES[precision]
-    largest_tolerance = LARGEST_TOLERANCES[precision] * (_LARGEST_IN_VAES if program.startswith("vae") else 1)
-    return Verification(
-        error=worst.error,
-        tolerance=tolerance,
-        largest_error=0.0 if math.isnan(largest.error) else largest.error,
-        passed=worst.error <= tolerance and largest.error <= largest_tolerance,
-        detail=_detail(worst, tolerance, largest, largest_tolerance, skipped),
-    )
+    return comparison.result()
+
+
+class Comparison:
+    """Collects the errors of an engine's outputs.
+
+    Args:
+        program: the name of the engine's program; with the precision of its arithmetic, it sets the tolerances.
+    """
+
+    def __init__(self, program: str, precision: str) -> None:
+        self._tolerance = TOLERANCES[precision]
+        self._largest_tolerance = LARGEST_TOLERANCES[precision] * (_LARGEST_IN_VAES if program.startswith("vae") else 1)
+        self._worst, self._largest, self._change = _Worst(), _Worst(), _Worst()
+        self._skipped: list[str] = []
+
+    def add(self, output: torch.Tensor, reference: torch.Tensor, where: str) -> None:
+        """Add an output; both tensors are on one device."""
+        relative, largest = errors(output, reference)
+        self._worst, self._largest = self._worst.or_(relative, where), self._largest.or_(largest, where)
+
+    def add_change(self, change: torch.Tensor, reference: torch.Tensor, where: str) -> None:
+        """Add what a part of a block adds to one of its inputs."""
+        self._change = self._change.or_(errors(change, reference)[0], where)
+
+    def skip(self, where: str) -> None:
+        """Add a case that could not be compared for lack of memory."""
+        self._skipped.append(where)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nothing can change the result any more: an output was not finite."""
+        return math.isnan(self._worst.error)
+
+    def result(self) -> Verification:
+        """Return the largest errors."""
+        worst, largest, change = self._worst, self._largest, self._change
+        detail, passed = (
+            _detail(worst, self._tolerance, largest, self._largest_tolerance),
+            worst.error <= self._tolerance,
+        )
+        if change.error > _OF_CHANGES * self._tolerance:
+            data = {"error": change.error, "where": change.where, "tolerance": _OF_CHANGES * self._tolerance}
+            detail, passed = Fact("engine.compared_change", {"compared": detail, **data}), False
+        if self._skipped:
+            detail = Fact("engine.compared_partly", {"compared": detail, "skipped": list(self._skipped)})
+        return Verification(
+            error=worst.error,
+            tolerance=self._tolerance,
+            largest_error=0.0 if self.hopeless else largest.error,
+            passed=passed and largest.error <= self._largest_tolerance,
+            detail=detail,
+        )
 
 
 class _Worst(NamedTuple):
@@ -245,7 +288,7 @@ def _on_gpu(call: Callable[[], object], device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1000
 
 
-def _detail(worst: _Worst, tolerance: float, largest: _Worst, largest_tolerance: float, skipped: Sequence[str]) -> Fact:
+def _detail(worst: _Worst, tolerance: float, largest: _Worst, largest_tolerance: float) -> Fact:
     if math.isnan(worst.error):
         found = Fact("engine.compared_not_finite", {"where": worst.where})
     elif worst.where:
@@ -254,8 +297,8 @@ def _detail(worst: _Worst, tolerance: float, largest: _Worst, largest_tolerance:
         found = Fact("engine.compared_equal")
     if largest.error > largest_tolerance:
         data = {"largest": largest.error, "where": largest.where, "tolerance": largest_tolerance}
-        found = Fact("engine.compared_largest", {"compared": found, **data})
-    return Fact("engine.compared_partly", {"compared": found, "skipped": list(skipped)}) if skipped else found
+        return Fact("engine.compared_largest", {"compared": found, **data})
+    return found
 
 
 def _size_text(size: LatentSize) -> str:

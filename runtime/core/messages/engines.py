@@ -43,6 +43,9 @@ MESSAGES: Mapping[str, Message] = {
     "engine.compared_largest": Message(
         "{compared} The largest error of one value is {largest:.1e} ({where}), {tolerance:.0e} allowed."
     ),
+    "engine.compared_change": Message(
+        "{compared} What it adds to its input is {error:.0%} off ({where}), {tolerance:.0%} allowed."
+    ),
     "engine.compared_equal": Message("Equal to PyTorch."),
     "engine.compared_not_finite": Message("The output {where} contains NaN or Inf, or has another shape."),
     "engine.compared_partly": Message("{compared} Sizes not compared for lack of memory: {skipped:list}."),

@@ -1,0 +1,219 @@
+"""Verifies block engines in a model's first blocks, with their real weights.
+
+The family computes the transformer in float32, one block on the device at a time, with a `_Tap` where jobs have block
+engines: it computes each part in PyTorch, runs the engine on the same inputs and weights, and compares both. Once a
+timestep the blocks are also computed with the engine in place of its part, so that its errors add up.
+
+Of the model's files only the first blocks are read: weights are mapped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import nn
+
+from runtime.core.plan import EAGER, LatentSize
+from runtime.engines.key_parts import tokens_of
+from runtime.engines.programs import TOKENS, BlockPart, BlockProgram, full_float32, load_program
+from runtime.engines.reference import BlocksOnDevice, largest_list
+from runtime.engines.sessions import Session
+from runtime.engines.verify import TIMESTEPS, TRAINING_STEPS, Comparison, Verification
+from runtime.models.registry import components_of
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_stored
+from runtime.planner.engine_index import EngineKey
+
+_BLOCKS = 4
+# Latents as smooth as a picture's have one random value per this many.
+_COARSE = 4
+_FEW_TOKENS = 64
+
+
+def compare_blocks(
+    session: Session, spec: ModelSpec, component: str, key: EngineKey, device: str, text: torch.Tensor
+) -> Verification:
+    """Compare a block engine with PyTorch at each of `verify.TIMESTEPS`, and with few and most tokens a call.
+
+    Args:
+        session: the open engine.
+        component: whose first blocks it computes; their LoRAs do not matter.
+        text: an encoded prompt, (1, text tokens, text width).
+
+    Raises:
+        EngineError: if the engine does not take the inputs.
+        ModelError: if the weights do not fit the configuration.
+        MemoryError, torch.OutOfMemoryError: if memory runs out.
+    """
+    target, tokens = torch.device(device), tokens_of(key)
+    module = load_stored(replace(spec, loras=()), component)
+    found = largest_list(module)
+    assert found is not None, "a transformer has blocks"
+    parent, attribute, every = found
+    blocks = nn.ModuleList(every[:_BLOCKS])
+    setattr(parent, attribute, nn.ModuleList())
+    nn.Module.to(module, target, torch.float32)
+    setattr(parent, attribute, blocks)
+    denoiser = components_of(spec.family).denoiser(module)
+    comparison = Comparison(key.program, key.precision)
+    tap = _Tap(session, spec, component, key.program, tokens, comparison)
+    denoiser.compute(EAGER, None, tap)
+    delattr(parent, attribute)
+    setattr(parent, attribute, BlocksOnDevice(blocks, target))
+    noise, clip = (tensor.to(target) for tensor in _noise_and_clip(spec, _size(spec, tokens)))
+    text = text.to(target)
+    for timestep in TIMESTEPS:
+        sigma, where = timestep / TRAINING_STEPS, f"t = {timestep:g}"
+        inputs = sigma * noise + (1 - sigma) * clip, torch.tensor(timestep, device=target), text
+        with full_float32(target):
+            tap.begin(where, through_engine=False)
+            expected = denoiser(*inputs)
+            tap.begin(where, through_engine=True)
+            comparison.add(denoiser(*inputs), expected, f"the result of {len(blocks)} blocks, {where}")
+    return comparison.result()
+
+
+def random_text(spec: ModelSpec) -> torch.Tensor:
+    """Return embeddings for `compare_blocks` of a model whose text encoder cannot be loaded."""
+    text = torch.randn(
+        1, spec.max_sequence_length, spec.transformer.text_dim, generator=torch.Generator().manual_seed(0)
+    )
+    text[:, _FEW_TOKENS:] = 0
+    return text
+
+
+def _size(spec: ModelSpec, tokens: int) -> LatentSize:
+    """Return the latent size of the model's own clip, with as many frames as fit into one call, but at least one."""
+    defaults, (patch, *_) = spec.defaults, spec.transformer.patch_size
+    _, _, frames, height, width = spec.latent_shape(defaults.frames, defaults.height, defaults.width)
+    a_frame = prod(side // size for side, size in zip((height, width), spec.transformer.patch_size[1:], strict=True))
+    return patch * max(1, min(frames // patch, tokens // a_frame)), height, width
+
+
+def _noise_and_clip(spec: ModelSpec, size: LatentSize) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return noise, and latents as smooth as a clip's with the same variance; each (1, channels, *size)."""
+    generator = torch.Generator().manual_seed(0)
+    channels = spec.vae.z_dim
+    noise = torch.randn(1, channels, *size, generator=generator)
+    coarse = torch.randn(1, channels, *(-(-side // _COARSE) for side in size), generator=generator)
+    clip = nn.functional.interpolate(coarse, size=list(size), mode="trilinear")
+    return noise, clip / clip.std()
+
+
+class _Tap:
+    """Compares an engine with a part of each block; has the interface of `execution.block_engines.BlockEngines`.
+
+    Args:
+        session: the engine.
+        program: its program.
+        tokens: the most of one call.
+        comparison: receives the outputs.
+
+    Attributes:
+        failed: always false.
+    """
+
+    failed = False
+
+    def __init__(
+        self, session: Session, spec: ModelSpec, component: str, program: str, tokens: int, comparison: Comparison
+    ) -> None:
+        self._session = session
+        self._program = program
+        self._tokens = tokens
+        self._comparison = comparison
+        self._parts: dict[str, BlockPart] = {}
+        for name in spec.block_programs:
+            loaded = load_program(spec, component, name, device="cpu", dtype="float32")
+            assert isinstance(loaded, BlockProgram)
+            self._parts[name] = loaded.part
+        self._where = ""
+        self._block = 0
+        self._through_engine = False
+        self._lengths_compared = False
+
+    def __deepcopy__(self, _: object) -> "_Tap":
+        """Return the same: blocks are copied with all that they refer to."""
+        return self
+
+    def begin(self, where: str, *, through_engine: bool) -> None:
+        """Start a pass.
+
+        Args:
+            where: its timestep, as text.
+            through_engine: whether the engine computes its part; otherwise each of its calls is compared.
+        """
+        self._where, self._block, self._through_engine = where, 0, through_engine
+
+    def weights(self, block: nn.Module, _: torch.device) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Return a block's weights by program and input."""
+        self._block += 1
+        return {
+            program: {name: block.get_parameter(path) for name, path in part.weights.items()}
+            for program, part in self._parts.items()
+        }
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """Divide tokens into slices of at most those of one call."""
+        return [slice(start, min(start + self._tokens, tokens)) for start in range(0, tokens, self._tokens)]
+
+    def outputs(self, program: str, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Allocate a program's outputs for the tokens of a tensor."""
+        part = self._parts[program]
+        return tuple(like.new_empty((1, *part.tensors[name].shape(like.shape[1]))) for name in part.outputs)
+
+    def run(
+        self,
+        program: str,
+        inputs: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Mapping[str, torch.Tensor]],
+        outputs: Sequence[torch.Tensor],
+        in_pytorch: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
+    ) -> None:
+        """Compute one part of a block, by PyTorch or by the engine; compare the engine's result with PyTorch's."""
+        given = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights[program]}
+        if program == self._program and self._through_engine:
+            computed: tuple[torch.Tensor, ...] = self._infer(given)
+        else:
+            found = in_pytorch()
+            computed = found if isinstance(found, tuple) else (found,)
+        for output, result in zip(outputs, computed, strict=True):
+            output.copy_(result.reshape(output.shape))
+        if program == self._program and not self._through_engine:
+            self._compare(given, [output[0] for output in outputs], f"block {self._block}, {self._where}")
+            if not self._lengths_compared:
+                self._lengths_compared = True
+                for tokens in (_FEW_TOKENS, self._tokens):
+                    self._compare(
+                        {name: self._of_length(name, tensor, tokens) for name, tensor in given.items()},
+                        [_repeated(output[0], tokens) for output in outputs],
+                        f"{tokens} tokens of block {self._block}, {self._where}",
+                    )
+
+    def rejects(self, _: torch.Tensor) -> bool:
+        """Let every result pass."""
+        return False
+
+    def _infer(self, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        found = self._session.infer(**given)
+        return tuple(found[name] for name in self._parts[self._program].outputs)
+
+    def _compare(self, given: Mapping[str, torch.Tensor], expected: Sequence[torch.Tensor], where: str) -> None:
+        names = self._parts[self._program].outputs
+        for name, output, reference in zip(names, self._infer(given), expected, strict=True):
+            self._comparison.add(output.to(reference.device), reference, f"{name} of {where}")
+            if name in given:
+                # The stream may be so large that even an engine that adds nothing to it is near.
+                before = given[name]
+                change = output.to(reference.device) - before
+                self._comparison.add_change(change, reference - before, f"{name} of {where}")
+
+    def _of_length(self, name: str, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+        sizes = self._parts[self._program].tensors[name].sizes
+        return _repeated(tensor, tokens) if sizes[0] == TOKENS else tensor
+
+
+def _repeated(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return a number of tokens from a tensor (tokens, …), repeated as needed."""
+    return tensor[torch.arange(tokens, device=tensor.device) % len(tensor)]
