@@ -15,7 +15,7 @@ from runtime.engines.builders import BUILDERS
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
 from runtime.engines.key_parts import TOKENS_OPTION
 from runtime.engines.programs import BlockProgram, load_program
-from runtime.engines.reference import encoded_prompt
+from runtime.engines.reference import BlocksOnDevice, encoded_prompt
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import Session
 from runtime.engines.store import EngineStore
@@ -162,7 +162,7 @@ def test_an_engine_wrong_at_its_most_tokens_only_fails(tiny: Callable[[str], Mod
 def test_only_the_first_blocks_are_on_the_device(diorama: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    class Watched(block_reference.BlocksOnDevice):
+    class Watched(BlocksOnDevice):
         def __init__(self, blocks: torch.nn.ModuleList, device: torch.device) -> None:
             made.append(len(blocks))
             super().__init__(blocks, device)
