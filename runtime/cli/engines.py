@@ -333,9 +333,9 @@ def _title(record: EngineRecord) -> str:
 
 
 def _speed(record: EngineRecord) -> str:
-    if not record.seconds_per_call:
+    if not record.seconds_per_call or not record.pytorch_seconds:
         return ""
-    return f"{record.pytorch_seconds_per_call / record.seconds_per_call:.1f}x"
+    return f"{record.pytorch_seconds / record.seconds_per_call:.2f}x"
 
 
 def _state(record: EngineRecord, stale: Sequence[Fact]) -> str:

@@ -137,6 +137,7 @@ class _Template(Formatter):
             "bytes": lambda: byte_size(value),
             "duration": lambda: duration(value),
             "about": lambda: about(value),
+            "latency": lambda: f"{1000 * value:.3g} ms" if value < 1 else f"{value:.1f} s",
             "gib": lambda: f"{value / (1 << 30):.1f} GiB",
             "or": lambda: " or ".join(map(str, value)),
             "kernel": lambda: words.attention(value),

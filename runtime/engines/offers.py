@@ -3,9 +3,10 @@
 Imports no torch. An engine that was not found equal to the model's own weights on this machine is never offered.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 from runtime.core.facts import Fact
@@ -100,7 +101,8 @@ class ModelOffers:
         missing: Fact | None = None
         nearest: Fact | None = None
         over_limit: Fact | None = None
-        build_time = seconds = pytorch_seconds = 0.0
+        build_time = seconds = 0.0
+        baselines: list[dict[str, float]] = []
         file_bytes = 0
         for program in builder.programs(self.spec, component):
             size = _size(program, latent)
@@ -129,9 +131,9 @@ class ModelOffers:
                 if missing is None:
                     missing, nearest = self._why_missing(key, component)
             else:
-                calls = latent[0] - 1 if program == "vae_next" else 1
+                calls = self._calls(uses[-1], latent)
                 seconds += calls * found.seconds_per_call
-                pytorch_seconds += calls * found.pytorch_seconds_per_call
+                baselines.append({path: calls * one for path, one in found.baselines.items()})
                 file_bytes += found.file_bytes
         problem = builder.unavailable(self.machine)
         if problem is None and needs:
@@ -145,12 +147,22 @@ class ModelOffers:
             problem=problem,
             build_seconds=build_time,
             seconds=seconds,
-            pytorch_seconds=pytorch_seconds,
+            baselines=_added(baselines),
             file_bytes=file_bytes,
             in_blocks=builder.kind == "blocks",
             # A CPU gains nothing from engines that read weights as inputs.
             on_request=builder.kind == "blocks" and device == "cpu",
         )
+
+    def _calls(self, use: EngineUse, latent: LatentSize) -> float:
+        """Return how many calls of an engine, at the size it was measured at, one call of its component takes."""
+        if use.program == "vae_next":
+            return latent[0] - 1
+        if not use.tokens:
+            return 1
+        patches = self.spec.transformer.patch_size
+        tokens = prod(size // patch for size, patch in zip(latent, patches, strict=True))
+        return tokens / use.tokens * self.spec.transformer.num_layers
 
     def _unsupported(self, builder: Builder) -> EngineOffer:
         """Return an offer that states why a builder does not support a device."""
@@ -245,6 +257,7 @@ def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
         builder=IMPORTED,
         precision=record.key.precision,
         profile=(profile.min, profile.opt, profile.max),
+        context_bytes=record.context_bytes,
     )
     # Without a speed it is used only if its backend is requested.
     exact = _is_exact(record)
@@ -254,8 +267,15 @@ def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
         uses=(use,),
         problem=Fact("engine.import_not_rebuilt"),
         seconds=record.seconds_per_call if exact else 0.0,
-        pytorch_seconds=record.pytorch_seconds_per_call if exact else 0.0,
+        baselines=record.baselines if exact else {},
+        file_bytes=record.file_bytes,
     )
+
+
+def _added(baselines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Add seconds by path; a path that was not measured for all engines is left out."""
+    paths = set.intersection(*map(set, baselines)) if baselines else set()
+    return {path: sum(one[path] for one in baselines) for path in sorted(paths)}
 
 
 def _is_exact(record: EngineRecord) -> bool:

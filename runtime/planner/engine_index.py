@@ -231,6 +231,11 @@ class EngineRecord:
     loras: tuple[LoraUse, ...] = ()
 
     @property
+    def pytorch_seconds(self) -> float:
+        """Seconds of what PyTorch would run instead, at its fastest; 0 if not measured."""
+        return min(self.baselines.values(), default=0.0)
+
+    @property
     def usable(self) -> bool:
         """Whether it was verified and has no known problem."""
         return self.verified and self.problem is None

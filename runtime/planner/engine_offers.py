@@ -3,8 +3,9 @@
 `engines.offers` makes the offers; `planner.resolve` calls `admit`, then `choose`. Pure: no files or devices are read.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, EngineUse, LatentSize
@@ -14,6 +15,52 @@ from runtime.planner.constraints import ComponentSettings, Conflict, conflict
 
 # Minimum speedup over PyTorch for the automatic choice of an engine. Smaller differences are within timing noise.
 _MIN_SPEEDUP = 1.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyTorchPath:
+    """What runs a component if no engine does.
+
+    Attributes:
+        compiled: whether with compiled code.
+        as_measured: whether it computes as the baselines of engines were measured: in the dtype of a plan that the
+            request does not change.
+        seconds: of one call in earlier jobs, measured with the same options; 0 if there were none.
+        attention_seconds: of the attention in one call, which is the same with block engines.
+        faster: how many times as fast as on one GPU it is because several GPUs share it, which engines cannot.
+    """
+
+    compiled: bool = False
+    as_measured: bool = True
+    seconds: float = 0.0
+    attention_seconds: float = 0.0
+    faster: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """The key of `EngineRecord.baselines`."""
+        return "compiled" if self.compiled else "eager"
+
+    @property
+    def title(self) -> Fact:
+        """Its name in messages."""
+        return Fact("planner.path_compiled") if self.compiled else Fact("planner.path_eager")
+
+
+EAGER_PATH = PyTorchPath()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of one call of a component on engines and in PyTorch; PyTorch's are 0 if not measured."""
+
+    engine: float
+    pytorch: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as PyTorch the engines are; 0 if not measured."""
+        return self.pytorch / self.engine if self.engine else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +75,8 @@ class EngineOffer:
         misfit: why the closest existing engine cannot be used, as a badge, such as "engine for other sizes".
         problem: why engines cannot be built on this machine; `None` if they can.
         build_seconds: estimated time to build the missing engines; 0 if unknown.
-        seconds, pytorch_seconds: measured seconds of one call (VAE: of the whole clip); 0 if not measured.
+        seconds: of one call, measured (VAE: of the whole clip; block engines: without attention); 0 if not measured.
+        baselines: of the same in PyTorch, "eager" and "compiled" as far as measured.
         file_bytes: size of the existing engines.
         in_blocks: whether its engines compute parts of each block of a transformer, see `plan.is_block_program`.
         on_request: whether they are built only if their backend is requested, because they are likely slower than
@@ -43,7 +91,7 @@ class EngineOffer:
     problem: Fact | None = None
     build_seconds: float = 0.0
     seconds: float = 0.0
-    pytorch_seconds: float = 0.0
+    baselines: Mapping[str, float] = field(default_factory=dict)
     file_bytes: int = 0
     in_blocks: bool = False
     on_request: bool = False
@@ -54,9 +102,23 @@ class EngineOffer:
         return bool(self.uses) and not any(use.build for use in self.uses)
 
     @property
+    def pytorch_seconds(self) -> float:
+        """Seconds of one call in PyTorch at its fastest; 0 if not measured."""
+        return min(self.baselines.values(), default=0.0)
+
+    @property
     def speedup(self) -> float:
-        """Speedup over PyTorch, measured on this machine; 0 if not measured."""
+        """Speedup over PyTorch at its fastest, measured on this machine; 0 if not measured."""
         return self.pytorch_seconds / self.seconds if self.ready and self.seconds else 0.0
+
+    def compared(self, path: PyTorchPath) -> Comparison:
+        """Compare the engines with what PyTorch would run instead."""
+        if not self.ready or not self.seconds:
+            return Comparison(0.0, path.seconds)
+        attention = path.attention_seconds if self.in_blocks else 0.0
+        baseline = self.baselines.get(path.kind, 0.0) if path.as_measured else 0.0
+        pytorch = (baseline + attention) / path.faster if baseline else path.seconds
+        return Comparison(self.seconds + attention, pytorch)
 
 
 # Maps a component, a latent size and a device to the offers, the preferred builder first.
@@ -139,7 +201,12 @@ def _settings(offer: EngineOffer, case: ComponentSettings) -> ComponentSettings:
 
 
 def choose(
-    asked: str, build: str, offers: Iterable[EngineOffer], in_pytorch: Fact, excluded: Conflict | None = None
+    asked: str,
+    build: str,
+    offers: Iterable[EngineOffer],
+    in_pytorch: Fact,
+    excluded: Conflict | None = None,
+    path: PyTorchPath = EAGER_PATH,
 ) -> Choice:
     """Choose a component's backend.
 
@@ -149,12 +216,13 @@ def choose(
         offers: see `admit`.
         in_pytorch: the device and precision in PyTorch, and why; a reason of the choice if PyTorch is chosen.
         excluded: the conflict that removed the preferred offer, from `admit`.
+        path: what PyTorch would run. Only engines that are faster are chosen for "auto".
     """
     if asked == PYTORCH:
         return _use_pytorch(Fact("planner.badge_as_asked"), in_pytorch, Fact("planner.as_asked"))
     if asked == AUTO:
-        return _choose_fastest(build, list(offers), in_pytorch, excluded)
-    return _choose_requested(asked, build, [offer for offer in offers if offer.backend == asked])
+        return _choose_fastest(build, list(offers), in_pytorch, excluded, path)
+    return _choose_requested(asked, build, [offer for offer in offers if offer.backend == asked], path)
 
 
 def _use_pytorch(badge: Fact, *reasons: Fact) -> Choice:
@@ -172,25 +240,30 @@ def _use_engines(offer: EngineOffer, build: str, reason: Fact) -> Choice:
     return Choice(offer.backend, uses, (reason,), badge, offer)
 
 
-def _choose_fastest(build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None) -> Choice:
+def _choose_fastest(
+    build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None, path: PyTorchPath
+) -> Choice:
     if build in {"missing", "always"}:
         buildable = [offer for offer in offers if offer.problem is None and not offer.on_request]
         if buildable and (build == "always" or not any(offer.ready for offer in offers)):
             first = buildable[0]
-            how = _build_note(first, build)
+            how = _build_note(first, build, path)
             return _use_engines(first, build, Fact("planner.likely_fastest", {"backend": first.backend, "how": how}))
-    measured = [offer for offer in offers if offer.speedup]
-    best = max(measured, key=lambda offer: offer.speedup, default=None)
+    measured = [offer for offer in offers if offer.compared(path).speedup]
+    best = max(measured, key=lambda offer: offer.compared(path).speedup, default=None)
     if best is None:
         if excluded is not None:
             return _use_pytorch(excluded.fact, in_pytorch, excluded.fact)
         cause = next((offer.missing for offer in offers if offer.misfit), None)
         reasons = [] if cause is None else [Fact("planner.no_engine_fits", {"cause": cause})]
+        if any(offer.ready for offer in offers):
+            reasons = [Fact("planner.not_compared", {"path": path.title})]
         return _use_pytorch(_badge_without_engine(offers), in_pytorch, *reasons)
-    if best.speedup < _MIN_SPEEDUP:
-        return _use_pytorch(Fact("planner.badge_none_faster"), in_pytorch, Fact("planner.none_faster"))
+    note = {"backend": best.backend, "how": _speed_note(best, path)}
+    if best.compared(path).speedup < _MIN_SPEEDUP:
+        return _use_pytorch(Fact("planner.badge_none_faster"), in_pytorch, Fact("planner.none_faster", note))
     code = "planner.fastest_measured" if len(measured) > 1 else "planner.faster_measured"
-    return _use_engines(best, "never", Fact(code, {"backend": best.backend, "how": _speed_note(best)}))
+    return _use_engines(best, "never", Fact(code, note))
 
 
 def _badge_without_engine(offers: list[EngineOffer]) -> Fact:
@@ -202,10 +275,14 @@ def _badge_without_engine(offers: list[EngineOffer]) -> Fact:
     return misfit or problem or Fact("planner.badge_no_engine")
 
 
-def _choose_requested(asked: str, build: str, offers: list[EngineOffer]) -> Choice:
-    ready = next((offer for offer in offers if offer.ready), None)
+def _choose_requested(asked: str, build: str, offers: list[EngineOffer], path: PyTorchPath) -> Choice:
+    # The fastest; the preferred one if they were not measured.
+    ready = min(
+        (offer for offer in offers if offer.ready), key=lambda offer: offer.compared(path).engine or inf, default=None
+    )
     if ready is not None and build != "always":
-        return _use_engines(ready, build, Fact("planner.asked_engine", {"backend": asked, "how": _speed_note(ready)}))
+        note = {"backend": asked, "how": _speed_note(ready, path)}
+        return _use_engines(ready, build, Fact("planner.asked_engine", note))
     buildable = next((offer for offer in offers if offer.problem is None), None)
     if buildable is None:
         problem = offers[0].problem if offers else None
@@ -216,20 +293,28 @@ def _choose_requested(asked: str, build: str, offers: list[EngineOffer]) -> Choi
     if build == "never":
         badge = buildable.misfit or Fact("planner.badge_not_built", {"backend": asked})
         return _use_pytorch(badge, Fact("planner.asked_not_built", {"backend": asked, "cause": buildable.missing}))
-    how = _build_note(buildable, build)
+    how = _build_note(buildable, build, path)
     return _use_engines(buildable, build, Fact("planner.asked_engine", {"backend": asked, "how": how}))
 
 
-def _build_note(offer: EngineOffer, build: str) -> Fact:
+def _build_note(offer: EngineOffer, build: str, path: PyTorchPath) -> Fact:
     if offer.ready:
-        return Fact("planner.built_again") if build == "always" else _speed_note(offer)
+        return Fact("planner.built_again") if build == "always" else _speed_note(offer, path)
     if offer.build_seconds:
         return Fact("planner.built_first", {"seconds": offer.build_seconds, "cause": offer.missing})
     return Fact("planner.built_first_unknown", {"cause": offer.missing})
 
 
-def _speed_note(offer: EngineOffer) -> Fact:
+def _speed_note(offer: EngineOffer, path: PyTorchPath) -> Fact:
     precision = offer.uses[-1].precision
-    if not offer.speedup:
+    compared = offer.compared(path)
+    if not compared.speedup:
         return Fact("planner.speed_unknown", {"precision": precision})
-    return Fact("planner.speed", {"precision": precision, "times": offer.speedup})
+    data = {
+        "precision": precision,
+        "seconds": compared.engine,
+        "pytorch": compared.pytorch,
+        "path": path.title,
+        "times": compared.speedup,
+    }
+    return Fact("planner.speed", data)

@@ -194,32 +194,65 @@ def seconds(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> d
 
 def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
     """Return the latency of one call with all weights on the device, based on the most similar measurement."""
+    workload = inputs.workload
+    in_blocks = workload.in_blocks(name)
     measured = _measured_call(inputs, strategy, name, speed) if inputs.history else None
     if measured is not None:
         like, found = measured
+    elif in_blocks and name in workload.engine_seconds:
+        like, alone = speed, _in_blocks(inputs, name, speed)
+        found = placement.faster_by_split(alone, workload.split, name)
     else:
-        like, alone = EAGER, compute_seconds(inputs.workload, name, inputs.machine, strategy)
+        like, alone = EAGER, compute_seconds(workload, name, inputs.machine, strategy)
         whole_frames = name != "vae" or strategy.decode_tile is None
-        found = placement.faster_by_split(alone, inputs.workload.split, name) if whole_frames else alone
+        found = placement.faster_by_split(alone, workload.split, name) if whole_frames else alone
     speedup = 1.0
-    if inputs.backends[name] == PYTORCH:
-        if speed.compiled and not like.compiled:
-            speedup *= _compiled_speedup(inputs, strategy, name)
-        if is_transformer(name) and speed.attention != like.attention:
-            workload = inputs.workload
-            speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
+    if inputs.backends[name] == PYTORCH and speed.compiled and not like.compiled:
+        speedup *= _compiled_speedup(inputs, strategy, name)
+    if name in inputs.loaded and speed.attention != like.attention:
+        speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
     return found if speedup == 1.0 else replace(found * (1 / speedup), measured=False)
 
 
 def compute_seconds(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
     """Estimate one call on its device with all weights there; an engine's own measurement counts first."""
-    if component in workload.engine_seconds:
+    if component in workload.engine_seconds and component in workload.engine_bytes:
         measured = workload.engine_seconds[component]
         return Seconds(measured, _ENGINE[0] * measured, _ENGINE[1] * measured, measured=True)
     if workload.cuda:
         return _on_gpu(workload, component, machine, strategy)
     likely = workload.flops(component, strategy.decode_tile) / (_CORE_RATE * machine.cores)
     return Seconds(likely, _CPU[0] * likely, _CPU[1] * likely)
+
+
+def attention_seconds(inputs: ForecastInputs, dtype: str, kernel: str) -> float:
+    """Return the seconds of the attention in one forward pass on one GPU: measured on this machine, else estimated."""
+    workload, spec = inputs.workload, inputs.workload.spec
+    flops = attention_flops(spec, workload.tokens)
+    # Cross-attention, in proportion.
+    calls = spec.transformer.num_layers * (1 + spec.max_sequence_length / workload.tokens)
+    device = history.device_name(inputs.machine, workload.device)
+    measured = history.attention_seconds(inputs.history, device, dtype, flops).get(kernel)
+    if measured is not None:
+        return calls * measured
+    if not workload.cuda:
+        return calls * flops / (_CORE_RATE * inputs.machine.cores)
+    rate, _, slower, _ = _rates(workload, inputs.machine, dtype)
+    return calls * flops / (_MATRIX_SHARE * rate * slower * _ATTENTION_SPEEDUP.get(kernel, 1.0))
+
+
+def measured_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> float:
+    """Return the seconds of one call in earlier jobs with these options, 0 if there were none."""
+    kind = _kind(inputs, strategy, name, speed).replace(step_cache="")
+    found = history.seconds_per_call(inputs.history, kind, inputs.workload.flops(name, strategy.decode_tile))
+    return 0.0 if found is None else found.likely
+
+
+def _in_blocks(inputs: ForecastInputs, name: str, speed: Speed) -> Seconds:
+    """Return the seconds of one forward pass on measured block engines, with attention between them."""
+    workload = inputs.workload
+    likely = workload.engine_seconds[name] + attention_seconds(inputs, workload.dtypes[name], speed.attention)
+    return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, measured=True)
 
 
 def transfer_seconds(workload: Workload, strategy: MemoryStrategy, component: str, calls: float) -> Seconds:
@@ -302,8 +335,14 @@ def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Sp
         offload=strategy.offload,
         tile=history.tile_of(strategy, name),
         step_cache=history.cache_of(inputs.step_cache, name),
-        speed=history.history_tag(speed, name) if inputs.backends[name] == PYTORCH else "",
+        speed=_tag(inputs, name, speed),
     )
+
+
+def _tag(inputs: ForecastInputs, name: str, speed: Speed) -> str:
+    if inputs.workload.in_blocks(name):
+        return history.blocks_tag(speed)
+    return history.history_tag(speed, name) if inputs.backends[name] == PYTORCH else ""
 
 
 def _component_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
@@ -345,13 +384,9 @@ def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: st
 
 
 def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
-    gpu = machine.gpu_of(workload.device)
-    known = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
-    rate, bandwidth = known or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
-    rate, bandwidth = rate * _TERA, bandwidth * _GIGA
     dtype = workload.dtypes[component]
     full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
-    slower = (_NO_TF32 if gpu.capability < _TF32_CAPABILITY else 0.5) if full else 1.0
+    rate, bandwidth, slower, known = _rates(workload, machine, dtype)
     operations = workload.flops(component, strategy.decode_tile)
     low, high = _KNOWN_GPU if known else _OTHER_GPU
     if component == "text_encoder":
@@ -368,6 +403,16 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
         quick, usual, slow = _QUANTIZED[strategy.quantization]
         return Seconds(usual * likely, quick * low * likely, slow * high * likely)
     return Seconds(likely, low * likely, high * likely)
+
+
+def _rates(workload: Workload, machine: Machine, dtype: str) -> tuple[float, float, float, bool]:
+    """Return a GPU's operations and bytes per second, the share of operations in a dtype, and if it is a known GPU."""
+    gpu = machine.gpu_of(workload.device)
+    known = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
+    rate, bandwidth = known or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
+    full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
+    slower = (_NO_TF32 if gpu.capability < _TF32_CAPABILITY else 0.5) if full else 1.0
+    return rate * _TERA, bandwidth * _GIGA, slower, known is not None
 
 
 def compiled_speedup(quantization: str) -> float:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
-from runtime.core.plan import ExecutionPlan, Speed
+from runtime.core.plan import ComponentPlan, ExecutionPlan, Speed
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
@@ -97,9 +97,9 @@ def runs_of(
     for name in ("text_encoder", "transformer", "vae"):
         alike = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
         parts = [planned.components[stage.component] for stage in alike]
-        speed = history_tag(planned.speed, name)
-        degraded = speed != history_tag(ran.speed, name)
-        mixed = len({(part.backend, part.dtype, part.quantization) for part in parts}) > 1
+        speed = engine_tag(parts[0], planned.speed, name)
+        degraded = history_tag(planned.speed, name) != history_tag(ran.speed, name)
+        mixed = len({(part.backend, part.in_blocks, part.dtype, part.quantization) for part in parts}) > 1
         fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in alike)
         if degraded or mixed or fell_back:
             continue
@@ -165,6 +165,18 @@ def history_tag(speed: Speed, component: str) -> str:
         kernel = {} if speed.attention == "native" else {speed.attention: True}
         options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}
     return " ".join(name for name, used in options.items() if used)
+
+
+def engine_tag(part: ComponentPlan, speed: Speed, component: str) -> str:
+    """Return `Kind.speed` of a component as planned: the options apply to what PyTorch computes."""
+    if part.on_engine:
+        return ""
+    return blocks_tag(speed) if part.in_blocks else history_tag(speed, component)
+
+
+def blocks_tag(speed: Speed) -> str:
+    """Return `Kind.speed` of a transformer on block engines, between which PyTorch computes the attention."""
+    return f"blocks {history_tag(speed.replace(compiled=False, paired=False), 'transformer')}".strip()
 
 
 def device_name(machine: Machine, device: str) -> str:

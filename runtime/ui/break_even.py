@@ -45,7 +45,7 @@ def break_even_of_offer(
 
 def break_even_of_record(record: EngineRecord, preview: Preview | None) -> BreakEven | None:
     """Return when an engine pays off at the previewed settings; `None` if they do not use it."""
-    if preview is None or preview.plan is None or not record.seconds_per_call:
+    if preview is None or preview.plan is None or not record.seconds_per_call or not record.pytorch_seconds:
         return None
     plan = preview.plan
     calls = 0.0
@@ -55,7 +55,7 @@ def break_even_of_record(record: EngineRecord, preview: Preview | None) -> Break
             calls += _calls_per_video(plan)[name]
     if record.key.program == "vae_next":
         calls *= plan.latent_size[0] - 1
-    saved = calls * (record.pytorch_seconds_per_call - record.seconds_per_call)
+    saved = calls * (record.pytorch_seconds - record.seconds_per_call)
     return BreakEven(record.build_seconds, saved) if calls else None
 
 

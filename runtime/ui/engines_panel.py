@@ -320,9 +320,9 @@ def _state(entry: Entry) -> tuple[str, str]:
 
 
 def _speed(record: EngineRecord) -> str:
-    if not record.seconds_per_call:
+    if not record.seconds_per_call or not record.pytorch_seconds:
         return "not measured"
-    return f"{record.pytorch_seconds_per_call / record.seconds_per_call:.1f} times PyTorch"
+    return f"{record.pytorch_seconds / record.seconds_per_call:.2f} times PyTorch"
 
 
 def _error(record: EngineRecord) -> str:

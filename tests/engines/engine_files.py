@@ -49,6 +49,7 @@ def record(key: EngineKey, **changes: Any) -> EngineRecord:
         build_seconds=60.0,
         seconds_per_call=0.1,
         pytorch_seconds_per_call=0.3,
+        baselines={"eager": 0.3},
         error=1e-6,
         tolerance=1e-4,
         verified=True,

@@ -23,7 +23,7 @@ from tests.published_specs import spec
 A14B, SMALL = "wan2.2-a14b", "wan2.1-1.3b"
 EXPERTS = ("transformer", "transformer_2")
 PROGRAMS = ("block_qkv", "block_query", "block_feed_forward")
-PACKAGES = (*GPU_PACKAGES, ("torchao", "1"), ("bitsandbytes", "1"), ("flash-attn-4", "1"))
+PACKAGES = (*GPU_PACKAGES, ("torchao", "1"), ("bitsandbytes", "1"), ("flash-attn-4", "1"), ("triton", "1"))
 GPU = Gpu("NVIDIA H200", (9, 0), 141 * GIB, 139 * GIB, "580.95")
 H200 = replace(
     machine(ram_free_gib=500, torch_cuda="13.0", packages=PACKAGES),
@@ -218,3 +218,47 @@ def test_group_offload_streams_weights_past_block_engines() -> None:
     stage = next(stage for stage in made.memory if stage.component == "transformer")
     assert stage.weights_bytes < resident["transformer"] / 5
     assert made.forecast.ram_bytes > sum(resident.values())
+
+
+def measured(offer: EngineOffer, seconds: float, **baselines: float) -> EngineOffer:
+    """Return an offer with measurements."""
+    return replace(offer, seconds=seconds, baselines=baselines)
+
+
+def test_block_engines_are_chosen_if_a_pass_is_faster() -> None:
+    in_pytorch = plan([], backend="auto")
+    assert in_pytorch.speed.compiled
+    # Parts of a pass, without 1 s of attention.
+    slow, fast = measured(blocks(), 1.9, eager=2.5, compiled=1.8), measured(blocks(), 1.5, eager=2.5, compiled=1.8)
+    refused, chosen = plan([slow], backend="auto"), plan([fast], backend="auto")
+    assert refused.components["transformer"].backend == "pytorch"
+    assert refused.components["transformer"].reasons[-1].code == "planner.none_faster"
+    assert (refused.speed, refused.seconds) == (in_pytorch.speed, in_pytorch.seconds)
+    assert chosen.components["transformer"].in_blocks
+    note = chosen.components["transformer"].reasons[0].data["how"]
+    assert note.data["path"] == Fact("planner.path_compiled")
+    attention = note.data["seconds"] - 1.5
+    assert note.data["pytorch"] == pytest.approx(1.8 + attention)
+    assert 0.8 < attention < 2.0
+    # Never compiled: the eager baseline counts.
+    assert plan([slow], backend="auto", compile="never").components["transformer"].in_blocks
+
+
+def test_the_forecast_of_a_pass_is_its_parts_and_attention() -> None:
+    made = plan([measured(blocks(), 1.5, eager=2.5)], steps=10)
+    calls = 2 * 10
+    assert made.seconds["denoise"].likely == pytest.approx(calls * 2.8, rel=0.2)
+    two = plan([measured(blocks(), 1.5, eager=2.5)], on=FOUR, gpus=2, steps=10)
+    assert two.seconds["denoise"].likely < 0.6 * made.seconds["denoise"].likely
+
+
+def test_an_engine_that_was_not_requested_gives_way_where_memory_is_short() -> None:
+    """PyTorch offloads weights by group; an engine of the whole transformer does not fit at all."""
+    little = replace(H200, gpus=(replace(GPU, total_bytes=24 * GIB, free_bytes=23 * GIB),))
+    offer = measured(whole(), 0.1, eager=2.5, compiled=1.8)
+    made = plan([offer], on=little, backend="auto")
+    assert made.components["transformer"].backend == "pytorch"
+    assert made.components["transformer"].badge == Fact("planner.badge_engine_memory")
+    assert made.strategy == plan([], on=little, backend="auto").strategy
+    with pytest.raises(MemoryShortError):
+        plan([offer], on=little, backend="tensorrt")

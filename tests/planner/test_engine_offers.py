@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.core.facts import Fact, short
+from runtime.core.facts import Fact, render, short
 from runtime.core.plan import BACKEND_TITLES, EngineUse
 from runtime.core.units import about
 from runtime.planner.constraints import ComponentSettings, Conflict
-from runtime.planner.engine_offers import EngineOffer, admit, choose
+from runtime.planner.engine_offers import EngineOffer, PyTorchPath, admit, choose
 from tests.plans import GPU_PACKAGES, gpu, machine
 
 HERE = Fact("planner.on_cpu", {"cause": Fact("machine.no_gpu")})
@@ -27,7 +27,7 @@ def use(*, build: bool = False) -> EngineUse:
 
 def ready(backend: str, speedup: float = 2.0) -> EngineOffer:
     """Return an engine that is there and measured."""
-    return EngineOffer(backend=backend, builder=backend, uses=(use(),), seconds=1.0, pytorch_seconds=speedup)
+    return EngineOffer(backend=backend, builder=backend, uses=(use(),), seconds=1.0, baselines={"eager": speedup})
 
 
 def buildable(backend: str) -> EngineOffer:
@@ -66,10 +66,10 @@ ORT, IND, TRT = "onnxruntime", "inductor", "tensorrt"
     [
         ("auto", "auto", [], "pytorch", False, str(HERE)),
         ("auto", "auto", [buildable(ORT)], "pytorch", False, str(HERE)),
-        ("auto", "auto", [ready(ORT), ready(IND, 3.0)], IND, False, "the fastest measured here: float32, 3.0 times"),
+        ("auto", "auto", [ready(ORT), ready(IND, 3.0)], IND, False, "the fastest measured here: float32, 3.00 times"),
         ("auto", "auto", [ready(ORT)], ORT, False, "ONNX Runtime is faster here"),
-        ("auto", "auto", [ready(ORT, 0.9)], "pytorch", False, "No engine measured here is faster."),
-        ("auto", "auto", [ready(ORT, 1.02)], "pytorch", False, "No engine measured here is faster."),
+        ("auto", "auto", [ready(ORT, 0.9)], "pytorch", False, "No engine measured here is faster than PyTorch"),
+        ("auto", "auto", [ready(ORT, 1.02)], "pytorch", False, "No engine measured here is faster than PyTorch"),
         ("auto", "auto", [unmeasured(ORT)], "pytorch", False, str(HERE)),
         ("auto", "auto", [misfit(ORT)], "pytorch", False, f"{HERE} No engine fits: the nearest was built for 64x64."),
         ("auto", "never", [ready(ORT)], ORT, False, "faster here"),
@@ -88,7 +88,7 @@ ORT, IND, TRT = "onnxruntime", "inductor", "tensorrt"
             "as requested: built first, about 4 min (there is none yet).",
         ),
         (ORT, "missing", [buildable(ORT)], ORT, True, "built first"),
-        (ORT, "missing", [ready(ORT, 0.5)], ORT, False, "0.5 times as fast as PyTorch"),
+        (ORT, "missing", [ready(ORT, 0.5)], ORT, False, "0.50 times as fast as PyTorch: 1.0 s a call"),
         (ORT, "missing", [unmeasured(ORT)], ORT, False, "not measured"),
         (ORT, "always", [ready(ORT)], ORT, True, "built again, as requested"),
         (ORT, "never", [ready(ORT)], ORT, False, "as requested"),
@@ -180,3 +180,66 @@ def test_guessed_durations_are_round(seconds: float, words: str) -> None:
 
 def test_an_offer_without_engines_is_not_ready() -> None:
     assert not EngineOffer(backend=TRT, builder=TRT, uses=(), problem=Fact("planner.needs_gpu")).ready
+
+
+def test_an_engine_is_compared_with_the_path_that_would_run() -> None:
+    """Slower than compiled PyTorch, faster than eager: the review's case of an engine that was chosen though slower."""
+    offer = replace(ready(TRT), baselines={"eager": 1.5, "compiled": 0.8})
+    eager = choose("auto", "auto", [offer], HERE, path=PyTorchPath())
+    assert eager.backend == TRT
+    assert eager.reasons[0].data["how"].data["pytorch"] == 1.5
+    compiled = choose("auto", "auto", [offer], HERE, path=PyTorchPath(compiled=True))
+    assert (compiled.backend, compiled.badge.code) == ("pytorch", "planner.badge_none_faster")
+    how = compiled.reasons[-1].data["how"]
+    assert (how.data["seconds"], how.data["pytorch"]) == (1.0, 0.8)
+    assert "PyTorch (compiled) 800 ms, measured here" in str(compiled.reasons[-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "backend"),
+    [
+        # No baseline of this path: jobs in PyTorch on this machine count, or nothing is chosen.
+        (PyTorchPath(compiled=True), "pytorch"),
+        (PyTorchPath(compiled=True, seconds=2.0), TRT),
+        (PyTorchPath(compiled=True, seconds=1.02), "pytorch"),
+        # The baseline is of another dtype.
+        (PyTorchPath(as_measured=False), "pytorch"),
+        (PyTorchPath(as_measured=False, seconds=1.5), TRT),
+        # Several GPUs share PyTorch's work.
+        (PyTorchPath(faster=1.9), TRT),
+        (PyTorchPath(faster=1.98), "pytorch"),
+    ],
+)
+def test_choices_without_a_matching_baseline(path: PyTorchPath, backend: str) -> None:
+    chosen = choose("auto", "auto", [ready(TRT)], HERE, path=path)
+    assert chosen.backend == backend
+    compared = ready(TRT).compared(path)
+    if not compared.pytorch:
+        assert chosen.badge.code == "planner.badge_not_measured"
+        assert chosen.reasons[-1].code == "planner.not_compared"
+        assert "engines verify" in render(chosen.reasons[-1]).remedy
+
+
+def test_attention_between_block_engines_counts_on_both_sides() -> None:
+    offer = replace(ready(TRT, 1.1), in_blocks=True)
+    assert offer.compared(PyTorchPath(attention_seconds=4.0)).speedup == pytest.approx(5.1 / 5.0)
+    assert choose("auto", "auto", [offer], HERE, path=PyTorchPath()).backend == TRT
+    # 10 % of a fifth of a pass is less than timing noise.
+    assert choose("auto", "auto", [offer], HERE, path=PyTorchPath(attention_seconds=4.0)).backend == "pytorch"
+
+
+def test_the_fastest_ready_engine_of_a_requested_backend_runs() -> None:
+    slow, fast = ready(TRT), replace(ready(TRT), seconds=0.5, in_blocks=True)
+    for offers in ([slow, fast], [fast, slow]):
+        assert choose(TRT, "auto", offers, HERE).offer is fast
+    assert choose(TRT, "auto", [slow, fast], HERE, path=PyTorchPath(attention_seconds=1.0)).offer is slow
+    # Those that were not measured come last.
+    assert choose(TRT, "auto", [unmeasured(TRT), fast], HERE).offer is fast
+
+
+def test_an_old_record_without_baselines_is_not_chosen() -> None:
+    old = replace(ready(TRT), baselines={})
+    chosen = choose("auto", "auto", [old], HERE)
+    assert chosen.backend == "pytorch"
+    assert chosen.reasons[-1].code == "planner.not_compared"
+    assert choose("auto", "missing", [old], HERE).backend == "pytorch"

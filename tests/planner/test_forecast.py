@@ -96,7 +96,9 @@ def test_an_unknown_gpu_is_less_certain() -> None:
 
 
 def test_the_estimate_of_a_measured_engine_is_its_measurement() -> None:
-    held = replace(workload(spec("wan2.2-a14b"), CLIP), engine_seconds={"transformer": 2.0})
+    held = replace(
+        workload(spec("wan2.2-a14b"), CLIP), engine_seconds={"transformer": 2.0}, engine_bytes={"transformer": 1}
+    )
     found = forecast.compute_seconds(held, "transformer", gpu("NVIDIA H200"), MemoryStrategy())
     assert (found.likely, found.measured) == (2.0, True)
 

@@ -329,7 +329,7 @@ def test_a_row_shows_every_property(tiny: Callable[[str], ModelSpec]) -> None:
         "64 × 32, 9 frames",
         "TensorRT, float16",
         "14.5 MB",
-        "3.0 times PyTorch",
+        "3.00 times PyTorch",
         "1e-06 of 1e-04",
         "in 1 min 0 s",
         "after 30 videos",

@@ -38,7 +38,7 @@ def offer(component: str, backend: str = "tensorrt", **values: Any) -> EngineOff
         profile=(size, size, size),
         build=build,
     )
-    given = {"missing": "there is none yet" if build else "", "seconds": 1.0, "pytorch_seconds": 3.0} | values
+    given = {"missing": "there is none yet" if build else "", "seconds": 1.0, "baselines": {"eager": 3.0}} | values
     return EngineOffer(backend=backend, builder=backend, uses=(use,), **given)
 
 

@@ -214,7 +214,13 @@ _REASONS: Mapping[str, Message] = {
     "planner.fastest_measured": Message("{backend:backend} is the fastest measured here: {how:clause}."),
     "planner.faster_measured": Message("{backend:backend} is faster here: {how:clause}."),
     "planner.no_engine_fits": Message("No engine fits: {cause:clause}."),
-    "planner.none_faster": Message("No engine measured here is faster."),
+    "planner.none_faster": Message("No engine measured here is faster than PyTorch; {backend:backend}: {how:clause}."),
+    "planner.not_compared": Message(
+        "An engine is ready, but was not measured against PyTorch ({path:clause}).",
+        "Verify it on the Engines page, or with `engines verify`, to measure it.",
+    ),
+    "planner.path_compiled": Message("Compiled."),
+    "planner.path_eager": Message("Not compiled."),
     "planner.asked_engine": Message("{backend:backend}, as requested: {how:clause}."),
     "planner.asked_unavailable": Message("{backend:backend} was requested, but {cause:clause}. {cause:remedy}"),
     "planner.asked_not_built": Message(
@@ -227,7 +233,10 @@ _REASONS: Mapping[str, Message] = {
     "planner.built_again": Message("Built again, as requested."),
     "planner.built_first": Message("Built first, {seconds:about} ({cause:clause})."),
     "planner.built_first_unknown": Message("Built first ({cause:clause})."),
-    "planner.speed": Message("{precision}, {times:.1f} times as fast as PyTorch when it was measured."),
+    "planner.speed": Message(
+        "{precision}, {times:.2f} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
+        "{pytorch:latency}, measured here."
+    ),
     "planner.speed_unknown": Message("{precision}, not measured."),
     "planner.badge_as_asked": Message("As requested.", badge="as requested"),
     "planner.badge_ready": Message("The engine is ready.", badge="engine ready"),
@@ -236,6 +245,8 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.badge_builds_unknown": Message("The engine is built first.", badge="builds first"),
     "planner.badge_none_faster": Message("No engine is faster.", badge="no engine is faster"),
+    "planner.badge_engine_memory": Message("Memory does not suffice for its engine.", badge="too little memory"),
+    "planner.engine_memory": Message("An engine would be faster, but this clip does not fit into memory with it."),
     "planner.badge_not_measured": Message("Its engine is not measured.", badge="its engine is not measured"),
     "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
     "planner.badge_not_built": Message(
