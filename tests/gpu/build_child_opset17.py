@@ -5,7 +5,7 @@ from unittest import mock
 
 from runtime.engines import build
 from runtime.engines.build import Job
-from runtime.engines.builders.tensorrt import OnnxTensorRT
+from runtime.engines.builders.tensorrt import OnnxTensorRT, TensorRTBlocks
 from runtime.engines.child import Report
 from tests.gpu import tensorrt_8_6
 from tests.gpu.opset17 import to_opset_17
@@ -16,5 +16,6 @@ def run_job(job: Job, report: Report) -> dict[str, Any]:
     if not tensorrt_8_6.is_installed():
         return build.run_job(job, report)
     tensorrt_8_6.load()
-    with mock.patch.object(build, "BUILDERS", {"onnx_tensorrt": OnnxTensorRT(prepare=to_opset_17)}):
+    builders = {builder.name: builder(prepare=to_opset_17) for builder in (OnnxTensorRT, TensorRTBlocks)}
+    with mock.patch.object(build, "BUILDERS", builders):
         return build.run_job(job, report)
