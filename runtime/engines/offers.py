@@ -151,7 +151,7 @@ class ModelOffers:
             file_bytes=file_bytes,
             in_blocks=builder.kind == "blocks",
             # A CPU gains nothing from engines that read weights as inputs.
-            on_request=builder.kind == "blocks" and device == "cpu",
+            on_request=builder.on_request(component, device),
         )
 
     def _calls(self, use: EngineUse, latent: LatentSize) -> float:

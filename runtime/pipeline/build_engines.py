@@ -37,7 +37,7 @@ class BuildResult:
 
 
 def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineService) -> list[WantedEngine]:
-    """Return the engines for a size: of the requested backends, or of every backend that can build for "auto".
+    """Return the engines for a size: of the requested backends, or for "auto" of every backend that may be faster.
 
     If the request names backends, only the components that it names get engines. Shared engines appear once.
 
@@ -97,6 +97,8 @@ def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) 
                 raise MachineError("pipeline.backend_unsupported", backend=backend, component=name, device=device)
             raise MachineError("pipeline.not_buildable", backend=backend, cause=offered[0].problem)
         able = able[:1]
+    else:
+        able = [offer for offer in able if not offer.on_request]
     for offer in able:
         for use in offer.uses:
             yield WantedEngine(name, use, offer.backend, device)

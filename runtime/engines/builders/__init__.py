@@ -58,6 +58,13 @@ class Builder(ABC):
             return spec.programs[component]
         return spec.block_programs if is_transformer(component) else ()
 
+    def on_request(self, component: str, device: str) -> bool:
+        """Return whether its engines are likely slower than PyTorch, and so built only if their backend is requested.
+
+        Measured: on a CPU block engines; on a GPU engines of the VAE, with every backend (`bench/h200.md`).
+        """
+        return component == "vae" if device != "cpu" else self.kind == "blocks"
+
     def key(
         self,
         spec: ModelSpec,
