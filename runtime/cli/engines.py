@@ -342,7 +342,7 @@ def _state(record: EngineRecord, stale: Sequence[Fact]) -> str:
     if record.problem is not None:
         return str(record.problem)
     if not record.verified:
-        return str(record.detail) if math.isnan(record.error) else f"wrong: relative error {record.error:.0e}"
+        return str(record.detail)
     reasons = f"stale: {' '.join(map(str, stale))}" if stale else ""
     return ", ".join(filter(None, ("pinned" if record.pinned else "", reasons)))
 

@@ -328,7 +328,10 @@ def _speed(record: EngineRecord) -> str:
 def _error(record: EngineRecord) -> str:
     if not record.verified and record.detail.code == "engine.not_compared_yet":
         return ""
-    return "not finite" if math.isnan(record.error) else f"{record.error:.0e} of {record.tolerance:.0e}"
+    if math.isnan(record.error):
+        return "not finite"
+    largest = f", largest of one value {record.largest_error:.0e}" if record.largest_error else ""
+    return f"{record.error:.0e} of {record.tolerance:.0e}{largest}"
 
 
 def _built(record: EngineRecord) -> str:
