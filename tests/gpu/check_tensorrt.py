@@ -1,6 +1,7 @@
 """Check TensorRT engines on a GPU (export, builder, session) against PyTorch. Not run by pytest.
 
     python tests/gpu/check_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
+    python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks [--model M] [--blocks N] [--latent F,H,W]
     python tests/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 
 Each part prints a JSON object per result, and appends it to $OUT/checks.jsonl. Engines stay in
@@ -30,6 +31,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6, wide_models
+from tests.gpu.check_blocks import blocks
 from tests.gpu.check_clip import clip
 from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, relative_error
 from tests.gpu.check_damage import case, damage
@@ -201,7 +203,7 @@ def openings(checks: Checks, name: str, record: EngineRecord, inputs: dict[str, 
 def main() -> None:
     """Run one part."""
     parts: dict[str, Callable[[Checks], None]] = {
-        part.__name__: part for part in (build, profiles, clip, job, damage, case, endurance)
+        part.__name__: part for part in (build, blocks, profiles, clip, job, damage, case, endurance)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)

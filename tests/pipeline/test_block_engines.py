@@ -18,13 +18,17 @@ from runtime.core.events import Event, FellBack, OutOfMemory, Resumed, StageStar
 from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan, Speed
+from runtime.core.request import GenerationRequest
 from runtime.engines import service as engines_service
 from runtime.engines.service import EngineService, OpenEngines
+from runtime.engines.store import EngineStore
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.planner.resolve import resolve
 from runtime.video.mp4 import read_metadata
 from tests.block_engine_files import BUILDER, in_blocks, stock
 from tests.execution.test_offload import Reading, reading
@@ -32,7 +36,7 @@ from tests.lora_files import factors, peft
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
-from tests.plans import Alone, tiny_plan, with_strategy
+from tests.plans import Alone, machine, tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
 __all__ = ["reading"]
@@ -517,3 +521,23 @@ def test_a_build_that_fails_is_tried_once(
     events = run(blocks, spec, residency)
     assert tried == ["transformer"]
     assert fallen(events) == EXPERTS
+
+
+@pytest.mark.slow
+def test_a_job_builds_block_engines_once_for_both_experts(spec: ModelSpec, tmp_path: Path) -> None:
+    """A step cache needs block engines; the planner offers them, and the job builds them."""
+    service = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
+    asked = {"prompt": "a red boat", "steps": 8, "seed": 3, "fps": 8, "step_cache": "first-block:0.9", **LARGE}
+    with Residency(service) as residency:
+        for build, size in ((True, {}), (False, SMALL)):
+            request = {**asked, **size, "backends": dict.fromkeys(EXPERTS, "onnxruntime")}
+            plan = resolve(
+                GenerationRequest.from_mapping(request), spec, machine(), tmp_path / "x.mp4", service.offers(spec)
+            )
+            assert all(plan.components[name].in_blocks for name in EXPERTS)
+            events = run(plan, spec, residency)
+            assert fallen(events) == []
+            assert backends(events) == ["onnxruntime", "onnxruntime"]
+            built = [event.part for event in events if isinstance(event, StageStarted) and event.stage == "build"]
+            assert built == (["transformer"] * 3 if build else [])
+        assert len(service.store.index()) == 3

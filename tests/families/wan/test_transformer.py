@@ -9,10 +9,12 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-from runtime.core.plan import Speed
+from runtime.core.plan import ComponentPlan, EngineUse, Speed
+from runtime.execution.block_engines import BlockEngines
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, fuse, install
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module
 from tests.tiny_models import ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
@@ -140,6 +142,27 @@ def test_bfloat16_is_closer_to_float32_than_diffusers(tiny: Tiny) -> None:
     error = (ours - wanted).norm() / wanted.norm()
     assert error < 0.03
     assert error < 1.2 * (theirs - wanted).norm() / wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_hidden_states_stay_in_float32_where_engines_are_replaced(dtype: torch.dtype, tiny: Tiny) -> None:
+    case = Case(tiny("wan2.2-a14b"))
+    wanted = case.wanted(case.texts[0], 500.0)
+    part = ComponentPlan(backend="pytorch", device="cpu", dtype=str(dtype)[6:], weights_bytes=0, reasons=())
+    denoiser = PyTorchDenoiser(load_module(case.spec, "transformer", part))
+    narrow = denoiser(case.latents, torch.tensor(500.0), case.texts[0]).float()
+    uses = [
+        EngineUse(id="0", program=program, builder="b", precision=part.dtype, profile=((1, 1, 1),) * 3)
+        for program in case.spec.block_programs
+    ]
+    denoiser.compute(Speed(), None, BlockEngines(None, case.spec, "transformer", uses, print, print))
+    wide = denoiser(case.latents, torch.tensor(500.0), case.texts[0])
+    assert wide.dtype == dtype
+    errors = [float((made.float() - wanted).norm() / wanted.norm()) for made in (wide, narrow)]
+    assert errors[0] < errors[1] < (0.03 if dtype == torch.bfloat16 else 0.004)
+    # Without engines, everything is as before.
+    denoiser.forget()
+    assert torch.equal(denoiser(case.latents, torch.tensor(500.0), case.texts[0]).float(), narrow)
 
 
 @torch.no_grad()
