@@ -165,8 +165,10 @@ ROWS = [
     Row(OLD_TORCH, SHIPPED, TENSORRT, "PPPP", "Install PyTorch built for CUDA 12.8 or later."),
     Row(TORCH_CPU, SHIPPED, TENSORRT, "PPPP", "If there is a GPU, it installs requirements-gpu.txt"),
     Row(NO_TENSORRT, SMALL, TENSORRT, "PPP", "PyTorch: TensorRT is not installed"),
+    # The text encoder's engine holds gigabytes of weights; engines of transformer blocks hold none.
     Row(SMALL_DISK, A14B, TENSORRT, "PTTT", "PyTorch: too little disk to build"),
     Row(SMALL_DISK, A14B, TENSORRT, "PTTT", "set TENSORRT_CACHE_DIR to a folder on a larger disk"),
+    Row(SMALL_DISK, A14B, INDUCTOR, "PPPI", "PyTorch: too little disk to build"),
     Row(SMALL_DISK, SHIPPED, TENSORRT, "TTTT", "TensorRT: builds first"),
     Row(H100, A14B, TENSORRT, "TTTT", "TensorRT: builds first, about 2 min"),
     # The other backends.
@@ -221,7 +223,8 @@ ROWS = [
     # A step cache runs in PyTorch, and streams no blocks.
     Row(CPU_8, SHIPPED, CACHE, "PPPP", "first-block:0.08), as requested", {"step_cache": "first-block:0.08"}),
     Row(CPU_16, SHIPPED, CACHE | {"build": "missing"}, "OPPO", "PyTorch: a step cache excludes ONNX Runtime"),
-    Row(H200, A14B, CACHE | TENSORRT, "TTTT", "TensorRT, as requested"),
+    Row(H200, A14B, CACHE | TENSORRT, "TTTT", "reused across steps", {"step_cache": "first-block:0.08"}),
+    Row(H200, A14B, CACHE | INDUCTOR, InvalidRequestError, "A step cache excludes Inductor for the transformer"),
     Row(H200, A14B, CACHE | {"offload": "group"}, InvalidRequestError, "A step cache excludes offload group"),
     Row(H200, A14B, CACHE | {"offload": "model"}, "PPPP", "reused across steps", {"offload": "model"}),
     Row(H200, A14B, CACHE | {"quantization": "fp8"}, "PPPP", "reused across steps", {"quantization": "fp8"}),
@@ -242,8 +245,17 @@ ROWS = [
     Row(APPLE, SHIPPED, IN_FLOAT16, InvalidRequestError, "The VAE in float16 takes more than ten times as long"),
     Row(OLD_DRIVER, SMALL, IN_BFLOAT16, InvalidRequestError, "Use --vae-precision float32."),
     # Offload.
+    Row(H200, A14B, INDUCTOR | {"offload": "model"}, InvalidRequestError, "Offload model excludes Inductor"),
+    Row(H200, A14B, INDUCTOR | {"offload": "group"}, InvalidRequestError, "keeps its weights on the GPU"),
+    # Engines of transformer blocks read the weights that PyTorch moves.
     Row(H200, A14B, TENSORRT | {"offload": "model"}, "TTTT", "as requested", {"offload": "model"}),
     Row(H200, A14B, TENSORRT | {"offload": "group"}, "TTTT", "as requested", {"offload": "group"}),
+    Row(H200, SHIPPED, TENSORRT | {"offload": "group"}, "TTTT", "as requested", {"offload": "group"}),
+    Row(H200, SHIPPED, TENSORRT | {"attention": "cudnn"}, "TTTT", "as requested"),
+    Row(H200, SHIPPED, INDUCTOR | {"attention": "cudnn"}, InvalidRequestError, "an engine contains its own attention"),
+    Row(H200, A14B, TENSORRT | {"offload": "sequential"}, InvalidRequestError, "Use --offload group"),
+    Row(FOUR, A14B, TENSORRT | {"gpus": 4}, "TTTT", "4 GPUs", {"gpus": 4}),
+    Row(FOUR, A14B, INDUCTOR | {"gpus": 4}, InvalidRequestError, "an engine runs on one GPU"),
     Row(LAPTOP, A14B, INDUCTOR | {"offload": "sequential"}, InvalidRequestError, "Use --offload none"),
     Row(
         H200,
