@@ -415,10 +415,12 @@ class BlockProgram(Program):
         return {name: draw(name) for name in self.input_names}
 
     def shapes(self, profile: ShapeProfile) -> Shapes:
-        low, high = (
-            {name: self.part.tensors[name].shape(tokens) for name in self.input_names} for tokens in (1, self.tokens)
-        )
-        return low, high, high
+        full = self.shapes_of(self.tokens)
+        return self.shapes_of(1), full, full
+
+    def shapes_of(self, tokens: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all inputs for a number of tokens."""
+        return {name: self.part.tensors[name].shape(tokens) for name in self.input_names}
 
     def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
         tokens = torch.export.Dim(TOKENS, min=_SMALLEST_DYNAMIC, max=self.tokens)

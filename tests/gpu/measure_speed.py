@@ -192,13 +192,13 @@ def flops(bench: Bench, config: dict[str, Any]) -> tuple[float, float]:
     return float(blocks * (attends + linear + 4 * tokens * TEXT_TOKENS * width)), float(blocks * attends)
 
 
-def random_module(bench: Bench, make: Callable[[], Any], dtype: torch.dtype) -> Any:
+def random_module(device: str, make: Callable[[], Any], dtype: torch.dtype) -> Any:
     """Return a module with random weights on the device; those that diffusers keeps in float32 stay float32."""
     with torch.device("meta"):
         made = make()
-    made = made.to_empty(device=bench.device).eval().requires_grad_(False)
+    made = made.to_empty(device=device).eval().requires_grad_(False)
     float32_names = set(getattr(made, "_keep_in_fp32_modules", ()) or ())
-    generator = torch.Generator(bench.device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for name, parameter in made.named_parameters():
         parts = name.split(".")
         # The same values in any dtype. Random convolutions grow: theirs are such that values stay near one.
@@ -216,7 +216,7 @@ def transformer(bench: Bench) -> None:
     operations, attends = flops(bench, config)
     say: dict[str, Any] = {"part": "transformer", "floor": round(operations / PEAK, 3)}
     bench.say(**say, attention_flops=attends, all_flops=operations)
-    module = random_module(bench, lambda: WanTransformer3DModel(**config), bench.dtype)
+    module = random_module(bench.device, lambda: WanTransformer3DModel(**config), bench.dtype)
     width = config.get("attention_head_dim", 128)
     module.rope = type(module.rope)(width, (1, 2, 2), 1024).to(bench.device)
     generator = torch.Generator(bench.device).manual_seed(1)
@@ -451,7 +451,7 @@ def vae_in(
 ) -> torch.Tensor | None:
     """Measure decoding in one precision; return the reference, which the first call computes."""
     tiny = {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} if bench.arguments.tiny else {}
-    module = random_module(bench, lambda: AutoencoderKLWan(**tiny), dtype)
+    module = random_module(bench.device, lambda: AutoencoderKLWan(**tiny), dtype)
     module.encoder = None
     decoder = PyTorchVideoDecoder(module)
     name = str(dtype).removeprefix("torch.")

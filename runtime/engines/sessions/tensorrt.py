@@ -439,12 +439,23 @@ class TensorRTBlockSession(PlanSession, BlockSession):
             torch.cuda.synchronize(self._device)
             del self._contexts[free[0]]
         bound = _BoundContext(self._new_context(messages), self._device, self.context_bytes)
+        profile = self._profile_for(tokens)
+        if profile and not bound.set_profile(profile, self._stream):
+            raise messages.failure("engine.tensorrt_profile_not_set")
         for name, tensor in self._inputs.items() if self._is_dynamic else ():
             shape = tensor.shape_for(tokens)
             if tensor.dynamic_axes and not bound.set_shape(tensor.name, shape):
                 raise messages.failure("engine.tensorrt_shape_refused", tensor=name, shape=_shape_text(shape))
         self._contexts[tokens] = bound
         return bound
+
+    def _profile_for(self, tokens: int) -> int:
+        """Return the profile that is optimized for a number of tokens; the first one takes any."""
+        for profile in range(1, self._engine.num_optimization_profiles) if self._is_dynamic else ():
+            low, _, high = self._profile_shapes(_STREAM, profile)
+            if low[0] <= tokens <= high[0]:
+                return profile
+        return 0
 
     def _check(self, tensors: Mapping[str, torch.Tensor], kinds: "Mapping[str, _Tensor]") -> int:
         """Return the number of tokens of tensors that are read or written in place.
@@ -485,6 +496,12 @@ class _BoundContext:
         self._memory_bytes = memory_bytes
         self._memory: torch.Tensor | None = None
         self._addresses: dict[str, int] = {}
+
+    def set_profile(self, profile: int, stream: torch.cuda.Stream) -> bool:
+        """Select an optimization profile, before anything else is set; return whether the engine has it."""
+        selected = bool(self._context.set_optimization_profile_async(profile, stream.cuda_stream))
+        stream.synchronize()
+        return selected
 
     def set_shape(self, name: str, shape: Shape) -> bool:
         """Set the shape of an input; return whether the engine takes it."""
