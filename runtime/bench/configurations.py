@@ -128,7 +128,8 @@ def backend_text(plan: ExecutionPlan) -> str:
         precision = part.engines[-1].precision if part.engines else part.dtype
         if part.quantization != "none":
             precision = part.quantization
-        groups.setdefault(f"{BACKEND_TITLES[part.backend]}, {precision}", []).append(name)
+        title = f"{BACKEND_TITLES[part.backend]} for blocks" if part.in_blocks else BACKEND_TITLES[part.backend]
+        groups.setdefault(f"{title}, {precision}", []).append(name)
     if len(groups) == 1:
         return next(iter(groups))
     return "; ".join(f"{how} ({', '.join(names)})" for how, names in groups.items())

@@ -12,7 +12,7 @@ from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact, render, shortened
-from runtime.core.plan import BACKEND_TITLES
+from runtime.core.plan import BACKEND_TITLES, is_block_program
 from runtime.core.request import GenerationRequest
 from runtime.core.units import UNITS, byte_size
 from runtime.engines.service import EngineService
@@ -23,7 +23,7 @@ from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord
+from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
 from runtime.planner.resolve import resolve
 
 
@@ -284,7 +284,7 @@ def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[Fact]])
                 _title(record),
                 f"{BACKEND_TITLES.get(record.key.backend, record.key.backend)}, {record.key.precision}"
                 f"{', imported' if record.key.builder == IMPORTED else ''}",
-                ", ".join(map(str, record.key.profiles)),
+                "any" if serves_any_clip(record.key.program) else ", ".join(map(str, record.key.profiles)),
                 byte_size(record.file_bytes),
                 _speed(record),
                 datetime.fromtimestamp(record.last_used).astimezone().strftime("%Y-%m-%d"),
@@ -329,7 +329,11 @@ def _row(record: EngineRecord) -> dict[str, Any]:
 
 
 def _title(record: EngineRecord) -> str:
-    return "unreadable" if record.key == UNREADABLE_KEY else f"{record.model} {record.key.program}"
+    if record.key == UNREADABLE_KEY:
+        return "unreadable"
+    # Block engines serve all models of an architecture, such as this one.
+    like = "like " if is_block_program(record.key.program) else ""
+    return f"{like}{record.model} {record.key.program}"
 
 
 def _speed(record: EngineRecord) -> str:

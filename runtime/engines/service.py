@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineUse, is_block_program
 from runtime.core.settings import Settings
 from runtime.engines.build import Baselines, BuildRequest, build_engine, verify_engine
 from runtime.engines.builders import BUILDERS
@@ -235,19 +235,23 @@ class EngineService:
         key = record.key
         if key == UNREADABLE_KEY:
             return []
-        spec = next((spec for spec in models if spec.name == record.model), None)
-        if spec is None or record.component not in spec.component_names:
+        spec, component = next((spec for spec in models if spec.name == record.model), None), record.component
+        if is_block_program(key.program) and (spec is None or component not in spec.component_names):
+            # They belong to an architecture, and serve all models of it.
+            with suppress(EngineError):
+                spec, component = self.owner(record, models)
+        if spec is None or component not in spec.component_names:
             return [Fact("engine.stale_without_model", {"model": record.model})]
         if key.builder != IMPORTED and key.builder not in BUILDERS:
             return [Fact("engine.stale_without_builder", {"builder": key.builder})]
         spec, device = replace(spec, loras=record.loras), device_like(key.device, self.machine)
         try:
             if key.builder == IMPORTED:
-                wanted = imported_key(key, spec, record.component, self.machine, device, self.cache_dir)
+                wanted = imported_key(key, spec, component, self.machine, device, self.cache_dir)
             else:
                 wanted = BUILDERS[key.builder].key(
                     spec,
-                    record.component,
+                    component,
                     key.program,
                     key.profiles,
                     precision=key.precision,

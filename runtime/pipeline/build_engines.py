@@ -10,10 +10,12 @@ from runtime.core.plan import PYTORCH, EngineUse, ExecutionPlan
 from runtime.core.request import ALL, AUTO, GenerationRequest
 from runtime.engines.child import Report
 from runtime.engines.service import EngineService
-from runtime.models.spec import ModelSpec
+from runtime.machine.probe import Machine
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.pipeline.baselines import Baselines
+from runtime.planner.constraints import ComponentSettings
 from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import Offers
+from runtime.planner.engine_offers import Offers, admit, refused
 from runtime.planner.resolve import resolve
 
 
@@ -42,16 +44,16 @@ def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineS
     If the request names backends, only the components that it names get engines. Shared engines appear once.
 
     Raises:
-        InvalidRequestError: for a size that the model cannot make.
+        InvalidRequestError: for a size that the model cannot make, or settings that exclude a requested backend.
         MachineError: if a requested backend cannot build on this machine.
     """
-    plan = resolve(request, spec, engines.machine, Path("none.mp4"))
+    plan = resolve(request.replace(backends={}), spec, engines.machine, Path("none.mp4"))
     offers = engines.offers(spec)
     found: dict[str, WantedEngine] = {}
     for name in plan.components:
         if request.backends and not {name, ALL} & set(request.backends):
             continue
-        for wanted in _of_component(name, request.backend(name), plan, offers):
+        for wanted in _of_component(name, request, plan, offers, engines.machine):
             found.setdefault(wanted.use.id, wanted)
     return list(found.values())
 
@@ -85,12 +87,29 @@ def build_all(
             yield BuildResult(one, record, None)
 
 
-def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) -> Iterator[WantedEngine]:
+def _of_component(
+    name: str, request: GenerationRequest, plan: ExecutionPlan, offers: Offers, machine: Machine
+) -> Iterator[WantedEngine]:
+    backend = request.backend(name)
     if backend == PYTORCH:
         return
     device = plan.components[name].device
     offered = [offer for offer in offers(name, plan.latent_size, device) if backend in {AUTO, offer.backend}]
-    able = [offer for offer in offered if offer.problem is None]
+    # Those that a video with these settings can use.
+    case = ComponentSettings(
+        component=name,
+        backend=backend,
+        device=device,
+        offload="none" if device == "cpu" else request.offload,
+        quantization=request.quantization if is_transformer(name) else "none",
+        gpus=plan.gpus,
+        step_cache=request.step_cache,
+        attention=request.attention,
+    )
+    against = None if backend == AUTO else refused(backend, offered, case, machine)
+    if against is not None:
+        raise against.refusal
+    able = [offer for offer in admit(offered, case, machine)[0] if offer.problem is None]
     if backend != AUTO:
         if not able:
             if not offered:
@@ -99,6 +118,9 @@ def _of_component(name: str, backend: str, plan: ExecutionPlan, offers: Offers) 
         able = able[:1]
     else:
         able = [offer for offer in able if not offer.on_request]
+        # Of the engines of whole transformers and of their blocks, one kind for each backend.
+        kinds = {offer.backend: offer.in_blocks for offer in reversed(able)}
+        able = [offer for offer in able if offer.in_blocks == kinds[offer.backend]]
     for offer in able:
         for use in offer.uses:
             yield WantedEngine(name, use, offer.backend, device)

@@ -237,7 +237,8 @@ def _use_engines(offer: EngineOffer, build: str, reason: Fact) -> Choice:
         badge = Fact("planner.badge_builds", {"seconds": offer.build_seconds})
     else:
         badge = Fact("planner.badge_builds_unknown")
-    return Choice(offer.backend, uses, (reason,), badge, offer)
+    reasons = (reason, Fact("planner.in_blocks")) if offer.in_blocks else (reason,)
+    return Choice(offer.backend, uses, reasons, badge, offer)
 
 
 def _choose_fastest(

@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.plan import BACKEND_TITLES, PYTORCH, LatentSize
+from runtime.core.plan import BACKEND_TITLES, PYTORCH, LatentSize, is_block_program
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
 from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
@@ -42,6 +42,9 @@ PROGRAM_TITLES: Mapping[str, str] = {
     "vae_first": "VAE decoder, first step",
     "vae_next": "VAE decoder, further steps",
     "vae_clip": "VAE decoder, whole clips",
+    "block_qkv": "Transformer blocks: query, key, value",
+    "block_query": "Transformer blocks: text query",
+    "block_feed_forward": "Transformer blocks: feed-forward",
 }
 # Suffixes of engine files that can be imported, as text.
 FILE_KINDS = f"{', '.join(list(BACKENDS)[:-1])} or {list(BACKENDS)[-1]}"
@@ -289,7 +292,7 @@ def _row(entry: Entry) -> dict[str, Any]:
     return {
         "id": record.id,
         "title": PROGRAM_TITLES.get(key.program, key.program) if known else "Unreadable",
-        "model": record.model,
+        "model": "all models of its architecture" if is_block_program(key.program) else record.model,
         "state": state,
         "problem": problem,
         "pinned": record.pinned,

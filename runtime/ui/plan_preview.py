@@ -303,7 +303,7 @@ def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     # On a CPU there is nothing to choose, so the reasons are left out.
     speed = sentences(plan.speed.reasons) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
     reason = sentences(part.reasons)
-    return f"{reason} {speed}".strip() if part.backend == PYTORCH and is_transformer(name) else reason
+    return f"{reason} {speed}".strip() if not part.on_engine and is_transformer(name) else reason
 
 
 def _badge(part: ComponentPlan) -> str:
@@ -328,7 +328,8 @@ def _summary_line(plan: ExecutionPlan) -> str:
         line = f"{how}: PyTorch"
     if plan.gpus > 1:
         line = f"{line} on {plan.gpus} GPUs"
-    builds = sum(use.build for part in parts.values() for use in part.engines)
+    # Both experts use the same block engines.
+    builds = len({use.id for part in parts.values() for use in part.engines if use.build})
     about = f"about {_duration(plan.seconds['total'].likely)}"
     return f"{line}, {builds} to build first, then {about}" if builds else f"{line}, {about}"
 

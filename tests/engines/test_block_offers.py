@@ -1,14 +1,22 @@
 """Offers of block engines: for transformers only, for every size, model and LoRA of an architecture."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import Fact
+from runtime.core.request import GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.offers import served_sizes
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED
+from runtime.pipeline.build_engines import wanted_engines
+from runtime.planner.engine_index import SWAPPED, EngineKey
 from tests.engines.engine_files import add
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published
@@ -67,3 +75,40 @@ def test_one_set_serves_every_size_expert_and_lora(tmp_path: Path) -> None:
     found = next(one for one in engines.offers(spec)("transformer_2", OTHER_LATENT, "cuda:0") if one.in_blocks)
     assert [use.build for use in found.uses] == [False, True, True]
     assert served_sizes("block_qkv", key.profiles, spec).code == "engine.any_clip"
+
+
+def block_key(engines: EngineService, spec: ModelSpec) -> EngineKey:
+    """Return the key of the first block engine that would be built now."""
+    offers = engines.offers(spec)
+    offer = next(one for one in offers("transformer", LATENT, "cuda:0") if one.builder == "tensorrt_blocks")
+    return offers.key(BUILDERS["tensorrt_blocks"], "transformer", offer.uses[0], "cuda:0")
+
+
+def test_block_engines_belong_to_an_architecture(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    engines, built_from = service(tmp_path), tiny("wan2.2-a14b")
+    record = add(engines.store, block_key(engines, built_from), model=built_from.name)
+    assert engines.why_stale(record, [built_from]) == []
+    # The model was deleted, another one has its architecture.
+    another = replace(built_from, name="another")
+    assert engines.why_stale(record, [tiny("wan2.2-ti2v-5b"), another]) == []
+    assert engines.owner(record, [another]) == (another, "transformer")
+    assert engines.why_stale(record, []) == [Fact("engine.stale_without_model", {"model": built_from.name})]
+    offer = next(one for one in engines.offers(another)("transformer_2", LATENT, "cuda:0") if one.in_blocks)
+    assert offer.uses[0].id == record.id
+
+
+def test_engines_to_build_follow_the_settings(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    engines, spec = service(tmp_path), tiny("wan2.2-a14b")
+
+    def programs(**settings: Any) -> set[str]:
+        request = GenerationRequest(prompt="x", width=64, height=32, frames=9, **settings)
+        return {one.use.program for one in wanted_engines(request, spec, engines) if one.component == "transformer"}
+
+    tensorrt = {"backends": {"transformer": "tensorrt"}}
+    assert programs(**tensorrt) == {"transformer"}
+    assert programs(**tensorrt, offload="group") == set(PROGRAMS)
+    assert programs(**tensorrt, step_cache="first-block") == set(PROGRAMS)
+    with pytest.raises(InvalidRequestError):
+        programs(**tensorrt, offload="sequential")
+    # One kind for each backend.
+    assert programs() == {"transformer"}

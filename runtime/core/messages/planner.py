@@ -214,6 +214,10 @@ _REASONS: Mapping[str, Message] = {
     "planner.fastest_measured": Message("{backend:backend} is the fastest measured here: {how:clause}."),
     "planner.faster_measured": Message("{backend:backend} is faster here: {how:clause}."),
     "planner.no_engine_fits": Message("No engine fits: {cause:clause}."),
+    "planner.in_blocks": Message(
+        "Its engines compute the parts of each block around attention, for every size, model and LoRA of this "
+        "architecture."
+    ),
     "planner.none_faster": Message("No engine measured here is faster than PyTorch; {backend:backend}: {how:clause}."),
     "planner.not_compared": Message(
         "An engine is ready, but was not measured against PyTorch ({path:clause}).",
