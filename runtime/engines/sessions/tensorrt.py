@@ -75,8 +75,9 @@ class PlanSession(Session):
 
     def __init__(self, plan: Path, *, device: str, names: Mapping[str, str] | None = None) -> None:
         self._trt = tensorrt_library.load(self.library)
-        wanted = torch.device(device)
-        self._device = wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._device = torch.device(device)
+        if self._device == torch.device("cuda"):
+            self._device = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(self._device), tensorrt_library.listen() as messages:
             with tensorrt_library.failures(self._device, "engine.tensorrt_plan_refused"):
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own
