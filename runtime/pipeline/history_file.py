@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from runtime.core.frozen import FrozenModel
 from runtime.core.locks import held
-from runtime.core.plan import PYTORCH, ExecutionPlan
+from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO
 from runtime.machine.probe import Machine, gpu_index, seen_from
 from runtime.models.spec import ModelSpec, attention_flops
@@ -167,7 +167,7 @@ def unmeasured(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: 
     """Return the attention kernels to measure for a plan; none if one was requested or there is no choice."""
     part = plan.components["transformer"]
     float32 = DTYPE_BYTES[part.dtype] > DTYPE_BYTES["bfloat16"]  # fast kernels need 16 bits
-    if plan.asked.attention != AUTO or part.backend != PYTORCH or not part.device.startswith("cuda") or float32:
+    if plan.asked.attention != AUTO or part.on_engine or not part.device.startswith("cuda") or float32:
         return []
     name, flops = device_name(machine, part.device), attention_flops(spec, plan.tokens)
     if attention_seconds(history, name, part.dtype, flops):
