@@ -2,7 +2,8 @@
 
 The family computes the transformer in float32, one block on the device at a time, with a `_Tap` where jobs have block
 engines: it computes each part in PyTorch, runs the engine on the same inputs and weights, and compares both. Once a
-timestep the blocks are also computed with the engine in place of its part, so that its errors add up.
+timestep the blocks are also computed with the engine in place of its part, and with those of the other parts that the
+library has, so that their errors add up.
 
 Of the model's files only the first blocks are read: weights are mapped.
 """
@@ -32,7 +33,13 @@ _FEW_TOKENS = 64
 
 
 def compare_blocks(
-    session: Session, spec: ModelSpec, component: str, key: EngineKey, device: str, text: torch.Tensor
+    session: Session,
+    spec: ModelSpec,
+    component: str,
+    key: EngineKey,
+    device: str,
+    text: torch.Tensor,
+    others: Mapping[str, Session] | None = None,
 ) -> Verification:
     """Compare a block engine with PyTorch at each of `verify.TIMESTEPS`, and with few and most tokens a call.
 
@@ -40,6 +47,7 @@ def compare_blocks(
         session: the open engine.
         component: whose first blocks it computes; their LoRAs do not matter.
         text: an encoded prompt, (1, text tokens, text width).
+        others: open engines of other parts, by program, which also compute when errors add up.
 
     Raises:
         EngineError: if the engine does not take the inputs.
@@ -57,7 +65,7 @@ def compare_blocks(
     setattr(parent, attribute, blocks)
     denoiser = components_of(spec.family).denoiser(module)
     comparison = Comparison(key.program, key.precision)
-    tap = _Tap(session, spec, component, key.program, tokens, comparison)
+    tap = _Tap({**(others or {}), key.program: session}, spec, component, key.program, tokens, comparison)
     denoiser.compute(EAGER, None, tap)
     delattr(parent, attribute)
     setattr(parent, attribute, BlocksOnDevice(blocks, target))
@@ -67,9 +75,9 @@ def compare_blocks(
         sigma, where = timestep / TRAINING_STEPS, f"t = {timestep:g}"
         inputs = sigma * noise + (1 - sigma) * clip, torch.tensor(timestep, device=target), text
         with full_float32(target):
-            tap.begin(where, through_engine=False)
+            tap.begin(where, on_engines=False)
             expected = denoiser(*inputs)
-            tap.begin(where, through_engine=True)
+            tap.begin(where, on_engines=True)
             comparison.add(denoiser(*inputs), expected, f"the result of {len(blocks)} blocks, {where}")
     return comparison.result()
 
@@ -105,8 +113,8 @@ class _Tap:
     """Compares an engine with a part of each block; has the interface of `execution.block_engines.BlockEngines`.
 
     Args:
-        session: the engine.
-        program: its program.
+        sessions: engines by program.
+        program: of the engine to compare.
         tokens: the most of one call.
         comparison: receives the outputs.
 
@@ -117,9 +125,15 @@ class _Tap:
     failed = False
 
     def __init__(
-        self, session: Session, spec: ModelSpec, component: str, program: str, tokens: int, comparison: Comparison
+        self,
+        sessions: Mapping[str, Session],
+        spec: ModelSpec,
+        component: str,
+        program: str,
+        tokens: int,
+        comparison: Comparison,
     ) -> None:
-        self._session = session
+        self._sessions = sessions
         self._program = program
         self._tokens = tokens
         self._comparison = comparison
@@ -130,21 +144,21 @@ class _Tap:
             self._parts[name] = loaded.part
         self._where = ""
         self._block = 0
-        self._through_engine = False
+        self._on_engines = False
         self._lengths_compared = False
 
     def __deepcopy__(self, _: object) -> "_Tap":
         """Return the same: blocks are copied with all that they refer to."""
         return self
 
-    def begin(self, where: str, *, through_engine: bool) -> None:
+    def begin(self, where: str, *, on_engines: bool) -> None:
         """Start a pass.
 
         Args:
             where: its timestep, as text.
-            through_engine: whether the engine computes its part; otherwise each of its calls is compared.
+            on_engines: whether the engines compute their parts; otherwise PyTorch does, and each call is compared.
         """
-        self._where, self._block, self._through_engine = where, 0, through_engine
+        self._where, self._block, self._on_engines = where, 0, on_engines
 
     def weights(self, block: nn.Module, _: torch.device) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Return a block's weights by program and input."""
@@ -173,14 +187,14 @@ class _Tap:
     ) -> None:
         """Compute one part of a block, by PyTorch or by the engine; compare the engine's result with PyTorch's."""
         given = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights[program]}
-        if program == self._program and self._through_engine:
-            computed: tuple[torch.Tensor, ...] = self._infer(given)
+        if self._on_engines and program in self._sessions:
+            computed = self._infer(program, given)
         else:
             found = in_pytorch()
             computed = found if isinstance(found, tuple) else (found,)
         for output, result in zip(outputs, computed, strict=True):
             output.copy_(result.reshape(output.shape))
-        if program == self._program and not self._through_engine:
+        if program == self._program and not self._on_engines:
             self._compare(given, [output[0] for output in outputs], f"block {self._block}, {self._where}")
             if not self._lengths_compared:
                 self._lengths_compared = True
@@ -195,13 +209,13 @@ class _Tap:
         """Let every result pass."""
         return False
 
-    def _infer(self, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        found = self._session.infer(**given)
-        return tuple(found[name] for name in self._parts[self._program].outputs)
+    def _infer(self, program: str, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        found = self._sessions[program].infer(**given)
+        return tuple(found[name] for name in self._parts[program].outputs)
 
     def _compare(self, given: Mapping[str, torch.Tensor], expected: Sequence[torch.Tensor], where: str) -> None:
         names = self._parts[self._program].outputs
-        for name, output, reference in zip(names, self._infer(given), expected, strict=True):
+        for name, output, reference in zip(names, self._infer(self._program, given), expected, strict=True):
             self._comparison.add(output.to(reference.device), reference, f"{name} of {where}")
             if name in given:
                 # The stream may be so large that even an engine that adds nothing to it is near.

@@ -9,7 +9,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,12 +83,14 @@ class BuildJob:
         workspace: the folder of `EngineStore.workspace`.
         engine: the engine's folder in the workspace.
         request: what to build.
+        siblings: folders of the engines of a block's other parts, which verification runs too.
         families: the model families of this process, which the child uses too.
     """
 
     workspace: Path
     engine: Path
     request: BuildRequest
+    siblings: tuple[Path, ...] = ()
     families: Mapping[str, registry.Entry] = field(default_factory=lambda: dict(registry.FAMILIES))
 
 
@@ -197,7 +199,8 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
     with open_session(job.engine, record, device=device, weights=weights) as session:
         if blocks:
             given = random_text(spec) if text is None else text
-            found = compare_blocks(session, spec, component, key, device, given)
+            with _opened(job.siblings, device) as others:
+                found = compare_blocks(session, spec, component, key, device, given, others)
         elif key.builder == IMPORTED:
             found = compare_imported(session, list(cases), key.program, key.precision)
         else:
@@ -219,6 +222,21 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
         "context_bytes": context_bytes,
         **(_measure(request, key, report) if found.passed else {}),
     }
+
+
+@contextlib.contextmanager
+def _opened(folders: Iterable[Path], device: str) -> Iterator[dict[str, "Session"]]:
+    """Open the engines of other parts of a block, by program; one that cannot be opened is left out."""
+    from runtime.engines.sessions import open_session
+
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for folder in folders:
+            record = manifest.read(folder)
+            with contextlib.suppress(EngineError):
+                session = open_session(folder, record, device=device, weights=dict)
+                found[record.key.program] = stack.enter_context(session)
+        yield found
 
 
 def _seconds(session: "Session", inputs: Mapping[str, Any], device: Any) -> float:
@@ -273,6 +291,19 @@ def _free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+@contextlib.contextmanager
+def siblings(store: EngineStore, key: EngineKey) -> Iterator[tuple[Path, ...]]:
+    """Yield the folders of the usable engines of a block's other parts; they are not deleted meanwhile."""
+    with contextlib.ExitStack() as stack:
+        folders = []
+        for record in store.index() if is_block_program(key.program) else ():
+            other = is_block_program(record.key.program) and record.key.program != key.program
+            if other and record.usable and replace(record.key, program=key.program) == key:
+                with contextlib.suppress(EngineError):  # it was deleted
+                    folders.append(stack.enter_context(store.using(record.id)))
+        yield tuple(folders)
+
+
 def build_engine(
     request: BuildRequest, store: EngineStore, emit_progress: Report, cancel: Cancel, entry: Entry = run_job
 ) -> EngineRecord:
@@ -312,9 +343,10 @@ def build_engine(
         _check_space(request, store)
         with store.workspace(engine_id) as work:
             emit_progress(Fact("engine.building", {"engine": request.title}), 0.0)
-            job = BuildJob(work.folder, work.engine, request)
             log = work.engine / manifest.LOG_NAME
-            outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
+            with siblings(store, request.key) as others:
+                job = BuildJob(work.folder, work.engine, request, others)
+                outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
             if outcome.result is None:
                 raise failure(Fact("engine.not_built", {"engine": request.title}), outcome)
             record = store.insert(work.engine, engine_id)
@@ -356,8 +388,8 @@ def verify_engine(
         problem = store.verify_hash(record)
         if problem is not None:
             return replace(record, problem=problem, verified=False)
-        with store.workspace(record.id) as work:
-            job, log = VerifyJob(work.folder, folder, request), work.folder / "verify.log"
+        with store.workspace(record.id) as work, siblings(store, record.key) as others:
+            job, log = VerifyJob(work.folder, folder, request, others), work.folder / "verify.log"
             outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
         if outcome.result is not None:
             return store.record_verification(record, **verified_fields(outcome.result), problem=None)

@@ -11,6 +11,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.engines import block_reference
 from runtime.engines.block_reference import compare_blocks
+from runtime.engines.build import siblings
 from runtime.engines.builders import BUILDERS
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
 from runtime.engines.key_parts import TOKENS_OPTION
@@ -25,6 +26,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.baselines import Baselines
 from runtime.planner.engine_index import EngineKey, ShapeProfile
+from tests.engines import engine_files
 
 PARTS = ("block_qkv", "block_query", "block_feed_forward")
 TOKENS = 64
@@ -111,6 +113,40 @@ def test_rounding_passes_and_is_not_float32(diorama: ModelSpec, program: str, dt
     found = verified(diorama, session, program, dtype)
     assert found.passed, found.detail
     assert not verified(diorama, session, program, "float32").passed
+
+
+def test_errors_of_all_parts_add_up(diorama: ModelSpec) -> None:
+    def off(_: Mapping[str, torch.Tensor], outputs: Tensors) -> Tensors:
+        return {name: output * 1.05 for name, output in outputs.items()}
+
+    text = encoded_prompt(diorama, "cpu")
+    assert text is not None
+    parts = {program: Part(part_of(diorama, program, "float16")) for program in PARTS}
+    last, key = parts.pop("block_feed_forward"), key_of(diorama, "block_feed_forward", "float16")
+    arguments = (last, diorama, "transformer", key, "cpu", text)
+    alone, together = compare_blocks(*arguments), compare_blocks(*arguments, parts)
+    assert alone.passed
+    assert together.passed
+    assert min(alone.error, together.error) > 0
+    assert all(part.tokens for part in parts.values())
+    # Another part's fault shows in the blocks' result only.
+    wrong = compare_blocks(*arguments, {"block_qkv": Part(part_of(diorama, "block_qkv", "float16"), off)})
+    assert not wrong.passed
+    compared = wrong.detail.data.get("compared", wrong.detail)
+    assert compared.data["where"].startswith("the result of 4 blocks, t = ")
+
+
+def test_engines_of_the_other_parts_are_found(tmp_path: Path) -> None:
+    store = EngineStore(tmp_path, 1 << 40)
+    wanted = engine_files.key(program="block_query", weights="swapped")
+    found = engine_files.add(store, replace(wanted, program="block_qkv"))
+    engine_files.add(store, replace(wanted, program="block_feed_forward"), verified=False)
+    engine_files.add(store, replace(wanted, program="block_feed_forward", precision="float16"))
+    engine_files.add(store, wanted)
+    with siblings(store, wanted) as folders:
+        assert [folder.name for folder in folders] == [found.id]
+    with siblings(store, engine_files.key()) as folders:
+        assert folders == ()
 
 
 def test_an_engine_that_adds_nothing_fails(diorama: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
