@@ -66,9 +66,9 @@ class Part(Session):
         """Nothing is loaded."""
 
 
-def part_of(spec: ModelSpec, program: str, dtype: str) -> BlockProgram:
+def part_of(spec: ModelSpec, program: str, dtype: str, device: str = "cpu") -> BlockProgram:
     """Load a part."""
-    loaded = load_program(spec, "transformer", program, device="cpu", dtype=dtype, tokens=TOKENS)
+    loaded = load_program(spec, "transformer", program, device=device, dtype=dtype, tokens=TOKENS)
     assert isinstance(loaded, BlockProgram)
     return loaded
 
