@@ -24,6 +24,7 @@ from runtime.engines.builders.tensorrt import (
     gpu_of_machine,
     parse,
     progress_monitor,
+    serialize,
 )
 from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
@@ -151,11 +152,7 @@ def write_plan(
     # TensorRT does not keep a reference to the monitor.
     monitor = progress_monitor(trt, report)
     config.progress_monitor = monitor
-    built = builder.build_serialized_network(network, config)
-    if built is None:
-        raise messages.failure("engine.tensorrt_build_failed")
-    with plan.open("wb") as file:
-        file.write(built)
+    serialize(trt, builder, network, config, plan, messages)
 
 
 def _set_capability(trt: Any, config: Any, capability: str) -> None:
