@@ -42,7 +42,9 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     wanted = wanted_engines(request, spec, service)
     built: list[BuildResult] = []
     with cancel_on_signals() as cancel:
-        for number, one in enumerate(build_all(wanted, spec, service, _progress(), cancel, again=again), start=1):
+        for number, one in enumerate(
+            build_all(wanted, spec, service, _progress(), cancel, again=lambda _: again), start=1
+        ):
             built.append(one)
             if one.error is not None:
                 terminal.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")

@@ -26,7 +26,7 @@ from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery
 from runtime.queue.instances import Instance
-from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner, run
+from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner, queue_builds, run
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore, open_store
 
@@ -59,6 +59,8 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
     )
     with ExitStack() as stack:
         store, job = _stored(environment, stack, request, plan)
+        if not store.temporary and queue_builds(job, plan, spec, store, environment.engines.store.folder):
+            terminal.line("Queued: its engines are built by the web app when no video waits.")
         return _run(environment, store, job, spec, plan, as_json=as_json)
 
 

@@ -1,5 +1,6 @@
 """`jobs list`, `show`, `delete` and `undelete`: print text on standard error and return the data for `--json`."""
 
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -8,7 +9,7 @@ from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import WaitsForGpus
-from runtime.core.facts import shortened
+from runtime.core.facts import Fact, shortened
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
 from runtime.queue import recovery, storage
@@ -17,6 +18,7 @@ from runtime.queue.store import JobStore, open_store
 from runtime.queue.support_report import report
 
 _PROMPT_SHOWN = 60
+_OPEN: tuple[State, ...] = ("running", "queued")
 _DAYS_KEPT = round(storage.KEPT_SECONDS / 86_400)
 
 
@@ -24,6 +26,7 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
     """Print and return jobs, newest first."""
     store = _store(settings.load())
     jobs = store.list(states=_states(states) or None, search=search)
+    builds = [] if search else store.list(states=_states(states) or _OPEN, kinds=["build"])
     waits = {job.id: _waits(store, job) for job in jobs}
     if jobs:
         terminal.table(
@@ -32,7 +35,15 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
         )
     else:
         terminal.line("No jobs.")
-    return {"jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs]}
+    if builds:
+        terminal.table(
+            ("Build", "State", "Created", "Engines"),
+            [(build.id, _build_state(build), _when(build.created), build.title) for build in builds],
+        )
+    return {
+        "jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs],
+        "builds": [_build_row(build) for build in builds],
+    }
 
 
 def details(id_prefix: str, *, with_prompt: bool) -> dict[str, Any]:
@@ -119,6 +130,34 @@ def job_row(job: JobRecord) -> dict[str, Any]:
         "parent": job.parent,
         "error": None if job.failure is None else job.failure.error_json(),
     }
+
+
+def _build_row(build: JobRecord) -> dict[str, Any]:
+    return {
+        "id": build.id,
+        "state": build.state,
+        "held": build.held,
+        "idle": build.idle,
+        "title": build.title,
+        "created": build.created,
+        "progress": _progress(build)[0],
+        "share": _progress(build)[1],
+    }
+
+
+def _progress(build: JobRecord) -> tuple[str | None, float | None]:
+    """Return what a running build does now, and the share done, if known."""
+    if build.state != "running" or build.live is None:
+        return None, None
+    live = json.loads(build.live)
+    return str(Fact(live["fact"]["code"], live["fact"]["data"])), live["share"]
+
+
+def _build_state(build: JobRecord) -> str:
+    if build.state == "queued" and build.idle and not build.held:
+        return "waits until idle"
+    share = _progress(build)[1]
+    return _state(build) if share is None else f"{_state(build)}, {share:.0%}"
 
 
 def _store(loaded: Settings) -> JobStore:

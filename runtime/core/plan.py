@@ -74,6 +74,7 @@ class ComponentPlan(FrozenModel):
         engines: its engines in the order of use; empty in PyTorch.
         quantization: how its weights are quantized in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         badge: the status shown after the backend's title, such as "engine ready" or "no engine yet".
+        later: engines that are built when no video waits; later videos use them.
     """
 
     backend: str
@@ -84,6 +85,7 @@ class ComponentPlan(FrozenModel):
     engines: tuple[EngineUse, ...] = ()
     quantization: str = "none"
     badge: Fact | None = None
+    later: tuple[EngineUse, ...] = ()
 
     @property
     def on_engine(self) -> bool:
@@ -260,6 +262,7 @@ class ExecutionPlan(ResolvedRequest):
         seconds: the time forecast for "encode", "denoise" and "decode", their "total", and "load", which is extra.
         strategies: forecasts of all strategies on this device, fastest first.
         warnings: warnings about the result.
+        builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
     """
 
     asked: GenerationRequest
@@ -280,6 +283,7 @@ class ExecutionPlan(ResolvedRequest):
     seconds: Mapping[str, Seconds]
     strategies: tuple[StrategyForecast, ...]
     warnings: tuple[Fact, ...]
+    builds_later: bool = False
 
     @field_validator("asked", mode="wrap")
     @classmethod

@@ -35,7 +35,14 @@ __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests
 COMPONENTS = ("text_encoder", "transformer", "transformer_2", "vae")
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}
-BUILDS: Final = {AUTO: "For selected backends", "missing": "Missing ones", "never": "Never", "always": "Rebuild all"}
+IDLE = "idle"
+BUILDS: Final = {
+    AUTO: "For selected backends",
+    "missing": "Missing ones",
+    IDLE: "Missing ones, when no video waits",
+    "never": "Never",
+    "always": "Rebuild all",
+}
 OFFLOADS: Final = {
     AUTO: "Automatic",
     "none": "None",
@@ -248,8 +255,9 @@ class GenerationRequest(FrozenModel):
     build: Annotated[
         str,
         Choice(
-            label="Build engines first",
-            help="Which engines are built before the video is generated. An engine is built once for a size.",
+            label="Build engines",
+            help="Which engines are built. In the web app and the HTTP API, a video starts in PyTorch and its engines "
+            "are built when no video waits. `generate` builds them first, except with `idle`.",
             group="acceleration",
             flag="--build",
             unset="missing engines of the backends that were selected by name",

@@ -1,6 +1,6 @@
 """Build engines without making a video: those that a model and a size need, one after the other."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +38,15 @@ class BuildResult:
     error: EngineError | None
 
 
-def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineService) -> list[WantedEngine]:
+def wanted_engines(
+    request: GenerationRequest, spec: ModelSpec, engines: EngineService, only: Collection[str] = ()
+) -> list[WantedEngine]:
     """Return the engines for a size: of the requested backends, or for "auto" of every backend that may be faster.
 
     If the request names backends, only the components that it names get engines. Shared engines appear once.
+
+    Args:
+        only: ids of engines; others of the requested backends are left out.
 
     Raises:
         InvalidRequestError: for a size that the model cannot make, or settings that exclude a requested backend.
@@ -53,7 +58,7 @@ def wanted_engines(request: GenerationRequest, spec: ModelSpec, engines: EngineS
     for name in plan.components:
         if request.backends and not {name, ALL} & set(request.backends):
             continue
-        for wanted in _of_component(name, request, plan, offers, engines.machine):
+        for wanted in _of_component(name, request, plan, offers, engines.machine, only):
             found.setdefault(wanted.use.id, wanted)
     return list(found.values())
 
@@ -65,12 +70,12 @@ def build_all(
     emit_progress: Report,
     cancel: Cancel,
     *,
-    again: bool,
+    again: Callable[[EngineUse], bool],
 ) -> Iterator[BuildResult]:
     """Build engines and yield each result; a failure does not stop the others.
 
     Args:
-        again: whether to rebuild engines that exist.
+        again: whether to rebuild an engine that exists.
 
     Raises:
         CancelledError: within a tenth of a second of the request; engines that were built stay.
@@ -78,8 +83,9 @@ def build_all(
     baselines = Baselines(engines)
     for one in wanted:
         try:
+            rebuild = again(one.use)
             record = engines.build(
-                spec, one.component, one.use, one.device, emit_progress, cancel, again=again, baselines=baselines
+                spec, one.component, one.use, one.device, emit_progress, cancel, again=rebuild, baselines=baselines
             )
         except EngineError as error:
             yield BuildResult(one, None, error)
@@ -88,7 +94,12 @@ def build_all(
 
 
 def _of_component(
-    name: str, request: GenerationRequest, plan: ExecutionPlan, offers: Offers, machine: Machine
+    name: str,
+    request: GenerationRequest,
+    plan: ExecutionPlan,
+    offers: Offers,
+    machine: Machine,
+    only: Collection[str],
 ) -> Iterator[WantedEngine]:
     backend = request.backend(name)
     if backend == PYTORCH:
@@ -115,12 +126,12 @@ def _of_component(
             if not offered:
                 raise MachineError("pipeline.backend_unsupported", backend=backend, component=name, device=device)
             raise MachineError("pipeline.not_buildable", backend=backend, cause=offered[0].problem)
-        able = able[:1]
+        able = able if only else able[:1]
     else:
         able = [offer for offer in able if not offer.on_request]
         # Of the engines of whole transformers and of their blocks, one kind for each backend.
         kinds = {offer.backend: offer.in_blocks for offer in reversed(able)}
         able = [offer for offer in able if offer.in_blocks == kinds[offer.backend]]
     for offer in able:
-        for use in offer.uses:
+        for use in offer.uses if not only else (use for use in offer.uses if use.id in only):
             yield WantedEngine(name, use, offer.backend, device)

@@ -62,7 +62,7 @@ def plan_rerun(
     values = finished.request_json() | {"offload": AUTO} | dict(changes)
     backends = changes.get("backends", {})
     values["backends"] = {**finished.asked.backends, **backends} if isinstance(backends, Mapping) else backends
-    plan = resolve(GenerationRequest.from_mapping(values), spec, machine, output, offers, history)
+    plan = resolve(GenerationRequest.from_mapping(values), spec, machine, output, offers, history, builds_later=True)
     if not (source / BOUNDARY).is_file():
         raise CheckpointError("checkpoint.boundary_missing")
     if checkpoint_step(source, BOUNDARY) is None:

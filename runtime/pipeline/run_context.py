@@ -290,7 +290,8 @@ class RunContext:
         engines = self.residency.engines
         if use.id in self._ready:  # for another component
             return
-        problem = None if use.build or self.plan.asked.build == "never" else engines.problem(use.id)
+        waits = self.plan.builds_later or self.plan.asked.build == "never"
+        problem = None if use.build or waits else engines.problem(use.id)
         if problem is not None:
             self.warn(Fact("pipeline.engine_rebuilt", {"component": name, "engine": use.id, "problem": problem}))
         if use.build or problem is not None:

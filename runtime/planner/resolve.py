@@ -15,7 +15,7 @@ from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortEr
 from runtime.core.estimates import Seconds
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, default_crf
-from runtime.core.request import ALL, AUTO, Auto, GenerationRequest
+from runtime.core.request import ALL, AUTO, IDLE, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
@@ -33,6 +33,7 @@ from runtime.planner.engine_offers import (
 )
 from runtime.planner.forecast import ForecastInputs, attention_seconds, measured_seconds
 from runtime.planner.history import History, calls_of
+from runtime.planner.idle_builds import plan_without_waiting
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.placement import place
 from runtime.planner.strategies import Decision, decide
@@ -49,6 +50,8 @@ def resolve(
     history: History = (),
     gpu: int = 0,
     others: Sequence[int] | None = None,
+    *,
+    builds_later: bool = False,
 ) -> ExecutionPlan:
     """Return the plan of a request.
 
@@ -57,6 +60,7 @@ def resolve(
         history: measurements of earlier jobs, which correct the forecast.
         gpu: index of the GPU to use, if the machine has GPUs.
         others: indices of more GPUs that it may use; `None` for all usable ones.
+        builds_later: whether engines are built when no video waits instead of first, as with `build="idle"`.
 
     Raises:
         InvalidRequestError: for an unsupported size or length, with the nearest that is supported.
@@ -64,6 +68,10 @@ def resolve(
         MemoryShortError: if memory does not suffice for any strategy that the request allows.
     """
 
+    if builds_later or request.build == IDLE:
+        return plan_without_waiting(
+            request, lambda one: resolve(one, spec, machine, output, offers, history, gpu, others)
+        )
     _check_supported(request, spec)
     if "gpus" in spec.unsupported:
         others = ()

@@ -342,5 +342,11 @@ def _worker_processes(connection: sqlite3.Connection) -> None:
     )
 
 
+def _idle_builds(connection: sqlite3.Connection) -> None:
+    """Version 4: builds that run only while no video waits, with the ids of their engines."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN idle INTEGER NOT NULL DEFAULT 0")
+    connection.execute("ALTER TABLE jobs ADD COLUMN engines TEXT NOT NULL DEFAULT ''")
+
+
 # Migration n upgrades a file from version n to n + 1.
-MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes)
+MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes, _idle_builds)

@@ -285,7 +285,7 @@ class JobQueue:
         spec = model_for(request, self._weights_dir)
         output = output_path(self._outputs_dir, request.prompt)
         offers, first = self._engines.offers(spec), self._gpus[0]
-        return resolve(request, spec, self.machine(), output, offers, self.history(), first)
+        return resolve(request, spec, self.machine(), output, offers, self.history(), first, builds_later=True)
 
     def _job_of(self, record: JobRecord) -> Job:
         with self._lock:

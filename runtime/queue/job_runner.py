@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from runtime.core.events import (
 from runtime.core.facts import Fact
 from runtime.core.log import log_line
 from runtime.core.plan import ExecutionPlan
+from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.loras import model_for
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # these import torch
     from runtime.pipeline.run_context import Emit
 
 _POLL_SECONDS = 0.1
+_POLLS_TO_YIELD = 3
 # Least time between two stored progress reports of an engine build; builders report more often.
 _PROGRESS_SECONDS = 0.2
 
@@ -58,9 +60,13 @@ class Planner:
         weights_dir: the user's models.
         engines: the engine library.
         history: measured times of earlier jobs.
+        builds_later: see `planner.resolve.resolve`.
     """
 
-    def __init__(self, weights_dir: Path, engines: EngineService, history: HistoryFile | None) -> None:
+    def __init__(
+        self, weights_dir: Path, engines: EngineService, history: HistoryFile | None, *, builds_later: bool = False
+    ) -> None:
+        self._builds_later = builds_later
         self._weights_dir = weights_dir
         self._engines = engines
         self._history = history
@@ -90,7 +96,17 @@ class Planner:
             logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
         history = () if self._history is None else self._history.read()
         offers = self._engines.offers(spec)
-        plan = resolve(record.generation_request(), spec, machine, record.output, offers, history, gpu, others)
+        plan = resolve(
+            record.generation_request(),
+            spec,
+            machine,
+            record.output,
+            offers,
+            history,
+            gpu,
+            others,
+            builds_later=self._builds_later,
+        )
         return spec, avoid_causes(plan, spec, deaths)
 
 
@@ -114,6 +130,29 @@ def move_to_gpu(
             return None
         split = split.replace(devices=tuple(f"cuda:{index}" for index in [gpu, *further][: plan.gpus]))
     return plan.replace(components={**plan.components, **moved}, split=split)
+
+
+def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store: JobStore, folder: Path) -> bool:
+    """Queue the builds that a plan leaves for when no video waits; return whether something was queued.
+
+    Nothing is queued if the same engines are queued already, or could not be built or were cancelled recently.
+
+    Args:
+        folder: of the engine library.
+    """
+    later = {name: part.later for name, part in plan.components.items() if part.later}
+    if not later:
+        return False
+    request = record.generation_request()
+    work = request.replace(
+        backends={name: BUILDERS[uses[0].builder].backend for name, uses in later.items()},
+        build="always" if request.build == "always" else "missing",
+        seed=0,
+    )
+    names = "all components" if len(later) == len(plan.components) else ", ".join(map(plan.title, later))
+    title = f"Build engines for {names} of {spec.title} at {plan.width}×{plan.height}, {plan.frames} frames"
+    ids = {use.id for uses in later.values() for use in uses}
+    return store.add_idle_build(title, folder, work.to_json(), ids)
 
 
 class JobRecorder:
@@ -244,6 +283,8 @@ class ControlPoller:
         self._store = store
         self._jobs: dict[str, JobRecorder] = {}
         self._cancels: dict[str, Cancel] = {}
+        self._yielding: dict[str, tuple[Cancel, Callable[[], bool]]] = {}
+        self._wanted: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -269,8 +310,36 @@ class ControlPoller:
             with self._lock:
                 del self._cancels[task_id]
 
+    @contextmanager
+    def yielding(self, task_id: str, cancel: Cancel, wanted: Callable[[], bool]) -> Iterator[None]:
+        """Stop a task in a `with` block when other work wants its place, or on a pause: `cancel.pausing` is set then.
+
+        Args:
+            wanted: whether other work wants its place. It must say so several times: another worker may take the work.
+        """
+        with self._lock:
+            self._yielding[task_id] = cancel, wanted
+            self._wanted[task_id] = 0
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._yielding[task_id], self._wanted[task_id]
+
+    def _poll_yielding(self) -> None:
+        with self._lock:
+            yielding = dict(self._yielding)
+        for task_id, (cancel, wanted) in yielding.items():
+            with contextlib.suppress(StoreError):  # polled again soon
+                count = self._wanted.get(task_id, 0) + 1 if wanted() else 0
+                self._wanted[task_id] = count
+                if count >= _POLLS_TO_YIELD or (cancel.pausing and not cancel.requested):
+                    cancel.pause()
+                    cancel.request()
+
     def poll(self) -> None:
         """Poll once."""
+        self._poll_yielding()
         with self._lock:
             jobs = dict(self._jobs)
             cancels = self._cancels | {job.id: job.cancel for job in jobs.values()}

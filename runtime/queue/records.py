@@ -50,6 +50,8 @@ class JobRecord(FrozenModel):
         result: `VideoSaved` as JSON, see `saved`.
         live: the latest of its frequent events, as JSON.
         failure: the error of a failed job.
+        idle: whether it runs only while no other work waits, and makes room for videos.
+        engines: ids of the engines that an idle build is for, separated by spaces.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -77,6 +79,8 @@ class JobRecord(FrozenModel):
     result: Json[dict[str, Any]] | None
     failure: Json[Failed] | None
     live: str | None = None
+    idle: bool = False
+    engines: str = ""
 
     @property
     def open(self) -> bool:
@@ -124,11 +128,13 @@ class BuildEngines(FrozenModel):
     Attributes:
         request: by the names of `GenerationRequest`; with `build="always"` existing engines are built again.
         component: the only component to build for; `None` builds for all.
+        engines: ids of the only engines to build; empty builds all.
     """
 
     kind: Literal["build"] = "build"
     request: dict[str, Any]
     component: str | None = None
+    engines: tuple[str, ...] = ()
 
 
 class InspectEngine(FrozenModel):
@@ -190,7 +196,8 @@ def work_of(record: JobRecord) -> Work:
         ValueError: if another version wrote it.
     """
     if record.kind == "build":
-        return BuildEngines(request=dict(record.request), component=record.part)
+        engines = tuple(record.engines.split())
+        return BuildEngines(request=dict(record.request), component=record.part, engines=engines)
     return _WORK.validate_python(record.request)
 
 

@@ -24,8 +24,6 @@ from runtime.video.mp4 import read_metadata, sweep
 
 # Exit code of a worker whose CUDA context is broken: only a new process can use the GPU again.
 EXIT_DEVICE_LOST = 75
-# After so many deaths during builds, a job builds no engine.
-_BUILD_DEATHS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +63,8 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
 def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: bool = False) -> None:
     """Queue the job of a dead worker again, so that it resumes, or fail it.
 
-    A job is queued again after one death, and in addition after two deaths while it built engines: after the second, it
-    builds none (see `avoid_causes`). A task is never queued again: an engine file may have crashed the worker.
+    A job or build is queued again after one death. Another task is never queued again: an engine file may have crashed
+    the worker.
 
     Args:
         how: the worker ended, see `exit_reason`.
@@ -83,9 +81,7 @@ def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: boo
             store.interrupt(job.id, worker, saved)
             continue
         work = _current_work(store, job.id)
-        building = work["stage"] == "build"
-        before = [death for death in store.deaths(job.id) if (death["stage"] == "build") == building]
-        if job.kind != "task" and len(before) < (_BUILD_DEATHS if building else 1):
+        if job.kind != "task" and not store.deaths(job.id):
             death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
             if store.restart(job.id, worker, death):
                 logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
@@ -111,17 +107,15 @@ def avoid_causes(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[
     """Return a plan without the likely causes of a job's worker deaths, and with warnings about them.
 
     A component whose engine ran when the worker died runs in PyTorch. If the system killed the worker because memory
-    ran out, the job continues with the next lower-memory strategy that the request permits. After two deaths during
-    builds, components without a built engine run in PyTorch.
+    ran out, the job continues with the next lower-memory strategy that the request permits.
 
     Args:
         deaths: the events "WorkerDied" of the job.
     """
-    builds = [death for death in deaths if death["stage"] == "build"]
     for death in deaths:
         how = Fact.model_validate(death["how"])
         replaced = Fact("queue.worker_replaced", {"how": how})
-        part = plan.components.get(death["part"]) if death["stage"] != "build" else None
+        part = plan.components.get(death["part"])
         if part is not None and death["out_of_memory"]:
             if replaced not in plan.warnings:  # otherwise the plan has the strategy already
                 plan = _with_less_memory(plan, spec, death["stage"], death["part"])
@@ -130,11 +124,6 @@ def avoid_causes(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[
             for name in plan.sharing_engines(death["part"]):
                 plan = _in_pytorch(plan, name, reason)
         plan = _with_warning(plan, replaced)
-    if len(builds) >= _BUILD_DEATHS:
-        reason = Fact("queue.build_disabled", {"how": Fact.model_validate(builds[-1]["how"])})
-        for name, part in plan.components.items():
-            if any(use.build for use in part.engines):
-                plan = _in_pytorch(plan, name, reason)
     return plan
 
 

@@ -40,11 +40,21 @@ from runtime.queue.records import (
 NAME = "jobs.sqlite"
 
 # Running jobs first.
-_QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', position"
-_NEXT = (
-    "SELECT id FROM jobs WHERE state = 'queued' AND NOT held AND (instance IS NULL OR instance = ?) AND kind IN ({}) "
-    "ORDER BY position LIMIT 1"
+_QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', idle, position"
+# What a worker may claim; the parameters are the worker, its kinds.
+_CLAIMABLE = (
+    "SELECT id FROM jobs WHERE state = 'queued' AND NOT held AND (instance IS NULL OR instance = ?) AND kind IN ({})"
 )
+_NEXT = f"{_CLAIMABLE} AND NOT idle ORDER BY position LIMIT 1"
+_NEXT_IDLE = f"{_CLAIMABLE} AND idle ORDER BY position LIMIT 1"
+# Videos of other processes on a worker's GPU; the CPU and the process of a command line count as the first GPU.
+_VIDEO_ON_GPU = (
+    "SELECT 1 FROM jobs LEFT JOIN workers ON workers.instance = jobs.instance "
+    "WHERE state = 'running' AND kind = 'video' AND jobs.instance != ? "
+    "AND coalesce(workers.gpu, 0) = coalesce((SELECT gpu FROM workers WHERE instance = ?), 0) LIMIT 1"
+)
+# After an idle build failed or was cancelled, videos do not queue it again for a day.
+_NOT_AGAIN_SECONDS = 86_400.0
 _LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
@@ -150,6 +160,24 @@ class JobStore:
         values = {"title": title, "request": json.dumps(request), "part": part, "output": str(folder)}
         with self.database.writing() as connection:
             return _insert(connection, kind, values)
+
+    def add_idle_build(self, title: str, folder: Path, request: Mapping[str, Any], engines: Collection[str]) -> bool:
+        """Add a build that runs while no other work waits, unless one of the same engines is queued or failed lately.
+
+        Args:
+            engines: ids of the engines.
+        """
+        ids = " ".join(sorted(engines))
+        values = {"title": title, "request": json.dumps(request), "output": str(folder), "idle": 1, "engines": ids}
+        with self.database.writing() as connection:
+            known = connection.execute(
+                "SELECT 1 FROM jobs WHERE kind = 'build' AND idle AND engines = ? AND (state IN ('queued', 'running') "
+                "OR (state != 'done' AND ended > ?)) LIMIT 1",
+                (ids, time.time() - _NOT_AGAIN_SECONDS),
+            ).fetchone()
+            if known is None:
+                _insert(connection, "build", values)
+            return known is None
 
     def get(self, job_id: str) -> JobRecord:
         """Return one job.
@@ -263,15 +291,22 @@ class JobStore:
                 _update(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
 
     def claim(self, instance: str, kinds: Collection[Kind] = KINDS) -> JobRecord | None:
-        """Claim the next queued job for exactly one process; `None` if no job of these kinds is queued."""
-        query, wanted = _NEXT.format(_marks(kinds)), (instance, *kinds)
+        """Claim the next queued job for exactly one process; `None` if no job of these kinds is queued.
+
+        Idle builds come last, and only while no video runs on the worker's GPU.
+        """
         # Polled several times a second: a read does not block writers.
         with self.database.reading() as connection:
-            if connection.execute(query, wanted).fetchone() is None:
+            if _next(connection, instance, kinds) is None:
                 return None
         with self.database.writing() as connection:
-            row = connection.execute(query, wanted).fetchone()
-            return None if row is None else _start(connection, row["id"], instance)
+            found = _next(connection, instance, kinds)
+            return None if found is None else _start(connection, found, instance)
+
+    def idle_is_over(self, instance: str, kinds: Collection[Kind] = KINDS) -> bool:
+        """Return whether a worker with an idle build could claim other work, or a video runs on its GPU elsewhere."""
+        with self.database.reading() as connection:
+            return _is_busy(connection, instance, kinds)
 
     def start(self, job_id: str, instance: str) -> JobRecord:
         """Mark this job, which is queued or resumable, as running in the process `instance`.
@@ -303,10 +338,13 @@ class JobStore:
             return _record(connection, job_id)
 
     def put_back(self, job_id: str) -> None:
-        """Put a running job back in its place in the queue; held if a pause was requested."""
+        """Put a running job back in its place in the queue; held if a pause, ended if a cancel was requested."""
         with self.database.writing() as connection:
             row = _find(connection, job_id)
-            if row["state"] == "running":
+            if row["state"] == "running" and row["asked"] == "cancel":
+                _add_event(connection, job_id, event_to_json(Cancelled()))
+                _end(connection, job_id, Cancelled())
+            elif row["state"] == "running":
                 held = row["asked"] == "pause"
                 _add_event(connection, job_id, {"event": "PutBack", "held": held})
                 _update(connection, job_id, state="queued", held=int(held), asked="", instance=None)
@@ -373,6 +411,8 @@ class JobStore:
     def interrupt(self, job_id: str, instance: str, saved: VideoSaved | None) -> State | None:
         """Update a job whose process `instance` died: done if its video is complete, otherwise interrupted.
 
+        An idle build is queued again, once.
+
         Returns:
             Its new state; `None` if another process was faster.
         """
@@ -388,7 +428,11 @@ class JobStore:
                 _add_event(connection, job_id, event_to_json(Cancelled()))
                 _end(connection, job_id, Cancelled())
                 return "cancelled"
+            before = any(event["event"] == "Interrupted" for _, _, event in _events(connection, job_id, 0))
             _add_event(connection, job_id, {"event": "Interrupted"})
+            if record.idle and not before:
+                _update(connection, job_id, state="queued", asked="", instance=None, live=None)
+                return "queued"
             _update(connection, job_id, state="interrupted", asked="", ended=time.time())
             return "interrupted"
 
@@ -514,6 +558,21 @@ def open_store(cache_dir: Path) -> JobStore:
             return JobStore(folder / NAME, problem, folder)
         except (OSError, StoreError):
             return JobStore(None, problem)
+
+
+def _next(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> str | None:
+    """Return the job that a worker claims next."""
+    wanted = (instance, *kinds)
+    row = connection.execute(_NEXT.format(_marks(kinds)), wanted).fetchone()
+    if row is None and not _is_busy(connection, instance, kinds):
+        row = connection.execute(_NEXT_IDLE.format(_marks(kinds)), wanted).fetchone()
+    return None if row is None else str(row["id"])
+
+
+def _is_busy(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> bool:
+    """Return whether other work than idle builds waits for a worker, or a video runs on its GPU elsewhere."""
+    waiting = connection.execute(_NEXT.format(_marks(kinds)), (instance, *kinds)).fetchone()
+    return waiting is not None or connection.execute(_VIDEO_ON_GPU, (instance, instance)).fetchone() is not None
 
 
 def _find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:

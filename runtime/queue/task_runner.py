@@ -73,12 +73,14 @@ class TaskRunner:
         engines: the engine library.
         weights_dir: the user's models.
         free: frees the loaded models: builders measure, and engines that are compared need memory.
+        created: when the task was queued; engines that it built before an interruption are not built again.
     """
 
     recorder: TaskRecorder
     engines: EngineService
     weights_dir: Path
     free: Callable[[], None]
+    created: float
 
     def run(self, work: Work) -> Fact:
         """Run a task and return its result.
@@ -109,9 +111,11 @@ class TaskRunner:
         self.recorder.report(Fact("task.looking"), None)
         request = GenerationRequest.from_mapping(work.request)
         spec = model_for(request, self.weights_dir)
-        wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines)
+        wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines, work.engines)
         if not wanted:
             return Fact("task.nothing_to_build")
+        again = request.build == "always"
+        built_before = {record.id for record in self.engines.store.index() if record.built_at >= self.created}
         self.free()
         failed: list[EngineError] = []
         built = 0
@@ -119,7 +123,14 @@ class TaskRunner:
         def report(fact: Fact, share: float | None) -> None:
             self.recorder.report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
 
-        for one in build_all(wanted, spec, self.engines, report, self.recorder.cancel, again=request.build == "always"):
+        for one in build_all(
+            wanted,
+            spec,
+            self.engines,
+            report,
+            self.recorder.cancel,
+            again=lambda use: again and use.id not in built_before,
+        ):
             if one.error is None:
                 built += 1
             else:

@@ -167,12 +167,14 @@ class Task(TaskProgress):
     Attributes:
         kind: of its `Work`.
         title: for people.
+        idle: whether it runs only while nothing else waits.
         cancelling: whether it runs and a cancel was requested.
         seen: see `Job`.
     """
 
     def __init__(self, record: JobRecord, store: JobStore) -> None:
         super().__init__()
+        self.idle = record.idle
         self.id = record.id
         self.title = record.title
         self.kind: str = record.request.get("kind", "build") if record.kind == "task" else "build"

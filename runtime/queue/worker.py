@@ -116,7 +116,7 @@ class Worker:
         self._store = store
         self._config = config
         self._registry = WorkerRegistry(store.database)
-        self._planner = Planner(config.weights_dir, config.engines, config.history)
+        self._planner = Planner(config.weights_dir, config.engines, config.history, builds_later=True)
         self._poller = ControlPoller(store)
         self._residency: Residency | None = None
         self._stopping = threading.Event()
@@ -245,7 +245,20 @@ class Worker:
             logger.exception("job %s could not be planned", record.id)
             recorder.record(Failed.because_of(error))
         else:
+            if not record.begun:
+                self._queue_builds(record, plan, spec)
             job_runner.run(recorder, record, plan, spec, emit, self._residency, self._config.history, self._store)
+
+    def _queue_builds(self, record: JobRecord, plan: ExecutionPlan, spec: ModelSpec) -> None:
+        folder = self._config.engines.store.folder
+        with contextlib.suppress(StoreError):  # a later video tries again
+            if job_runner.queue_builds(record, plan, spec, self._store, folder):
+                logger.info("job %s: its engines are built when no video waits", record.id)
+
+    def _is_wanted(self) -> bool:
+        """Return whether a build that runs while no video waits has to make room."""
+        instance = self._config.instance
+        return self._store.idle_is_over(instance, self._config.kinds) or self._registry.waits_for(instance) is not None
 
     def _device_is_lost(self, failed: Failed) -> bool:
         """Return whether a job failed because the CUDA context of its process, or of one of its GPUs', is broken."""
@@ -306,11 +319,15 @@ class Worker:
             self._settle()
         recorder = TaskRecorder(record.id, self._store)
         logger.info("task %s: %s starts", record.id, record.title)
-        with self._poller.cancelling(record.id, recorder.cancel):
+        with ExitStack() as stack:
+            stack.enter_context(self._poller.cancelling(record.id, recorder.cancel))
+            if record.idle:
+                stack.enter_context(self._poller.yielding(record.id, recorder.cancel, self._is_wanted))
             self._begin(recorder)
+            runner = TaskRunner(recorder, config.engines, config.weights_dir, self._free, record.created)
             try:
                 recorder.cancel.check()
-                result = TaskRunner(recorder, config.engines, config.weights_dir, self._free).run(work_of(record))
+                result = runner.run(work_of(record))
                 state: State = "done"
             except CancelledError:
                 state, result = "cancelled", Fact("task.cancelled")
@@ -322,7 +339,8 @@ class Worker:
                 logger.exception("Task %s failed", record.id)
                 state, result = "failed", Failed.because_of(error).fact
         logger.info("task %s: %s", record.id, state)
-        if self._stopping.is_set() and state == "cancelled" and record.kind == "build":
+        interrupted = self._stopping.is_set() or recorder.cancel.pausing
+        if interrupted and state == "cancelled" and record.kind == "build":
             self._store.put_back(record.id)
         else:
             self._store.finish(record.id, state, result)

@@ -344,7 +344,9 @@ def _built(record: EngineRecord) -> str:
 
 
 def _task(task: Task, ahead: int) -> dict[str, Any]:
-    if task.state == "queued":
+    if task.state == "queued" and task.idle:
+        line = "Starts when nothing else is queued."
+    elif task.state == "queued":
         line = f"{ahead} ahead in the queue." if ahead else "Starting."
     elif task.state == "running":
         line = task.line

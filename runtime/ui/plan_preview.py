@@ -116,7 +116,7 @@ class PlanPreview:
         try:
             spec = with_loras(spec, request.loras, self._weights_dir)
             offers = self._offers(spec) if complete else no_offers
-            plan = resolve(request, spec, self.machine(), _NOWHERE, offers, self._history())
+            plan = resolve(request, spec, self.machine(), _NOWHERE, offers, self._history(), builds_later=True)
         except TandemError as error:
             return Preview(None, error, offers, records, complete, spec)
         return Preview(plan, None, offers, records, complete, spec)
@@ -182,8 +182,8 @@ class Badge:
     """What will run one component, and why.
 
     Attributes:
-        kind: "ready" (an engine that exists), "build" (an engine that is built first), "plain" (PyTorch), "instead"
-            (PyTorch although another backend was requested) or "stopped" (the form cannot be carried out).
+        kind: "ready" (an engine that exists), "build" (an engine that is built when no video waits), "plain" (PyTorch),
+            "instead" (PyTorch although another backend was requested) or "stopped" (the form cannot be carried out).
     """
 
     text: str
@@ -312,9 +312,11 @@ def _badge(part: ComponentPlan) -> str:
 
 
 def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
+    if part.later:
+        return "build"
     if part.backend == PYTORCH:
         return "instead" if plan.fell_back(name) else "plain"
-    return "build" if any(use.build for use in part.engines) else "ready"
+    return "ready"
 
 
 def _summary_line(plan: ExecutionPlan) -> str:
@@ -329,9 +331,9 @@ def _summary_line(plan: ExecutionPlan) -> str:
     if plan.gpus > 1:
         line = f"{line} on {plan.gpus} GPUs"
     # Both experts use the same block engines.
-    builds = len({use.id for part in parts.values() for use in part.engines if use.build})
-    about = f"about {_duration(plan.seconds['total'].likely)}"
-    return f"{line}, {builds} to build first, then {about}" if builds else f"{line}, {about}"
+    builds = len({use.id for part in parts.values() for use in part.later})
+    later = f"; {formatting.count(builds, 'engine')} to build when no video waits" if builds else ""
+    return f"{line}, about {_duration(plan.seconds['total'].likely)}{later}"
 
 
 def _time(plan: ExecutionPlan) -> str:

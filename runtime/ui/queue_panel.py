@@ -33,6 +33,7 @@ class Row:
         percent: progress of a running one, if it is known.
         visitor: whether a visitor submitted it.
         needs_gpus: whether it was started and waits for other GPUs.
+        idle: whether it runs only while nothing else waits; it has no place in the order.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Row:
     percent: int | None = None
     visitor: bool = False
     needs_gpus: bool = False
+    idle: bool = False
 
     @property
     def runs(self) -> bool:
@@ -155,7 +157,8 @@ class QueuePanel(JobsPanel):
             line = f"stopped after step {progress.step} of {progress.steps}" if record.begun and progress.step else ""
         else:
             task = next((one for one in self._worker.tasks() if one.id == record.id), None)
-            line = "" if task is None else task.line
+            waits = "Starts when nothing else is queued." if record.idle and state == "waiting" else ""
+            line = (task.line if task is not None else "") or waits
             percent = None if task is None or task.share is None else round(100 * task.share)
         return Row(
             id=record.id,
@@ -166,6 +169,7 @@ class QueuePanel(JobsPanel):
             percent=percent,
             visitor=record.owner is not None and self._owner is None,
             needs_gpus=needs_gpus,
+            idle=record.idle,
         )
 
     def _resumable(self) -> str:
@@ -177,7 +181,7 @@ def queue_html(rows: Sequence[Row], problem: str = "") -> str:
     """Return the queue in order; `problem` is why jobs cannot be stored."""
     videos = [row for row in rows if row.video]
     paused = bool(videos) and all(row.state in {"paused", "pausing"} for row in videos)
-    waiting = [row.id for row in rows if not row.runs]
+    waiting = [row.id for row in rows if not row.runs and not row.idle]
     return render("queue_list.html", rows=rows, waiting=waiting, problem=problem, videos=bool(videos), paused=paused)
 
 

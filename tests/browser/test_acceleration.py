@@ -44,9 +44,9 @@ def test_a_choice_changes_only_its_own_badge(open_page: OpenPage) -> None:
     choose(page, "backend_vae", "PyTorch")
     wait_for_chip(page, "vae", "PyTorch: as requested")
     choose(page, "backend_vae", "ONNX Runtime")
-    wait_for_chip(page, "vae", "ONNX Runtime: builds first")
+    wait_for_chip(page, "vae", "PyTorch: ONNX Runtime engine is built when idle")
     assert "as requested" not in page.inner_text("#part-text_encoder .badge")
-    assert "1 of 4 components" in page.inner_text("#acceleration > button")
+    assert "2 engines to build when no video waits" in page.inner_text("#acceleration > button")
     choose(page, "build", "Never")
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
 

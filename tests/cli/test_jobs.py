@@ -15,6 +15,7 @@ from runtime.cli.main import run
 from runtime.core.events import Failed, Planned, Warned
 from runtime.core.facts import Fact
 from runtime.models.spec import ModelSpec
+from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.store import open_store
 from runtime.video.mp4 import find_ffmpeg, read_metadata
 from tests.cli.test_generate import command
@@ -44,7 +45,7 @@ def stream(video: Path) -> bytes:
 
 
 def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(["jobs", "list"], capsys) == ({"jobs": []}, "No jobs.\n")
+    assert answer(["jobs", "list"], capsys) == ({"jobs": [], "builds": []}, "No jobs.\n")
     store = open_store(cache_dir)
     boat, kite = add_job(store, "a red boat"), add_job(store, "a blue kite")
     store.request_cancel([boat.id])
@@ -55,6 +56,23 @@ def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[st
     assert [job["id"] for job in answer(["jobs", "list", "--state", "queued"], capsys)[0]["jobs"]] == [kite.id]
     refused, _ = answer(["jobs", "list", "--state", "asleep"], capsys, 2)
     assert "--state is 'asleep'" in refused["error"]["what"]
+
+
+def test_builds_are_listed_with_their_progress(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(cache_dir)
+    request = {"prompt": "a boat"}
+    assert store.add_idle_build("Build engines for the VAE", cache_dir, request, {"e1"})
+    found, text = answer(["jobs", "list"], capsys)
+    (build,) = found["builds"]
+    assert (build["state"], build["idle"], build["share"]) == ("queued", True, None)
+    assert "waits until idle" in text and "Build engines for the VAE" in text
+    with Instance(store.path) as own:
+        WorkerRegistry(store.database).register(f"{own.id}.0", 0)
+        assert store.claim(f"{own.id}.0")
+        store.show(build["id"], {"fact": Fact("engine.compiling").model_dump(), "share": 0.25})
+        found, text = answer(["jobs", "list", "--state", "running"], capsys)
+        assert [(one["progress"], one["share"]) for one in found["builds"]] == [("Compiling.", 0.25)]
+        assert "running, 25%" in text
 
 
 def test_a_job_of_a_dead_process_is_interrupted(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +100,7 @@ def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
     deleted, text = answer(["jobs", "delete", *ids, "--yes"], capsys)
     assert deleted == {"deleted": ids}
     assert f"jobs undelete {' '.join(ids)}" in text
-    assert answer(["jobs", "list"], capsys)[0] == {"jobs": []}
+    assert answer(["jobs", "list"], capsys)[0] == {"jobs": [], "builds": []}
     assert answer(["jobs", "undelete", ids[1]], capsys)[0] == {"undeleted": [ids[1]]}
     assert [job.id for job in store.list()] == [ids[1]]
 

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import pytest
 
 Action = Literal["kill", "allocate", "illegal access"]
@@ -19,13 +18,7 @@ import json, os, signal, sys
 from pathlib import Path
 
 
-def spawned_children():
-    import psutil
-    return [one.pid for one in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(one.cmdline())]
-
-
 def kill(folder):
-    (folder / "children").write_text(json.dumps(spawned_children()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -49,7 +42,7 @@ def plant(folder):
         for path in sorted(folder.glob("*.json"))[:1]:
             planted = json.loads(path.read_text())
             same = all(getattr(event, name, None) == value for name, value in planted["at"].items())
-            if same and (not planted["with_child"] or spawned_children()):
+            if same:
                 path.unlink()
                 {"kill": kill, "allocate": allocate, "illegal access": illegal_access}[planted["action"]](folder)
         return warnings
@@ -90,15 +83,14 @@ class Planted:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
         monkeypatch.setenv("TANDEM_TEST_ACTIONS", str(self._actions))
 
-    def add(self, action: Action, *, with_child: bool = False, **at: object) -> None:
+    def add(self, action: Action, **at: object) -> None:
         """Plant an action, after those that were planted before.
 
         Args:
-            with_child: only while the worker has a child process, such as one that builds an engine.
             at: fields of the event after which it happens, once.
         """
         number = len(list(self._actions.glob("*.json")))
-        planted = {"action": action, "with_child": with_child, "at": at}
+        planted = {"action": action, "at": at}
         written = self._actions / f"{number}.tmp"
         written.write_text(json.dumps(planted))
         written.rename(written.with_suffix(".json"))
@@ -106,9 +98,3 @@ class Planted:
     def pending(self) -> int:
         """Return how many actions have not happened."""
         return len(list(self._actions.glob("*.json")))
-
-    def living_children(self) -> list[int]:
-        """Return the children of the last killed worker that still run."""
-        pids: list[int] = json.loads((self._actions / "children").read_text())
-        assert pids, "the worker had no children"
-        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]

@@ -125,27 +125,6 @@ def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path:
     assert store.deaths(job.id) == []
 
 
-def test_a_job_whose_worker_died_twice_during_builds_is_queued_without_them(store: JobStore, tmp_path: Path) -> None:
-    job = running(store, tmp_path, stage="build")
-    states = []
-    for _ in range(3):
-        recovery.settle_worker(store, "app.0", KILLED)
-        states.append(store.get(job.id).state)
-        if states[-1] == "queued":
-            assert store.claim("app.0") is not None
-            store.record(job.id, StageStarted(stage="build", part="transformer"))
-    assert states == ["queued", "queued", "failed"]
-    # A death in another stage is counted apart.
-    store.resume(job.id)
-    states = []
-    for stage in ("build", "denoise", "build", "denoise"):
-        assert store.claim("app.0") is not None
-        store.record(job.id, StageStarted(stage=stage, part="transformer"))
-        recovery.settle_worker(store, "app.0", KILLED)
-        states.append(store.get(job.id).state)
-    assert states == ["queued", "queued", "queued", "failed"]
-
-
 def test_a_pending_cancel_or_pause_is_followed_after_a_death(store: JobStore, tmp_path: Path) -> None:
     cancelled, paused = running(store, tmp_path), running(store, tmp_path)
     store.request_cancel([cancelled.id])
@@ -167,17 +146,16 @@ def test_a_build_is_queued_again_and_another_task_fails(store: JobStore, tmp_pat
 
 
 @pytest.mark.parametrize("program", ["transformer", "block_qkv"])
-@pytest.mark.parametrize(("stage", "disabled"), [("denoise", True), ("load", True), ("build", False)])
-def test_an_engine_that_ran_when_a_worker_died_is_disabled(stage: Stage, disabled: bool, program: str) -> None:
-    plan, use = with_engine(build=False, program=program)
+@pytest.mark.parametrize("stage", ["denoise", "load", "build"])
+def test_an_engine_that_ran_when_a_worker_died_is_disabled(stage: Stage, program: str) -> None:
+    plan = with_engine(program)
     found = avoid_causes(plan, diorama(), [death(stage)])
-    assert found.components["transformer"].engines == (() if disabled else (use,))
+    assert found.components["transformer"].engines == ()
     assert found.components["vae"] == plan.components["vae"]
     codes = [warning.code for warning in found.warnings[len(plan.warnings) :]]
-    assert codes == [*(["event.fell_back"] if disabled else []), "queue.worker_replaced"]
+    assert codes == ["event.fell_back", "queue.worker_replaced"]
     assert avoid_causes(found, diorama(), [death(stage)]) == found
-    if disabled:
-        assert found.components["transformer"].reasons[0].data["backend"] == "inductor"
+    assert found.components["transformer"].reasons[0].data["backend"] == "inductor"
 
 
 def test_block_engines_are_disabled_for_all_transformers(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
@@ -190,26 +168,12 @@ def test_block_engines_are_disabled_for_all_transformers(tiny: Callable[[str], M
     assert [late.components[name].in_blocks for name in ("transformer", "transformer_2")] == [True, False]
 
 
-def with_engine(*, build: bool, program: str = "transformer") -> tuple[ExecutionPlan, EngineUse]:
-    """Return a plan whose transformer runs on an engine, and that engine."""
+def with_engine(program: str) -> ExecutionPlan:
+    """Return a plan whose transformer runs on an engine."""
     profile = ((1, 1, 1),) * 3
-    use = EngineUse(id="0" * 16, program=program, builder="inductor", precision="float32", profile=profile, build=build)
+    use = EngineUse(id="0" * 16, program=program, builder="inductor", precision="float32", profile=profile)
     part = sample_plan().components["transformer"].replace(backend="inductor", engines=(use,))
-    return sample_plan().with_component("transformer", part), use
-
-
-def test_a_build_is_retried_once_and_then_left_out() -> None:
-    plan, use = with_engine(build=True)
-    once = avoid_causes(plan, diorama(), [death("build")])
-    assert once.components["transformer"].engines == (use,)
-    twice = avoid_causes(once, diorama(), [death("build")] * 2)
-    transformer = twice.components["transformer"]
-    assert (transformer.backend, transformer.engines) == ("pytorch", ())
-    reason = Fact("queue.build_disabled", {"how": KILLED})
-    assert twice.warnings[-1].data["reason"] == reason
-    # An engine that is built already is used.
-    built, use = with_engine(build=False)
-    assert avoid_causes(built, diorama(), [death("build")] * 2).components["transformer"].engines == (use,)
+    return sample_plan().with_component("transformer", part)
 
 
 @pytest.mark.parametrize(("permitted", "applied"), [("any", True), ("retry", True), ("ask", False)])

@@ -237,6 +237,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.built_again": Message("Built again, as requested."),
     "planner.built_first": Message("Built first, {seconds:about} ({cause:clause})."),
     "planner.built_first_unknown": Message("Built first ({cause:clause})."),
+    "planner.built_later": Message("Its {backend:backend} engine is built when no video waits."),
     "planner.speed": Message(
         "{precision}, {times:.2f} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
         "{pytorch:latency}, measured here."
@@ -248,6 +249,10 @@ _REASONS: Mapping[str, Message] = {
         "The engine is built first, {seconds:about}.", badge="builds first, {seconds:about}"
     ),
     "planner.badge_builds_unknown": Message("The engine is built first.", badge="builds first"),
+    "planner.badge_built_later": Message(
+        "Its {backend:backend} engine is built when no video waits.",
+        badge="{backend:backend} engine is built when idle",
+    ),
     "planner.badge_none_faster": Message("No engine is faster.", badge="no engine is faster"),
     "planner.badge_engine_memory": Message("Memory does not suffice for its engine.", badge="too little memory"),
     "planner.engine_memory": Message("An engine would be faster, but this clip does not fit into memory with it."),

@@ -60,9 +60,6 @@ MESSAGES: Mapping[str, Message] = {
     "queue.engine_disabled": Message(
         "Its {backend:backend} engine was running when the worker process ended unexpectedly ({how})."
     ),
-    "queue.build_disabled": Message(
-        "The worker process ended unexpectedly twice while it built engines (the last time: {how})."
-    ),
     # Tasks
     "task.cancelled": Message("Cancelled. Completed work is kept."),
     "task.built": Message("{built} of {wanted} ready."),

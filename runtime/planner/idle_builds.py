@@ -1,0 +1,33 @@
+"""Plans of videos that do not wait for engines: they are built when no video waits, and later videos use them."""
+
+from collections.abc import Callable
+
+from runtime.core.facts import Fact
+from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan
+from runtime.core.request import IDLE, GenerationRequest
+
+
+def plan_without_waiting(
+    request: GenerationRequest, plan_of: Callable[[GenerationRequest], ExecutionPlan]
+) -> ExecutionPlan:
+    """Return the plan of a request on engines that exist and PyTorch; `ComponentPlan.later` has what is to be built.
+
+    Args:
+        plan_of: plans a request, with "missing" or "never" for `build` instead of "idle".
+    """
+    wanted = plan_of(request.replace(build="missing") if request.build == IDLE else request)
+    later = {name: tuple(use for use in part.engines if use.build) for name, part in wanted.components.items()}
+    plan = plan_of(request.replace(build="never")) if any(later.values()) else wanted
+    components = {
+        name: _postponed(part, wanted.components[name].backend, later[name]) if later[name] else part
+        for name, part in plan.components.items()
+    }
+    return plan.replace(asked=request, components=components, builds_later=True)
+
+
+def _postponed(part: ComponentPlan, backend: str, later: tuple[EngineUse, ...]) -> ComponentPlan:
+    if part.engines:  # they are used while they are built again
+        return part.replace(later=later)
+    others = (reason for reason in part.reasons if reason.code != "planner.asked_not_built")
+    reasons = (Fact("planner.built_later", {"backend": backend}), *others)
+    return part.replace(later=later, reasons=reasons, badge=Fact("planner.badge_built_later", {"backend": backend}))

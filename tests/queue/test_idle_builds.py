@@ -1,0 +1,220 @@
+"""Builds that run while no video waits: real engines (ONNX Runtime, tiny model), interrupted by videos."""
+
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.core.events import VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.machine.probe import probe
+from runtime.models.registry import read_spec
+from runtime.models.spec import ModelSpec
+from runtime.planner.resolve import resolve
+from runtime.queue.instances import WorkerRegistry
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_runner import queue_builds
+from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore
+from tests.plans import machine
+from tests.queue.samples import add_job
+from tests.thread_queue import RunningQueue
+from tests.waiting import until
+
+BUILD = ("Build", Path("/nowhere"), {"prompt": "a boat"})
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> EngineService:
+    """An empty library."""
+    return EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
+
+
+@pytest.fixture
+def spec(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
+    """A tiny model in the weights folder."""
+    folder = tmp_path / "weights" / "tiny"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    return read_spec(folder, "tiny")
+
+
+@pytest.fixture
+def queue(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> Iterator[JobQueue]:
+    made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=JobStore(tmp_path / "jobs.sqlite"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(tmp_path / "jobs.sqlite")
+
+
+def small(**values: object) -> GenerationRequest:
+    """Return a request for a tiny clip with the text encoder on ONNX Runtime."""
+    wanted: dict[str, object] = {"prompt": "a red boat", "model": "tiny", "width": 32, "height": 32, "frames": 5}
+    wanted |= {"steps": 2, "fps": 8, "seed": 3, "backends": {"text_encoder": "onnxruntime"}}
+    return GenerationRequest.from_mapping(wanted | values)
+
+
+def builds(store: JobStore) -> list[JobRecord]:
+    """Return all builds, oldest first."""
+    return list(store.list(kinds=["build"]))[::-1]
+
+
+def names(store: JobStore, job_id: str) -> list[str]:
+    """Return the names of a job's events."""
+    return [values["event"] for _, _, values in store.events(job_id)]
+
+
+def ran_on(queue: JobQueue, **values: object) -> str:
+    """Make a video; return what ran the text encoder."""
+    job = queue.submit(small(**values))
+    until(lambda: not job.open)
+    assert isinstance(job.events[-1], VideoSaved), job.events[-1]
+    return str(job.events[-1].plan["components"]["text_encoder"]["backend"])
+
+
+def test_a_video_starts_in_pytorch_and_the_next_one_uses_the_engine(queue: JobQueue, engines: EngineService) -> None:
+    job = queue.submit(small())
+    part = job.plan.components["text_encoder"]
+    assert (part.backend, part.badge and part.badge.code) == ("pytorch", "planner.badge_built_later")
+    assert len(part.later) == 1 and job.plan.asked == small()
+    until(lambda: not job.open)
+    assert isinstance(job.events[-1], VideoSaved)
+    assert "StageStarted" in names(queue.store, job.id)
+    assert all(event.stage != "build" for event in job.events if event.event == "StageStarted")
+    (fall,) = (fact for fact in job.events[-1].warnings if fact.code == "event.fell_back")
+    assert fall.data["reason"].code == "planner.built_later"
+    (build,) = builds(queue.store)
+    assert build.idle
+    until(lambda: queue.store.get(build.id).state == "done")
+    ended, video_ended = queue.store.get(build.id).started, queue.store.get(job.id).ended
+    assert ended is not None and video_ended is not None and ended >= video_ended
+    assert [record.id for record in engines.store.index()] == [part.later[0].id]
+    assert ran_on(queue) == "onnxruntime"
+    assert len(builds(queue.store)) == 1
+
+
+def test_a_video_interrupts_an_idle_build_which_is_done_later(
+    queue: JobQueue, engines: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several engines, so that something is left to build when the video arrives.
+    wanted = {"backends": {"all": "onnxruntime"}}
+    assert ran_on(queue, **wanted) == "pytorch"
+    (build,) = builds(queue.store)
+    until(lambda: queue.store.get(build.id).live is not None and engines.store.index())
+    before = {record.id: record.built_at for record in engines.store.index()}
+    assert ran_on(queue, backends={"all": "pytorch"}, seed=4) == "pytorch"
+    seen = names(queue.store, build.id)
+    assert seen.count("PutBack") == 1 and "Ended" not in seen[: seen.index("PutBack")]
+    until(lambda: not queue.store.get(build.id).open)
+    assert queue.store.get(build.id).state == "done"
+    # Engines that were finished are kept.
+    after = {record.id: record.built_at for record in engines.store.index()}
+    assert before.items() <= after.items() and len(after) == 4
+    assert ran_on(queue, **wanted) == "onnxruntime"
+
+
+def test_a_cancelled_or_paused_idle_build(queue: JobQueue) -> None:
+    assert ran_on(queue) == "pytorch"
+    (build,) = builds(queue.store)
+    until(lambda: queue.store.get(build.id).live is not None)
+    queue.hold([build.id], True)
+    until(lambda: queue.store.get(build.id).state == "queued")
+    assert queue.store.get(build.id).held
+    queue.hold([build.id], False)
+    until(lambda: queue.store.get(build.id).state == "running")
+    queue.cancel([build.id])
+    until(lambda: not queue.store.get(build.id).open)
+    assert queue.store.get(build.id).state == "cancelled"
+    # The user does not want it: the next video does not queue it again.
+    assert ran_on(queue) == "pytorch"
+    assert len(builds(queue.store)) == 1
+
+
+def test_engines_that_exist_are_used_while_they_are_built_again(queue: JobQueue, engines: EngineService) -> None:
+    assert ran_on(queue) == "pytorch"
+    until(lambda: [build.state for build in builds(queue.store)] == ["done"])
+    (first,) = engines.store.index()
+    only_text = {"all": "pytorch", "text_encoder": "onnxruntime"}
+    assert ran_on(queue, build="always", backends=only_text) == "onnxruntime"
+    until(lambda: [build.state for build in builds(queue.store)] == ["done", "done"])
+    (second,) = engines.store.index()
+    assert second.id == first.id and second.built_at > first.built_at
+
+
+@pytest.mark.parametrize(
+    ("build", "backends", "wanted"),
+    [
+        ("auto", {"vae": "onnxruntime"}, {"vae"}),
+        ("auto", {}, set()),
+        ("missing", {}, {"text_encoder", "transformer", "vae"}),
+        ("idle", {"vae": "pytorch"}, {"text_encoder", "transformer"}),
+        ("never", {"vae": "onnxruntime"}, set()),
+    ],
+)
+def test_what_is_built_later(
+    build: str, backends: dict[str, str], wanted: Collection[str], spec: ModelSpec, engines: EngineService
+) -> None:
+    request = small(build=build, backends=backends)
+    plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec), builds_later=True)
+    assert {name for name, part in plan.components.items() if part.later} == set(wanted)
+    assert not any(part.engines for part in plan.components.values())
+    assert plan.asked == request and plan.builds_later
+    # In one process, only "idle" builds later.
+    alone = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    assert alone.builds_later == (build == "idle")
+    assert bool(plan.model_validate_json(plan.model_dump_json()) == plan)
+
+
+def test_the_same_engines_are_queued_once(store: JobStore, spec: ModelSpec, engines: EngineService) -> None:
+    request = small(build="idle")
+    plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    record = store.add(request, plan)
+    assert queue_builds(record, plan, spec, store, engines.store.folder)
+    assert not queue_builds(record, plan, spec, store, engines.store.folder)
+    (build,) = builds(store)
+    assert set(build.request["backends"]) == {name for name, part in plan.components.items() if part.later}
+    assert build.request["build"] == "missing"
+
+
+def test_idle_builds_come_last_and_not_beside_a_video(store: JobStore) -> None:
+    registry = WorkerRegistry(store.database)
+    for app, gpu in (("aa", 0), ("bb", 0), ("cc", 1)):
+        registry.register(f"{app}.{gpu}", gpu)
+    assert store.add_idle_build(*BUILD, {"e1"})
+    assert not store.add_idle_build(*BUILD, {"e1"})
+    assert store.add_idle_build(*BUILD, {"e2"})
+    video = add_job(store)
+    assert store.queue()[0].id == video.id
+    assert store.claim("bb.0") == store.get(video.id)
+    # Its GPU is in use, by another app's worker.
+    assert store.idle_is_over("aa.0") and store.claim("aa.0") is None
+    build = store.claim("cc.1")
+    assert build is not None and build.idle and not store.idle_is_over("cc.1")
+    store.put_back(video.id)
+    assert store.idle_is_over("cc.1")
+    store.hold([video.id], True)
+    assert not store.idle_is_over("cc.1")
+    # A video of the command line, whose process is no worker.
+    alone = add_job(store, instance="dd")
+    assert store.claim("aa.0") is None
+    store.request_cancel([alone.id])
+    store.put_back(alone.id)
+    assert store.get(alone.id).state == "cancelled"
+    second = store.claim("aa.0")
+    assert second is not None and second.idle and second.id != build.id
+
+
+def test_an_idle_build_of_a_dead_app_is_queued_again_once(store: JobStore) -> None:
+    assert store.add_idle_build(*BUILD, {"e1"})
+    states = []
+    for _ in range(2):
+        claimed = store.claim("dead.0")
+        assert claimed is not None
+        states.append(store.interrupt(claimed.id, "dead.0", None))
+    assert states == ["queued", "interrupted"]
