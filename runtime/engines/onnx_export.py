@@ -1,6 +1,7 @@
 """Writes programs as ONNX files for builders, and components as ONNX files for other programs.
 
-The opset is 18. Weights go into a separate file if protobuf's limit of 2 GiB would be exceeded.
+The opset is 18, for FP8 19, the first with FP8. Weights go into a separate file if protobuf's limit of 2 GiB would be
+exceeded.
 """
 
 import logging
@@ -17,11 +18,13 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
+from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
 from runtime.engines.programs import CACHE, METADATA_KEY, Program, load_program
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 
 OPSET = 18
+FP8_OPSET = 19
 # A protobuf message is limited to 2 GiB, of which the graph needs a part.
 _MAX_INLINE_BYTES = 1_900_000_000
 # Names are unique within a graph: caches, and the stream `x` of block programs, need other names among the outputs.
@@ -68,7 +71,8 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
         exported = torch.onnx.export(
             program.export(profile, cut=cut),
             dynamo=True,
-            opset_version=OPSET,
+            opset_version=FP8_OPSET if isinstance(program.module, Fp8Part) else OPSET,
+            custom_translation_table={torch.ops.tandem.fp8_product.default: _fp8_product},
             input_names=[tensor.name for tensor in signature.inputs],
             output_names=[
                 f"{_NEW}{name}" if f"{_NEW}{name}" in TENSOR_NAMES else name for name in program.output_names
@@ -79,6 +83,18 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
     assert exported is not None
     exported.model.metadata_props[METADATA_KEY] = signature.to_text()
     exported.save(path, external_data=large)
+
+
+def _fp8_product(x: Any, weight: Any) -> Any:
+    """Translate `fp8.fp8_product`: as factors that are quantized with a constant scale and dequantized."""
+    from onnxscript import opset19
+
+    op: Any = opset19
+    scale = op.Constant(value=onnx.helper.make_tensor("", onnx.TensorProto.FLOAT16, [], [PRODUCT_SCALE]))
+    zero = op.Constant(value=onnx.helper.make_tensor("", onnx.TensorProto.FLOAT8E4M3FN, [], [0.0]))
+    left = op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale)
+    right = op.DequantizeLinear(weight, scale)
+    return op.MatMul(left, op.Transpose(right, perm=[1, 0]))
 
 
 def _output_name(name: str) -> str:

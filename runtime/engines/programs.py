@@ -31,7 +31,9 @@ from pydantic import TypeAdapter
 
 from runtime.core.errors import EngineError
 from runtime.core.plan import ComponentPlan, LatentSize, is_block_program
+from runtime.engines.fp8 import ACTIVATIONS, Fp8Part
 from runtime.engines.key_parts import BLOCK_TOKENS
+from runtime.models.quantization import FP8
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -372,7 +374,7 @@ class BlockProgram(Program):
     """A program of block engines, whose weights are inputs. Its profiles do not depend on the latents' size.
 
     Attributes:
-        dtype: the precision, by name.
+        dtype: the dtype of activations, by name.
         placed: the device of its inputs.
         tokens: the most tokens of one call.
     """
@@ -409,6 +411,8 @@ class BlockProgram(Program):
         def draw(name: str) -> torch.Tensor:
             tensor = self.part.tensors[name]
             values = torch.randn(tensor.shape(tokens), generator=generator)
+            if isinstance(self.module, Fp8Part):
+                return self.module.drawn(name, values).to(self.device, getattr(torch, tensor.dtype or self.dtype))
             values = values / values.shape[1] ** 0.5 if name in self.part.weights and values.ndim > 1 else values
             return values.to(self.device, getattr(torch, tensor.dtype or self.dtype))
 
@@ -432,8 +436,10 @@ class BlockProgram(Program):
             torch.empty(tensor.shape(self.tokens), dtype=getattr(torch, tensor.dtype or self.dtype), device=self.device)
             for tensor in map(self.part.tensors.__getitem__, self.input_names)
         )
+        # The inputs of an `Fp8Part` are one variadic argument.
+        dynamic = (tuple(shapes),) if isinstance(self.module, Fp8Part) else tuple(shapes)
         with torch.no_grad():
-            return torch.export.export(self.module, example, dynamic_shapes=tuple(shapes), strict=False)
+            return torch.export.export(self.module, example, dynamic_shapes=dynamic, strict=False)
 
     def signature(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> IOSignature:
         def describe(name: str) -> TensorSignature:
@@ -457,7 +463,7 @@ def load_program(
         component: the component to load; "transformer" and "transformer_2" have the same program, "transformer".
         name: one of `key_parts.runnable_programs`, or of the model's block programs, which need no weights.
         device: a torch device.
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16", or "fp8" for a block engine (`engines.fp8`).
         tokens: the most tokens in one call of a block engine.
 
     Raises:
@@ -467,6 +473,8 @@ def load_program(
     make_form: MakeForm = components_of(spec.family).make_form
     form = make_form(spec, name, lambda: load_module(spec, component, part)).eval()
     if is_block_program(name):
+        if dtype == FP8:
+            form, dtype = Fp8Part(form), ACTIVATIONS
         return BlockProgram(name, form.to(device), spec, dtype, torch.device(device), tokens)
     return Program(name, form, spec)
 

@@ -15,6 +15,7 @@ from runtime.engines.key_parts import BLOCK_TOKENS
 from runtime.engines.programs import BlockPart, load_program
 from runtime.engines.service import OpenEngines
 from runtime.execution.engine_components import failure_of_engine
+from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor
 from runtime.models.spec import ModelSpec
 
 # The weights of one block by program and input; `None` for a block that PyTorch computes.
@@ -55,7 +56,7 @@ class BlockEngines:
         for use in uses:
             program: Any = load_program(spec, component, use.program, device="cpu", dtype=use.precision)
             self._parts[use.program] = program.part
-            self._dtypes[use.program] = getattr(torch, use.precision)
+            self._dtypes[use.program] = getattr(torch, program.dtype)
         self._skipped = False
         self._rejected = False
         self.failed = engines is None
@@ -161,13 +162,19 @@ class BlockEngines:
 
 
 def _parameter(block: torch.nn.Module, path: str) -> Any:
-    """Return a parameter, or `None` if its layer computes anything else than a plain layer with it does."""
-    owner, _, name = path.rpartition(".")
+    """Return a parameter, or a tensor of an FP8 parameter.
+
+    `None` if its layer computes anything else than a plain layer with this parameter does.
+    """
+    suffix = next((suffix for suffix in (FP8_DATA, FP8_SCALE) if path.endswith(suffix)), "")
+    owner, _, name = path.removesuffix(suffix).rpartition(".")
     try:
         layer = block.get_submodule(owner)
     except AttributeError:
         return None
     parameter = layer._parameters.get(name)
     # Adapters wrap a layer, hooks replace its `forward`, quantized weights are subclasses.
-    plain = type(parameter) is torch.nn.Parameter and parameter.is_contiguous() and "forward" not in vars(layer)
-    return parameter if plain else None
+    if "forward" in vars(layer) or not (suffix or type(parameter) is torch.nn.Parameter):
+        return None
+    tensor = fp8_tensor(parameter, suffix) if suffix else parameter
+    return tensor if tensor is not None and tensor.is_contiguous() else None

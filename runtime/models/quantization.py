@@ -13,6 +13,8 @@ from runtime.core.plan import ComponentPlan
 
 NONE = "none"
 BNB_8BIT, BNB_4BIT, FP8 = "bnb-8bit", "bnb-4bit", "fp8"
+# Behind the path of a parameter: the tensors of which torchao's parameters consist, see `fp8_tensor`.
+FP8_DATA, FP8_SCALE = ".qdata", ".scale"
 
 _NOT_QUANTIZED = ("patch_embedding", "condition_embedder", "proj_out")
 _PACKAGES = {BNB_8BIT: "bitsandbytes", BNB_4BIT: "bitsandbytes", FP8: "torchao"}
@@ -98,6 +100,18 @@ def is_quantized(parameter: Any) -> bool:
     import torch
 
     return type(parameter) is not torch.nn.Parameter
+
+
+def fp8_tensor(parameter: Any, suffix: str) -> Any:
+    """Return a tensor of an FP8 parameter of torchao, `None` if the parameter is none with one scale for each row.
+
+    Args:
+        suffix: `FP8_DATA` for (out, in), float8_e4m3fn, or `FP8_SCALE` for (out, 1), float32.
+    """
+    data, scale = (getattr(parameter, name[1:], None) for name in (FP8_DATA, FP8_SCALE))
+    if data is None or scale is None or tuple(scale.shape) != (data.shape[0], 1):
+        return None
+    return data if suffix == FP8_DATA else scale
 
 
 def quantized_like(layer: Any, weight: Any) -> Any:

@@ -145,6 +145,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = MappingProxyType(
         ),
         "tensorrt_rtx": _TENSORRT_RTX,
         "tensorrt_rtx_components": (*_TENSORRT_RTX, _capability(BF16_CAPABILITY, "machine.tensorrt_rtx_blocks_only")),
+        "tensorrt_rtx_fp8": (*_TENSORRT_RTX, _capability(FP8_CAPABILITY, "machine.gpu_without_fp8")),
         "inductor": (
             lambda machine: None if machine.torch_version else Fact("machine.no_torch"),
             compiler_problem,

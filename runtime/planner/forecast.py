@@ -112,7 +112,12 @@ _BUILD_SECONDS: Mapping[str, tuple[float, float, float]] = {
 # For each of the VAE's two programs, of any size: TensorRT times many implementations of each convolution.
 _VAE_BUILD_SECONDS: Mapping[str, float] = {"onnx_tensorrt": 145, "torch_tensorrt": 180}
 # For each of a transformer's block programs, of any size. TensorRT took 17 to 51 s on an H200 (width 5120).
-_BLOCK_BUILD_SECONDS: Mapping[str, float] = {"tensorrt_blocks": 40, "tensorrt_rtx_blocks": 5, "onnxruntime_blocks": 5}
+_BLOCK_BUILD_SECONDS: Mapping[str, float] = {
+    "tensorrt_blocks": 40,
+    "tensorrt_rtx_blocks": 5,
+    "tensorrt_rtx_blocks_fp8": 8,
+    "onnxruntime_blocks": 5,
+}
 
 
 # Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of

@@ -158,9 +158,10 @@ _TABLE: Mapping[str, _Row] = {
     "tensorrt_blocks": _Row("tensorrt", "TensorRTBlocks", on_cpu=0, on_cuda=3),
     "tensorrt_rtx": _Row("tensorrt_rtx", "TensorRTRTX", on_cpu=0, on_cuda=4),
     "tensorrt_rtx_blocks": _Row("tensorrt_rtx", "TensorRTRTXBlocks", on_cpu=0, on_cuda=5),
-    "inductor": _Row("inductor", "InductorBuilder", on_cpu=2, on_cuda=6),
-    "onnxruntime": _Row("onnxruntime", "OnnxRuntimeBuilder", on_cpu=1, on_cuda=7),
-    "onnxruntime_blocks": _Row("onnxruntime", "OnnxRuntimeBlocks", on_cpu=3, on_cuda=8),
+    "tensorrt_rtx_blocks_fp8": _Row("tensorrt_rtx", "TensorRTRTXFp8Blocks", on_cpu=0, on_cuda=6),
+    "inductor": _Row("inductor", "InductorBuilder", on_cpu=2, on_cuda=7),
+    "onnxruntime": _Row("onnxruntime", "OnnxRuntimeBuilder", on_cpu=1, on_cuda=8),
+    "onnxruntime_blocks": _Row("onnxruntime", "OnnxRuntimeBlocks", on_cpu=3, on_cuda=9),
 }
 
 

@@ -29,6 +29,7 @@ from runtime.engines.builders.tensorrt import (
 from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Machine
+from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, ShapeProfile
 
@@ -116,6 +117,16 @@ class TensorRTRTXBlocks(TensorRTRTX):
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         return BuildNeeds(ram_bytes=_BASE_RAM, disk_bytes=4 * _MIB, vram_bytes=_BLOCK_VRAM)
+
+
+class TensorRTRTXFp8Blocks(TensorRTRTXBlocks):
+    """Builds block engines with FP8 matrices, see `engines.fp8`; they run on no GPU so far."""
+
+    name: ClassVar[str] = "tensorrt_rtx_blocks_fp8"
+    requires: ClassVar[str] = "tensorrt_rtx_fp8"
+
+    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+        return FP8
 
 
 def write_plan(

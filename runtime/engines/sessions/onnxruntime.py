@@ -185,6 +185,9 @@ def _element_type(dtype: torch.dtype) -> Any:
     import numpy as np
     import onnx
 
-    if dtype is torch.bfloat16:  # numpy has no bfloat16
+    # numpy has neither.
+    if dtype is torch.bfloat16:
         return int(onnx.TensorProto.BFLOAT16)
+    if dtype is torch.float8_e4m3fn:
+        return int(onnx.TensorProto.FLOAT8E4M3FN)
     return np.dtype(str(dtype).removeprefix("torch.")).type

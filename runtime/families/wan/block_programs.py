@@ -10,7 +10,7 @@ both experts and every LoRA. The parts of one block, and what runs between them:
     block_feed_forward   x, attended -> x          output projection, norm 3, feed-forward
 
 All arithmetic of the residual stream is float32, as in `programs.TransformerForm`; matrix products are in the dtype of
-the weights.
+the weights, or in FP8 (`engines.fp8`).
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runtime.engines.fp8 import Weight, linear
 from runtime.engines.programs import TOKENS, BlockTensor
 from runtime.models.spec import ModelSpec
 
@@ -103,21 +104,21 @@ class BlockQKV(BlockPart):
         modulation: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        q_weight: torch.Tensor,
+        q_weight: Weight,
         q_bias: torch.Tensor,
         rms_q: torch.Tensor,
-        k_weight: torch.Tensor,
+        k_weight: Weight,
         k_bias: torch.Tensor,
         rms_k: torch.Tensor,
-        v_weight: torch.Tensor,
+        v_weight: Weight,
         v_bias: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q, k and v, each (tokens, width); `cos` and `sin` are (tokens, head width), float32."""
         dtype = q_weight.dtype
         normed = self._modulated(x, modulation[0:1], modulation[1:2]).to(dtype)
-        q = self._rotated(self._rms_norm(F.linear(normed, q_weight, q_bias), rms_q), cos, sin)
-        k = self._rotated(self._rms_norm(F.linear(normed, k_weight, k_bias), rms_k), cos, sin)
-        return q.to(dtype), k.to(dtype), F.linear(normed, v_weight, v_bias)
+        q = self._rotated(self._rms_norm(linear(normed, q_weight, q_bias), rms_q), cos, sin)
+        k = self._rotated(self._rms_norm(linear(normed, k_weight, k_bias), rms_k), cos, sin)
+        return q.to(dtype), k.to(dtype), linear(normed, v_weight, v_bias).to(dtype)
 
 
 class BlockQuery(BlockPart):
@@ -140,19 +141,19 @@ class BlockQuery(BlockPart):
         x: torch.Tensor,
         attended: torch.Tensor,
         modulation: torch.Tensor,
-        out_weight: torch.Tensor,
+        out_weight: Weight,
         out_bias: torch.Tensor,
         norm_weight: torch.Tensor,
         norm_bias: torch.Tensor,
-        q_weight: torch.Tensor,
+        q_weight: Weight,
         q_bias: torch.Tensor,
         rms_q: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stream and the queries, each (tokens, width)."""
         dtype = out_weight.dtype
-        x = x + F.linear(attended, out_weight, out_bias).float() * modulation[2:3]
+        x = x + linear(attended, out_weight, out_bias).float() * modulation[2:3]
         normed = F.layer_norm(x, (x.shape[-1],), norm_weight, norm_bias, _EPS).to(dtype)
-        return x, self._rms_norm(F.linear(normed, q_weight, q_bias), rms_q).to(dtype)
+        return x, self._rms_norm(linear(normed, q_weight, q_bias), rms_q).to(dtype)
 
 
 class BlockFeedForward(BlockPart):
@@ -174,19 +175,19 @@ class BlockFeedForward(BlockPart):
         x: torch.Tensor,
         attended: torch.Tensor,
         modulation: torch.Tensor,
-        out_weight: torch.Tensor,
+        out_weight: Weight,
         out_bias: torch.Tensor,
-        expand_weight: torch.Tensor,
+        expand_weight: Weight,
         expand_bias: torch.Tensor,
-        contract_weight: torch.Tensor,
+        contract_weight: Weight,
         contract_bias: torch.Tensor,
     ) -> torch.Tensor:
         """Return the stream, (tokens, width)."""
         dtype = out_weight.dtype
-        x = x + F.linear(attended, out_weight, out_bias).float()
+        x = x + linear(attended, out_weight, out_bias).float()
         normed = self._modulated(x, modulation[3:4], modulation[4:5]).to(dtype)
-        inner = F.gelu(F.linear(normed, expand_weight, expand_bias), approximate="tanh")
-        return x + F.linear(inner, contract_weight, contract_bias).float() * modulation[5:6]
+        inner = F.gelu(linear(normed, expand_weight, expand_bias), approximate="tanh")
+        return x + linear(inner, contract_weight, contract_bias).float() * modulation[5:6]
 
 
 BLOCK_PARTS: Mapping[str, type[BlockPart]] = {
