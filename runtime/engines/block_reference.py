@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from runtime.core.plan import EAGER, LatentSize
+from runtime.engines.fp8 import Fp8Part
 from runtime.engines.key_parts import tokens_of
 from runtime.engines.programs import TOKENS, BlockPart, BlockProgram, full_float32, load_program
 from runtime.engines.reference import BlocksOnDevice, largest_list
 from runtime.engines.sessions import Session
 from runtime.engines.verify import TIMESTEPS, TRAINING_STEPS, Comparison, Verification
+from runtime.models.quantization import FP8
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_stored
@@ -65,7 +67,7 @@ def compare_blocks(
     setattr(parent, attribute, blocks)
     denoiser = components_of(spec.family).denoiser(module)
     comparison = Comparison(key.program, key.precision)
-    tap = _Tap({**(others or {}), key.program: session}, spec, component, key.program, tokens, comparison)
+    tap = _Tap({**(others or {}), key.program: session}, spec, component, key, comparison)
     denoiser.compute(EAGER, None, tap)
     delattr(parent, attribute)
     setattr(parent, attribute, BlocksOnDevice(blocks, target))
@@ -114,8 +116,7 @@ class _Tap:
 
     Args:
         sessions: engines by program.
-        program: of the engine to compare.
-        tokens: the most of one call.
+        key: of the engine to compare; the others have its precision.
         comparison: receives the outputs.
 
     Attributes:
@@ -125,23 +126,20 @@ class _Tap:
     failed = False
 
     def __init__(
-        self,
-        sessions: Mapping[str, Session],
-        spec: ModelSpec,
-        component: str,
-        program: str,
-        tokens: int,
-        comparison: Comparison,
+        self, sessions: Mapping[str, Session], spec: ModelSpec, component: str, key: EngineKey, comparison: Comparison
     ) -> None:
         self._sessions = sessions
-        self._program = program
-        self._tokens = tokens
+        self._program = key.program
+        self._tokens = tokens_of(key)
+        self._fp8: dict[str, Fp8Part] = {}
         self._comparison = comparison
         self._parts: dict[str, BlockPart] = {}
         for name in spec.block_programs:
             loaded = load_program(spec, component, name, device="cpu", dtype="float32")
             assert isinstance(loaded, BlockProgram)
             self._parts[name] = loaded.part
+            if key.precision == FP8:
+                self._fp8[name] = Fp8Part(loaded.part)
         self._where = ""
         self._block = 0
         self._on_engines = False
@@ -210,7 +208,8 @@ class _Tap:
         return False
 
     def _infer(self, program: str, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        found = self._sessions[program].infer(**given)
+        part = self._fp8.get(program)
+        found = self._sessions[program].infer(**(given if part is None else part.quantized(given)))
         return tuple(found[name] for name in self._parts[program].outputs)
 
     def _compare(self, given: Mapping[str, torch.Tensor], expected: Sequence[torch.Tensor], where: str) -> None:

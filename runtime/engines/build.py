@@ -27,6 +27,7 @@ from runtime.engines.store import EngineStore, child_lock
 from runtime.machine.probe import free_disk_bytes, gpu_index, probe
 from runtime.models import registry
 from runtime.models.loras import read_lora
+from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 
@@ -269,7 +270,9 @@ def _program_seconds(request: BuildRequest, key: EngineKey) -> float:
 
     # CPUs have no instructions for float16: PyTorch takes minutes there.
     slow = request.device == "cpu" and key.precision == "float16"
-    program = _program(request, key, "float32" if slow else key.precision)
+    # The form in FP8 emulates it; what PyTorch would run is measured as a baseline.
+    precision = "bfloat16" if key.precision == FP8 else key.precision
+    program = _program(request, key, "float32" if slow else precision)
     inputs = program.inputs(key.profiles[0].opt)
     return seconds_of(lambda: program.run(**inputs), program.device)
 

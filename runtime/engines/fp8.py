@@ -31,20 +31,22 @@ _DEVIATION = _LARGEST / 4
 
 
 class Fp8Weight(NamedTuple):
-    """A matrix (out, in), float8_e4m3fn, and the scales of its rows (out, 1), float32.
-
-    Attributes:
-        exact: whether activations are not rounded, and products are float32: for a reference.
-    """
+    """A matrix (out, in), float8_e4m3fn, and the scales of its rows (out, 1), float32."""
 
     qdata: torch.Tensor
     scale: torch.Tensor
-    exact: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations."""
-        return torch.float32 if self.exact else torch.bfloat16
+        return torch.bfloat16
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> "Fp8Weight":
+        """Round a matrix as torchao does."""
+        weight = weight.float()
+        scale = weight.abs().amax(1, keepdim=True).clamp(min=_SMALLEST_AMAX) / _LARGEST
+        return cls((weight / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale)
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -55,8 +57,6 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight, bias)
     x = x.float()
-    if weight.exact:
-        return F.linear(x, weight.qdata.float() * weight.scale, bias.float())
     amax = x.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_AMAX)
     normed = (x * (_LARGEST * PRODUCT_SCALE / amax)).half()
     product: torch.Tensor = torch.ops.tandem.fp8_product(normed, weight.qdata)
@@ -89,15 +89,11 @@ class Fp8Part(nn.Module):
 
     Args:
         part: calls `linear` for its products.
-
-    Attributes:
-        exact: see `Fp8Weight`.
     """
 
     def __init__(self, part: Any) -> None:
         super().__init__()
         self._part = part
-        self.exact = False
         self._matrices = [name for name in part.weights if len(part.tensors[name].sizes) == _MATRIX_AXES]
         self.inputs: tuple[str, ...] = part.inputs
         self.outputs: tuple[str, ...] = part.outputs
@@ -119,11 +115,18 @@ class Fp8Part(nn.Module):
         """Take `inputs` and `weights`, and return `outputs`, in these orders."""
         given = dict(zip((*self.inputs, *self.weights), tensors, strict=True))
         weights: list[Weight] = [
-            Fp8Weight(given[name], given[name + _SCALE_SUFFIX], self.exact) if name in self._matrices else given[name]
+            Fp8Weight(given[name], given[name + _SCALE_SUFFIX]) if name in self._matrices else given[name]
             for name in self._part.weights
         ]
         outputs: torch.Tensor | tuple[torch.Tensor, ...] = self._part(*(given[name] for name in self.inputs), *weights)
         return outputs
+
+    def quantized(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this form's inputs for those of the part itself."""
+        given = dict(inputs)
+        for name in self._matrices:
+            given[name], given[name + _SCALE_SUFFIX] = Fp8Weight.of(inputs[name])
+        return given
 
     def drawn(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return standard normal values as an input: products with the weights keep the magnitude of activations."""

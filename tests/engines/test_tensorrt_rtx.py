@@ -66,17 +66,17 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_of(
-    spec: ModelSpec, program: str, profile: ShapeProfile, capability: tuple[int, int] = ADA, precision: str = ""
+    spec: ModelSpec, program: str, profile: ShapeProfile, capability: tuple[int, int] = ADA, builder: str = ""
 ) -> EngineKey:
-    """Return the key that the builder of a program would build it for."""
-    builder = BUILDERS["tensorrt_rtx_blocks" if program in BLOCKS else "tensorrt_rtx"]
+    """Return the key that a builder would build a program for, by default the first one that can."""
+    maker = BUILDERS[builder or ("tensorrt_rtx_blocks" if program in BLOCKS else "tensorrt_rtx")]
     on = rtx(capability)
-    return builder.key(
+    return maker.key(
         spec,
         component_of(program),
         program,
         (profile,),
-        precision=precision or builder.default_precision(program, on, "cuda:0"),
+        precision=maker.default_precision(program, on, "cuda:0"),
         machine=on,
         device="cuda:0",
     )
@@ -151,6 +151,20 @@ def test_block_engines_of_a14bs_width(
         found = layers(capfd.readouterr().err)
         assert sum(kind in {"gemm", "runtime_fusion"} for _, kind in found) == {"block_query": 2}.get(program, 3)
     assert total < 2 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+def test_products_of_fp8_block_engines_are_in_fp8(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = a14b(tiny)
+    for program, products in zip(BLOCKS, (3, 2, 3), strict=True):
+        key = key_of(spec, program, ANY, builder="tensorrt_rtx_blocks_fp8")
+        assert (key.precision, key.weights) == ("fp8", SWAPPED)
+        assert build(spec, key, tmp_path).stat().st_size < 1 << 20
+        lines = re.findall(r"^Name: \S+, LayerType: gemm, .*$", capfd.readouterr().err, re.MULTILINE)
+        assert [re.findall(r"Datatype: (\w+)", line)[:2] for line in lines] == [["FP8", "FP8"]] * products
 
 
 @pytest.mark.slow

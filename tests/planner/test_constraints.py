@@ -338,6 +338,7 @@ LACKING: list[tuple[str, Machine, str, str]] = [
     ("tensorrt_rtx", replace(AMPERE, gpus=(gpu(capability=(10, 0)),)), "does not support Test GPU", "another backend"),
     ("tensorrt_rtx", without(AMPERE, "tensorrt-rtx"), "TensorRT for RTX is not installed", "requirements-gpu"),
     ("tensorrt_rtx_components", TURING, "runs block engines only", "another backend"),
+    ("tensorrt_rtx_fp8", AMPERE, "Test GPU does not support FP8", "bnb-8bit"),
     ("inductor", replace(CPU, compiler=None), "no C++ compiler was found", "Install g++"),
     ("inductor", replace(CPU, compiler=None, system="Windows AMD64"), "no C++ compiler", "Visual Studio"),
     ("inductor", replace(CPU, torch_version=None), "PyTorch is not installed", "install.sh"),
@@ -377,7 +378,7 @@ def test_gpus_that_tensorrt_for_rtx_supports(capability: tuple[int, int], runs: 
 def test_every_need_has_its_case_and_can_be_met() -> None:
     assert {row[0] for row in LACKING} == set(NEEDS)
     assert all(lacking(feature, ADA) is None for feature in NEEDS)
-    only_rtx = {"tensorrt_rtx", "tensorrt_rtx_components"}
+    only_rtx = {"tensorrt_rtx", "tensorrt_rtx_components", "tensorrt_rtx_fp8"}
     assert all(lacking(feature, H200) is None for feature in set(NEEDS) - only_rtx)
     assert all(lacking(feature, CPU) is None for feature in ("inductor", "onnxruntime", "none", "auto", "pytorch"))
     choices = {*BACKENDS, *OFFLOADS, *QUANTIZATIONS} - {"auto", "none", "pytorch"}
