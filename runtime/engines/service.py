@@ -217,7 +217,8 @@ class EngineService:
             components = [part for part in spec.component_names if name in runnable_programs(spec, part)]
             for component in sorted(components, key=lambda part: part != record.component):
                 try:
-                    architecture, weights = program_key_parts(spec, component, name, self.cache_dir)
+                    with_loras = replace(spec, loras=record.loras)
+                    architecture, weights = program_key_parts(with_loras, component, name, self.cache_dir)
                 except (TandemError, OSError, ValueError):  # a damaged model matches no engine
                     continue
                 if architecture == record.key.architecture and record.key.weights in {weights, SWAPPED}:

@@ -1,5 +1,6 @@
 """Plans with engines for parts of transformer blocks: which settings they work with, precision, memory."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -262,3 +263,31 @@ def test_an_engine_that_was_not_requested_gives_way_where_memory_is_short() -> N
     assert made.strategy == plan([], on=little, backend="auto").strategy
     with pytest.raises(MemoryShortError):
         plan([offer], on=little, backend="tensorrt")
+
+
+def documented() -> list[tuple[str, str, bool, bool]]:
+    """Return the rows of the table in docs/engines.md: field, value, whether each kind of engine works with it."""
+    text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    rows = text.partition("| setting | engines of whole transformers | block engines |")[2].partition("\n\n")[0]
+    found = []
+    for row in rows.splitlines()[2:]:
+        flags, *works = (cell.strip() for cell in row.strip("|").split("|"))
+        for flag in re.findall(r"`--([a-z-]+) ([^`]+)`", flags):
+            found.append((flag[0].replace("-", "_"), flag[1], *(one == "yes" for one in works)))
+    return found
+
+
+@pytest.mark.parametrize(("field", "value", "in_whole", "in_blocks"), documented())
+def test_the_documented_table(field: str, value: str, in_whole: bool, in_blocks: bool) -> None:
+    settings: dict[str, Any] = {"gpus": 1, field: int(value) if value.isdecimal() else value}
+    for offer, works in ((whole(), in_whole), (blocks(), in_blocks)):
+        if works:
+            assert plan([offer], on=FOUR, **settings).components["transformer"].engines == offer.uses
+        else:
+            with pytest.raises(InvalidRequestError):
+                plan([offer], on=FOUR, **settings)
+
+
+def test_the_documented_table_has_every_setting() -> None:
+    fields = {name for settings, *_ in SETTINGS for name in settings}
+    assert {row[0] for row in documented()} == fields

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import UMT5Config, UMT5EncoderModel
 
-from runtime.core.estimates import MemoryStrategy
-from runtime.core.plan import ComponentPlan
+from runtime.core.estimates import MemoryStrategy, StageMemory
+from runtime.core.plan import ComponentPlan, EngineUse
 from runtime.execution.offload import placement
 from runtime.families.wan.spec import _UNFOLDED
 from runtime.models.catalogue import EMBEDDED
@@ -294,3 +294,34 @@ def test_engines_hold_their_weights_with_every_offload() -> None:
     whole = workload(spec("wan2.2-a14b"), (832, 480, 81))
     strategy = MemoryStrategy(offload="group")
     assert memory_model.ram_bytes(held, strategy) < memory_model.ram_bytes(whole, strategy)
+
+
+def decode_stage(*uses: EngineUse) -> StageMemory:
+    """Return the decode stage of A14B at 720p with the VAE in bfloat16 in PyTorch, or on engines."""
+    held = replace(
+        workload(spec("wan2.2-a14b"), (1280, 720, 81), {**BF16, "vae": "bfloat16"}),
+        engines={"vae": uses} if uses else {},
+        engine_bytes={"vae": 1_000_000_000} if uses else {},
+    )
+    return memory_model.stages(held, MemoryStrategy(decode_chunk=1))[-1]
+
+
+def vae_engine(program: str, **changes: Any) -> EngineUse:
+    """Return an engine of the VAE in float32."""
+    size = (1, 90, 160)
+    return EngineUse(id=program, program=program, builder="b", precision="float32", profile=(size,) * 3, **changes)
+
+
+def test_the_vaes_engines_have_their_own_dtype_caches_twice_and_one_context() -> None:
+    caches = spec("wan2.2-a14b").vae.cache_bytes(720, 1280, 4)
+    assert caches == pytest.approx(8.7e9, rel=0.01)
+    context = 5_000_000_000
+    contexts = {"vae_first": 3_000_000_000, "vae_next": context}
+    known = decode_stage(*(vae_engine(name, context_bytes=size) for name, size in contexts.items()))
+    unknown = decode_stage(vae_engine("vae_first"), vae_engine("vae_next"))
+    in_pytorch = decode_stage()
+    besides = in_pytorch.overhead_bytes + known.weights_bytes
+    assert known.peak_bytes - besides == pytest.approx(2 * caches + context, rel=0.02)
+    # PyTorch's bfloat16 was forecast for engines in float32 before.
+    assert unknown.working_bytes > 2 * in_pytorch.working_bytes
+    assert unknown.working_bytes > 2 * caches

@@ -382,6 +382,7 @@ def _record(
         detail=Fact("engine.not_compared_yet"),
         built_at=now,
         last_used=now,
+        loras=spec.loras_of(match.component),
     )
     manifest.write(folder, record)
     return record

@@ -13,6 +13,7 @@ from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.imported.importing import Imported, import_engine, inspect_engine
@@ -22,13 +23,16 @@ from runtime.engines.sessions import open_session
 from runtime.engines.store import EngineStore
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
+from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from tests.conftest import build_once
 from tests.engines import child_entries, exported_files
 from tests.engines.conftest import relative
 from tests.engines.engine_files import visible
+from tests.lora_files import factors, peft, save
 from tests.plans import machine, why
 
 pytestmark = pytest.mark.slow
@@ -347,3 +351,26 @@ def test_engine_with_changed_adapters_is_not_used(full: Library, imports: dict[s
     with pytest.raises(EngineError) as refused:
         open_session(path.parent, record, device="cpu", weights=dict)
     assert refused.value.data["cause"] == Fact("engine.file_changed", {"file": "adapters.json"})
+
+
+def test_an_imported_engine_belongs_to_the_loras_in_its_weights(full: Library, imports: dict[str, Imported]) -> None:
+    def ready(spec: ModelSpec) -> dict[str, int]:
+        offers = full.service.offers(spec)("transformer", (3, 4, 8), "cpu")
+        return {offer.uses[0].id: offer.file_bytes for offer in offers if offer.ready}
+
+    file = save(full.folder / "style.safetensors", peft(factors(full.spec.transformer)))
+    spec = with_loras(full.spec, [Lora(str(file), 0.8)], full.folder)
+    without = {imports[name].engine.id: imports[name].engine.file_bytes for name in ("adapted", "cut")}
+    # An engine without the requested LoRAs would make another video.
+    assert ready(full.spec) == without
+    assert ready(spec) == {}
+    module = load_module(spec, "transformer", full.plan().components["transformer"])
+    made = exported_files.transformer(spec, full.folder / "style.onnx", module=module, dtype=torch.float32)
+    done = replace(full, spec=spec).import_file(made, "transformer")
+    assert done.engine.loras == spec.loras
+    assert ready(spec) == {done.engine.id: done.engine.file_bytes}
+    assert ready(full.spec) == without
+    # It is compared with the model's weights and these LoRAs, when it is imported and later.
+    [again] = full.service.verify([done.engine], [full.spec], ignore, Cancel())
+    assert (again.skipped, again.engine.usable) == (None, True)
+    assert full.service.why_stale(again.engine, [full.spec]) == []
