@@ -1,10 +1,13 @@
 """The parts of the TensorRT builders that need no GPU: availability, keys, shapes, progress, timing cache, names."""
 
 import json
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +15,13 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import tensorrt_library
-from runtime.engines.builders import BUILDERS, tensorrt
+from runtime.engines.builders import BUILDERS, tensorrt, torch_tensorrt
 from runtime.engines.builders.tensorrt import BuildPhases, OnnxTensorRT
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, ShapeProfile
+from runtime.planner.engine_index import SWAPPED, UNREADABLE_KEY, EngineKey, ShapeProfile
 from tests.engines.engine_files import refusal
 from tests.plans import GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published
@@ -197,6 +200,29 @@ def test_module_is_freed_before_tensorrt_builds(tiny: Callable[[str], ModelSpec]
         OnnxTensorRT(prepare=prepare).build(program, key, tmp_path, lambda *_: None)
     assert len(freed) > 5
     assert all(freed)
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError), (KeyError("aten.foo"), EngineError)],
+)
+def test_errors_that_torch_tensorrt_wraps(
+    cause: Exception, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(*_: object, **__: object) -> bytes:
+        try:
+            raise cause
+        except Exception as error:
+            raise RuntimeError(f"While interpreting the module got an error: {error}") from error
+
+    package = SimpleNamespace(dynamo=SimpleNamespace(convert_exported_program_to_serialized_trt_engine=convert))
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", package)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    builder = torch_tensorrt.TorchTensorRT()
+    key = EngineKey(**{**vars(UNREADABLE_KEY), "options": builder.options(WITH_GPU, "cuda:0")})
+    exported = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+    with pytest.raises(kind):
+        torch_tensorrt._convert(exported, ((), {}), key, torch.device("cuda", 0), tmp_path / "timing")
 
 
 LAYER = {

@@ -33,6 +33,7 @@ class AdaptedSession(Session):
         self._inner = inner
         self._batch = batch
         self._adapters = adapters
+        self.context_bytes = inner.context_bytes
 
     def release(self) -> None:
         self._inner.release()

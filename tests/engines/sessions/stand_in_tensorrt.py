@@ -161,6 +161,22 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
+class Graph:
+    """As `torch.cuda.CUDAGraph`; what is captured has run already. `fails` makes it raise when it is replayed."""
+
+    fails: Exception | None = None
+
+    def capture_begin(self, **_: object) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def replay(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+
 @contextmanager
 def engines(found: Mapping[bytes, Engine]) -> Iterator[None]:
     """Make TensorRT deserialise these engines from files with the given content, in a `with` block."""
@@ -176,7 +192,9 @@ def engines(found: Mapping[bytes, Engine]) -> Iterator[None]:
         # PyTorch aligns memory to 64 bytes on a CPU, and to 512 on a GPU.
         patch.setattr(tensorrt, "_ALIGNMENT", 64)
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
         patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "current_stream", lambda *_: Stream(0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         for name in ("empty_cache", "synchronize"):

@@ -19,7 +19,7 @@ from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSess
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 from tests.engines.engine_files import refusal
-from tests.engines.sessions.stand_in_tensorrt import Context, Engine, engines
+from tests.engines.sessions.stand_in_tensorrt import Context, Engine, Graph, engines
 
 TOKENS = 128
 ANY = ShapeProfile.fixed((1, 1, 1))
@@ -250,6 +250,25 @@ def test_errors_of_any_type_are_engine_errors(
     with pytest.raises(kind):
         session.infer(**inputs)
     monkeypatch.setattr(Context, "fails", False)
+    found = session.infer(**inputs)
+    assert all(torch.equal(found[name], wanted) for name, wanted in program.run(**inputs).items())
+
+
+def test_an_error_of_a_cuda_graph_is_an_engine_error(
+    opened: Open, tiny: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, profile = vae(tiny, "vae_first"), ShapeProfile.fixed((1, 8, 6))
+    session = opened(TensorRTSession, Engine(program, profile))
+    inputs = program.inputs(profile.opt)
+    for _ in range(5):
+        session.infer(**inputs)
+    # One for each set of buffers.
+    assert len(session._graphs) == 2
+    monkeypatch.setattr(Graph, "fails", torch.AcceleratorError("CUDA error: invalid argument"))
+    with refusal("engine.tensorrt_not_run"):
+        session.infer(**inputs)
+    session.release()
+    assert not session._graphs
     found = session.infer(**inputs)
     assert all(torch.equal(found[name], wanted) for name, wanted in program.run(**inputs).items())
 
