@@ -253,11 +253,17 @@ def errors(output: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]
     return relative, float(difference.abs().max()) / (highest or 1.0)
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median duration of several calls after a warm-up call, in seconds; on a GPU, of its own work."""
+def seconds_of(call: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
+    """Return the median duration of several calls after a warm-up call, in seconds; on a GPU, of its own work.
+
+    Args:
+        before: called before each call, and not timed.
+    """
     durations: list[float] = []
+    before()
     call()
     while _more(durations):
+        before()
         durations.append(_on_gpu(call, device) if device.type == "cuda" else _on_cpu(call))
     return statistics.median(durations)
 

@@ -3,7 +3,8 @@
 The child process that builds or verifies an engine calls a `PyTorchBaseline`, which it receives with its job.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -104,22 +105,29 @@ class PyTorchBaseline:
         with Residency() as residency, residency.video_decoder(self.spec, job) as opened:
             decoder = cast("PyTorchVideoDecoder", opened)
 
-            def seconds(count: int) -> float:
+            def decode(count: int) -> Iterator[object]:
                 latents = torch.randn(1, self.spec.vae.z_dim, count, height, width, device=device)
+                return decoder.frames(latents, chunk, strategy.decode_tile)
 
-                def decode() -> None:
-                    for _ in decoder.frames(latents, chunk, strategy.decode_tile):
-                        pass
+            def seconds() -> float:
+                if program == "vae_clip":
+                    return seconds_of(lambda: deque(decode(frames), 0), device)
+                if program == "vae_first":
+                    return seconds_of(lambda: deque(decode(1), 0), device)
+                if strategy.decode_tile is not None:
+                    return seconds_of(lambda: deque(decode(1 + chunk), 0), device) / (1 + chunk) * frames
+                begun: list[Iterator[object]] = []
 
-                return seconds_of(decode, device)
+                def begin() -> None:
+                    begun[:] = [decode(1 + chunk)]
+                    next(begun[0])
+
+                return seconds_of(lambda: deque(begun[0], 0), device, begin) / chunk * frames
 
             def measure(plan: ExecutionPlan) -> float:
                 job.plan = plan
                 decoder.compute(plan.speed, lambda name, reason: job.on_degraded(self.component, name, reason))
-                if program == "vae_clip":
-                    return seconds(frames)
-                first = seconds(1)
-                return first if program == "vae_first" else (seconds(1 + chunk) - first) / chunk * frames
+                return seconds()
 
             return self._both(job, measure)
 
