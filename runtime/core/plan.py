@@ -75,6 +75,9 @@ class ComponentPlan(FrozenModel):
         quantization: how its weights are quantized in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         badge: the status shown after the backend's title, such as "engine ready" or "no engine yet".
         later: engines that are built when no video waits; later videos use them.
+        failed_engines: block engines that failed in this job. PyTorch computes their parts of each block in the same
+            chunks and with the same precision between them, so that memory, and the video of a resumed job, stay the
+            same.
     """
 
     backend: str
@@ -86,6 +89,7 @@ class ComponentPlan(FrozenModel):
     quantization: str = "none"
     badge: Fact | None = None
     later: tuple[EngineUse, ...] = ()
+    failed_engines: tuple[EngineUse, ...] = ()
 
     @property
     def on_engine(self) -> bool:
@@ -99,7 +103,9 @@ class ComponentPlan(FrozenModel):
 
     def in_pytorch(self, reason: Fact) -> "ComponentPlan":
         """Return the plan of the same component in PyTorch, after its engine failed for `reason`."""
-        return self.replace(backend=PYTORCH, engines=(), reasons=(reason,), badge=Fact("planner.took_over"))
+        failed = self.engines if self.in_blocks else self.failed_engines
+        taken_over = Fact("planner.took_over")
+        return self.replace(backend=PYTORCH, engines=(), reasons=(reason,), badge=taken_over, failed_engines=failed)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types.

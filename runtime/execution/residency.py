@@ -172,7 +172,7 @@ class Residency:
 
         def prepare(denoiser: Any, part: ComponentPlan) -> None:
             self._keep_compiled(job)
-            engines = self._block_engines(spec, job, name) if part.in_blocks else None
+            engines = self._block_engines(spec, job, name, part)
             compute_as_planned(denoiser, part, spec, job, name, engines)
             used.append(denoiser)
 
@@ -211,27 +211,27 @@ class Residency:
                 self.compile_seconds += took
                 self.load_seconds += took
 
-    def _block_engines(self, spec: ModelSpec, job: Watch, name: str) -> BlockEngines | None:
-        """Open a transformer's block engines, which stay open for the next transformer that uses them.
+    def _block_engines(self, spec: ModelSpec, job: Watch, name: str, part: ComponentPlan) -> BlockEngines | None:
+        """Return a transformer's block engines, which stay open for the next transformer that uses them, if any.
 
-        If they cannot be opened, the job's plan says PyTorch, and `None` is returned.
+        If they cannot be opened, or failed earlier in the job, PyTorch computes their parts.
         """
-        part = job.plan.components[name]
-
-        def fail(reason: Fact) -> None:
-            _fall_back(job, name, reason)
-
-        key = _block_engines_key(spec, part)
+        fail, key = partial(_fall_back, job, name), _block_engines_key(spec, part)
+        if not part.in_blocks:
+            failed = part.failed_engines
+            return BlockEngines(None, spec, name, failed, fail, job.warn) if failed else None
+        reason: Fact | None = None
         try:
             if key not in self._held:
                 started = time.perf_counter()
                 self._held[key] = self.engines.open(spec, name, part.engines, part.device)
                 self.load_seconds += time.perf_counter() - started
-            return BlockEngines(self._held[key], spec, name, part.engines, fail, job.warn)
         except Exception as error:
             reason = failure_of_engine(error, part.device, "execution.engine_load_out_of_memory")
-        fail(reason)
-        return None
+        # Outside of the handler: the exception's frames reference memory that is needed now.
+        if reason is not None:
+            fail(reason)
+        return BlockEngines(self._held.get(key), spec, name, part.engines, fail, job.warn)
 
     def _drop_block_engines(self, spec: ModelSpec, plan: ExecutionPlan, name: str, planned: ComponentPlan) -> None:
         """Close a transformer's block engines, unless the plan keeps them or runs a later component on them."""
@@ -424,6 +424,8 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     split = plan.split if plan.split is not None and plan.split.shares(name) and not part.on_engine else None
     # A module is the same with and without block engines. Processes of several GPUs open their own.
     engines = tuple(use.id for use in part.engines) if part.on_engine or split is not None else ()
+    if split is not None and part.failed_engines:
+        engines = tuple(f"failed {use.id}" for use in part.failed_engines)
     computed = None if split is None else shared_speed(plan.speed, name)
     # The order matters: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))

@@ -171,16 +171,17 @@ class Rank:
 
         The process then computes in PyTorch what the others compute on engines.
         """
-        if folder is None:
+        opened, uses = None, part.engines or part.failed_engines
+        if not uses:
             return None
-        opened = None
-        try:
-            # The coordinator's limit applies.
-            store = EngineStore(Path(folder), sys.maxsize)
-            opened = self._engines[name] = open_engines(store, spec, name, part.engines, part.device)
-        except Exception as error:
-            self._failed.append(failure_of_engine(error, part.device, "execution.engine_load_out_of_memory"))
-        return BlockEngines(opened, spec, name, part.engines, self._failed.append, self._skipped.append)
+        if folder is not None:
+            try:
+                # The coordinator's limit applies.
+                store = EngineStore(Path(folder), sys.maxsize)
+                opened = self._engines[name] = open_engines(store, spec, name, uses, part.device)
+            except Exception as error:
+                self._failed.append(failure_of_engine(error, part.device, "execution.engine_load_out_of_memory"))
+        return BlockEngines(opened, spec, name, uses, self._failed.append, self._skipped.append)
 
     def free(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Free a component."""
