@@ -100,9 +100,9 @@ class PlanSession(Session):
     def close(self) -> None:
         if self._engine is None:
             return
-        # After a failure the device may be unusable; what is freed below is freed nevertheless.
+        # Calls may still run, on any stream. After a failure the device may be unusable, and the rest is freed anyway.
         with contextlib.suppress(RuntimeError):
-            self._stream.synchronize()
+            torch.cuda.synchronize(self._device)
         self._forget()
         # Contexts need the engine, which needs the runtime.
         self._engine = None
