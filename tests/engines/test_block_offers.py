@@ -17,6 +17,7 @@ from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.planner.engine_index import SWAPPED, EngineKey
+from runtime.planner.resolve import resolve
 from tests.engines.engine_files import add
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published
@@ -112,3 +113,23 @@ def test_engines_to_build_follow_the_settings(tiny: Callable[[str], ModelSpec], 
         programs(**tensorrt, offload="sequential")
     # One kind for each backend.
     assert programs() == {"transformer"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "builder", "precision"),
+    [("none", "tensorrt_rtx_blocks", "float16"), ("fp8", "tensorrt_rtx_blocks_fp8", "fp8")],
+)
+def test_quantization_decides_between_the_block_engines_of_tensorrt_for_rtx(
+    quantization: str, builder: str, precision: str, tmp_path: Path
+) -> None:
+    rtx = replace(GPU, gpus=(gpu(capability=(12, 0), free_gib=96),), packages=(*GPU_PACKAGES, ("torchao", "0.18.0")))
+    spec = replace(published("wan2.2-a14b"), is_downloaded=False)
+    engines = EngineService(EngineStore(tmp_path / "engines", 10**12), rtx, tmp_path)
+    backends = ["transformer=tensorrt_rtx", "transformer_2=tensorrt_rtx"]
+    asked = {"prompt": "a red boat", "backends": backends, "quantization": quantization, "build": "auto"}
+    plan = resolve(GenerationRequest.from_mapping(asked), spec, rtx, tmp_path / "clip.mp4", offers=engines.offers(spec))
+    for part in (plan.components["transformer"], plan.components["transformer_2"]):
+        assert [(use.program, use.builder, use.precision) for use in part.engines] == [
+            (program, builder, precision) for program in PROGRAMS
+        ]
+        assert (part.quantization, part.in_blocks) == (quantization, True)
