@@ -230,7 +230,6 @@ def test_the_library_has_the_names_that_sessions_use() -> None:
         trt.IRuntimeConfig: (
             "create_runtime_cache",
             "dynamic_shapes_kernel_specialization_strategy",
-            "get_runtime_cache",
             "set_execution_context_allocation_strategy",
             "set_runtime_cache",
         ),

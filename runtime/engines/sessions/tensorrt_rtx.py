@@ -44,6 +44,7 @@ class _WithRuntimeCache(PlanSession):
         self._cache_file = plan.with_name(CACHE_FILE)
         self._saved = read_timing_cache(self._cache_file)
         self._config: Any = None
+        self._kernels: Any = None
         super().__init__(plan, **options)
 
     def _create_context(self) -> Any:
@@ -53,24 +54,25 @@ class _WithRuntimeCache(PlanSession):
             self._config.dynamic_shapes_kernel_specialization_strategy = (
                 self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
             )
-            cache = self._config.create_runtime_cache()
+            self._kernels = self._config.create_runtime_cache()
             if self._saved:
-                cache.deserialize(self._saved)
-            self._config.set_runtime_cache(cache)
+                self._kernels.deserialize(self._saved)
+            self._config.set_runtime_cache(self._kernels)
         return tensorrt_library.create_context(self._trt, self._engine, self._config)
 
     def close(self) -> None:
-        if self._engine is not None and self._config is not None:
+        if self._engine is not None and self._kernels is not None:
             # The GPU may be unusable. Without the file the next session compiles the kernels again.
             with contextlib.suppress(Exception):
                 self._save_kernels()
         super().close()
         self._config = None
+        self._kernels = None
 
     def _save_kernels(self) -> None:
         """Write the runtime cache, if kernels were compiled."""
         with torch.cuda.device(self._device):
-            compiled = self._config.get_runtime_cache().serialize()
+            compiled = self._kernels.serialize()
         data = b"" if compiled is None else bytes(memoryview(compiled))
         if data and data != self._saved:
             write_timing_cache(self._cache_file, data)
