@@ -465,6 +465,7 @@ with Residency(EngineService(EngineStore(engines, 10**10), probe(), None)) as re
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_job_resumes_on_engines(
     spec: ModelSpec, service: EngineService, residency: Residency, tmp_path: Path
