@@ -218,9 +218,8 @@ class _Tap:
             self._comparison.add(output.to(reference.device), reference, f"{name} of {where}")
             if name in given:
                 # The stream may be so large that even an engine that adds nothing to it is near.
-                before = given[name]
-                change = output.to(reference.device) - before
-                self._comparison.add_change(change, reference - before, f"{name} of {where}")
+                found = output.to(reference.device)
+                self._comparison.add_change(found, reference, given[name], f"{name} of {where}")
 
     def _of_length(self, name: str, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
         sizes = self._parts[self._program].tensors[name].sizes

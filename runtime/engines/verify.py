@@ -34,6 +34,8 @@ LARGEST_TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "fp8":
 _LARGEST_IN_VAES = 4
 # The error of what a part of a block adds to its input may be so many times as large, relative to what it adds.
 _OF_CHANGES = 4
+# Not counted in it: the sum itself rounded to the precision, as TensorRT 8.6 does, relative to the sum.
+_ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "fp8": 2.0**-8}
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # Calls are timed for so long; if they are long, for that.
 _TIMED_SECONDS, _LONG_SECONDS = 1.0, 30.0
@@ -188,6 +190,7 @@ class Comparison:
 
     def __init__(self, program: str, precision: str) -> None:
         self._tolerance = TOLERANCES[precision]
+        self._rounding = _ROUNDING[precision]
         self._largest_tolerance = LARGEST_TOLERANCES[precision] * (_LARGEST_IN_VAES if program.startswith("vae") else 1)
         self._worst, self._largest, self._change = _Worst(), _Worst(), _Worst()
         self._skipped: list[str] = []
@@ -197,9 +200,12 @@ class Comparison:
         relative, largest = errors(output, reference)
         self._worst, self._largest = self._worst.or_(relative, where), self._largest.or_(largest, where)
 
-    def add_change(self, change: torch.Tensor, reference: torch.Tensor, where: str) -> None:
-        """Add what a part of a block adds to one of its inputs."""
-        self._change = self._change.or_(errors(change, reference)[0], where)
+    def add_change(self, output: torch.Tensor, reference: torch.Tensor, before: torch.Tensor, where: str) -> None:
+        """Add an output that is one of the inputs, `before`, and what a part of a block adds to it."""
+        error, _ = errors(output - before, reference - before)
+        length = float(torch.linalg.vector_norm(reference - before))
+        rounded = self._rounding * float(torch.linalg.vector_norm(reference)) / (length or 1.0)
+        self._change = self._change.or_(error if math.isnan(error) else max(error - rounded, 0.0), where)
 
     def skip(self, where: str) -> None:
         """Add a case that could not be compared for lack of memory."""
