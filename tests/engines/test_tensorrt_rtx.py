@@ -178,7 +178,6 @@ def test_on_turing_whole_components_are_refused(tiny: Callable[[str], ModelSpec]
     with pytest.raises(EngineError) as refused:
         build(spec, key_of(spec, "transformer", FIXED["transformer"], TURING), tmp_path)
     assert refused.value.fact.code == "engine.tensorrt_build_failed"
-    assert "Turing" in str(refused.value.fact.data["detail"])
     assert not list(tmp_path.iterdir())
 
 
