@@ -20,7 +20,7 @@ from runtime.engines.reference import BlocksOnDevice, encoded_prompt
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import Session
 from runtime.engines.store import EngineStore
-from runtime.engines.verify import Verification
+from runtime.engines.verify import Comparison, Verification
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -158,7 +158,16 @@ def test_an_engine_that_adds_nothing_fails(diorama: ModelSpec, monkeypatch: pyte
     )
     assert not found.passed
     assert found.detail.code == "engine.compared_change"
-    assert found.detail.data["error"] == pytest.approx(1)
+    assert found.detail.data["error"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(("precision", "passed"), [("float16", True), ("float32", False)])
+def test_the_stream_may_be_rounded_to_the_precision(precision: str, *, passed: bool) -> None:
+    before = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    expected = before + 1e-3 * before.flip(0)
+    comparison = Comparison("block_query", precision)
+    comparison.add_change(expected.half().float(), expected, before, "x")
+    assert comparison.result().passed == passed
 
 
 def test_an_engine_wrong_with_one_blocks_weights_only_fails(diorama: ModelSpec) -> None:
