@@ -176,12 +176,17 @@ class Setup:
 
     @contextmanager
     def trying(self, **what: Any) -> Iterator[None]:
-        """Report a failure and continue; skip what would begin after the time limit."""
+        """Report a failure and continue.
+
+        Raises:
+            TimeoutError: if the time limit has passed.
+        """
         if time.monotonic() > self.ends:
-            say(**what, skipped="no time left")
-            return
+            raise TimeoutError
         try:
             yield
+        except TimeoutError:
+            raise
         except Exception as error:
             traceback.print_exc()
             say(**what, failed=f"{type(error).__name__}: {str(error)[:400]}")
@@ -560,9 +565,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=3600.0)
     setup = Setup(parser.parse_args())
-    for name in parser.parse_args().part:
-        with setup.trying(part=name):
-            parts[name](setup)
+    try:
+        for name in parser.parse_args().part:
+            with setup.trying(part=name):
+                parts[name](setup)
+    except TimeoutError:
+        say(part=name, failed="no time left")
 
 
 if __name__ == "__main__":
