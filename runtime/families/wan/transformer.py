@@ -324,7 +324,8 @@ def _forward(
     for index, block in enumerate(self.blocks):
         x = block(x, text.for_block(index), modulation, rotation)
     shift, scale = (self.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
-    x = self.proj_out((self.norm_out(x.float()) * (1 + scale) + shift).to(dtype))
+    # In place: these tensors are the largest of a pass on block engines.
+    x = self.proj_out(self.norm_out(x.float()).mul_(1 + scale).add_(shift).to(dtype))
     x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
     return (x.flatten(6, 7).flatten(4, 5).flatten(2, 3),)
 
