@@ -79,7 +79,7 @@ class BlockPart(nn.Module):
         """Rotate adjacent channels; `x` is (tokens, width), float32, the tables are `transformer.rotation_tables`'."""
         x = x.view(x.shape[0], self._heads, -1)
         # TensorRT runs a gather 15 % faster than splitting and joining channels (8.6, the whole part, on an H200).
-        return (x * cos.unsqueeze(1) + x[..., self._other] * sin.unsqueeze(1)).flatten(1)
+        return (x * cos.unsqueeze(1) + x.index_select(-1, self._other) * sin.unsqueeze(1)).flatten(1)
 
 
 class BlockQKV(BlockPart):
