@@ -1,6 +1,7 @@
 """The parts of an engine's key: digests of architecture and weights, the device, and library versions.
 
-Imports no torch. The digests of weights are stored, so a key takes milliseconds except for the first one.
+Imports no torch. The digests of weights are stored, so a key takes milliseconds except for a model's first one with
+weights.
 """
 
 import ast
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, ModelError
+from runtime.core.plan import is_block_program
 from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.registry import FAMILIES
@@ -34,6 +36,10 @@ TOKENS_OPTION = "tokens"
 BLOCK_TOKENS = 8192
 # Entries of config.json that do not affect the architecture.
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
+# What the programs of block engines are made from.
+_OF_BLOCKS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
+# Modules beside this one with code that is exported.
+_EXPORTED_MODULES = ("programs.py", "fp8.py")
 _DIGESTS_FILE = "weights.json"
 _REVISION_LENGTH = 16
 # CPU features that affect the choice of kernels by compilers and libraries.
@@ -53,7 +59,7 @@ def export_revision(family: str) -> str:
     # A small family may define its programs in components.py.
     own = sorted(folder.glob("*programs.py")) or [folder / "components.py"]
     digest = hashlib.sha256()
-    for path in (*own, Path(__file__).with_name("programs.py")):
+    for path in (*own, *map(Path(__file__).with_name, _EXPORTED_MODULES)):
         digest.update(_code(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:_REVISION_LENGTH]
 
@@ -76,13 +82,39 @@ def runnable_programs(spec: ModelSpec, component: str) -> tuple[str, ...]:
 
 
 def program_key_parts(spec: ModelSpec, component: str, name: str, cache_dir: Path | None = None) -> tuple[str, str]:
-    """Return the digests of a program's architecture and of its weights, including LoRAs (SHA-256).
+    """Return `architecture_digest` and `weights_digest` of a program whose engine contains its weights."""
+    return architecture_digest(spec, component, name), weights_digest(spec, component, cache_dir)
 
-    For a model that is not downloaded, both are a value that no engine has.
+
+def architecture_digest(spec: ModelSpec, component: str, name: str) -> str:
+    """Return the digest of a program's architecture (SHA-256); for a model that is not downloaded, one of no engine.
+
+    A program of block engines is the same for all models of a family whose blocks have the same sizes.
 
     Args:
         component: the component that contains the weights.
         name: one of `runnable_programs`.
+    """
+    if not spec.is_downloaded:
+        return _NOT_DOWNLOADED
+    if is_block_program(name):
+        relevant = {size: getattr(spec.transformer, size) for size in _OF_BLOCKS}
+    else:
+        config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
+        relevant = {
+            key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")
+        }
+    if name == "text_encoder":
+        relevant["max_sequence_length"] = spec.max_sequence_length
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def weights_digest(spec: ModelSpec, component: str, cache_dir: Path | None = None) -> str:
+    """Return the digest of a component's weights and LoRAs (SHA-256); of a model not downloaded, one of no engine.
+
+    Reads all weights the first time, at about 1 GB/s.
+
+    Args:
         cache_dir: folder that stores the digests of weight files, so that a file is read again only when its path,
             size or time of modification changes.
 
@@ -90,17 +122,12 @@ def program_key_parts(spec: ModelSpec, component: str, name: str, cache_dir: Pat
         ModelError: if a file cannot be read.
     """
     if not spec.is_downloaded:
-        return _NOT_DOWNLOADED, _NOT_DOWNLOADED
-    config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
-    relevant = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")}
-    if name == "text_encoder":
-        relevant["max_sequence_length"] = spec.max_sequence_length
-    architecture = hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return _NOT_DOWNLOADED
     weights = _weights_digest(spec.directory / component, cache_dir)
     if spec.loras_of(component):
         added = "\n".join(use.identity for use in spec.loras_of(component))
         weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()
-    return architecture, weights
+    return weights
 
 
 def tokens_of(key: EngineKey) -> int:

@@ -44,7 +44,7 @@ class ModelOffers:
     """The offers for one model, as `planner.resolve.resolve` takes them. Reads the library once.
 
     Attributes:
-        cache_dir: see `key_parts.program_key_parts`.
+        cache_dir: see `key_parts.weights_digest`.
     """
 
     spec: ModelSpec
@@ -213,7 +213,7 @@ def imported_engines(
     Exact ones come first, then the fastest.
 
     Args:
-        cache_dir: see `key_parts.program_key_parts`.
+        cache_dir: see `key_parts.weights_digest`.
     """
     programs = runnable_programs(spec, component)
     found = [

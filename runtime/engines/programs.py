@@ -18,7 +18,8 @@ states which. An imported engine may be a `vae_clip` for any family.
 Tensors are float32, except the int64 inputs and the caches, which have the dtype that the program computes in. Frames
 are in -1 to 1.
 
-Engine keys contain a hash of this module's code (`key_parts.export_revision`): changing it makes every engine stale.
+Engine keys contain a hash of this module's code and that of `engines.fp8` (`key_parts.export_revision`): changing them
+makes every engine stale.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -15,7 +15,14 @@ from runtime.core.settings import Settings
 from runtime.engines.build import Baselines, BuildRequest, build_engine, verify_engine
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Report
-from runtime.engines.key_parts import device_like, device_text, imported_key, program_key_parts, runnable_programs
+from runtime.engines.key_parts import (
+    architecture_digest,
+    device_like,
+    device_text,
+    imported_key,
+    runnable_programs,
+    weights_digest,
+)
 from runtime.engines.offers import ModelOffers
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
@@ -101,7 +108,7 @@ class EngineService:
     """The engines in `store`.
 
     Attributes:
-        cache_dir: stores the digests of weights; see `key_parts.program_key_parts`.
+        cache_dir: stores the digests of weights; see `key_parts.weights_digest`.
     """
 
     store: EngineStore
@@ -211,18 +218,22 @@ class EngineService:
         Raises:
             EngineError: if none of the models has its weights.
         """
-        name = record.key.program
+        key, name = record.key, record.key.program
         # The model that it was built from comes first.
         for spec in sorted(models, key=lambda spec: spec.name != record.model):
+            if spec.family != key.family:
+                continue
             components = [part for part in spec.component_names if name in runnable_programs(spec, part)]
             for component in sorted(components, key=lambda part: part != record.component):
                 try:
                     with_loras = replace(spec, loras=record.loras)
-                    architecture, weights = program_key_parts(with_loras, component, name, self.cache_dir)
+                    if key.architecture != architecture_digest(spec, component, name):
+                        continue
+                    # Reading all weights takes minutes.
+                    if key.weights == SWAPPED or key.weights == weights_digest(with_loras, component, self.cache_dir):
+                        return spec, component
                 except (TandemError, OSError, ValueError):  # a damaged model matches no engine
                     continue
-                if architecture == record.key.architecture and record.key.weights in {weights, SWAPPED}:
-                    return spec, component
         raise EngineError("engine.no_model_with_weights", engine=record.id, model=record.model)
 
     def why_stale(self, record: EngineRecord, models: Sequence[ModelSpec]) -> list[Fact]:

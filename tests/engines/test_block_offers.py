@@ -18,7 +18,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.planner.engine_index import SWAPPED, EngineKey
 from runtime.planner.resolve import resolve
-from tests.engines.engine_files import add
+from tests.engines.engine_files import add, refusal
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published
 
@@ -93,6 +93,8 @@ def test_block_engines_belong_to_an_architecture(tiny: Callable[[str], ModelSpec
     another = replace(built_from, name="another")
     assert engines.why_stale(record, [tiny("wan2.2-ti2v-5b"), another]) == []
     assert engines.owner(record, [another]) == (another, "transformer")
+    with refusal("engine.no_model_with_weights"):
+        engines.owner(replace(record, key=replace(record.key, family="another")), [another])
     assert engines.why_stale(record, []) == [Fact("engine.stale_without_model", {"model": built_from.name})]
     offer = next(one for one in engines.offers(another)("transformer_2", LATENT, "cuda:0") if one.in_blocks)
     assert offer.uses[0].id == record.id

@@ -5,14 +5,29 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from runtime.engines.key_parts import cpu_instructions, device_text, export_revision, program_key_parts, versions_of
+from runtime.core.errors import ModelError
+from runtime.engines import key_parts
+from runtime.engines.builders import BUILDERS
+from runtime.engines.key_parts import (
+    architecture_digest,
+    cpu_instructions,
+    device_text,
+    export_revision,
+    program_key_parts,
+    versions_of,
+)
+from runtime.engines.programs import BlockProgram, load_program
 from runtime.machine.probe import probe
 from runtime.models.registry import FAMILIES, Entry, read_spec
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from tests.engines.engine_files import refusal
 
 
@@ -60,6 +75,52 @@ def test_stored_digests_are_reused(copied: ModelSpec, tmp_path: Path) -> None:
     assert program_key_parts(copied, "vae", "vae_first") != before
 
 
+def test_weights_that_an_engine_does_not_hold_are_not_read(copied: ModelSpec) -> None:
+    for weights in (copied.directory / "transformer").glob("*.safetensors"):
+        weights.unlink()
+        weights.mkdir()  # cannot be read
+
+    def key(builder: str, program: str) -> EngineKey:
+        return BUILDERS[builder].key(
+            copied,
+            "transformer",
+            program,
+            (ShapeProfile.fixed((1, 1, 1)),),
+            precision="float32",
+            machine=probe(),
+            device="cpu",
+        )
+
+    assert key("onnxruntime_blocks", "block_qkv").weights == SWAPPED
+    with pytest.raises(ModelError):
+        key("onnxruntime", "transformer")
+
+
+def test_a_block_program_depends_on_the_sizes_of_blocks_only(copied: ModelSpec) -> None:
+    """A key without a value that changes the program would make an engine run another model wrongly."""
+
+    def described(spec: ModelSpec, program: str) -> tuple[str, Any, list[torch.Tensor]]:
+        loaded = load_program(spec, "transformer", program, device="cpu", dtype="float32")
+        assert isinstance(loaded, BlockProgram)
+        inputs = loaded.inputs_for(4)
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items()}
+        return architecture_digest(spec, "transformer", program), shapes, list(loaded.run(**inputs).values())
+
+    for program in copied.block_programs:
+        digest, shapes, outputs = described(copied, program)
+        transformer: Any = copied.transformer
+        for field in fields(transformer):
+            value = getattr(transformer, field.name)
+            changed = tuple(size * 2 for size in value) if isinstance(value, tuple) else value * 2
+            other = replace(copied, transformer=replace(transformer, **{field.name: changed}))
+            if field.name in {"num_attention_heads", "attention_head_dim", "ffn_dim"}:
+                assert architecture_digest(other, "transformer", program) != digest
+                continue
+            same, other_shapes, other_outputs = described(other, program)
+            assert (same, other_shapes) == (digest, shapes)
+            assert all(map(torch.equal, outputs, other_outputs))
+
+
 @pytest.mark.parametrize("stored", ["{", "[]", '{"x": 1}'])
 def test_damaged_digest_file_is_rewritten(copied: ModelSpec, tmp_path: Path, stored: str) -> None:
     wanted = program_key_parts(copied, "vae", "vae_first")
@@ -103,3 +164,19 @@ def test_export_revision_depends_on_code_only(tmp_path: Path, monkeypatch: pytes
     assert revision("family_two", "def form( x: int ) -> int: # other words\n    return (x + 1)\n") == first
     assert revision("family_three", "def form(x: int) -> int:\n    return x + 2\n") != first
     assert export_revision("wan") not in {first, "1"}
+
+
+@pytest.mark.parametrize("module", ["programs.py", "fp8.py"])
+def test_export_revision_covers_code_that_families_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    before = export_revision("wan")
+    for name in ("programs.py", "fp8.py"):
+        shutil.copy(Path(key_parts.__file__).with_name(name), tmp_path)
+    monkeypatch.setattr(key_parts, "__file__", str(tmp_path / "key_parts.py"))
+    # Without the cache.
+    revision: Callable[[str], str] = export_revision.__wrapped__
+    assert revision("wan") == before
+    with (tmp_path / module).open("a", encoding="utf-8") as file:
+        file.write("\nCHANGED = True\n")
+    assert revision("wan") != before

@@ -226,6 +226,7 @@ def test_the_library_has_the_names_that_sessions_use() -> None:
     assert trt.DynamicShapesKernelSpecializationStrategy.EAGER
     assert trt.ExecutionContextAllocationStrategy.USER_MANAGED
     used = {
+        trt.Builder: ("build_serialized_network_to_stream",),
         trt.IRuntimeConfig: (
             "create_runtime_cache",
             "dynamic_shapes_kernel_specialization_strategy",

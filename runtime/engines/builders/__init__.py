@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 from runtime.core.facts import Fact
 from runtime.core.plan import is_block_program
 from runtime.engines.child import Report
-from runtime.engines.key_parts import device_text, export_revision, program_key_parts, versions_of
+from runtime.engines.key_parts import (
+    architecture_digest,
+    device_text,
+    export_revision,
+    versions_of,
+    weights_digest,
+)
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.constraints import lacking
@@ -83,18 +89,18 @@ class Builder(ABC):
             component: whose weights.
             profiles: the latent sizes that the engine serves.
             device: "cpu" or "cuda:0".
-            cache_dir: see `key_parts.program_key_parts`.
+            cache_dir: see `key_parts.weights_digest`.
 
         Raises:
             ModelError: if the weights cannot be read.
             EngineError: if the device does not exist.
         """
-        architecture, weights = program_key_parts(spec, component, program, cache_dir)
+        keeps_weights = self.keeps_weights(program, profiles, device)
         return EngineKey(
             program=program,
             family=spec.family,
-            architecture=architecture,
-            weights=weights if self.keeps_weights(program, profiles, device) else SWAPPED,
+            architecture=architecture_digest(spec, component, program),
+            weights=weights_digest(spec, component, cache_dir) if keeps_weights else SWAPPED,
             export_revision=export_revision(spec.family),
             profiles=profiles,
             precision=precision,

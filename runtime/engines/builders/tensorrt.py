@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 # "tensorrt" is a package that depends on the one for the installed CUDA.
 PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 _FIRST_WITH_BFLOAT16 = 10
-# Some releases of 10 can write a plan as a stream too; for an estimate the first that always can counts.
+# Some releases of 10 and TensorRT for RTX can write a plan as a stream too; for an estimate, the first of TensorRT that
+# always can counts.
 _FIRST_WITH_STREAMS = 11
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -214,7 +215,7 @@ def log_layers(trt: Any, plan: Path, device: "torch.device") -> None:
     """Write what TensorRT made of a network to standard error, and so into the build's log: a JSON object per layer.
 
     Each has the layer's name, type and kernel, and the types and shapes of some of its tensors. It needs a plan built
-    with `ProfilingVerbosity.DETAILED`, and enough memory to load it.
+    with `ProfilingVerbosity.DETAILED`, and enough memory to load it. If it fails, the log says so.
     """
     import torch
 
@@ -224,11 +225,9 @@ def log_layers(trt: Any, plan: Path, device: "torch.device") -> None:
     with torch.cuda.device(device), tensorrt_library.listen() as messages:
         try:
             runtime = trt.Runtime(tensorrt_library.logger())
-            engine = deserialize(runtime, plan, messages)
-        except (EngineError, torch.OutOfMemoryError) as error:
+            lines = layer_lines(trt, deserialize(runtime, plan, messages))
+        except Exception as error:  # bindings raise errors of any type, and the plan is complete
             lines = [f"The layers cannot be listed: {error}"]
-        else:
-            lines = layer_lines(trt, engine)
     sys.stderr.writelines(f"{line}\n" for line in lines)
 
 

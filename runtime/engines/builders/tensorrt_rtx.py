@@ -75,10 +75,10 @@ class TensorRTRTX(Builder):
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
         precision = "float32" if program.startswith("vae") else "float16"
         weights = weights_bytes(spec, program, precision)
-        # RAM: the exported weights, the parser's copy, and the plan. Disk: the ONNX file and the plan. GPU: the module
-        # and, while they are compared, the engine.
+        # RAM: the parser's and the builder's copies of the weights; the plan is written piece by piece. Disk: the ONNX
+        # file and the plan. GPU: the module and, while they are compared, the engine.
         return BuildNeeds(
-            ram_bytes=_BASE_RAM + 3 * weights,
+            ram_bytes=_BASE_RAM + 2 * weights,
             disk_bytes=2 * weights,
             vram_bytes=2 * weights + 2 * activation_bytes(spec, program, profile, precision),
         )

@@ -13,6 +13,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.engines import tensorrt_library
+from runtime.engines.builders.tensorrt import log_layers
 from runtime.engines.onnx_export import TENSOR_NAMES
 from runtime.engines.programs import BlockProgram, Program, load_program
 from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSession
@@ -284,6 +285,16 @@ def test_a_broken_cuda_context_is_not_an_engine_error(
     monkeypatch.setattr(tensorrt_library, "cuda_failure", lambda _: lost)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         session.infer(**part.inputs_for(64))
+
+
+def test_a_plan_whose_layers_cannot_be_listed_is_built(
+    tmp_path: Path, tiny: Callable[[str], ModelSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "engine.plan").write_bytes(b"plan")
+    # The stand-in has no inspector.
+    with engines({b"plan": Engine(block(tiny, "block_qkv"), ANY)}):
+        log_layers(tensorrt_library.load(), tmp_path / "engine.plan", torch.device("cpu"))
+    assert "The layers cannot be listed" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_plan_is_refused(opened: Open, tmp_path: Path) -> None:
