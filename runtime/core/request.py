@@ -270,7 +270,7 @@ class GenerationRequest(FrozenModel):
         Choice(
             label="Offload",
             help="Keep weights in RAM while they are not used, by component, block or layer: less video memory, but "
-            "slower. Excludes engines for the transformers.",
+            "slower. Excludes engines of whole transformers.",
             group="acceleration",
             flag="--offload",
             unset="what fits",
@@ -282,7 +282,8 @@ class GenerationRequest(FrozenModel):
         str,
         Choice(
             label="Quantization",
-            help="Smaller transformer weights in PyTorch, slightly less exact. Excludes engines for the transformers.",
+            help="Smaller transformer weights in PyTorch, slightly less exact. Excludes engines for the transformers, "
+            "except FP8 engines.",
             group="acceleration",
             flag="--quantization",
             unset="none if that fits",
@@ -308,7 +309,7 @@ class GenerationRequest(FrozenModel):
         Number(
             label="GPUs for one video",
             help=f"How many GPUs share the job; {AUTO} uses all identical GPUs where that is faster. Excludes offload, "
-            "and engines for the transformers.",
+            "and engines of whole transformers.",
             group="acceleration",
             flag="--gpus",
             metavar=f"N|{AUTO}",
@@ -335,8 +336,8 @@ class GenerationRequest(FrozenModel):
         str,
         StepCache(
             label="Step cache",
-            help="Reuse the output of the transformers' blocks across steps in PyTorch: faster, but not exactly the "
-            f"same video. A higher strength, as in {FIRST_BLOCK}:0.15, is faster. Excludes engines for the "
+            help="Reuse the output of the transformers' blocks across steps: faster, but not exactly the "
+            f"same video. A higher strength, as in {FIRST_BLOCK}:0.15, is faster. Excludes engines of whole "
             "transformers.",
             group="acceleration",
             flag="--step-cache",

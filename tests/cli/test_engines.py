@@ -115,6 +115,7 @@ def test_an_invalid_size_is_refused(text: str) -> None:
         (["engines", "pin", "x\x07"], "no engine", "engines list"),
         (["engines", "prune", "--max-size", "much"], "'much'", "20GB"),
         (["build", "--backend", "all=tensorrt"], "TensorRT engines cannot be built here", "."),
+        (["build", "--quantization", "fp8"], "FP8 weights are not available here", "quantization none"),
         (["build", "--width", "190"], "width is 190", "176 or 192"),
         (["build", "--backend", "vae"], "'vae'", "COMPONENT=BACKEND"),
         (["export", "--component", "eyes"], "no component 'eyes'", "text_encoder"),
