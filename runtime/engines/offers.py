@@ -101,7 +101,8 @@ class ModelOffers:
         missing: Fact | None = None
         nearest: Fact | None = None
         over_limit: Fact | None = None
-        build_time = seconds = 0.0
+        build_time = 0.0
+        seconds: list[float] = []
         baselines: list[dict[str, float]] = []
         file_bytes = 0
         for program in builder.programs(self.spec, component):
@@ -131,8 +132,8 @@ class ModelOffers:
                 if missing is None:
                     missing, nearest = self._why_missing(key, component)
             else:
-                calls = self._calls(uses[-1], latent)
-                seconds += calls * found.seconds_per_call
+                calls = engine_calls(uses[-1], self.spec, latent)
+                seconds.append(calls * found.seconds_per_call)
                 baselines.append({path: calls * one for path, one in found.baselines.items()})
                 file_bytes += found.file_bytes
         problem = builder.unavailable(self.machine)
@@ -146,23 +147,13 @@ class ModelOffers:
             misfit=nearest,
             problem=problem,
             build_seconds=build_time,
-            seconds=seconds,
+            seconds=sum(seconds) if all(seconds) else 0.0,
             baselines=_added(baselines),
             file_bytes=file_bytes,
             in_blocks=builder.kind == "blocks",
             # A CPU gains nothing from engines that read weights as inputs.
             on_request=builder.on_request(component, device),
         )
-
-    def _calls(self, use: EngineUse, latent: LatentSize) -> float:
-        """Return how many calls of an engine, at the size it was measured at, one call of its component takes."""
-        if use.program == "vae_next":
-            return latent[0] - 1
-        if not use.tokens:
-            return 1
-        patches = self.spec.transformer.patch_size
-        tokens = prod(size // patch for size, patch in zip(latent, patches, strict=True))
-        return tokens / use.tokens * self.spec.transformer.num_layers
 
     def _unsupported(self, builder: Builder) -> EngineOffer:
         """Return an offer that states why a builder does not support a device."""
@@ -198,6 +189,17 @@ class ModelOffers:
                 reasons = _with_loras(differing, record, self.spec.loras_of(component))
                 return Fact("engine.nearest_differs", {"differences": reasons}), misfit(key, record.key)
         return Fact("engine.none_yet"), None
+
+
+def engine_calls(use: EngineUse, spec: ModelSpec, latent: LatentSize) -> float:
+    """Return how many calls of an engine, at the size it was measured at, one call of its component takes."""
+    if use.program == "vae_next":
+        return latent[0] - 1
+    if not use.tokens:
+        return 1
+    patches = spec.transformer.patch_size
+    tokens = prod(size // patch for size, patch in zip(latent, patches, strict=True))
+    return tokens / use.tokens * spec.transformer.num_layers
 
 
 def imported_engines(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from runtime.core.plan import ExecutionPlan
+from runtime.engines.offers import engine_calls
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.history import calls_of
@@ -51,10 +52,10 @@ def break_even_of_record(record: EngineRecord, preview: Preview | None) -> Break
     calls = 0.0
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
-        if any(use.id == record.id and not use.build for offer in offered for use in offer.uses):
-            calls += _calls_per_video(plan)[name]
-    if record.key.program == "vae_next":
-        calls *= plan.latent_size[0] - 1
+        uses = (use for offer in offered for use in offer.uses if use.id == record.id and not use.build)
+        used = next(uses, None)
+        if used is not None:
+            calls += _calls_per_video(plan)[name] * engine_calls(used, preview.spec, plan.latent_size)
     saved = calls * (record.pytorch_seconds - record.seconds_per_call)
     return BreakEven(record.build_seconds, saved) if calls else None
 

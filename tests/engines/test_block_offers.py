@@ -17,6 +17,7 @@ from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.planner.engine_index import SWAPPED, EngineKey
+from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.resolve import resolve
 from tests.engines.engine_files import add, refusal
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
@@ -76,6 +77,21 @@ def test_one_set_serves_every_size_expert_and_lora(tmp_path: Path) -> None:
     found = next(one for one in engines.offers(spec)("transformer_2", OTHER_LATENT, "cuda:0") if one.in_blocks)
     assert [use.build for use in found.uses] == [False, True, True]
     assert served_sizes("block_qkv", key.profiles, spec).code == "engine.any_clip"
+
+
+def test_the_speed_is_known_once_every_engine_was_measured(tmp_path: Path) -> None:
+    engines = service(tmp_path)
+    spec = replace(published("wan2.2-a14b"), is_downloaded=False)
+    offers = engines.offers(spec)
+
+    def of_blocks() -> EngineOffer:
+        return next(one for one in engines.offers(spec)("transformer", LATENT, "cuda:0") if one.in_blocks)
+
+    for use, seconds in zip(of_blocks().uses, (0.25, 0.25, 0.0), strict=True):
+        key = offers.key(BUILDERS["tensorrt_blocks"], "transformer", use, "cuda:0")
+        add(engines.store, key, seconds_per_call=seconds)
+    made = of_blocks()
+    assert (made.ready, made.seconds) == (True, 0.0)
 
 
 def block_key(engines: EngineService, spec: ModelSpec) -> EngineKey:

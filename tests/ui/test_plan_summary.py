@@ -18,9 +18,10 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.resolve import resolve
 from runtime.ui import form
-from runtime.ui.break_even import BreakEven
+from runtime.ui.break_even import BreakEven, break_even_of_record
 from runtime.ui.formatting import WORDS
 from runtime.ui.plan_preview import PlanSummary, Preview, badge_html, panel_html, summarize
+from tests.engines.engine_files import key, record
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine, why
 
 GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
@@ -235,6 +236,24 @@ def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
 )
 def test_break_even_is_described(build: float, saved: float, words: str) -> None:
     assert str(BreakEven(build, saved)) == words
+
+
+def test_the_break_even_of_a_block_engine_counts_its_calls(spec: ModelSpec) -> None:
+    offered = offer("block_qkv", in_blocks=True)
+    blocks = replace(offered, uses=(offered.uses[0].replace(tokens=16),))
+
+    def of(component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
+        return [blocks] if component.startswith("transformer") else []
+
+    seen = preview(spec, offers=of)
+    assert seen.plan is not None
+    made = replace(
+        record(key(program="block_qkv")), id=blocks.uses[0].id, seconds_per_call=0.1, baselines={"eager": 0.3}
+    )
+    saved = break_even_of_record(made, seen)
+    passes = 2 * seen.plan.steps
+    calls = passes * seen.plan.tokens / 16 * spec.transformer.num_layers
+    assert saved == BreakEven(60.0, pytest.approx(0.2 * calls))
 
 
 def test_tensorrt_needs_a_gpu() -> None:
