@@ -26,8 +26,9 @@ class PyTorchPath:
         as_measured: whether it computes as the baselines of engines were measured: in the dtype of a plan that the
             request does not change.
         seconds: of one call in earlier jobs, measured with the same options; 0 if there were none.
-        attention_seconds: of the attention in one call, which is the same with block engines.
-        faster: how many times as fast as on one GPU it is because several GPUs share it, which engines cannot.
+        attention_seconds: of the attention in one call on one GPU, which is the same with block engines.
+        faster: how many times as fast as on one GPU it is because several GPUs share it. They share block engines too,
+            but no others.
     """
 
     compiled: bool = False
@@ -52,10 +53,15 @@ EAGER_PATH = PyTorchPath()
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of one call of a component on engines and in PyTorch; PyTorch's are 0 if not measured."""
+    """Seconds of one call of a component on engines and in PyTorch; PyTorch's are 0 if not measured.
+
+    Attributes:
+        attention: the part of both that is PyTorch's attention between block engines.
+    """
 
     engine: float
     pytorch: float
+    attention: float = 0.0
 
     @property
     def speedup(self) -> float:
@@ -115,10 +121,10 @@ class EngineOffer:
         """Compare the engines with what PyTorch would run instead."""
         if not self.ready or not self.seconds:
             return Comparison(0.0, path.seconds)
-        attention = path.attention_seconds if self.in_blocks else 0.0
+        attention, shared = (path.attention_seconds, path.faster) if self.in_blocks else (0.0, 1.0)
         baseline = self.baselines.get(path.kind, 0.0) if path.as_measured else 0.0
         pytorch = (baseline + attention) / path.faster if baseline else path.seconds
-        return Comparison(self.seconds + attention, pytorch)
+        return Comparison((self.seconds + attention) / shared, pytorch, attention / shared)
 
 
 # Maps a component, a latent size and a device to the offers, the preferred builder first.
@@ -253,12 +259,14 @@ def _choose_fastest(
     measured = [offer for offer in offers if offer.compared(path).speedup]
     best = max(measured, key=lambda offer: offer.compared(path).speedup, default=None)
     if best is None:
+        ready = [offer for offer in offers if offer.ready]
+        if ready:
+            cause = _not_compared(ready, path)
+            return _use_pytorch(cause, in_pytorch, cause)
         if excluded is not None:
             return _use_pytorch(excluded.fact, in_pytorch, excluded.fact)
-        cause = next((offer.missing for offer in offers if offer.misfit), None)
-        reasons = [] if cause is None else [Fact("planner.no_engine_fits", {"cause": cause})]
-        if any(offer.ready for offer in offers):
-            reasons = [Fact("planner.not_compared", {"path": path.title})]
+        missing = next((offer.missing for offer in offers if offer.misfit), None)
+        reasons = [] if missing is None else [Fact("planner.no_engine_fits", {"cause": missing})]
         return _use_pytorch(_badge_without_engine(offers), in_pytorch, *reasons)
     note = {"backend": best.backend, "how": _speed_note(best, path)}
     if best.compared(path).speedup < _MIN_SPEEDUP:
@@ -267,10 +275,16 @@ def _choose_fastest(
     return _use_engines(best, "never", Fact(code, note))
 
 
+def _not_compared(ready: list[EngineOffer], path: PyTorchPath) -> Fact:
+    """Return why none of the engines that exist could be compared with what PyTorch would run."""
+    measured = next((offer for offer in ready if offer.seconds and path.kind in offer.baselines), None)
+    if measured is not None and not path.as_measured:
+        return Fact("planner.compared_in_other_precision", {"backend": measured.backend})
+    return Fact("planner.not_compared", {"path": path.title})
+
+
 def _badge_without_engine(offers: list[EngineOffer]) -> Fact:
-    """Return the badge if no engine has been measured: why there is none."""
-    if any(offer.ready for offer in offers):
-        return Fact("planner.badge_not_measured")
+    """Return the badge if no engine is ready: why there is none."""
     misfit = next((offer.misfit for offer in offers if offer.misfit), None)
     problem = offers[0].problem if offers and all(offer.problem is not None for offer in offers) else None
     return misfit or problem or Fact("planner.badge_no_engine")
@@ -318,4 +332,6 @@ def _speed_note(offer: EngineOffer, path: PyTorchPath) -> Fact:
         "path": path.title,
         "times": compared.speedup,
     }
+    if compared.attention:
+        return Fact("planner.speed_in_blocks", {**data, "attention": compared.attention})
     return Fact("planner.speed", data)

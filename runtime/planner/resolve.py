@@ -315,7 +315,7 @@ def _paths(inputs: ForecastInputs, decision: Decision) -> dict[str, PyTorchPath]
     for name in inputs.backends:
         transformer = is_transformer(name)
         in_default_dtype = strategy.quantization == "none" if transformer else name != "vae"
-        shared = placement.faster_by_split(Seconds(1, 1, 1), workload.split, name).likely if name == "vae" else 1.0
+        shared = placement.faster_by_split(Seconds(1, 1, 1), workload.split, name).likely
         attention = attention_seconds(inputs, workload.dtypes[name], speed.attention) if transformer else 0.0
         paths[name] = PyTorchPath(
             compiled=speed.compiled and (transformer or (name == "vae" and workload.cuda)),
@@ -346,7 +346,7 @@ def _workload(
         dtypes=dtypes,
         # An engine to be built will have about the size of its weights; Inductor's files do not contain them.
         engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in whole.items()},
-        engine_seconds={name: offer.seconds for name, offer in offers.items() if offer.seconds},
+        engine_seconds={name: offer.seconds for name, offer in offers.items() if offer.ready and offer.seconds},
         engines={name: offer.uses for name, offer in offers.items()},
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),

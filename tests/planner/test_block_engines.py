@@ -255,6 +255,13 @@ def test_the_forecast_of_a_pass_is_its_parts_and_attention() -> None:
     assert two.seconds["denoise"].likely < 0.6 * made.seconds["denoise"].likely
 
 
+def test_engines_that_are_partly_built_have_no_speed_yet() -> None:
+    ready = measured(blocks(), 1.5, eager=2.5)
+    partly = replace(ready, seconds=0.1, uses=(*ready.uses[:2], ready.uses[2].replace(build=True)))
+    unknown = replace(blocks(), uses=partly.uses)
+    assert plan([partly], steps=10).seconds["denoise"] == plan([unknown], steps=10).seconds["denoise"]
+
+
 def test_an_engine_that_was_not_requested_gives_way_where_memory_is_short() -> None:
     """PyTorch offloads weights by group; an engine of the whole transformer does not fit at all."""
     little = replace(H200, gpus=(replace(GPU, total_bytes=24 * GIB, free_bytes=23 * GIB),))

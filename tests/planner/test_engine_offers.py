@@ -215,9 +215,11 @@ def test_choices_without_a_matching_baseline(path: PyTorchPath, backend: str) ->
     assert chosen.backend == backend
     compared = ready(TRT).compared(path)
     if not compared.pytorch:
-        assert chosen.badge.code == "planner.badge_not_measured"
-        assert chosen.reasons[-1].code == "planner.not_compared"
-        assert "engines verify" in render(chosen.reasons[-1]).remedy
+        code = "planner.not_compared" if path.as_measured else "planner.compared_in_other_precision"
+        assert chosen.badge == chosen.reasons[-1]
+        assert chosen.badge.code == code
+        # Verifying an engine measures it in the same precision again.
+        assert ("engines verify" in render(chosen.badge).remedy) == path.as_measured
 
 
 def test_attention_between_block_engines_counts_on_both_sides() -> None:
@@ -226,6 +228,25 @@ def test_attention_between_block_engines_counts_on_both_sides() -> None:
     assert choose("auto", "auto", [offer], HERE, path=PyTorchPath()).backend == TRT
     # 10 % of a fifth of a pass is less than timing noise.
     assert choose("auto", "auto", [offer], HERE, path=PyTorchPath(attention_seconds=4.0)).backend == "pytorch"
+
+
+def test_several_gpus_share_block_engines_too() -> None:
+    offer = replace(ready(TRT, 3.0), in_blocks=True)
+    # An earlier job on two GPUs took 1.2 s a pass; on one GPU the engines take 2 s with attention.
+    path = PyTorchPath(attention_seconds=1.0, faster=2.0, as_measured=False, seconds=1.2)
+    compared = offer.compared(path)
+    assert (compared.engine, compared.pytorch, compared.attention) == (1.0, 1.2, 0.5)
+    chosen = choose("auto", "auto", [offer], HERE, path=path)
+    assert chosen.backend == TRT
+    assert "1.2 s; about 500 ms of both is attention" in str(chosen.reasons[0])
+    # With the baseline, both sides are shared alike.
+    assert offer.compared(replace(path, as_measured=True)).speedup == pytest.approx(4.0 / 2.0)
+
+
+def test_an_engine_that_could_not_be_compared_is_named_before_settings() -> None:
+    chosen = choose("auto", "auto", [ready(TRT)], HERE, EXCLUDED, PyTorchPath(as_measured=False))
+    assert chosen.reasons[-1].code == "planner.compared_in_other_precision"
+    assert short(chosen.badge) == "its engine was measured in another precision"
 
 
 def test_the_fastest_ready_engine_of_a_requested_backend_runs() -> None:

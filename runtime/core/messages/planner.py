@@ -222,6 +222,12 @@ _REASONS: Mapping[str, Message] = {
     "planner.not_compared": Message(
         "An engine is ready, but was not measured against PyTorch ({path:clause}).",
         "Verify it on the Engines page, or with `engines verify`, to measure it.",
+        "its engine is not measured",
+    ),
+    "planner.compared_in_other_precision": Message(
+        "A {backend:backend} engine is ready, but was measured against PyTorch in another precision than this video's.",
+        "Select {backend:backend} to use it.",
+        "its engine was measured in another precision",
     ),
     "planner.path_compiled": Message("Compiled."),
     "planner.path_eager": Message("Not compiled."),
@@ -242,6 +248,10 @@ _REASONS: Mapping[str, Message] = {
         "{precision}, {times:.2f} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
         "{pytorch:latency}, measured here."
     ),
+    "planner.speed_in_blocks": Message(
+        "{precision}, {times:.2f} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
+        "{pytorch:latency}; about {attention:latency} of both is attention, the rest was measured here."
+    ),
     "planner.speed_unknown": Message("{precision}, not measured."),
     "planner.badge_as_asked": Message("As requested.", badge="as requested"),
     "planner.badge_ready": Message("The engine is ready.", badge="engine ready"),
@@ -256,7 +266,6 @@ _REASONS: Mapping[str, Message] = {
     "planner.badge_none_faster": Message("No engine is faster.", badge="no engine is faster"),
     "planner.badge_engine_memory": Message("Memory does not suffice for its engine.", badge="too little memory"),
     "planner.engine_memory": Message("An engine would be faster, but this clip does not fit into memory with it."),
-    "planner.badge_not_measured": Message("Its engine is not measured.", badge="its engine is not measured"),
     "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
     "planner.badge_not_built": Message(
         "There is no {backend:backend} engine, and none is to be built.",
