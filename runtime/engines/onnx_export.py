@@ -74,9 +74,7 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
             opset_version=FP8_OPSET if isinstance(program.module, Fp8Part) else OPSET,
             custom_translation_table={torch.ops.tandem.fp8_product.default: _fp8_product},
             input_names=[tensor.name for tensor in signature.inputs],
-            output_names=[
-                f"{_NEW}{name}" if f"{_NEW}{name}" in TENSOR_NAMES else name for name in program.output_names
-            ],
+            output_names=[_output_name(name) for name in program.output_names],
             external_data=large,
             verbose=False,
         )

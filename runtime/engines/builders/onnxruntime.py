@@ -98,9 +98,6 @@ class OnnxRuntimeBlocks(OnnxRuntimeBuilder):
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
         return "float32" if device == "cpu" else "float16"
 
-    def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
-        return False
-
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         return (*super().options(machine, device), (TOKENS_OPTION, str(self.tokens)))
 

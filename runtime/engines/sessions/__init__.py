@@ -89,7 +89,8 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
 
     An engine is code: TensorRT plans and Inductor's libraries run with the user's rights, and an ONNX file decides
     what is computed. Every file's SHA-256 is therefore compared with the one recorded at build time before anything
-    opens the file. Nothing is unpickled.
+    opens the file. What a session writes itself, such as compiled kernels, begins with its own SHA-256. Nothing is
+    unpickled.
 
     Args:
         folder: the engine's folder.
