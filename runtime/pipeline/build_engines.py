@@ -1,7 +1,7 @@
 """Build engines without making a video: those that a model and a size need, one after the other."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.core.cancel import Cancel
@@ -39,7 +39,7 @@ class BuildResult:
 
 
 def wanted_engines(
-    request: GenerationRequest, spec: ModelSpec, engines: EngineService, only: Collection[str] = ()
+    request: GenerationRequest, spec: ModelSpec, engines: EngineService, only: Collection[str] = (), gpu: int = 0
 ) -> list[WantedEngine]:
     """Return the engines for a size: of the requested backends, or for "auto" of every backend that may be faster.
 
@@ -47,12 +47,13 @@ def wanted_engines(
 
     Args:
         only: ids of engines; others of the requested backends are left out.
+        gpu: index of the GPU that they are for and that builds them, if the machine has GPUs.
 
     Raises:
         InvalidRequestError: for a size that the model cannot make, or settings that exclude a requested backend.
         MachineError: if a requested backend cannot build on this machine.
     """
-    plan = resolve(request.replace(backends={}), spec, engines.machine, Path("none.mp4"))
+    plan = resolve(request.replace(backends={}), spec, engines.machine, Path("none.mp4"), gpu=gpu)
     offers = engines.offers(spec)
     found: dict[str, WantedEngine] = {}
     for name in plan.components:
@@ -118,6 +119,10 @@ def _of_component(
         attention=request.attention,
     )
     against = None if backend == AUTO else refused(backend, offered, case, machine)
+    if against is not None and against.setting == "gpus" and request.gpus == AUTO:
+        # A video on this backend runs on one GPU then.
+        case = replace(case, gpus=1)
+        against = refused(backend, offered, case, machine)
     if against is not None:
         raise against.refusal
     able = [offer for offer in admit(offered, case, machine)[0] if offer.problem is None]

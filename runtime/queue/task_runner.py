@@ -72,6 +72,7 @@ class TaskRunner:
         recorder: receives the progress.
         engines: the engine library.
         weights_dir: the user's models.
+        gpu: index of the worker's GPU, which builds engines; 0 on a machine without GPUs.
         free: frees the loaded models: builders measure, and engines that are compared need memory.
         created: when the task was queued; engines that it built before an interruption are not built again.
     """
@@ -79,6 +80,7 @@ class TaskRunner:
     recorder: TaskRecorder
     engines: EngineService
     weights_dir: Path
+    gpu: int
     free: Callable[[], None]
     created: float
 
@@ -111,7 +113,7 @@ class TaskRunner:
         self.recorder.report(Fact("task.looking"), None)
         request = GenerationRequest.from_mapping(work.request)
         spec = model_for(request, self.weights_dir)
-        wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines, work.engines)
+        wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines, work.engines, self.gpu)
         if not wanted:
             return Fact("task.nothing_to_build")
         again = request.build == "always"

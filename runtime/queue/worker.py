@@ -324,7 +324,7 @@ class Worker:
             if record.idle:
                 stack.enter_context(self._poller.yielding(record.id, recorder.cancel, self._is_wanted))
             self._begin(recorder)
-            runner = TaskRunner(recorder, config.engines, config.weights_dir, self._free, record.created)
+            runner = TaskRunner(recorder, config.engines, config.weights_dir, config.gpu, self._free, record.created)
             try:
                 recorder.cancel.check()
                 result = runner.run(work_of(record))

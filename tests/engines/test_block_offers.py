@@ -133,6 +133,28 @@ def test_engines_to_build_follow_the_settings(tiny: Callable[[str], ModelSpec], 
     assert programs() == {"transformer"}
 
 
+def test_engines_are_built_on_the_gpu_of_the_worker_that_builds(tmp_path: Path) -> None:
+    two = replace(GPU, gpus=(gpu(), gpu()))
+    engines = EngineService(EngineStore(tmp_path / "engines", 10**12), two, tmp_path)
+    spec = replace(published("wan2.1-1.3b"), is_downloaded=False, block_programs=())
+    for index in range(2):
+        request = GenerationRequest(prompt="x", backends={"vae": "tensorrt"})
+        assert {one.device for one in wanted_engines(request, spec, engines, gpu=index)} == {f"cuda:{index}"}
+
+
+def test_engines_for_one_gpu_are_built_on_a_machine_with_several(tmp_path: Path) -> None:
+    two = replace(GPU, gpus=(gpu(), gpu()))
+    engines = EngineService(EngineStore(tmp_path / "engines", 10**12), two, tmp_path)
+    spec = replace(published("wan2.1-1.3b"), is_downloaded=False, block_programs=())
+    request = GenerationRequest(prompt="x", gpus="auto", build="missing", backends={"transformer": "tensorrt"})
+    video = resolve(request, spec, two, tmp_path / "clip.mp4", engines.offers(spec))
+    wanted = [one.use.id for one in wanted_engines(request, spec, engines)]
+    assert video.gpus == 1 and wanted == [use.id for use in video.components["transformer"].engines]
+    assert resolve(request.replace(backends={}), spec, two, tmp_path / "clip.mp4").gpus == 2
+    with pytest.raises(InvalidRequestError):
+        wanted_engines(request.replace(gpus=2), spec, engines)
+
+
 @pytest.mark.parametrize(
     ("quantization", "builder", "precision"),
     [("none", "tensorrt_rtx_blocks", "float16"), ("fp8", "tensorrt_rtx_blocks_fp8", "fp8")],
