@@ -259,7 +259,8 @@ def _measure(request: BuildRequest, key: EngineKey, report: Report) -> dict[str,
     def baselines() -> Mapping[str, float]:
         return {} if baseline is None else baseline(key.program, key.profiles[0].opt)
 
-    found: dict[str, Any] = {}
+    # What fails replaces an earlier measurement too.
+    found: dict[str, Any] = {"pytorch_seconds_per_call": 0.0, "baselines": {}}
     for name, measure in (
         ("pytorch_seconds_per_call", lambda: _program_seconds(request, key)),
         ("baselines", lambda: dict(baselines())),

@@ -44,7 +44,7 @@ class PyTorchBaseline:
     tokens: int
 
     def __call__(self, program: str, size: LatentSize) -> dict[str, float]:
-        """Return the median seconds of one call, "eager" and "compiled"; what runs out of memory or fails is left out.
+        """Return the median seconds of one call, "eager" and "compiled"; what runs out of memory is left out.
 
         Args:
             program: the engine's.

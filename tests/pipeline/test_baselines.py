@@ -112,6 +112,25 @@ def test_a_size_that_pytorch_cannot_make_has_no_baseline(
     assert Baselines(service)(spec, "transformer", key, "cpu") is None
 
 
+def fail(_: str, __: object) -> dict[str, float]:
+    """Fail as a library would."""
+    raise RuntimeError("broken")
+
+
+@pytest.mark.slow
+def test_an_engine_is_not_lost_where_pytorch_cannot_be_measured(
+    tiny: Callable[[str], ModelSpec], service: EngineService
+) -> None:
+    spec = tiny("wan2.2-a14b")
+    [offer] = [one for one in service.offers(spec)("transformer", SIZE, "cpu") if one.builder == "onnxruntime"]
+    record = service.build(
+        spec, "transformer", offer.uses[0], "cpu", lambda *_: None, Cancel(), baselines=lambda *_: fail
+    )
+    assert record.verified
+    assert record.baselines == {}
+    assert record.pytorch_seconds_per_call > 0
+
+
 @pytest.mark.slow
 def test_baselines_are_stored_with_engines_built_and_verified(
     tiny: Callable[[str], ModelSpec], service: EngineService
