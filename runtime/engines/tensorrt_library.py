@@ -220,7 +220,7 @@ def context_memory(device: torch.device, size: int) -> torch.Tensor:
     """Return working memory of at least `size` bytes that all contexts on a GPU share: only one of them runs at a time.
 
     It is a torch tensor, so that PyTorch and TensorRT share one memory pool. A larger one replaces it where needed; the
-    earlier one stays as long as somebody holds it, such as a session with CUDA graphs.
+    earlier one is freed when no session references it; sessions with CUDA graphs keep theirs.
 
     Raises:
         torch.OutOfMemoryError: if the GPU's memory is too small.

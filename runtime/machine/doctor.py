@@ -175,7 +175,7 @@ def _installed(package: Package, version: str, machine: Machine) -> Finding:
 
 
 def _mismatch(package: Package, machine: Machine) -> Fact | None:
-    """Return why a package is of no use on the machine's GPU."""
+    """Return why a package cannot be used with the machine's GPU."""
     return tensorrt_rtx_problem(machine) if package.name == "tensorrt-rtx" else None
 
 

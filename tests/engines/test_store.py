@@ -246,7 +246,7 @@ def test_a_limit_below_one_set_is_refused(store: EngineStore, tiny: Callable[[st
     assert store.limit_conflict(a14b, "transformer", key(profiles=at(21), weights="swapped")) is None
     store.max_bytes = conflict.data["needed"]
     assert store.limit_conflict(a14b, "transformer", wanted) is None
-    # What is there already counts.
+    # Existing engines count.
     add(store, key(program="text_encoder", profiles=at(1, 1, 1)), bytes(100), component="text_encoder", model=a14b.name)
     assert store.limit_conflict(a14b, "transformer", wanted) is not None
 

@@ -6,11 +6,29 @@ from pathlib import Path
 
 import pytest
 
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.machine.probe import probe
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from tests.plans import no_engines
 from tests.thread_queue import RunningQueue
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> EngineService:
+    """An empty library."""
+    return EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
+
+
+@pytest.fixture
+def spec(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
+    """A tiny model in the weights folder."""
+    folder = tmp_path / "weights" / "tiny"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    return read_spec(folder, "tiny")
 
 
 @pytest.fixture

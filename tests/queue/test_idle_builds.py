@@ -1,7 +1,6 @@
 """Builds that run while no video waits: real engines (ONNX Runtime, tiny model), interrupted by videos."""
 
-import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,6 @@ import pytest
 from runtime.core.events import VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
-from runtime.engines.store import EngineStore
-from runtime.machine.probe import probe
-from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
 from runtime.queue.instances import WorkerRegistry
@@ -25,20 +21,6 @@ from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
 BUILD = ("Build", Path("/nowhere"), {"prompt": "a boat"})
-
-
-@pytest.fixture
-def engines(tmp_path: Path) -> EngineService:
-    """An empty library."""
-    return EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
-
-
-@pytest.fixture
-def spec(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
-    """A tiny model in the weights folder."""
-    folder = tmp_path / "weights" / "tiny"
-    shutil.copytree(tiny("wan2.1").directory, folder)
-    return read_spec(folder, "tiny")
 
 
 @pytest.fixture

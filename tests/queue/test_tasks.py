@@ -1,7 +1,6 @@
 """Tasks on the engine library in the queue: real builds (ONNX Runtime, tiny model) between real videos."""
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,6 @@ from runtime.core.events import TerminalEvent, VideoSaved
 from runtime.core.facts import Fact, render
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
-from runtime.engines.store import EngineStore
-from runtime.machine.probe import probe
-from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import (
@@ -28,20 +24,6 @@ from runtime.queue.views import Job, Task
 from tests.engines import exported_files
 from tests.thread_queue import RunningQueue
 from tests.waiting import until
-
-
-@pytest.fixture
-def engines(tmp_path: Path) -> EngineService:
-    """An empty library."""
-    return EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
-
-
-@pytest.fixture
-def spec(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> ModelSpec:
-    """A tiny model in the weights folder."""
-    folder = tmp_path / "weights" / "tiny"
-    shutil.copytree(tiny("wan2.1").directory, folder)
-    return read_spec(folder, "tiny")
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ class TensorRTBlocks(OnnxTensorRT):
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         own = {TOKENS_OPTION: str(BLOCK_TOKENS)}
         options = dict(super().options(machine, device)) | own
-        # Whoever runs the blocks captures them.
+        # The caller captures whole passes in CUDA graphs.
         del options["cuda_graphs"]
         return tuple(options.items())
 
@@ -215,7 +215,7 @@ def log_layers(trt: Any, plan: Path, device: "torch.device") -> None:
     """Write what TensorRT made of a network to standard error, and so into the build's log: a JSON object per layer.
 
     Each has the layer's name, type and kernel, and the types and shapes of some of its tensors. It needs a plan built
-    with `ProfilingVerbosity.DETAILED`, and enough memory to load it. If it fails, the log says so.
+    with `ProfilingVerbosity.DETAILED`, and enough memory to load it. A failure is written to the log.
     """
     import torch
 

@@ -33,7 +33,7 @@ class BlockPart(nn.Module):
 
     `x` is (tokens, width), float32, `modulation` (6, width), float32: shift, scale and gate of self-attention, then of
     the feed-forward: the block's table plus the timestep's vectors. Queries, keys, values and attended values are
-    (tokens, width), heads beside each other, in the dtype of the weights.
+    (tokens, width), the heads concatenated, in the dtype of the weights.
     """
 
     outputs: ClassVar[tuple[str, ...]]
