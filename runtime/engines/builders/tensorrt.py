@@ -273,15 +273,9 @@ def _write_plan(
     from runtime.engines import tensorrt_library
 
     options = dict(key.options)
-    builder = trt.Builder(tensorrt_library.logger())
-    network = create_network(trt, builder)
-    # The parser owns the weights: it must live until the plan is built.
-    parser = trt.OnnxParser(network, tensorrt_library.logger())
-    parse(trt, parser, model)
-    config = builder.create_builder_config()
+    builder, network, _parser, config = prepare_build(trt, tensorrt_library.logger(), model)
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options["workspace_mib"]) << 20)
     config.builder_optimization_level = int(options["optimization_level"])
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
         # Later versions always share a profile between contexts.
         config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
@@ -335,6 +329,23 @@ def serialize(trt: Any, builder: Any, network: Any, config: Any, plan: Path, mes
             raise failed[0]
         if not done:
             raise messages.failure("engine.tensorrt_build_failed")
+
+
+def prepare_build(trt: Any, logger: Any, model: Path) -> tuple[Any, Any, Any, Any]:
+    """Return a builder, the network of an ONNX file, its parser, and a configuration that lists layers in detail.
+
+    The parser owns the weights: keep it until the plan is built.
+
+    Raises:
+        EngineError: if TensorRT cannot read the file.
+    """
+    builder = trt.Builder(logger)
+    network = create_network(trt, builder)
+    parser = trt.OnnxParser(network, logger)
+    parse(trt, parser, model)
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    return builder, network, parser, config
 
 
 def parse(trt: Any, parser: Any, model: Path) -> None:

@@ -19,10 +19,9 @@ from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weigh
 from runtime.engines.builders.tensorrt import (
     activation_bytes,
     add_profiles,
-    create_network,
     enclosing,
     gpu_of_machine,
-    parse,
+    prepare_build,
     progress_monitor,
     serialize,
 )
@@ -148,16 +147,9 @@ def write_plan(
     """
     from runtime.engines import tensorrt_library
 
-    builder = trt.Builder(tensorrt_library.logger(LIBRARY))
-    network = create_network(trt, builder)
-    # The parser owns the weights: it must live until the plan is built.
-    parser = trt.OnnxParser(network, tensorrt_library.logger(LIBRARY))
-    parse(trt, parser, model)
-    config = builder.create_builder_config()
+    builder, network, _parser, config = prepare_build(trt, tensorrt_library.logger(LIBRARY), model)
     # By default TensorRT rounds float32 factors to 10 bits.
     config.clear_flag(trt.BuilderFlag.TF32)
-    # Lists the layers in the log.
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     _set_capability(trt, config, dict(key.options)[CAPABILITY_OPTION])
     add_profiles(builder, config, network, sizes, messages)
     # TensorRT does not keep a reference to the monitor.
