@@ -1,12 +1,13 @@
 """Measure and check block engines at Wan2.2-A14B's width on TensorRT. Not run by pytest.
 
-    python tests/gpu/measure_blocks.py engines|passes|sizes|clips|shipped|lost|endurance … [--seconds N]
+    python tests/gpu/measure_blocks.py engines|passes|sizes|clips|gpus|shipped|lost|endurance … [--seconds N]
 
     engines     builds the three engines through the library, or finds them; sizes, build times, errors, speeds
     passes      one forward pass of an expert with 40 blocks, at 480p and 720p: block engines, PyTorch, diffusers
     sizes       the same engine files at other sizes, with other weights (the second expert, a LoRA), offloaded by group
-    clips       whole jobs of a model with 4 blocks: both experts, LoRA, offload, two GPUs if there are two
-    shipped     the shipped model's clip on block engines, compared with PyTorch's
+    clips       whole jobs of a model with 4 blocks: both experts, LoRA, offload, a step cache
+    gpus        the same on two GPUs: shared by guidance, and by tokens
+    shipped     the shipped model's clips on block engines, compared with PyTorch's
     lost        an illegal access in the middle of a step: the job resumes in PyTorch
     endurance   1,000 passes of a block without growth
 
@@ -380,31 +381,47 @@ def report_clip(
 
 
 def clips(setup: Setup) -> None:
-    """Run whole jobs on the same engine files: sizes, both experts, LoRA, offload, two GPUs."""
-    spec = setup.model
-    setup.engines(spec)
+    """Run whole jobs on the same engine files: sizes, both experts, LoRA, offload, a step cache."""
     lora = HOME / "lora.safetensors"
     if not lora.exists():
-        save_file({name: (0.02 * one).half() for name, one in peft(factors(spec.transformer)).items()}, lora)
+        save_file({name: (0.02 * one).half() for name, one in peft(factors(setup.model.transformer)).items()}, lora)
+    compare_clips(
+        setup,
+        [
+            ("480p, 17 frames", {}),
+            ("LoRA", {"loras": [str(lora)]}),
+            ("offload group", {"offload": "group"}),
+            ("offload model", {"offload": "model"}),
+            ("step cache", {"step_cache": "first-block", "steps": 8}),
+            ("480p, 81 frames", {"frames": 81}),
+            ("720p, 81 frames", {"frames": 81} if setup.tiny else {"width": 1280, "height": 720, "frames": 81}),
+        ],
+    )
+
+
+def gpus(setup: Setup) -> None:
+    """Run whole jobs on two GPUs, which share a pass by guidance or by tokens."""
+    compare_clips(
+        setup,
+        [
+            ("guidance on two GPUs", {"gpus": 2}),
+            ("tokens on two GPUs", {"gpus": 2, "guidance_scale": 1.0}),
+            ("tokens on two GPUs, 81 frames", {"gpus": 2, "guidance_scale": 1.0, "frames": 81}),
+        ],
+    )
+
+
+def compare_clips(setup: Setup, cases: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Run jobs in PyTorch and on block engines, and compare their clips."""
+    spec = setup.model
+    setup.engines(spec)
     width, height = (64, 48) if setup.tiny else (832, 480)
     small = {"width": width, "height": height, "frames": 17, "steps": 4}
     backend = BUILDERS[setup.builder].backend
     on_engines = {"transformer": backend, "transformer_2": backend}
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("480p, 17 frames", small),
-        ("480p, 81 frames", {**small, "frames": 81}),
-        ("720p, 81 frames", {**small, "width": 1280, "height": 720, "frames": 81}),
-        ("LoRA", {**small, "loras": [str(lora)]}),
-        ("offload group", {**small, "offload": "group"}),
-        ("offload model", {**small, "offload": "model"}),
-        ("step cache", {**small, "step_cache": "first-block", "steps": 8}),
-    ]
-    if torch.cuda.device_count() > 1:
-        cases += [("guidance on two GPUs", {**small, "gpus": 2})]
-        cases += [("tokens on two GPUs", {**small, "gpus": 2, "guidance_scale": 1.0})]
     for name, values in cases:
         with setup.trying(part="clip", name=name):
-            asked = {"attention": "native", **values}
+            asked = {"attention": "native", **small, **values}
             with Residency(setup.service) as residency:
                 plan, events = clip(setup, spec, "pytorch", residency, backends={"all": "pytorch"}, **asked)
                 wanted = report_clip(f"{name}, PyTorch", plan, events, None)
@@ -421,6 +438,7 @@ def shipped(setup: Setup) -> None:
     on_engines = {"transformer": backend, "transformer_2": backend}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         *((f"seed {seed}", {"seed": seed}, {"offload": "group"}) for seed in (7, 8, 9)),
+        *((f"seed {seed}, lossless", {"seed": seed, "crf": 0}, {"offload": "group"}) for seed in (7, 8, 9)),
         ("step cache", {"step_cache": "first-block"}, {}),
     ]
     for name, values, own in cases:
@@ -556,6 +574,7 @@ def main() -> None:
         "passes": passes,
         "sizes": sizes,
         "clips": clips,
+        "gpus": gpus,
         "shipped": shipped,
         "lost": lost,
         "endurance": endurance,
