@@ -38,6 +38,7 @@ from torch import nn
 from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
+from runtime.engines.programs import full_float32
 from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
@@ -372,7 +373,7 @@ def reference(
 ) -> torch.Tensor:
     """Return diffusers' forward pass in float32 over the first blocks, copied one at a time."""
     config = module.config
-    with exact():
+    with full_float32(latents.device):
         rotation = module.rope(latents)
         edges = {
             name: copy.deepcopy(getattr(module, name)).float() for name in ("patch_embedding", "condition_embedder")
@@ -388,17 +389,6 @@ def reference(
         (pt, ph, pw), (_, _, frames, height, width) = config.patch_size, latents.shape
         x = x.reshape(1, frames // pt, height // ph, width // pw, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
         return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
-
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Compute in float32 without TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def attentions(bench: Bench) -> None:
@@ -456,7 +446,7 @@ def vae_in(
     decoder = PyTorchVideoDecoder(module)
     name = str(dtype).removeprefix("torch.")
     if wanted is None:
-        with bench.trying(part="vae", dtype=name, variant="reference"), exact():
+        with bench.trying(part="vae", dtype=name, variant="reference"), full_float32(latents.device):
             wanted = torch.cat(decoded(decoder, latents, 1)).float()
             spread = [wanted.min().item(), wanted.max().item()]
             bench.say(part="vae", dtype=name, variant="reference", spread=spread)
@@ -530,7 +520,7 @@ def small(bench: Bench) -> None:
             continue
         with bench.trying(part="small", variant=name), Residency() as residency:
             job = Alone(plan.replace(speed=speed))
-            with residency.denoiser(spec, job, "transformer") as denoiser, exact():
+            with residency.denoiser(spec, job, "transformer") as denoiser, full_float32(latents.device):
 
                 def run() -> torch.Tensor:
                     if denoiser.pairs:

@@ -1,8 +1,7 @@
 """PyTorch optimizations on a GPU do not change results. Skipped without a GPU."""
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
+from runtime.engines.programs import full_float32
 from runtime.execution.attention import attention, problem
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae as wan_vae
@@ -41,23 +41,13 @@ SPEEDS = {
     "compiled": Speed(compiled=True, fused=True, text_kept=True),
     "all": Speed(compiled=True, graphed=True, paired=True, fused=True, text_kept=True),
 }
+DEVICE = torch.device("cuda:0")
 COMPILED = {"compiled": "wan2.2-a14b", "all": "wan2.2-ti2v-5b"}
 
 
 def kernels() -> Any:
     """Return Triton's kernels, which only a PyTorch for CUDA can import."""
     return importlib.import_module("runtime.families.wan.vae_kernels")
-
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Compute in float32 without TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.mark.parametrize(
@@ -75,7 +65,7 @@ def test_optimizations_do_not_change_latents(
 ) -> None:
     spec, speed = tiny(architecture), SPEEDS[name]
     plan = on_cuda(tiny_plan(spec, tmp_path / "x.mp4", negative_prompt="blue ball"), "float32")
-    with exact(), Residency() as residency:
+    with full_float32(DEVICE), Residency() as residency:
         wanted = sample(spec, plan.replace(speed=EAGER), residency).cpu()
         for _ in range(2):
             assert relative_error(sample(spec, plan.replace(speed=speed), residency), wanted) < 1e-4
@@ -125,7 +115,7 @@ def test_optimizations_do_not_change_frames(
     plan = on_cuda(tiny_plan(spec, tmp_path / "x.mp4"), "float32")
     latents = torch.randn(plan.latent_shape, generator=torch.Generator().manual_seed(1)).to("cuda:0")
     found = []
-    with exact(), Residency() as residency:
+    with full_float32(DEVICE), Residency() as residency:
         for one in (EAGER, speed):
             job = Alone(plan.replace(speed=one))
             with residency.video_decoder(spec, job) as decoder:
@@ -144,7 +134,7 @@ def test_triton_convolutions_equal_pytorch(size: tuple[int, int, int, int, int],
     weight = weight.to(dtype)
     if not TritonDecoderOps(x.device, dtype).supports(nn.Conv3d(96, 96, 3)):
         pytest.skip("needs a Hopper GPU")
-    with exact():
+    with full_float32(DEVICE):
         wanted = F.conv3d(x.float(), weight.float(), padding=(0, 1, 1))
     padded = F.pad(x, (1, 1, 1, 1)).contiguous(memory_format=torch.channels_last_3d)
     got = kernels().convolve(padded, weight)
