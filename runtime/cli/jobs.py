@@ -1,6 +1,5 @@
 """`jobs list`, `show`, `delete` and `undelete`: print text on standard error and return the data for `--json`."""
 
-import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -9,11 +8,11 @@ from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import WaitsForGpus
-from runtime.core.facts import Fact, shortened
+from runtime.core.facts import render, shortened
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
 from runtime.queue import recovery, storage
-from runtime.queue.records import STATES, JobRecord, State, event_from_json
+from runtime.queue.records import STATES, JobRecord, State, event_from_json, task_progress
 from runtime.queue.store import JobStore, open_store
 from runtime.queue.support_report import report
 
@@ -40,7 +39,11 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
             ("Build", "State", "Created", "Engines"),
             [(build.id, _build_state(build), _when(build.created), build.title) for build in builds],
         )
+    unreadable = store.unreadable
+    if unreadable is not None:
+        terminal.warning(" ".join(render(unreadable)))
     return {
+        "unreadable": [] if unreadable is None else unreadable.data["jobs"],
         "jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs],
         "builds": [_build_row(build) for build in builds],
     }
@@ -120,8 +123,8 @@ def job_row(job: JobRecord) -> dict[str, Any]:
         "held": job.held,
         "resumable": job.resumable,
         "prompt": job.prompt,
-        "model": job.request["model"],
-        "seed": job.request["seed"],
+        "model": job.request.get("model"),
+        "seed": job.request.get("seed"),
         "created": job.created,
         "started": job.started,
         "ended": job.ended,
@@ -147,10 +150,10 @@ def _build_row(build: JobRecord) -> dict[str, Any]:
 
 def _progress(build: JobRecord) -> tuple[str | None, float | None]:
     """Return what a running build does now, and the share done, if known."""
-    if build.state != "running" or build.live is None:
+    live = task_progress(build)
+    if build.state != "running" or live is None:
         return None, None
-    live = json.loads(build.live)
-    return str(Fact(live["fact"]["code"], live["fact"]["data"])), live["share"]
+    return str(live.fact), live.share
 
 
 def _build_state(build: JobRecord) -> str:
@@ -164,6 +167,7 @@ def _store(loaded: Settings) -> JobStore:
     """Open the store; mark jobs of dead processes as interrupted, and remove jobs that were deleted long ago."""
     store = open_store(loaded.cache_dir)
     check_stored(store)
+    store.check()
     recovery.recover(store, "")
     storage.purge(store, loaded.outputs_dir)
     return store

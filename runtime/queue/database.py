@@ -127,7 +127,7 @@ class Database:
             connection = _connect(str(self.path))
             connection.execute("PRAGMA journal_mode = WAL")
             (check,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            damage = None if check == "ok" else str(check)
+            damage = _missing_tables(connection) if check == "ok" else str(check)
         except sqlite3.DatabaseError as error:
             damage = str(error)
             if not _is_damage(damage):
@@ -161,8 +161,26 @@ def _connect(name: str) -> sqlite3.Connection:
     # `Database` has a lock, so one thread at a time uses it.
     connection = sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
+    connection.text_factory = _read_text
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
+
+
+def _missing_tables(connection: sqlite3.Connection) -> str | None:
+    """Return why a file of SQLite is no job store; `None` for a new one, and for any version."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    found = {row["name"] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if version == 0:
+        return "it holds other tables" if found else None
+    return None if version > 0 and {"jobs", "events"} <= found else "its tables are missing"
+
+
+def _read_text(data: bytes) -> str | bytes:
+    """Return text of a column; the bytes if they are not UTF-8, for which `sqlite3` would fail the whole query."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def _migrate(connection: sqlite3.Connection, path: Path | None) -> None:
@@ -284,14 +302,18 @@ def _sentences_to_facts(connection: sqlite3.Connection) -> None:
     """Version 2: events and failures hold facts; version 1 held sentences."""
     changed = connection.execute(
         "SELECT n, event FROM events "
-        "WHERE json_extract(event, '$.event') IN ('Warned', 'FellBack', 'Failed', 'OutOfMemory')"
+        "WHERE CASE WHEN json_valid(event) THEN json_extract(event, '$.event') END "
+        "IN ('Warned', 'FellBack', 'Failed', 'OutOfMemory')"
     ).fetchall()
+    # What cannot be read stays as it is: the store sets it aside.
     for row in changed:
-        event = json.dumps(_migrate_event(json.loads(row["event"])))
-        connection.execute("UPDATE events SET event = ? WHERE n = ?", (event, row["n"]))
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            event = json.dumps(_migrate_event(json.loads(row["event"])))
+            connection.execute("UPDATE events SET event = ? WHERE n = ?", (event, row["n"]))
     for row in connection.execute("SELECT number, failure FROM jobs WHERE failure IS NOT NULL").fetchall():
-        failure = json.dumps(_migrate_event({"event": "Failed", **json.loads(row["failure"])}))
-        connection.execute("UPDATE jobs SET failure = ? WHERE number = ?", (failure, row["number"]))
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            failure = json.dumps(_migrate_event({"event": "Failed", **json.loads(row["failure"])}))
+            connection.execute("UPDATE jobs SET failure = ? WHERE number = ?", (failure, row["number"]))
 
 
 def _migrate_event(old: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,5 +370,10 @@ def _idle_builds(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE jobs ADD COLUMN engines TEXT NOT NULL DEFAULT ''")
 
 
+def _unreadable_rows(connection: sqlite3.Connection) -> None:
+    """Version 5: the columns of a row that cannot be read, which queries for several jobs leave out."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN unreadable TEXT")
+
+
 # Migration n upgrades a file from version n to n + 1.
-MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes, _idle_builds)
+MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes, _idle_builds, _unreadable_rows)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ConfigDict, Json
+from pydantic import ConfigDict, Json, ValidationError
 
 from runtime.core.errors import StoreError
 from runtime.core.frozen import FrozenModel
@@ -127,10 +127,14 @@ class WorkerRegistry:
             connection.execute("UPDATE workers SET held = ? WHERE instance = ?", (json.dumps(held), instance))
 
     def workers(self, app: str) -> list[WorkerEntry]:
-        """Return the workers of an app, by GPU."""
+        """Return the workers of an app, by GPU; rows that cannot be read are left out."""
         with self._database.reading() as connection:
             rows = connection.execute("SELECT * FROM workers WHERE app = ? ORDER BY gpu", (app,)).fetchall()
-        return [WorkerEntry.model_validate(dict(row)) for row in rows]
+        found = []
+        for row in rows:
+            with contextlib.suppress(ValidationError):
+                found.append(WorkerEntry.model_validate(dict(row)))
+        return found
 
     def gpus(self, instance: str) -> list[int]:
         """Return the GPUs that a worker may use, its own first; none while its own is lent."""

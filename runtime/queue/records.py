@@ -1,5 +1,6 @@
 """Data of the job store: job records, the work of tasks on the engine library, and stored events."""
 
+import json
 import logging
 from collections.abc import Mapping
 from functools import cached_property
@@ -9,8 +10,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, Json, TypeAdapter, ValidationError
 
 from runtime.core import events
-from runtime.core.errors import first_line
-from runtime.core.events import Event, Failed, Planned, VideoSaved
+from runtime.core.errors import StoreError, first_line
+from runtime.core.events import Event, Failed, Planned, Stage, VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -26,6 +28,10 @@ VIDEOS: tuple[Kind, ...] = ("video",)
 STATES: tuple[State, ...] = get_args(State)
 RESUMABLE: tuple[State, ...] = ("failed", "cancelled", "interrupted")
 
+# Seconds since 1970, up to the year 9999.
+LAST_SECOND = 253_402_300_799.0
+_Seconds = Annotated[float, Field(ge=0, le=LAST_SECOND, allow_inf_nan=False)]
+
 
 class JobRecord(FrozenModel):
     """One job: a row of the table, whose columns have the same names or those in the aliases.
@@ -35,6 +41,7 @@ class JobRecord(FrozenModel):
         id: 8 hexadecimal digits.
         kind: "video", "build" (of engines) or "task" (other work on the engine library).
         title: of a build or task; empty for videos.
+        position: its place in the queue.
         part: the only component that a build is for; `None` for all.
         state: see `State`; a queued job that is `held` is paused.
         pending: the pause or cancel request that a running job has not followed yet.
@@ -57,9 +64,10 @@ class JobRecord(FrozenModel):
     model_config = ConfigDict(extra="ignore")
 
     number: int
-    id: str
+    id: str = Field(pattern=r"^[0-9a-f]{8}$")
     kind: Kind
     title: str
+    position: int
     part: str | None
     state: State
     held: bool
@@ -71,11 +79,11 @@ class JobRecord(FrozenModel):
     owner: str | None
     batch: str | None
     parent: str | None
-    instance: str | None
-    created: float
-    started: float | None
-    ended: float | None
-    deleted: float | None
+    instance: str | None = Field(pattern=r"^[^/\\]{1,64}$")  # part of a file name
+    created: _Seconds
+    started: _Seconds | None
+    ended: _Seconds | None
+    deleted: _Seconds | None
     result: Json[dict[str, Any]] | None
     failure: Json[Failed] | None
     live: str | None = None
@@ -110,8 +118,23 @@ class JobRecord(FrozenModel):
 
     @cached_property
     def saved(self) -> VideoSaved | None:
-        """The result of a finished job."""
-        return None if self.result is None else VideoSaved.model_validate(self.result)
+        """The result of a finished job; `None` if there is none, or this version cannot read it."""
+        if self.result is None:
+            return None
+        try:
+            return VideoSaved.model_validate(self.result)
+        except ValidationError as error:
+            logger.warning("The result of job %s cannot be read: %s", self.id, first_line(error))
+            return None
+
+    @cached_property
+    def live_values(self) -> Mapping[str, Any]:
+        """The latest of its frequent events; empty if there is none, or it cannot be read."""
+        try:
+            values = json.loads(self.live or "{}")
+        except (ValueError, RecursionError):
+            return {}
+        return values if isinstance(values, dict) else {}
 
     def generation_request(self) -> GenerationRequest:
         """Return the request.
@@ -120,6 +143,64 @@ class JobRecord(FrozenModel):
             InvalidRequestError: if this version does not understand it.
         """
         return GenerationRequest.from_mapping(self.request)
+
+
+def read_row(row: Mapping[str, Any]) -> JobRecord:
+    """Return the job in a row of the table.
+
+    Raises:
+        StoreError: "queue.job_unreadable" with the columns that are invalid.
+    """
+    # SQLite stores any type in any column; text that is not UTF-8 is read as bytes. Paths with NUL raise ValueErrors.
+    columns = [
+        name for name, value in row.items() if isinstance(value, bytes) or (isinstance(value, str) and "\0" in value)
+    ]
+    if not columns:
+        try:
+            return JobRecord.model_validate(row)
+        except ValidationError as error:
+            columns = list(dict.fromkeys(str(one["loc"][0]) for one in error.errors(include_url=False)))
+    name = row["id"] if isinstance(row["id"], str) and row["id"].isalnum() else f"number {row['number']}"
+    raise StoreError("queue.job_unreadable", job=name[:40], columns=columns)
+
+
+class Death(FrozenModel):
+    """The death of a job's worker process: the event "WorkerDied".
+
+    Attributes:
+        how: it ended.
+        out_of_memory: whether the system killed it because memory ran out.
+        stage, part: the job's stage, and the component that ran or for which an engine was built.
+    """
+
+    event: Literal["WorkerDied"] = "WorkerDied"
+    how: Fact = Fact("queue.exit_unknown")
+    out_of_memory: bool = False
+    stage: Stage | None = None
+    part: str | None = None
+
+
+def read_death(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored `Death` as JSON; one whose details cannot be read still counts."""
+    try:
+        return Death.model_validate(values).model_dump()
+    except ValidationError:
+        return Death().model_dump()
+
+
+class TaskLive(FrozenModel):
+    """The latest progress of a task: the current activity, and the share done, 0 to 1, if known."""
+
+    fact: Fact
+    share: float | None
+
+
+def task_progress(record: JobRecord) -> TaskLive | None:
+    """Return the latest progress of a build or task; `None` if there is none, or it cannot be read."""
+    try:
+        return TaskLive.model_validate(record.live_values)
+    except ValidationError:
+        return None
 
 
 class BuildEngines(FrozenModel):

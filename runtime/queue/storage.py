@@ -115,8 +115,11 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
     """
     if outputs_dir.is_dir():
         sweep(outputs_dir)
-    # The user may repair the backup of a damaged store, so the folders of its jobs stay.
+    store.check()
+    # The user may repair the backup of a damaged store, or damaged rows, so the folders of their jobs stay.
     if store.path is None or store.notice or any(store.path.parent.glob(f"{store.path.name}.damaged-*")):
+        return
+    if store.unreadable is not None:
         return
     folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
     for name in set(folders) - store.known(folders):

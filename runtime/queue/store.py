@@ -13,6 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import EllipsisType
@@ -27,6 +28,7 @@ from runtime.queue.database import Database
 from runtime.queue.instances import Instance
 from runtime.queue.records import (
     KINDS,
+    LAST_SECOND,
     RESUMABLE,
     VIDEOS,
     Control,
@@ -34,27 +36,34 @@ from runtime.queue.records import (
     Kind,
     State,
     event_to_json,
+    read_death,
+    read_row,
     stored_request,
 )
 
 NAME = "jobs.sqlite"
 
-# Running jobs first.
-_QUEUE = "SELECT * FROM jobs WHERE state IN ('running', 'queued') ORDER BY state = 'queued', idle, position"
+# Running jobs first. Queries for several jobs leave out rows that were set aside.
+_QUEUE = (
+    "SELECT * FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL "
+    "ORDER BY state = 'queued', idle, position"
+)
 # What a worker may claim; the parameters are the worker, its kinds.
 _CLAIMABLE = (
-    "SELECT id FROM jobs WHERE state = 'queued' AND NOT held AND (instance IS NULL OR instance = ?) AND kind IN ({})"
+    "SELECT * FROM jobs WHERE state = 'queued' AND NOT held AND unreadable IS NULL "
+    "AND (instance IS NULL OR instance = ?) AND kind IN ({})"
 )
 _NEXT = f"{_CLAIMABLE} AND NOT idle ORDER BY position LIMIT 1"
 _NEXT_IDLE = f"{_CLAIMABLE} AND idle ORDER BY position LIMIT 1"
 # Videos of other processes on a worker's GPU; the CPU and the process of a command line count as the first GPU.
 _VIDEO_ON_GPU = (
     "SELECT 1 FROM jobs LEFT JOIN workers ON workers.instance = jobs.instance "
-    "WHERE state = 'running' AND kind = 'video' AND jobs.instance != ? "
+    "WHERE state = 'running' AND kind = 'video' AND unreadable IS NULL AND jobs.instance != ? "
     "AND coalesce(workers.gpu, 0) = coalesce((SELECT gpu FROM workers WHERE instance = ?), 0) LIMIT 1"
 )
 # After an idle build failed or was cancelled, videos do not queue it again for a day.
 _NOT_AGAIN_SECONDS = 86_400.0
+_MOST_POSITION = 1 << 53
 _LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
@@ -87,6 +96,8 @@ class JobStore:
         self.database = Database(path)
         self.path = path
         self.problem = problem
+        # Rows and events that were reported in the log.
+        self._reported: set[tuple[str, int]] = set()
         self._remove_folder = (
             None
             if temporary_folder is None
@@ -108,6 +119,55 @@ class JobStore:
         self.database.close()
         if self._remove_folder is not None:
             self._remove_folder()
+
+    @property
+    def unreadable(self) -> Fact | None:
+        """The jobs that were set aside because their rows cannot be read; `None` if there are none."""
+        with self.database.reading() as connection:
+            rows = connection.execute("SELECT * FROM jobs WHERE unreadable IS NOT NULL ORDER BY number").fetchall()
+        problems = _read_all(rows)[1].values()
+        names = [f"{one.data['job']} ({', '.join(one.data['columns'])})" for one in problems]
+        return Fact("queue.jobs_unreadable", {"count": len(names), "jobs": names}) if names else None
+
+    def check(self) -> None:
+        """Set aside the jobs whose rows cannot be read, and take back those that can be read again."""
+        with self.database.reading() as connection:
+            rows = connection.execute("SELECT * FROM jobs").fetchall()
+        jobs, problems = _read_all(rows)
+        self._set_aside(problems)
+        repaired = [row["number"] for row in rows if row["unreadable"] is not None and row["number"] in jobs]
+        if repaired:
+            with self.database.writing() as connection:
+                query = f"UPDATE jobs SET unreadable = NULL WHERE number IN ({_marks(repaired)})"
+                connection.execute(query, repaired)
+
+    def _records(self, query: str, values: Sequence[Any] = ()) -> Sequence[JobRecord]:
+        """Return the jobs that a query finds; rows that cannot be read are set aside."""
+        while True:
+            with self.database.reading() as connection:
+                rows = connection.execute(query, values).fetchall()
+            jobs, problems = _read_all(rows)
+            # Again if rows were set aside: the query may have a limit.
+            if not self._set_aside(problems):
+                return list(jobs.values())
+
+    def _set_aside(self, problems: Mapping[int, StoreError]) -> bool:
+        """Mark rows that cannot be read, by number, so that other queries leave them out; return whether any was new.
+
+        In a store that cannot be written they are left out by each query.
+        """
+        if not problems:
+            return False
+        self._report(problems)
+        with suppress(StoreError), self.database.writing() as connection:
+            return _mark(connection, problems)
+        return False
+
+    def _report(self, problems: Mapping[int, StoreError]) -> None:
+        for number, problem in problems.items():
+            if ("jobs", number) not in self._reported:
+                self._reported.add(("jobs", number))
+                logger.warning("%s It is left out.", problem)
 
     def folder(self, job_id: str) -> Path | None:
         """Return the folder of a job's checkpoints and poster, made when they are written; `None` without a file."""
@@ -203,10 +263,10 @@ class JobStore:
             raise StoreError("queue.no_such_job", job=beginning[:40])
         if len(found) > 1:
             raise StoreError("queue.ambiguous_job", beginning=beginning)
-        return _to_record(found[0])
+        return read_row(dict(found[0]))
 
     def known(self, ids: Collection[str]) -> set[str]:
-        """Return the ids that belong to a job."""
+        """Return the ids that belong to a job, those that were set aside included."""
         with self.database.reading() as connection:
             query = f"SELECT id FROM jobs WHERE id IN ({_marks(ids)})"
             return {row["id"] for row in connection.execute(query, tuple(ids))}
@@ -233,7 +293,7 @@ class JobStore:
         """
         where: dict[str, Iterable[Any]] = {
             f"kind IN ({_marks(kinds)})": kinds,
-            f"deleted IS {'NOT ' if deleted else ''}NULL": (),
+            f"deleted IS {'NOT ' if deleted else ''}NULL AND unreadable IS NULL": (),
         }
         if states is not None:
             where[f"state IN ({_marks(states)})"] = states
@@ -246,18 +306,19 @@ class JobStore:
             where[f"(({prompt}) OR id LIKE ? ESCAPE '\\')"] = (*patterns, _starts_with(search.strip()))
         values = [*chain.from_iterable(where.values()), limit, offset]
         query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY number DESC LIMIT ? OFFSET ?"
-        with self.database.reading() as connection:
-            return [_to_record(row) for row in connection.execute(query, values)]
+        return self._records(query, values)
 
     def queue(self) -> Sequence[JobRecord]:
         """Return running and then queued jobs in order: videos, builds and tasks."""
-        with self.database.reading() as connection:
-            return [_to_record(row) for row in connection.execute(_QUEUE)]
+        return self._records(_QUEUE)
 
     def events(self, job_id: str, after: int = 0) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
-        """Return a job's events after number `after`: number, seconds since 1970, and JSON."""
+        """Return a job's events after number `after`: number, seconds since 1970, and JSON with an "event".
+
+        Those that cannot be read are left out.
+        """
         with self.database.reading() as connection:
-            return _events(connection, job_id, after)
+            return self._events(connection, job_id, after)
 
     def record(self, job_id: str, event: Event) -> bool:
         """Store an event of a running job; `Planned` and terminal events also update the job.
@@ -277,10 +338,10 @@ class JobStore:
             return True
 
     def deaths(self, job_id: str) -> Sequence[Mapping[str, Any]]:
-        """Return the events "WorkerDied" of a job since it was submitted, edited or resumed."""
+        """Return the deaths of a job's workers since it was submitted, edited or resumed, see `records.Death`."""
         events = [event for _, _, event in self.events(job_id)]
         starts = [index for index, event in enumerate(events) if event["event"] in {"QueuedAgain", "Edited"}]
-        return [event for event in events[max(starts, default=0) :] if event["event"] == "WorkerDied"]
+        return [read_death(event) for event in events[max(starts, default=0) :] if event["event"] == "WorkerDied"]
 
     def finish(self, job_id: str, state: State, fact: Fact) -> None:
         """Note how a running task ended."""
@@ -300,8 +361,13 @@ class JobStore:
             if _next(connection, instance, kinds) is None:
                 return None
         with self.database.writing() as connection:
-            found = _next(connection, instance, kinds)
-            return None if found is None else _start(connection, found, instance)
+            while (row := _next(connection, instance, kinds)) is not None:
+                jobs, problems = _read_all([row])
+                if jobs:
+                    return _start(connection, row["id"], instance)
+                self._report(problems)
+                _mark(connection, problems)
+            return None
 
     def idle_is_over(self, instance: str, kinds: Collection[Kind] = KINDS) -> bool:
         """Return whether a worker with an idle build could claim other work, or a video runs on its GPU elsewhere."""
@@ -356,7 +422,7 @@ class JobStore:
             StoreError: if there is no such job.
         """
         with self.database.reading() as connection:
-            return _record(connection, job_id), _events(connection, job_id, after)
+            return _record(connection, job_id), self._events(connection, job_id, after)
 
     def show(self, job_id: str, live: Mapping[str, Any]) -> None:
         """Replace the live progress of a running job, which is too frequent to store as events."""
@@ -386,9 +452,8 @@ class JobStore:
 
     def running_on(self, instance: str) -> Sequence[JobRecord]:
         """Return the jobs that a worker runs."""
-        with self.database.reading() as connection:
-            query = "SELECT * FROM jobs WHERE state = 'running' AND instance = ?"
-            return [_to_record(row) for row in connection.execute(query, (instance,))]
+        query = "SELECT * FROM jobs WHERE state = 'running' AND instance = ? AND unreadable IS NULL"
+        return self._records(query, (instance,))
 
     def restart(self, job_id: str, instance: str, death: Mapping[str, Any]) -> bool:
         """Put a job whose worker died back in its place in the queue; held if a pause was requested.
@@ -428,7 +493,7 @@ class JobStore:
                 _add_event(connection, job_id, event_to_json(Cancelled()))
                 _end(connection, job_id, Cancelled())
                 return "cancelled"
-            before = any(event["event"] == "Interrupted" for _, _, event in _events(connection, job_id, 0))
+            before = any(event["event"] == "Interrupted" for _, _, event in self._events(connection, job_id, 0))
             _add_event(connection, job_id, {"event": "Interrupted"})
             if record.idle and not before:
                 _update(connection, job_id, state="queued", asked="", instance=None, live=None)
@@ -443,7 +508,9 @@ class JobStore:
             StoreError: if one of them is no longer queued.
         """
         with self.database.writing() as connection:
-            queued = connection.execute("SELECT id, position FROM jobs WHERE state = 'queued' ORDER BY position")
+            queued = connection.execute(
+                "SELECT id, position FROM jobs WHERE state = 'queued' AND unreadable IS NULL ORDER BY position"
+            )
             positions = {row["id"]: row["position"] for row in queued}
             for one in (job_id, before):
                 if one is not None and one not in positions:
@@ -533,9 +600,24 @@ class JobStore:
         if ids is not None:
             where, values = f"deleted IS NOT NULL AND id IN ({_marks(ids)})", tuple(ids)
         with self.database.writing() as connection:
-            old = connection.execute(f"SELECT * FROM jobs WHERE {where}", values).fetchall()
-            connection.executemany("DELETE FROM jobs WHERE id = ?", [(row["id"],) for row in old])
-        return [_to_record(row) for row in old]
+            found = connection.execute(f"SELECT * FROM jobs WHERE {where} AND unreadable IS NULL", values).fetchall()
+            jobs, problems = _read_all(found)
+            connection.executemany("DELETE FROM jobs WHERE number = ?", [(number,) for number in jobs])
+        self._set_aside(problems)
+        return list(jobs.values())
+
+    def _events(
+        self, connection: sqlite3.Connection, job_id: str, after: int
+    ) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
+        query, found = "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n", []
+        for row in connection.execute(query, (job_id, after)):
+            values = _read_event(row)
+            if values is not None:
+                found.append((row["n"], row["at"], values))
+            elif ("events", row["n"]) not in self._reported:
+                self._reported.add(("events", row["n"]))
+                logger.warning("job %s: event %s cannot be read and is left out", job_id, row["n"])
+        return found
 
 
 def open_store(cache_dir: Path) -> JobStore:
@@ -560,13 +642,13 @@ def open_store(cache_dir: Path) -> JobStore:
             return JobStore(None, problem)
 
 
-def _next(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> str | None:
-    """Return the job that a worker claims next."""
+def _next(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> sqlite3.Row | None:
+    """Return the row that a worker claims next."""
     wanted = (instance, *kinds)
-    row = connection.execute(_NEXT.format(_marks(kinds)), wanted).fetchone()
+    row: sqlite3.Row | None = connection.execute(_NEXT.format(_marks(kinds)), wanted).fetchone()
     if row is None and not _is_busy(connection, instance, kinds):
         row = connection.execute(_NEXT_IDLE.format(_marks(kinds)), wanted).fetchone()
-    return None if row is None else str(row["id"])
+    return row
 
 
 def _is_busy(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> bool:
@@ -582,17 +664,36 @@ def _find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:
     return row
 
 
-def _to_record(row: sqlite3.Row) -> JobRecord:
-    return JobRecord.model_validate(dict(row))
-
-
 def _record(connection: sqlite3.Connection, job_id: str) -> JobRecord:
-    return _to_record(_find(connection, job_id))
+    return read_row(dict(_find(connection, job_id)))
 
 
-def _events(connection: sqlite3.Connection, job_id: str, after: int) -> list[tuple[int, float, Mapping[str, Any]]]:
-    query = "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n"
-    return [(row["n"], row["at"], json.loads(row["event"])) for row in connection.execute(query, (job_id, after))]
+def _read_all(rows: Iterable[sqlite3.Row]) -> tuple[dict[int, JobRecord], dict[int, StoreError]]:
+    """Return the jobs in rows, and why the other rows cannot be read, both by number."""
+    jobs, problems = {}, {}
+    for row in rows:
+        try:
+            jobs[row["number"]] = read_row(dict(row))
+        except StoreError as error:
+            problems[row["number"]] = error
+    return jobs, problems
+
+
+def _mark(connection: sqlite3.Connection, problems: Mapping[int, StoreError]) -> bool:
+    """Mark rows that cannot be read, by number; return whether one was not marked before."""
+    query = "UPDATE jobs SET unreadable = ? WHERE number = ? AND unreadable IS NULL"
+    marks = [(", ".join(problem.data["columns"]), number) for number, problem in problems.items()]
+    return connection.executemany(query, marks).rowcount > 0
+
+
+def _read_event(row: sqlite3.Row) -> Mapping[str, Any] | None:
+    try:
+        values = json.loads(row["event"])
+    except (ValueError, TypeError, RecursionError):
+        return None
+    known = isinstance(values, dict) and isinstance(values.get("event"), str)
+    dated = isinstance(row["at"], int | float) and 0 <= row["at"] <= LAST_SECOND
+    return values if known and dated else None
 
 
 def _video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
@@ -662,7 +763,9 @@ def _update(connection: sqlite3.Connection, job_id: str, **values: Any) -> None:
 
 
 def _next_position(connection: sqlite3.Connection) -> int:
-    (last,) = connection.execute("SELECT coalesce(max(position), 0) FROM jobs").fetchone()
+    # SQLite stores any type in any column.
+    query = "SELECT coalesce(max(position), 0) FROM jobs WHERE typeof(position) = 'integer' AND position < ?"
+    (last,) = connection.execute(query, (_MOST_POSITION,)).fetchone()
     return int(last) + 1
 
 

@@ -4,7 +4,6 @@ The process that runs a job writes to the store; every other process, such as th
 """
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.files import PREVIEW, checkpoint_step
-from runtime.queue.records import JobRecord, State, event_from_json
+from runtime.queue.records import JobRecord, State, event_from_json, task_progress
 from runtime.queue.store import JobStore, Seen
 
 TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -95,7 +94,7 @@ class Job:
                 and record.live is not None
                 and (self.seen is None or record.live != self.seen[3])
             ):
-                event = event_from_json(json.loads(record.live), record)
+                event = event_from_json(record.live_values, record)
                 if event is not None:
                     self._apply(event)
             preview = self._new_preview() if record.state == "running" else None
@@ -195,9 +194,9 @@ class Task(TaskProgress):
             for number, _, values in events:
                 self._read = number
                 self._follow(values)
-            if record.live is not None and record.state != "queued":
-                live = json.loads(record.live)
-                self.line, self.share = str(_fact(live["fact"])), live["share"]
+            live = task_progress(record)
+            if live is not None and record.state != "queued":
+                self.line, self.share = str(live.fact), live.share
             self.cancelling = record.state == "running" and record.pending == "cancel"
             # A build whose app was killed is not resumed.
             self.state = "cancelled" if record.state == "interrupted" else record.state
@@ -205,17 +204,13 @@ class Task(TaskProgress):
 
     def _follow(self, values: Mapping[str, Any]) -> None:
         match values:
-            case {"event": "TaskProgress", "fact": fact}:
-                self.write(str(_fact(fact)))
-            case {"event": "TaskLog", "text": text}:
+            case {"event": "TaskProgress", "fact": {"code": str(code), "data": dict(data)}}:
+                self.write(str(Fact(code, data)))
+            case {"event": "TaskLog", "text": str(text)}:
                 self.write(text)
-            case {"event": "TaskFound", "lines": lines}:
-                self.found = tuple(lines)
-            case {"event": "Ended", "fact": fact}:
-                self.result = _fact(fact)
+            case {"event": "TaskFound", "lines": [*lines]}:
+                self.found = tuple(map(str, lines))
+            case {"event": "Ended", "fact": {"code": str(code), "data": dict(data)}}:
+                self.result = Fact(code, data)
             case {"event": "WorkerDied" | "PutBack"}:
                 self.line, self.share, self.log, self.found = "", None, [], ()
-
-
-def _fact(stored: Mapping[str, Any]) -> Fact:
-    return Fact(stored["code"], stored["data"])

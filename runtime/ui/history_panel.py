@@ -165,7 +165,16 @@ class HistoryPanel(JobsPanel):
         cards = [(job, self._poster(job), storage.video_bytes(job)) for job in found[:_PAGE]]
         filtered = bool(view.search.strip() or view.page) or view.state != ALL
         more = len(found) > _PAGE
-        return render("history_gallery.html", cards=cards, page=view.page, more=more, filtered=filtered, titles=FILTERS)
+        unreadable = self._store.unreadable if self._owner is None else None
+        return render(
+            "history_gallery.html",
+            cards=cards,
+            page=view.page,
+            more=more,
+            filtered=filtered,
+            titles=FILTERS,
+            problem="" if unreadable is None else paragraph(unreadable),
+        )
 
     def _poster(self, job: JobRecord) -> str:
         """Return the address of a job's still image; empty if there is none."""

@@ -130,13 +130,14 @@ class QueuePanel(JobsPanel):
     def _save(self, job: JobRecord, call: Call) -> Reply:
         request = form.read(call.form, self._models)
         # An empty field keeps the seed.
-        seed = job.request["seed"] if request.seed == AUTO else request.seed
+        seed = job.request.get("seed", AUTO) if request.seed == AUTO else request.seed
         self._worker.edit(job.id, request.replace(seed=seed))
         return {"message": "Saved. The job keeps its place in the queue.", "saved": job.id}
 
     def _list(self) -> str:
-        problem = self._store.problem
-        return queue_html([self._row(job) for job in self.jobs()], "" if problem is None else paragraph(problem))
+        rows = [self._row(job) for job in self.jobs()]
+        problems = (self._store.problem, self._store.unreadable if self._owner is None else None)
+        return queue_html(rows, " ".join(paragraph(problem) for problem in problems if problem is not None))
 
     def _row(self, record: JobRecord) -> Row:
         state = {"cancel": "stopping", "pause": "pausing"}.get(record.pending, "running")
@@ -178,7 +179,7 @@ class QueuePanel(JobsPanel):
 
 
 def queue_html(rows: Sequence[Row], problem: str = "") -> str:
-    """Return the queue in order; `problem` is why jobs cannot be stored."""
+    """Return the queue in order; `problem` is why jobs cannot be stored or read."""
     videos = [row for row in rows if row.video]
     paused = bool(videos) and all(row.state in {"paused", "pausing"} for row in videos)
     waiting = [row.id for row in rows if not row.runs and not row.idle]

@@ -70,10 +70,11 @@ def test_all_text_is_escaped() -> None:
     )  # fmt: skip
     status = ResumeStatus(HOSTILE, None, HOSTILE, HOSTILE, {})
     pair = [Clip("a" * 8, "x", {"prompt": HOSTILE, "frames": 9, "fps": 8, "width": 1, "height": 1}, 1, HOSTILE)]
+    gallery: dict[str, Any] = {"page": 0, "more": False, "filtered": False, "titles": FILTERS}
     for shown in (
         queue_html([Row("a" * 8, HOSTILE, "running", True, HOSTILE)], HOSTILE),
         resumable_html([(job, status)]),
-        render("history_gallery.html", cards=[(job, HOSTILE, 5)], page=0, more=False, filtered=False, titles=FILTERS),
+        render("history_gallery.html", cards=[(job, HOSTILE, 5)], problem=HOSTILE, **gallery),
         detail(job, HOSTILE),
         "".join(comparison_html(f"history_{part}.html", *pair * 2) for part in ("comparison", "settings")),
     ):

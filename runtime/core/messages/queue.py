@@ -20,6 +20,13 @@ MESSAGES: Mapping[str, Message] = {
     "queue.job_deleted": Message("Job {job} is deleted.", "Run `jobs undelete {job}` to restore it first."),
     "queue.job_not_queued": Message("Job {job} is no longer queued.", "Refresh the queue."),
     "queue.batch_too_large": Message("The batch has {videos:,} videos.", "Queue at most {maximum:,} at once."),
+    "queue.job_unreadable": Message(
+        "Job {job} cannot be read: invalid {columns:list}.", "Correct its row in jobs.sqlite, or restore a backup."
+    ),
+    "queue.jobs_unreadable": Message(
+        "{count:n job} cannot be read and left out of all lists: {jobs:list}.",
+        "Nothing was deleted. Correct their rows in jobs.sqlite, or restore a backup.",
+    ),
     "queue.store_damaged": Message("The list of jobs was damaged and starts empty; the damaged file is {backup}."),
     "queue.store_file_damaged": Message(
         "{file} is damaged.", "Start Tandem again: it keeps the damaged file as a backup and starts a new list of jobs."
@@ -54,6 +61,7 @@ MESSAGES: Mapping[str, Message] = {
     "queue.exit_probably_out_of_memory": Message(
         "killed with signal 9, SIGKILL, probably by the system because memory ran out"
     ),
+    "queue.exit_unknown": Message("unknown reason"),
     "queue.exit_device_lost": Message("CUDA error"),
     "queue.exited": Message("{how}"),
     "queue.worker_replaced": Message("The worker process of this job ended unexpectedly ({how}); the job was resumed."),
