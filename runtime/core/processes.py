@@ -1,4 +1,4 @@
-"""Child processes: end one with everything that it started, end with the parent, and be the first to be killed."""
+"""Child processes: end one and all that it started, end with the parent, be killed first, use no semaphores."""
 
 import contextlib
 import multiprocessing
@@ -47,6 +47,17 @@ def be_killed_first() -> None:
     adjustment = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
         adjustment.write_text(str(max(_OOM_SCORE, int(adjustment.read_text(encoding="ascii")))), encoding="ascii")
+
+
+def use_no_semaphores() -> None:
+    """Give tqdm, which PyTorch and huggingface_hub use, a lock of this process only.
+
+    Its own lock includes a semaphore, which Python reports as leaked, in the parent, if this `multiprocessing` child is
+    killed or ends with `os._exit`.
+    """
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def end_with_parent() -> None:

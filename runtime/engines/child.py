@@ -25,7 +25,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from runtime.core.errors import TandemError, first_line, ran_out
 from runtime.core.facts import Fact
-from runtime.core.processes import end_with_parent, kill_tree, lead_own_group
+from runtime.core.processes import end_with_parent, kill_tree, lead_own_group, use_no_semaphores
 
 Job = TypeVar("Job")
 # Receives progress, and the fraction that is done, where it is known.
@@ -186,6 +186,7 @@ def _main(entry: Entry[Job], job: Job, scratch: Path, output: Path, sender: "Con
     """Run in the child: prepare the process, call the entry, and send what it returned or raised."""
     lead_own_group()
     end_with_parent()
+    use_no_semaphores()
     # Standard output and standard error, of Python and of libraries.
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):

@@ -23,7 +23,7 @@ from runtime.core.errors import DEVICE_LOST, EngineError, StoreError, TandemErro
 from runtime.core.events import Cancelled, Event, Failed, WaitsForGpus
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.core.processes import be_killed_first
+from runtime.core.processes import be_killed_first, use_no_semaphores
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
@@ -90,6 +90,7 @@ def main(config: WorkerConfig, supervisor: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # This process is restarted and its job resumes; the web app cannot be.
     be_killed_first()
+    use_no_semaphores()
     if config.log_file is not None:
         log.start(config.log_file)
     worker = Worker(JobStore(config.store_path, config.store_problem), config)

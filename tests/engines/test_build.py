@@ -142,6 +142,27 @@ def test_output_of_the_child_goes_only_to_the_log(request_: BuildRequest, store:
     assert len(log) < 20_000
 
 
+TQDM = """
+import sys
+from pathlib import Path
+from runtime.engines.child import run_child
+from tests.engines.child_entries import show_progress
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    print(run_child(show_progress, None, folder, folder / "log", print, lambda: None).result)
+"""
+
+
+def test_a_child_that_uses_tqdm_leaves_no_semaphores(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TQDM)
+    command = [sys.executable, str(script), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{'counted': 3}\n", "")
+
+
 def test_child_that_cannot_be_started_is_an_error(
     request_: BuildRequest, store: EngineStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

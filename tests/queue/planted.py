@@ -1,4 +1,4 @@
-"""Actions planted in the worker processes of a test: they kill themselves, or fail, after a chosen event of a job.
+"""Actions planted in the worker processes of a test: they kill themselves, fail or use tqdm after a chosen event.
 
 A `sitecustomize` module in `PYTHONPATH` wraps `JobRecorder.record` in each process that `multiprocessing` spawns.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-Action = Literal["kill", "allocate", "illegal access"]
+Action = Literal["kill", "allocate", "illegal access", "use tqdm"]
 
 _ROOT = Path(__file__).parents[2]
 _SITE = '''
@@ -33,6 +33,14 @@ def illegal_access(folder):
     torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
 
 
+def use_tqdm(folder):
+    from tqdm import tqdm
+    list(tqdm(range(3)))
+
+
+ACTIONS = {"kill": kill, "allocate": allocate, "illegal access": illegal_access, "use tqdm": use_tqdm}
+
+
 def plant(folder):
     from runtime.queue.job_runner import JobRecorder
     record = JobRecorder.record
@@ -44,7 +52,7 @@ def plant(folder):
             same = all(getattr(event, name, None) == value for name, value in planted["at"].items())
             if same:
                 path.unlink()
-                {"kill": kill, "allocate": allocate, "illegal access": illegal_access}[planted["action"]](folder)
+                ACTIONS[planted["action"]](folder)
         return warnings
 
     JobRecorder.record = recorded

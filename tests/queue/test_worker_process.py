@@ -148,6 +148,14 @@ def test_a_job_in_a_worker_process_is_paused_and_cancelled(app: App) -> None:
     assert paused.state == "cancelled"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_that_uses_tqdm_has_no_semaphore(app: App) -> None:
+    app.planted.add("use tqdm", event="StageStarted", stage="encode")
+    app.run(steps=1)
+    maps = Path("/proc", str(app.queue.worker_pids()[0]), "maps").read_text()
+    assert "libtorch" in maps and "/dev/shm/sem." not in maps
+
+
 ENGINE_SIZE = {"width": 64, "height": 32, "frames": 9, "steps": 2}
 
 

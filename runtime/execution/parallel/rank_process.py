@@ -26,7 +26,7 @@ from runtime.core.errors import DeviceLostError, TandemError, first_line, ran_ou
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan, Speed, Split
-from runtime.core.processes import end_with_parent, lead_own_group
+from runtime.core.processes import end_with_parent, lead_own_group, use_no_semaphores
 from runtime.engines.service import OpenEngines, open_engines
 from runtime.engines.store import EngineStore
 from runtime.execution.attention import with_usable_attention
@@ -269,6 +269,7 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
         os.dup2(log, stream)
     lead_own_group()
     end_with_parent()
+    use_no_semaphores()
     rank = Rank(number, split, folder)
     threading.Thread(target=_beat, args=(number, heartbeats), name="heartbeat", daemon=True).start()
     send(connection, {"done": {}})
