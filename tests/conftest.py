@@ -2,7 +2,9 @@
 
 import os
 import pickle
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -86,3 +88,16 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte; see `full_disk.fill`."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("mounting needs root on Linux")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("no file system can be mounted")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)

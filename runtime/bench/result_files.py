@@ -14,6 +14,7 @@ import torch
 
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError, OutputError
+from runtime.core.files import replace_file
 from runtime.machine.probe import Machine
 
 _ROOT = Path(__file__).parents[2]
@@ -54,14 +55,10 @@ def write(path: Path, text: str) -> None:
     Raises:
         OutputError: if it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, text.encode())
     except OSError as error:
         raise OutputError("bench.not_written", file=path, error=error.strerror or str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import re
-import secrets
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, ModelError
+from runtime.core.files import replace_file
 from runtime.core.plan import is_block_program
 from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
@@ -241,8 +241,6 @@ def _write_digests(folder: Path | None, digests: dict[str, Any]) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{_DIGESTS_FILE}.{secrets.token_hex(4)}.tmp"
-        temporary.write_text(json.dumps(digests), encoding="utf-8")
-        temporary.replace(folder / _DIGESTS_FILE)
+        replace_file(folder / _DIGESTS_FILE, json.dumps(digests).encode())
     except OSError:
         return  # the files are hashed again next time

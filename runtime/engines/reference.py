@@ -8,7 +8,6 @@ activations, and fits any card that the engine fits.
 import contextlib
 import copy
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from runtime.core.errors import TandemError
+from runtime.core.files import remove_partial_files, replace_file
 from runtime.engines.key_parts import program_key_parts
 from runtime.engines.programs import MakeForm, Program, full_float32, load_program
 from runtime.models.registry import components_of
@@ -155,8 +155,7 @@ def _read(path: Path) -> torch.Tensor | None:
 
 
 def _write(path: Path, words: torch.Tensor) -> None:
-    written = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):  # it is encoded again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_bytes(safetensors.torch.save({_EMBEDS: words.contiguous()}))
-        written.replace(path)
+        remove_partial_files(path.parent)
+        replace_file(path, safetensors.torch.save({_EMBEDS: words.contiguous()}))

@@ -7,7 +7,6 @@ encoder runs. Files are safetensors, named by digests; a damaged one is removed.
 import contextlib
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError, safe_open
 
+from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.plan import ComponentPlan
 from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import ModelSpec
@@ -59,11 +59,11 @@ class PromptCache:
             return
         metadata_json = json.dumps({"version": _VERSION, "unknown_words": here.unknown_words, "cut": here.cut})
         target = self._path(key)
-        written = target.with_suffix(f".{os.getpid()}.tmp")
+        data = safetensors.torch.save({"embeds": here.embeds}, metadata={_METADATA: metadata_json})
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            written.write_bytes(safetensors.torch.save({"embeds": here.embeds}, metadata={_METADATA: metadata_json}))
-            written.replace(target)
+            remove_partial_files(self._folder)
+            replace_file(target, data)
             self._sweep()
 
     def _remember(self, key: str, encoding: TextEncoding) -> None:

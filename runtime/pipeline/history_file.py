@@ -5,13 +5,13 @@ serializes writers. Reading imports no torch.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
+from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.locks import held
 from runtime.core.plan import ExecutionPlan
@@ -86,15 +86,14 @@ class HistoryFile:
         if not runs:
             return
         target = self._path
-        partial = target.with_suffix(f".{os.getpid()}.tmp")
         try:
             with held(target.with_suffix(".lock"), seconds=_LOCK_SECONDS):
                 before = {(run.kind, run.flops): run for run in self.read()}
                 kept = [run for key, run in before.items() if key not in runs]
                 now = [_with_memory_of(before.get(key), run) for key, run in runs.items()]
                 document = _Document(version=_VERSION, runs=(*kept, *now)[-_MAX_RUNS:])
-                partial.write_text(document.model_dump_json(), encoding="utf-8")
-                partial.replace(target)
+                remove_partial_files(target.parent)
+                replace_file(target, document.model_dump_json().encode())
         except OSError as error:  # includes a timeout of the lock
             logger.warning("%s could not be written: %s", target.name, error.strerror or error)
 

@@ -26,6 +26,7 @@ from runtime.core.events import (
     Warned,
 )
 from runtime.core.facts import Fact
+from runtime.core.files import replace_file
 from runtime.core.log import log_line
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.builders import BUILDERS
@@ -233,9 +234,7 @@ class JobRecorder:
         if folder is not None:
             with contextlib.suppress(OSError):  # the page has no preview then
                 folder.mkdir(parents=True, exist_ok=True)
-                temporary = folder / f"{PREVIEW}.tmp"
-                temporary.write_bytes(preview)
-                temporary.replace(folder / PREVIEW)
+                replace_file(folder / PREVIEW, preview)
 
     def _save_poster(self) -> None:
         folder = self._store.folder(self.id)

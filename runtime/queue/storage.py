@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.core.files import remove_partial_files
 from runtime.pipeline.files import CHECKPOINTS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
@@ -15,6 +16,9 @@ from runtime.video.mp4 import sweep
 _DAY = 24 * 3600.0
 # Deleted jobs can be restored for this long.
 KEPT_SECONDS = 7 * _DAY
+
+# Folders of the cache whose files are replaced as a whole.
+_CACHES = ("prompts", "verification")
 
 _FINISHED: tuple[State, ...] = ("done",)
 
@@ -108,7 +112,7 @@ def remove_files(store: JobStore, job: JobRecord, outputs_dir: Path) -> None:
 
 
 def tidy(store: JobStore, outputs_dir: Path) -> None:
-    """Remove leftovers of killed processes: partial videos, and folders of jobs that are not in the store.
+    """Remove leftovers of killed processes: partial files, and folders of jobs that are not in the store.
 
     Raises:
         StoreError: if the store cannot be read; no folder is removed then.
@@ -116,6 +120,9 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
     if outputs_dir.is_dir():
         sweep(outputs_dir)
     store.check()
+    if store.path is not None:
+        for folder in (store.path.parent, *(store.path.parent / name for name in _CACHES)):
+            remove_partial_files(folder)
     # The user may repair the backup of a damaged store, or damaged rows, so the folders of their jobs stay.
     if store.path is None or store.notice or any(store.path.parent.glob(f"{store.path.name}.damaged-*")):
         return

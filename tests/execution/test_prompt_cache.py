@@ -1,5 +1,6 @@
 """Prompts are embedded once, across processes; other weights or a damaged file are a cache miss."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from tests import tiny_models
+from tests.full_disk import fill
 from tests.plans import no_engines, tiny_plan, with_strategy
 
 Tiny = Callable[[str], ModelSpec]
@@ -111,3 +113,23 @@ def frames(path: Path) -> bytes:
 
     command = [str(find_ffmpeg()), "-v", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     return subprocess.run(command, capture_output=True, check=True).stdout
+
+
+def test_a_full_disk_leaves_no_partial_file_and_old_ones_are_removed(tiny: Tiny, small_disk: Path) -> None:
+    spec = tiny("wan2.1")
+    part = tiny_plan(spec, small_disk / "x.mp4").components["text_encoder"]
+    folder = small_disk / "prompts"
+    cache = PromptCache(folder)
+    cache.keep(spec, part, "a red boat", encoding(2.0))
+    (kept,) = folder.iterdir()
+    filler = fill(small_disk)
+    cache.keep(spec, part, "a kite", encoding(3.0))
+    assert list(folder.iterdir()) == [kept]
+    assert cache.find(spec, part, "a kite") is not None
+    assert PromptCache(folder).find(spec, part, "a kite") is None
+    filler.unlink()
+    killed = folder / "0123.4567.tmp"
+    killed.write_bytes(b"half")
+    os.utime(killed, (0, 0))
+    cache.keep(spec, part, "a house", encoding(4.0))
+    assert len(list(folder.iterdir())) == 2 and not killed.exists()

@@ -21,6 +21,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder, due, estimated_cost
 from runtime.pipeline.files import LATEST, checkpoint_step
 from runtime.pipeline.sampling import Conditioning, SamplingState
+from tests.full_disk import fill
 from tests.pipeline.test_resume import run
 from tests.plans import tiny_plan
 
@@ -237,6 +238,21 @@ def test_partial_files_of_a_killed_writer_are_removed(tiny: Tiny, tmp_path: Path
     (tmp_path / "job" / "checkpoint.safetensors.123.tmp").write_bytes(b"half")
     assert CheckpointFolder(tmp_path / "job").load(spec, tiny_plan(spec, tmp_path / "x.mp4")) is None
     assert list((tmp_path / "job").iterdir()) == []
+
+
+def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tiny: Tiny, small_disk: Path) -> None:
+    spec = tiny("wan2.1")
+    folder = CheckpointFolder(small_disk / "job")
+    checkpoint = checkpoint_of(spec, small_disk / "x.mp4")
+    folder.save(checkpoint, spec)
+    (kept,) = folder.path.iterdir()
+    fill(small_disk)
+    for boundary in (False, True):
+        with pytest.raises(CheckpointError) as error:
+            folder.save(checkpoint, spec, boundary=boundary)
+        assert error.value.code == "checkpoint.not_writable"
+        assert list(folder.path.iterdir()) == [kept]
+    assert folder.load(spec, checkpoint.plan) is not None
 
 
 def test_a_job_in_an_unwritable_folder_makes_its_video_without_checkpoints(tiny: Tiny, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,10 @@ from runtime.queue import database
 from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
+from tests.full_disk import fill
 from tests.queue.samples import add_job, sample_result
 
 ROOT = Path(__file__).parents[2]
-LINUX_ROOT = pytest.mark.skipif(
-    not (sys.platform == "linux" and hasattr(os, "geteuid") and os.geteuid() == 0), reason="mounting needs root"
-)
 KILLS = 30
 
 # Forks a writer for each line of standard input, which adds, claims and ends jobs as fast as it can and prints each
@@ -38,6 +36,7 @@ from pathlib import Path
 from runtime.core.events import Planned, StepDone
 from runtime.queue.records import event_from_json
 from runtime.queue.store import JobStore
+from tests.full_disk import fill
 from tests.queue.samples import add_job, sample_plan, sample_result
 
 def report(*words):
@@ -122,25 +121,10 @@ def test_acknowledged_changes_survive_kill_9(path: Path) -> None:
         assert (jobs[job_id].state == "done") == (len(events) == 3)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
-        pytest.skip("no file system can be mounted")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@LINUX_ROOT
 def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     store = JobStore(small_disk / "jobs.sqlite")
     job = add_job(store, instance="a")
-    filler = small_disk / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
-        while True:
-            file.write(bytes(4096))
+    filler = fill(small_disk)
     kept = [job.id]
     with pytest.raises(StoreError) as error:
         for _ in range(1000):
@@ -163,16 +147,24 @@ def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     assert {one.id for one in again.list()} >= set(kept)
 
 
-@LINUX_ROOT
+def test_a_preview_on_a_full_disk_leaves_no_part(path: Path, small_disk: Path) -> None:
+    store = JobStore(path)
+    (path.parent / "jobs").symlink_to(small_disk)
+    job = add_job(store, instance="a")
+    folder = small_disk / job.id
+    folder.mkdir()
+    fill(small_disk)
+    JobRecorder(job.id, store).record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=bytes(9000)))
+    assert list(folder.iterdir()) == []
+    assert len(store.events(job.id)) == 1
+
+
 def test_a_disk_that_is_full_before_the_store_is_opened_is_reported(small_disk: Path) -> None:
     path = small_disk / "jobs.sqlite"
     store = JobStore(path)
     kept = add_job(store).id
     store.close()
-    filler = small_disk / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
-        while True:
-            file.write(bytes(4096))
+    filler = fill(small_disk)
     with pytest.raises(StoreError) as refused:
         JobStore(path)
     assert refused.value.code == "queue.store_disk_full"
@@ -180,7 +172,6 @@ def test_a_disk_that_is_full_before_the_store_is_opened_is_reported(small_disk: 
     assert [one.id for one in JobStore(path).list()] == [kept]
 
 
-@LINUX_ROOT
 def test_a_read_only_folder_is_reported(small_disk: Path) -> None:
     store = JobStore(small_disk / "jobs.sqlite")
     add_job(store)

@@ -12,8 +12,6 @@ measurements. It begins with the SHA-256 of the rest, because TensorRT does not 
 import contextlib
 import hashlib
 import json
-import os
-import secrets
 import sys
 import tempfile
 import threading
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.plan import is_block_program
 from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weights_bytes
 from runtime.engines.child import Report
@@ -572,10 +571,6 @@ def read_timing_cache(path: Path) -> bytes:
 
 def write_timing_cache(path: Path, cache: bytes) -> None:
     """Replace a timing cache. Errors are ignored: the next build only takes longer."""
-    new = path.with_name(f"{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
-        try:
-            new.write_bytes(hashlib.sha256(cache).digest() + cache)
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        remove_partial_files(path.parent)
+        replace_file(path, hashlib.sha256(cache).digest() + cache)

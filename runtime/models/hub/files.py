@@ -6,7 +6,6 @@ transformers give them. Everything else is skipped, pickled weights included.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, ModelError
 from runtime.core.facts import Fact
+from runtime.core.files import replace_file
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -199,13 +199,8 @@ class Manifest(BaseModel):
 
     def write(self, folder: Path, *, sync: bool = True) -> None:
         """Write atomically into `folder`; with `sync`, wait until it is on the disk."""
-        new = folder / f"{MANIFEST}.new"
-        with new.open("w", encoding="utf-8") as stream:
-            stream.write(self.model_dump_json(indent=1, exclude={"files": {"__all__": {"path"}}}))
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
-        new.replace(folder / MANIFEST)
+        values = self.model_dump_json(indent=1, exclude={"files": {"__all__": {"path"}}})
+        replace_file(folder / MANIFEST, values.encode(), sync=sync)
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -1,0 +1,43 @@
+"""Files that are replaced as a whole: readers see the old or the new content, and a full disk leaves no part behind."""
+
+import contextlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+_SUFFIX = ".tmp"
+# Partial files of this age were left by killed processes.
+_OLD_SECONDS = 3600.0
+
+
+def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Write a file, or replace it.
+
+    Args:
+        sync: whether the content is on the disk when this returns.
+
+    Raises:
+        OSError: if it cannot be written; the old file stays, and nothing else is left.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove the partial files that killed processes left in a folder; those of running ones are younger."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _OLD_SECONDS:
+                    path.unlink()
