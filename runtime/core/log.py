@@ -3,12 +3,19 @@
 import contextlib
 import logging
 import os
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Hashable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from runtime.core.events import Event, FellBack, Planned
 
+# Loggers of the web server, whose errors a stranger may cause.
+_SERVER = ("uvicorn.error", "asyncio")
+_REPEAT_SECONDS = 60.0
+_MOST_REPEATED = 500
 # The logger of Python's warnings.
 _WARNINGS = "py.warnings"
 _MAX_BYTES = 1_000_000
@@ -16,6 +23,54 @@ _BACKUPS = 3
 _ROTATING_SECONDS = 60.0
 # Fields of events that hold one of a few words; other text may hold prompts and paths.
 _WORDS = frozenset({"stage", "part", "component", "backend", "memory"})
+
+
+class RepeatFilter(logging.Filter):
+    """Leaves out warnings and errors that repeat: of those of a minute, the 1st, 10th, 100th, … pass, with the number.
+
+    Two records repeat each other if they have the same logger, the same first line and, with an exception, the same
+    type and place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record passes."""
+        if record.levelno < logging.WARNING:
+            return True
+        text = record.getMessage()
+        kind = (record.name, record.levelno, text.partition("\n")[0], _raised(record))
+        with self._lock:
+            since, count = self._seen.pop(kind, (record.created, 0))
+            if record.created - since > _REPEAT_SECONDS:
+                since, count = record.created, 0
+            count += 1
+            self._seen[kind] = (since, count)
+            while len(self._seen) > _MOST_REPEATED:
+                self._seen.popitem(last=False)
+        if count == 1:
+            return True
+        passes = str(count).strip("0") == "1"
+        if passes:
+            record.msg, record.args = f"{text} ({count} times in {record.created - since:.0f} s)", ()
+        return passes
+
+
+def _raised(record: logging.LogRecord) -> Hashable:
+    """Return type and place of a record's exception."""
+    if not record.exc_info or record.exc_info[0] is None:
+        return None
+    trace = record.exc_info[2]
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = None if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+    return record.exc_info[0], place
+
+
+_REPEATS = RepeatFilter()
 
 
 class SharedRotatingHandler(RotatingFileHandler):
@@ -82,7 +137,10 @@ def log_line(event: Event) -> str:
 
 
 def start(path: Path) -> None:
-    """Send the log of `runtime` and Python's warnings to `path`; without a writable file nothing is logged."""
+    """Send the log of `runtime` and Python's warnings to `path`; without a writable file nothing is logged.
+
+    Repeated warnings and errors are left out there, and in what the web server prints; see `RepeatFilter`.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler: logging.Handler = SharedRotatingHandler(
@@ -90,6 +148,9 @@ def start(path: Path) -> None:
         )
     except OSError:
         handler = logging.NullHandler()  # without a handler, Python would print warnings to stderr
+    handler.addFilter(_REPEATS)
+    for name in _SERVER:
+        logging.getLogger(name).addFilter(_REPEATS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("runtime", _WARNINGS):
         root = logging.getLogger(name)

@@ -1,5 +1,6 @@
 """The log: rotating, shared by processes, without prompts and paths."""
 
+import io
 import logging
 import os
 import subprocess
@@ -122,3 +123,50 @@ def test_python_warnings_are_only_in_the_log(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("a video\n", "")
     assert "UserWarning: Argument aux_data is odd" in (tmp_path / "tandem.log").read_text()
+
+
+def _boom(path: str) -> None:
+    raise OSError(24, "Too many open files", path)
+
+
+def test_repeated_errors_are_logged_with_their_number() -> None:
+    printed = io.StringIO()
+    handler = logging.StreamHandler(printed)
+    handler.addFilter(log.RepeatFilter())
+    loggers = [logging.Logger("one"), logging.Logger("two")]
+    for logger in loggers:
+        logger.addHandler(handler)
+        for number in range(1000):
+            try:
+                _boom(f"/{number}")
+            except OSError:
+                logger.exception("A page failed\n%d", number)
+    for number in range(3):
+        loggers[0].error("job %d failed", number)
+        loggers[0].info("StepDone")
+    text = printed.getvalue()
+    assert text.count("Traceback") == 8 and text.count("(1000 times in ") == 2
+    assert [text.count(f"job {number} failed\n") for number in range(3)] == [1, 1, 1]
+    assert text.count("StepDone") == 3
+
+
+def test_errors_count_anew_after_a_minute() -> None:
+    repeats = log.RepeatFilter()
+    passed = []
+    for second in (0, 1, 2, 61, 62):
+        record = logging.makeLogRecord({"name": "asyncio", "levelno": logging.ERROR, "msg": "full", "created": second})
+        passed.append(repeats.filter(record))
+    assert passed == [True, False, False, True, False]
+
+
+def test_a_flood_of_errors_is_neither_logged_nor_printed(tmp_path: Path) -> None:
+    code = (
+        "import logging, sys; from pathlib import Path; from runtime.core import log; log.start(Path(sys.argv[1]))\n"
+        "for _ in range(9):\n"
+        "    logging.getLogger('asyncio').error('socket.accept() out of system resource')\n"
+        "    logging.getLogger('runtime.test').error('no job')"
+    )
+    path = tmp_path / "tandem.log"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr.count("out of system resource") == 1
+    assert path.read_text(encoding="utf-8").count("no job") == 1
