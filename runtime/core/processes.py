@@ -1,4 +1,4 @@
-"""Child processes: end one and all that it started, end with the parent, be killed first, use no semaphores."""
+"""Processes: end with the parent or with all children, be killed first, use no semaphores, open more files."""
 
 import contextlib
 import multiprocessing
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+# More open files are of no use, and some systems do not allow more.
+_MOST_OPEN_FILES = 65_536
 # Added to the score by which Linux chooses a process to kill; Chromium gives its tabs 300 as well.
 _OOM_SCORE = 300
 
@@ -34,6 +36,25 @@ def describe_exit(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"signal {-code}, {signal.Signals(-code).name}"
     return f"signal {-code}"
+
+
+def raise_open_files() -> int | None:
+    """Let this process and its later children open as many files as the system allows; return how many.
+
+    Returns:
+        `None` where there is no such limit.
+    """
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it reports
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def lead_own_group() -> None:

@@ -27,6 +27,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server import gradio_requests
+from runtime.server.connections import set_login
 from runtime.server.gradio_requests import RefusedError, access
 from runtime.server.job_files import is_single_range
 from runtime.server.visitors import Visitors
@@ -163,6 +164,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        set_login(scope, "login" in scope["auth"].scopes)
         needed = self._check(scope)
         visitors = self._visitors
         # A page loads many public assets at once; they are not counted.

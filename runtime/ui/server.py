@@ -1,6 +1,5 @@
-"""Serves a page with Gradio's server, behind the security middleware."""
+"""Serves a page, behind the security middleware."""
 
-import logging
 from collections.abc import Callable, Sequence
 
 import gradio as gr
@@ -9,14 +8,15 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.core.processes import raise_open_files
 from runtime.server import security
+from runtime.server.connections import PageServer, limits_for, listen
 from runtime.server.visitors import Visitors
 from runtime.ui import theme
 from runtime.upstream import gradio as private
 
 # The middleware closes uploads; this is a second barrier.
 _MAX_UPLOAD_BYTES = 1024
-_SHUTDOWN_SECONDS = 1
 # Threads of Gradio's handlers.
 _THREADS = 80
 # Gradio keeps a copy of the page's state for each session.
@@ -43,43 +43,44 @@ def start(
     Raises:
         OSError: if the port is taken.
     """
+    server = PageServer(listen(host, port), limits_for(raise_open_files()))
+    url = f"http://{'localhost' if host == '0.0.0.0' else f'[{host}]' if ':' in host else host}:{port}/"
     middleware = [*security.middleware(names, visitors), Middleware(HeadMiddleware, head=theme.head())]
-    _, url, _ = page.launch(
-        server_name=f"[{host}]" if ":" in host else host,
-        server_port=port,
-        auth=auth,
-        auth_message=auth_message if auth else None,
-        prevent_thread_lock=True,
-        inbrowser=False,
-        # See `tunnel`.
-        share=False,
-        quiet=True,
-        footer_links=[],
-        run_history=False,
-        enable_monitoring=False,
-        ssr_mode=False,
-        pwa=False,
-        mcp_server=False,
-        num_workers=0,
-        max_file_size=_MAX_UPLOAD_BYTES,
-        max_threads=_THREADS,
-        state_session_capacity=_MAX_SESSIONS,
-        favicon_path=theme.ICON,
-        theme=theme.theme(),
-        app_kwargs={"middleware": middleware, "routes": list(routes)},
-    )
-    return str(url)
+    try:
+        with private.served_by(server, url):
+            page.launch(
+                server_name=f"[{host}]" if ":" in host else host,
+                server_port=port,
+                auth=auth,
+                auth_message=auth_message if auth else None,
+                prevent_thread_lock=True,
+                inbrowser=False,
+                # See `tunnel`.
+                share=False,
+                quiet=True,
+                footer_links=[],
+                run_history=False,
+                enable_monitoring=False,
+                ssr_mode=False,
+                pwa=False,
+                mcp_server=False,
+                num_workers=0,
+                max_file_size=_MAX_UPLOAD_BYTES,
+                max_threads=_THREADS,
+                state_session_capacity=_MAX_SESSIONS,
+                favicon_path=theme.ICON,
+                theme=theme.theme(),
+                app_kwargs={"middleware": middleware, "routes": list(routes)},
+            )
+    except BaseException:
+        server.close()
+        raise
+    return url
 
 
 def stop(page: gr.Blocks) -> None:
     """Stop serving without waiting for pages, which keep a connection open while they are shown."""
-    if page.is_running:
-        errors = logging.getLogger("uvicorn.error")
-        before = errors.level
-        errors.setLevel(logging.CRITICAL)
-        private.stop_serving(page, _SHUTDOWN_SECONDS)
-        # The other page may still be served.
-        errors.setLevel(before)
+    page.close(verbose=False)
 
 
 _END_OF_HEAD = b"</head>"

@@ -5,10 +5,11 @@ share link without its own page script. `tests/upstream/test_gradio.py` fails if
 them.
 """
 
+import contextlib
 import importlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,29 @@ def has_event(app: Any, event: str) -> bool:
     )
 
 
-def stop_serving(page: Any, seconds: int) -> None:
-    """Close a page's server; connections that pages keep open are cut after `seconds`.
+@contextlib.contextmanager
+def served_by(server: Any, url: str) -> Iterator[None]:
+    """Have the page that is launched in this block served by another server than gradio's.
 
-    Reason: `Blocks.server` is the undocumented uvicorn server; `Blocks.close` waits for all connections.
+    Args:
+        server: has the methods `start(app)`, which returns once requests are answered, and `close()`.
+        url: its address.
+
+    Reason: `launch` has no parameter for the server, and gradio's own limits neither connections nor the time that a
+    request takes to arrive.
     """
-    page.server.config.timeout_graceful_shutdown = seconds
-    page.close(verbose=False)
+    from gradio import http_server
+
+    def start_server(app: Any, server_name: str, server_port: int, **_: object) -> tuple[str, int, str, Any]:
+        server.start(app)
+        return server_name, server_port, url, server
+
+    before = http_server.start_server
+    vars(http_server)["start_server"] = start_server
+    try:
+        yield
+    finally:
+        vars(http_server)["start_server"] = before
 
 
 def share_server_address() -> str | None:

@@ -6,7 +6,7 @@ import sys
 
 import gradio as gr
 import pytest
-from gradio import networking, routes, tunneling
+from gradio import http_server, networking, routes, tunneling
 from gradio.blocks import Blocks
 from gradio.queueing import Queue
 
@@ -76,8 +76,24 @@ def test_sessions_and_events_are_found_in_the_queue(app: routes.App) -> None:
         assert f"self.{name}" in source, name
 
 
-def test_a_page_has_its_server() -> None:
-    assert "self.server" in inspect.getsource(Blocks.launch)
+def test_a_page_is_served_by_another_server() -> None:
+    class Server:
+        app: object = None
+        closed = False
+
+        def start(self, app: object) -> None:
+            self.app = app
+
+        def close(self) -> None:
+            self.closed = True
+
+    server, before = Server(), http_server.start_server
+    with private.served_by(server, "http://127.0.0.1:9/"):
+        assert http_server.start_server is not before
+        assert http_server.start_server("the app", "127.0.0.1", 9)[2:] == ("http://127.0.0.1:9/", server)
+    assert http_server.start_server is before and server.app == "the app"
+    assert "http_server.start_server(" in inspect.getsource(Blocks.launch)
+    assert "self.server.close()" in inspect.getsource(Blocks.close)
     assert "verbose" in inspect.signature(Blocks.close).parameters
 
 

@@ -1,0 +1,230 @@
+"""The HTTP server of a page: uvicorn with deadlines for requests and limits on open connections.
+
+Uvicorn waits without end for a request that was begun, and accepts connections until the process has no file
+descriptors left. Here a request must arrive within seconds. When too many connections are open, one without a login is
+closed: the one that has waited longest for its client. Connections of users who have logged in are never closed for
+others.
+"""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.types import Scope
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_MOST_CONNECTIONS = 256
+_LEAST_CONNECTIONS = 32
+# Open files of a process that are not connections to a page.
+_OTHER_FILES = 96
+# Two pages may be served by one process, some connections are not counted yet, and some responses are files.
+_FILES_PER_CONNECTION = 4
+# Size of the kernel's queue of new connections.
+_QUEUE = 128
+_SHUTDOWN_SECONDS = 1
+_CLOSE_SECONDS = 5.0
+_STATE_KEY = "connection"
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of one page.
+
+    Attributes:
+        connections: the maximum number of open connections.
+        strangers: the maximum number of those whose latest request had no login.
+        head_seconds: the time in which a request's head must arrive, from its first byte or the connection's start.
+        body_seconds: the time in which its body must arrive after the head.
+        at_once: the number of connections that are accepted at once. With few, the request of each is read before many
+            newer connections need its place.
+    """
+
+    connections: int
+    strangers: int
+    head_seconds: float = 10.0
+    body_seconds: float = 20.0
+    at_once: int = 2
+
+
+def limits_for(open_files: int | None) -> ConnectionLimits:
+    """Return the limits of a page in a process that may open so many files; `None` for any number."""
+    most = _MOST_CONNECTIONS
+    if open_files is not None:
+        most = max(_LEAST_CONNECTIONS, min(most, (open_files - _OTHER_FILES) // _FILES_PER_CONNECTION))
+    return ConnectionLimits(connections=most, strangers=most // 2, at_once=most // 16)
+
+
+def set_login(scope: Scope, logged_in: bool) -> None:
+    """Record whether a connection's latest request has a login."""
+    connection = scope.get("state", {}).get(_STATE_KEY)
+    if isinstance(connection, _Connection):
+        connection.logged_in = logged_in
+
+
+class PageServer:
+    """Serves an ASGI app on a thread, from `start` to `close`.
+
+    Args:
+        sockets: of `listen`; closed by `close`.
+    """
+
+    def __init__(self, sockets: list[socket.socket], limits: ConnectionLimits) -> None:
+        self._sockets = sockets
+        self._limits = limits
+        self._protocol = functools.partial(_Connection, limits, [])
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, app: Any) -> None:
+        """Start serving; return once requests are answered."""
+        config = uvicorn.Config(
+            app,
+            http=cast(type[asyncio.Protocol], self._protocol),
+            ws="none",
+            log_level="warning",
+            backlog=self._limits.at_once,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=(self._sockets,), name="page", daemon=True)
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.001)
+        for one in self._sockets:
+            one.listen(_QUEUE)  # asyncio has set it to the number of connections that it accepts at once
+
+    def close(self) -> None:
+        """Stop serving. Requests that run have a second to end; other connections are closed at once."""
+        if self._server is None or self._thread is None:
+            for one in self._sockets:
+                one.close()
+            return
+        self._server.should_exit = True
+        errors = logging.getLogger("uvicorn.error")
+        before = errors.level
+        errors.setLevel(logging.CRITICAL)  # streams are cancelled, which uvicorn logs as errors
+        self._thread.join(_CLOSE_SECONDS)
+        errors.setLevel(before)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen at each address of a host.
+
+    Raises:
+        OSError: if the host is unknown or the port is taken.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
+    with contextlib.ExitStack() as opened:
+        sockets = []
+        for family, address in addresses:
+            try:
+                one = socket.create_server(cast(Any, address), family=family)
+            except OSError as error:
+                # "localhost" may have an IPv6 address although the machine has no IPv6.
+                if error.errno == errno.EADDRNOTAVAIL and len(addresses) > 1:
+                    continue
+                raise
+            sockets.append(opened.enter_context(one))
+        if not sockets:
+            raise OSError(errno.EADDRNOTAVAIL, f"no address of {host} is available")
+        opened.pop_all()
+    return sockets
+
+
+class _Connection(H11Protocol):
+    """One connection. Closed if a request does not arrive in time, or if its place is needed.
+
+    Args:
+        others: the open connections of the page; this one is added while it is open.
+    """
+
+    def __init__(self, limits: ConnectionLimits, others: "list[_Connection]", *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.logged_in = False
+        self.app_state = {**self.app_state, _STATE_KEY: self}
+        self._limits = limits
+        self._others = others
+        self._deadline: asyncio.TimerHandle | None = None
+        self._awaited: object = None
+        self._waiting_since = 0.0
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When this connection began to wait for its client, on the loop's clock; `None` while it does not wait."""
+        waits = self.flow.write_paused or self.conn.their_state in {h11.IDLE, h11.SEND_BODY}
+        return self._waiting_since if waits else None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Make room for a new connection."""
+        super().connection_made(transport)
+        self._others.append(self)
+        self._await_request()
+        strangers = [one for one in self._others if not one.logged_in]
+        if len(strangers) > self._limits.strangers or len(self._others) > self._limits.connections:
+            # This one waits too, so there is always one to close.
+            waiting = [(one.waiting_since, number) for number, one in enumerate(strangers)]
+            _, longest = min((since, number) for since, number in waiting if since is not None)
+            strangers[longest]._abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the list of open connections."""
+        self._leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read a part of a request."""
+        super().data_received(data)
+        self._await_request()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._await_request()
+
+    def pause_writing(self) -> None:
+        """Wait until the client has read what was sent."""
+        self._waiting_since = self.loop.time()
+        super().pause_writing()
+
+    def shutdown(self) -> None:
+        """Close, but let a response end."""
+        if self.waiting_since is not None:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def _await_request(self) -> None:
+        """Start the deadline of a head or body that is now awaited; one that was begun keeps its deadline."""
+        state = self.conn.their_state
+        awaited = (state, self.cycle)
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if state in {h11.IDLE, h11.SEND_BODY} and not self.transport.is_closing():
+            seconds = self._limits.head_seconds if state is h11.IDLE else self._limits.body_seconds
+            self._waiting_since = self.loop.time()
+            self._deadline = self.loop.call_later(seconds, self._abort)
+
+    def _abort(self) -> None:
+        self._leave()
+        self.transport.abort()
+
+    def _leave(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self in self._others:
+            self._others.remove(self)
