@@ -45,8 +45,7 @@ DYNAMIC = {
 SIZES = {"fixed": FIXED, "dynamic": DYNAMIC}
 CASES = [
     *((model, size, program) for model in ("diorama", "wan2.1") for size, names in SIZES.items() for program in names),
-    ("wan2.2-ti2v-5b", "dynamic", "vae_first"),
-    ("wan2.2-ti2v-5b", "dynamic", "vae_next"),
+    *(("wan2.2-ti2v-5b", size, program) for size in SIZES for program in ("vae_first", "vae_next")),
 ]
 
 
@@ -105,6 +104,12 @@ def fused_attentions(text: str) -> int:
     return sum(name.startswith("_gemm_mha") for name, _ in layers(text))
 
 
+def factor_types(text: str, kind: str) -> list[tuple[str, ...]]:
+    """Return the types of the inputs of an engine's layers of a kind."""
+    inputs = re.findall(rf"^Name: \S+, LayerType: {kind}, Inputs: \[(.*?)\]+, Constants:", text, re.MULTILINE)
+    return [tuple(re.findall(r"Datatype: (\w+)", one)) for one in inputs]
+
+
 def a14b(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
     """Return a tiny model whose blocks are said to have the sizes of Wan2.2-A14B's; block engines need no weights."""
     spec = tiny("wan2.2-a14b")
@@ -135,6 +140,11 @@ def test_every_program_is_built_whole_with_fused_attention(
         attentions = len(loaded.module.block)
     assert fused_attentions(log) == attentions
     assert len(layers(log)) > attentions
+    if program.startswith("vae"):
+        convolutions = sum(isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) for module in loaded.module.modules())
+        found = factor_types(log, "correlation")
+        assert len(found) >= convolutions
+        assert set().union(*found) == {"BFloat16"}
 
 
 @pytest.mark.slow
@@ -163,8 +173,7 @@ def test_products_of_fp8_block_engines_are_in_fp8(
         key = key_of(spec, program, ANY, builder="tensorrt_rtx_blocks_fp8")
         assert (key.precision, key.weights) == ("fp8", SWAPPED)
         assert build(spec, key, tmp_path).stat().st_size < 1 << 20
-        lines = re.findall(r"^Name: \S+, LayerType: gemm, .*$", capfd.readouterr().err, re.MULTILINE)
-        assert [re.findall(r"Datatype: (\w+)", line)[:2] for line in lines] == [["FP8", "FP8"]] * products
+        assert factor_types(capfd.readouterr().err, "gemm") == [("FP8", "FP8")] * products
 
 
 @pytest.mark.slow
@@ -253,8 +262,8 @@ def test_default_precisions() -> None:
     assert chosen == {
         "text_encoder": "bfloat16",
         "transformer": "float16",
-        "vae_first": "float32",
-        "vae_next": "float32",
+        "vae_first": "bfloat16",
+        "vae_next": "bfloat16",
     }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.plan import is_block_program
 from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weights_bytes
 from runtime.engines.builders.tensorrt import (
     activation_bytes,
@@ -59,10 +60,11 @@ class TensorRTRTX(Builder):
     requires: ClassVar[str] = "tensorrt_rtx_components"
 
     def default_precision(self, program: str, machine: Machine, device: str) -> str:
-        """Return the fastest precision in which a program keeps its quality; the reasons are those of `tensorrt`."""
-        if program == "text_encoder":
-            return "bfloat16"
-        return "float32" if program.startswith("vae") else "float16"
+        """Return the fastest precision in which a program keeps its quality; the reasons are those of `tensorrt`.
+
+        GPUs without bfloat16 have block engines only.
+        """
+        return "float16" if program == "transformer" or is_block_program(program) else "bfloat16"
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         major, minor = gpu_of_machine(machine, device).capability
@@ -72,7 +74,7 @@ class TensorRTRTX(Builder):
         return (*PACKAGES, "onnxscript", "torch")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        precision = "float32" if program.startswith("vae") else "float16"
+        precision = "float16" if program == "transformer" else "bfloat16"
         weights = weights_bytes(spec, program, precision)
         # RAM: the parser's and the builder's copies of the weights; the plan is written piece by piece. Disk: the ONNX
         # file and the plan. GPU: the module and, while they are compared, the engine.
