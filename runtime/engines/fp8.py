@@ -84,6 +84,11 @@ def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def matrices_of(part: Any) -> list[str]:
+    """Return the names of the weights of a part of a block (`programs.BlockPart`) that are quantized to FP8."""
+    return [name for name in part.weights if len(part.tensors[name].sizes) == _MATRIX_AXES]
+
+
 class Fp8Part(nn.Module):
     """A part of a block (`programs.BlockPart`) with FP8 matrices; the scales are further inputs.
 
@@ -94,7 +99,7 @@ class Fp8Part(nn.Module):
     def __init__(self, part: Any) -> None:
         super().__init__()
         self._part = part
-        self._matrices = [name for name in part.weights if len(part.tensors[name].sizes) == _MATRIX_AXES]
+        self._matrices = matrices_of(part)
         self.inputs: tuple[str, ...] = part.inputs
         self.outputs: tuple[str, ...] = part.outputs
         self.weights: Mapping[str, str] = {

@@ -12,6 +12,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import ran_out
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan, LatentSize, is_block_program
+from runtime.models.quantization import FP8, compute_dtype, fp8_weight
 from runtime.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -148,14 +149,19 @@ class PyTorchBaseline:
     ) -> dict[str, float]:
         import torch
 
+        from runtime.engines.fp8 import matrices_of
         from runtime.engines.programs import load_program
         from runtime.engines.verify import seconds_of
         from runtime.execution.compilation import CompiledStep
 
-        loaded = load_program(
-            self.spec, self.component, program, device=part.device, dtype=part.dtype, tokens=self.tokens
-        )
-        inputs = tuple(loaded.inputs(size).values())
+        # If FP8 was not requested, the plan has it only because a clip of the model's own size does not fit otherwise.
+        in_fp8 = self.plan.asked.quantization == FP8
+        dtype = compute_dtype(part, bfloat16=True) if in_fp8 else part.dtype
+        loaded = load_program(self.spec, self.component, program, device=part.device, dtype=dtype, tokens=self.tokens)
+        tensors: dict[str, Any] = loaded.inputs(size)
+        if in_fp8:
+            tensors |= {name: fp8_weight(tensors[name]) for name in matrices_of(loaded.module)}
+        inputs = tuple(tensors.values())
         job = _Measured(self.plan)
 
         def measure(plan: ExecutionPlan) -> float:

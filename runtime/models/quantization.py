@@ -121,7 +121,6 @@ def quantized_like(layer: Any, weight: Any) -> Any:
         layer: a quantized `torch.nn.Linear` or subclass.
         weight: (out, in), in the dtype from `compute_dtype`.
     """
-    import torch
 
     own = layer.weight
     if type(own).__module__.startswith("bitsandbytes"):
@@ -134,11 +133,26 @@ def quantized_like(layer: Any, weight: Any) -> Any:
         else:
             fresh = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False)
         return fresh.to(own.device)
+    return fp8_weight(weight.to(own.device))
+
+
+def fp8_weight(weight: Any) -> Any:
+    """Return a linear layer's weight in torchao's FP8; unchanged if torchao does not quantize layers of its sizes.
+
+    Args:
+        weight: (out, in), bfloat16, on a device on which torchao supports FP8.
+
+    Raises:
+        MachineError: if torchao is missing or cannot be imported.
+    """
+    import torch
+
+    config = diffusers_config(FP8, weight.dtype).get_apply_tensor_subclass()
     from torchao.quantization import quantize_
 
     plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    plain.weight = torch.nn.Parameter(weight.to(own.device), requires_grad=False)
-    quantize_(plain, diffusers_config(FP8, weight.dtype).get_apply_tensor_subclass())
+    plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+    quantize_(plain, config)
     return plain.weight
 
 

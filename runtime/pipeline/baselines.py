@@ -10,6 +10,7 @@ from runtime.engines.key_parts import tokens_of
 from runtime.engines.service import EngineService
 from runtime.execution.baselines import PyTorchBaseline
 from runtime.machine.probe import gpu_index
+from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner import constraints
@@ -27,6 +28,9 @@ class Baselines:
         """Return what measures PyTorch at an engine's size; `None` if PyTorch cannot make such a clip here."""
         spec, machine = replace(spec, loras=()), self.engines.machine
         values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}
+        if key.precision == FP8:
+            # These engines replace weights that PyTorch would have in FP8.
+            values["quantization"] = FP8
         cache = self.engines.cache_dir
         history = () if cache is None else HistoryFile(cache, machine).read()
         index = 0 if device == "cpu" else gpu_index(device)

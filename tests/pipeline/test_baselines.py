@@ -1,5 +1,8 @@
 """What PyTorch would run instead of an engine is measured when the engine is built and verified."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +16,17 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.execution.baselines import PyTorchBaseline
 from runtime.families.wan import transformer
-from runtime.machine.probe import probe
+from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.baselines import Baselines
 from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+from tests.engines.contract import wheels
+from tests.plans import GPU_PACKAGES, gpu, machine
 
+ADA = replace(
+    machine(gpu=gpu(capability=(8, 9)), torch_cuda="13.0", packages=(*GPU_PACKAGES, ("torchao", "0.18.0"))),
+    driver_cuda=(13, 0),
+)
 SIZE = (3, 4, 8)
 PROGRAMS = ("text_encoder", "transformer", "vae_first", "vae_next", "vae_clip", "block_qkv", "block_query")
 
@@ -54,6 +63,19 @@ def baseline_of(spec: ModelSpec, program: str, service: EngineService) -> PyTorc
     found = Baselines(service)(spec, component_of(program), key_of(spec, program, service), "cpu")
     assert found is not None
     return found
+
+
+def fp8_key(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
+    """Return the key of an FP8 block engine."""
+    return BUILDERS["tensorrt_rtx_blocks_fp8"].key(
+        spec,
+        "transformer",
+        program,
+        (ShapeProfile.fixed((1, 1, 1)),),
+        precision="fp8",
+        machine=service.machine,
+        device="cuda:0",
+    )
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -110,6 +132,40 @@ def test_a_size_that_pytorch_cannot_make_has_no_baseline(
     spec = tiny("wan2.2-a14b")
     key = replace(key_of(spec, "transformer", service), profiles=(ShapeProfile.fixed((3, 4000, 8)),))
     assert Baselines(service)(spec, "transformer", key, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [replace(ADA, gpus=(gpu(capability=(8, 6)),)), replace(ADA, packages=GPU_PACKAGES)],
+    ids=["a GPU with FP8", "torchao"],
+)
+def test_fp8_engines_have_a_baseline_only_where_pytorch_runs_fp8(
+    tiny: Callable[[str], ModelSpec], service: EngineService, lacking: Machine
+) -> None:
+    spec, service = tiny("wan2.2-a14b"), replace(service, machine=ADA)
+    key = fp8_key(spec, "block_qkv", service)
+    baseline = Baselines(service)(spec, "transformer", key, "cuda:0")
+    assert baseline is not None
+    assert baseline.plan.components["transformer"].quantization == "fp8"
+    assert Baselines(replace(service, machine=lacking))(spec, "transformer", key, "cuda:0") is None
+
+
+@pytest.mark.slow
+def test_fp8_engines_are_measured_against_torchaos_fp8(tmp_path: Path) -> None:
+    # In a process of its own: importing torchao changes torch.
+    torchao = wheels.unpacked(f"torchao=={wheels.pinned('torchao')}")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pipeline.fp8_baseline_on_cpu", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=wheels.ROOT,
+        env=wheels.environment_with([torchao, wheels.ROOT], tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    measured = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [found["products"] for found in measured] == [["_scaled_mm"]] * 3
+    assert all(found["seconds"]["eager"] > 0 for found in measured)
 
 
 def fail(_: str, __: object) -> dict[str, float]:
