@@ -5,6 +5,7 @@ checkpoint and builds missing engines.
 """
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,8 @@ from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_schedule
 
 Emit = Callable[[Event], None]
+
+logger = logging.getLogger(__name__)
 
 # Fields of a plan that fallbacks change while it runs.
 _CHANGING_FIELDS = ("components", "strategy", "decode_flops", "memory", "seconds", "strategies", "split", "speed")
@@ -91,10 +94,13 @@ class RunContext:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Release the engines; save a checkpoint if the job did not finish."""
+        """Release the engines; save a checkpoint if the job did not finish, whose exception stays the one raised."""
         self._engines_in_use.close()
         if kind is not None and issubclass(kind, Exception):
-            self._save_checkpoint()
+            try:
+                self._save_checkpoint()
+            except Exception:  # such as on a lost device, from which nothing can be copied
+                logger.exception("The job's progress could not be saved")
 
     @property
     def compiled_seconds(self) -> float:

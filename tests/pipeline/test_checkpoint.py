@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.core.errors import CheckpointError
+from runtime.core.errors import DEVICE_LOST, CheckpointError, DeviceLostError
 from runtime.core.events import Event, Failed, Paused, Resumed, StepDone, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
@@ -282,6 +282,26 @@ def test_an_internal_error_keeps_the_progress(tiny: Tiny, tmp_path: Path, monkey
     first = run(plan, spec, tmp_path / "job", stop=broken)
     assert isinstance(first[-1], Failed)
     assert Resumed(step=2, of=3) in run(plan, spec, tmp_path / "job")
+
+
+def test_a_lost_device_is_the_reported_error(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny("wan2.1")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", steps=3)
+
+    def copy(_: torch.Tensor) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def lose_device(event: Event) -> bool:
+        if isinstance(event, StepDone) and event.step == 2:
+            monkeypatch.setattr(torch.Tensor, "cpu", copy)
+            raise DeviceLostError(error="CUDA error: unspecified launch failure")
+        return False
+
+    failed = run(plan, spec, tmp_path / "job", stop=lose_device)[-1]
+    monkeypatch.undo()
+    assert isinstance(failed, Failed)
+    assert failed.fact == Fact(DEVICE_LOST, {"error": "CUDA error: unspecified launch failure"})
+    assert isinstance(run(plan, spec, tmp_path / "job")[-1], VideoSaved)
 
 
 @pytest.mark.parametrize(
