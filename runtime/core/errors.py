@@ -31,6 +31,8 @@ from runtime.core.facts import Fact, render
 DEVICE_LOST = "execution.device_lost"
 # Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.
 _VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# CUDA's error when the capture of a graph ends in which a call had failed.
+_FAILED_CAPTURE = "previous error during capture"
 
 
 class TandemError(Exception):
@@ -157,8 +159,9 @@ def first_line(error: BaseException) -> str:
 def ran_out(error: BaseException) -> Literal["VRAM", "RAM"] | None:
     """Return the memory whose exhaustion caused an error: the GPU's, this machine's, or none.
 
-    Libraries wrap such errors (torch-tensorrt in a RuntimeError), so the causes of an error count too; those of a
-    `TandemError`, which states its own reason, do not.
+    Libraries wrap such errors (torch.export in errors of its own), so the causes of an error count too; those of a
+    `TandemError`, which states its own reason, do not. An error that was raised while another one was handled is not
+    its consequence, unless it was raised as such (`raise … from`), or by the end of a CUDA graph's capture.
     """
     for cause in _causes(error):
         # By name, because this package does not import torch.
@@ -172,14 +175,14 @@ def ran_out(error: BaseException) -> Literal["VRAM", "RAM"] | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then what caused it, in the order in which Python reports them."""
+    """Yield an error, then what caused it, the last cause last."""
     found: set[int] = set()
     while error is not None and id(error) not in found:
         found.add(id(error))
         yield error
         if isinstance(error, TandemError):
             return
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or (error.__context__ if _FAILED_CAPTURE in str(error) else None)
 
 
 def ram_ran_out(error: BaseException) -> bool:

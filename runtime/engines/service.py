@@ -76,8 +76,11 @@ class OpenEngines(AbstractContextManager["OpenEngines"]):
         return program in self._sessions
 
     def release(self, program: str) -> None:
-        """Free one program's buffers; see `Session.release`."""
-        self._sessions[program].release()
+        """Free one program's buffers, see `Session.release`. Errors are logged: the result does not depend on it."""
+        try:
+            self._sessions[program].release()
+        except Exception:  # libraries raise errors of any type
+            logger.warning("An engine's buffers could not be freed", exc_info=True)
 
     def close(self) -> None:
         """Free the engines, which may be deleted from then on. Errors are logged: what runs next needs no engine."""

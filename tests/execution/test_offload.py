@@ -1,5 +1,6 @@
 """Offloading: the placement of weights, moving them without changing values, and which memory ran out."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,20 +155,37 @@ def test_which_memory_ran_out(error: BaseException, full: str | None) -> None:
     assert ran_out(error) == full
 
 
-@pytest.mark.parametrize("raised", ["cause", "context"])
-def test_wrapped_exhaustion_is_found(raised: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+CAPTURE_ENDED = torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+REFUSED = EngineError("engine.torch_tensorrt_failed", error="unknown operator")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "explicit", "full"),
+    [
+        (FULL, RuntimeError("While interpreting the module got an error"), True, "VRAM"),
+        (MemoryError(), ValueError("cannot be exported"), True, "RAM"),
+        (FULL, CAPTURE_ENDED, False, "VRAM"),
+        (KeyError("aten.foo"), CAPTURE_ENDED, False, None),
+        (FULL, RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, None),
+        (MemoryError(), OSError(28, "No space left on device"), False, None),
+        (KeyError("size"), FULL, False, "VRAM"),
+        (FULL, REFUSED, True, None),
+    ],
+)
+def test_which_error_counts_as_exhaustion(first: Exception, then: Exception, explicit: bool, full: str | None) -> None:
+    def raise_first() -> None:
+        raise copy.copy(first)
+
+    with pytest.raises(type(then)) as caught:
         try:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        except torch.OutOfMemoryError as error:
-            # As torch-tensorrt does.
-            raise RuntimeError("While interpreting the module got an error") from (error if raised == "cause" else None)
-    if raised == "context":
-        caught.value.__suppress_context__ = False
-    assert ran_out(caught.value) == "VRAM"
-    with pytest.raises(EngineError) as refused:
-        raise EngineError("engine.torch_tensorrt_failed", error="unknown operator") from caught.value
-    assert ran_out(refused.value) is None
+            raise_first()
+        except Exception as error:
+            if explicit:
+                raise then from error
+            raise then  # noqa: B904 - that is under test
+    assert caught.value.__context__ is not None
+    assert ran_out(caught.value) == full
 
 
 def test_an_allocation_larger_than_any_memory_exhausts_ram() -> None:

@@ -351,8 +351,8 @@ def test_an_engine_that_breaks_the_device_ends_the_job(bench: Bench, monkeypatch
     assert fallen(events) == []  # nothing can take its place in this process
 
 
-@pytest.mark.parametrize("method", ["__init__", "close"])
-def test_any_error_while_an_engine_is_opened_or_closed(
+@pytest.mark.parametrize("method", ["__init__", "release", "close"])
+def test_any_error_while_an_engine_is_opened_released_or_closed(
     method: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = getattr(OnnxRuntimeSession, method)
@@ -364,7 +364,7 @@ def test_any_error_while_an_engine_is_opened_or_closed(
     plan = bench.plan(backends={"all": "pytorch", "vae": "onnxruntime"})
     monkeypatch.setattr(OnnxRuntimeSession, method, failing_once_done)
     events = bench.run(plan)
-    opened = method == "close"
+    opened = method != "__init__"
     assert [event.reason.code for event in fallen(events)] == ([] if opened else ["execution.engine_failed"])
     assert backends(events)["vae"] == ("onnxruntime" if opened else "pytorch")
 
