@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -275,15 +276,26 @@ def run(
         checkpoints.remove_latest()
 
 
+@dataclass
+class _Yielding:
+    """A task that makes room for other work; `count` is for how many polls in a row such work was `wanted`."""
+
+    cancel: Cancel
+    wanted: Callable[[], bool]
+    count: int = 0
+
+
 class ControlPoller:
-    """Polls the store for requests to cancel or pause this process's jobs and tasks, and retries failed writes."""
+    """Polls the store for requests to cancel or pause this process's jobs and tasks, and retries failed writes.
+
+    The lock protects the three dictionaries. It is not held during a poll, which reads and writes the store.
+    """
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self._jobs: dict[str, JobRecorder] = {}
         self._cancels: dict[str, Cancel] = {}
-        self._yielding: dict[str, tuple[Cancel, Callable[[], bool]]] = {}
-        self._wanted: dict[str, int] = {}
+        self._yielding: dict[str, _Yielding] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -317,24 +329,22 @@ class ControlPoller:
             wanted: whether other work wants its place. It must say so several times: another worker may take the work.
         """
         with self._lock:
-            self._yielding[task_id] = cancel, wanted
-            self._wanted[task_id] = 0
+            self._yielding[task_id] = _Yielding(cancel, wanted)
         try:
             yield
         finally:
             with self._lock:
-                del self._yielding[task_id], self._wanted[task_id]
+                del self._yielding[task_id]
 
     def _poll_yielding(self) -> None:
         with self._lock:
-            yielding = dict(self._yielding)
-        for task_id, (cancel, wanted) in yielding.items():
+            yielding = list(self._yielding.values())
+        for task in yielding:
             with contextlib.suppress(StoreError):  # polled again soon
-                count = self._wanted.get(task_id, 0) + 1 if wanted() else 0
-                self._wanted[task_id] = count
-                if count >= _POLLS_TO_YIELD or (cancel.pausing and not cancel.requested):
-                    cancel.pause()
-                    cancel.request()
+                task.count = task.count + 1 if task.wanted() else 0
+                if task.count >= _POLLS_TO_YIELD or (task.cancel.pausing and not task.cancel.requested):
+                    task.cancel.pause()
+                    task.cancel.request()
 
     def poll(self) -> None:
         """Poll once."""

@@ -61,8 +61,12 @@ _VIDEO_ON_GPU = (
     "WHERE state = 'running' AND kind = 'video' AND unreadable IS NULL AND jobs.instance != ? "
     "AND coalesce(workers.gpu, 0) = coalesce((SELECT gpu FROM workers WHERE instance = ?), 0) LIMIT 1"
 )
-# After an idle build failed or was cancelled, videos do not queue it again for a day.
+# After an idle build failed, was cancelled or found nothing to build, videos do not queue it again for a day. A worker
+# finds nothing if the engines are for another kind of GPU than its own; a day later, another one may claim the build.
 _NOT_AGAIN_SECONDS = 86_400.0
+_NOTHING_BUILT = (
+    "EXISTS (SELECT 1 FROM events WHERE events.job = jobs.id AND events.event LIKE '%\"task.nothing_to_build\"%')"
+)
 _MOST_POSITION = 1 << 53
 _LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
@@ -232,7 +236,7 @@ class JobStore:
         with self.database.writing() as connection:
             known = connection.execute(
                 "SELECT 1 FROM jobs WHERE kind = 'build' AND idle AND engines = ? AND (state IN ('queued', 'running') "
-                "OR (state != 'done' AND ended > ?)) LIMIT 1",
+                f"OR (ended > ? AND (state != 'done' OR {_NOTHING_BUILT}))) LIMIT 1",
                 (ids, time.time() - _NOT_AGAIN_SECONDS),
             ).fetchone()
             if known is None:

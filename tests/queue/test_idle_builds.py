@@ -1,10 +1,12 @@
 """Builds that run while no video waits: real engines (ONNX Runtime, tiny model), interrupted by videos."""
 
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from runtime.core.cancel import Cancel
 from runtime.core.events import VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -12,7 +14,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
 from runtime.queue.instances import WorkerRegistry
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.job_runner import queue_builds
+from runtime.queue.job_runner import ControlPoller, queue_builds
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from tests.plans import machine
@@ -162,6 +164,35 @@ def test_the_same_engines_are_queued_once(store: JobStore, spec: ModelSpec, engi
     (build,) = builds(store)
     assert set(build.request["backends"]) == {name for name, part in plan.components.items() if part.later}
     assert build.request["build"] == "missing"
+
+
+def test_a_build_for_a_gpu_of_another_kind_is_queued_once(queue: JobQueue) -> None:
+    store, request = queue.store, small(build="missing").to_json()
+    assert store.add_idle_build("Build", Path("/nowhere"), request, {"not-of-this-machine"})
+    (build,) = builds(store)
+    until(lambda: not store.get(build.id).open)
+    (ended,) = (values for _, _, values in store.events(build.id) if values["event"] == "Ended")
+    assert (store.get(build.id).state, ended["fact"]["code"]) == ("done", "task.nothing_to_build")
+    assert not store.add_idle_build("Build", Path("/nowhere"), request, {"not-of-this-machine"})
+    assert store.add_idle_build("Build", Path("/nowhere"), request, {"not-of-this-machine", "new"})
+
+
+def test_a_task_that_starts_during_a_poll_is_polled_anew(store: JobStore) -> None:
+    poller, cancel = ControlPoller(store), Cancel()
+    with ExitStack() as first, ExitStack() as second:
+
+        def restart() -> bool:
+            first.close()
+            second.enter_context(poller.yielding("task", cancel, lambda: True))
+            return True
+
+        first.enter_context(poller.yielding("task", Cancel(), restart))
+        poller.poll()
+        for _ in range(2):
+            poller.poll()
+            assert not cancel.requested
+        poller.poll()
+        assert cancel.requested and cancel.pausing
 
 
 def test_idle_builds_come_last_and_not_beside_a_video(store: JobStore) -> None:
