@@ -2,7 +2,8 @@
 
 - Requests from pages of other sites are refused: on loopback by the Host header (DNS rebinding) and the Origin header,
   elsewhere by fetch metadata (Sec-Fetch-Site) and the Origin header. Programs send no such headers and are accepted.
-- The login is checked here only. Login attempts are limited to twenty a minute.
+- Forwarding headers, from which Gradio builds the page's addresses, are only accepted if they name the share link.
+- The login is checked here only. Wrong attempts are limited, see `logins`.
 - Only the routes of `gradio_requests` are open. Bodies are validated before Gradio reads them.
 - On the visitors' page, a session belongs to the visitor who started it.
 - The content security policy lets the page load resources from this server only.
@@ -13,8 +14,8 @@ References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `Tr
 import json
 import re
 import time
-from collections import deque
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -30,6 +31,7 @@ from runtime.server import gradio_requests
 from runtime.server.connections import set_login
 from runtime.server.gradio_requests import RefusedError, access
 from runtime.server.job_files import is_single_range
+from runtime.server.logins import LoginLimits, forwarded_address, network_of
 from runtime.server.visitors import Visitors
 from runtime.upstream import gradio as private
 
@@ -37,15 +39,10 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 # Values of Sec-Fetch-Site for requests of the page itself and of the browser's address bar.
 _OWN_SITE = frozenset({"same-origin", "none"})
-_LOGINS_PER_MINUTE = 20
-_MINUTE = 60.0
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](?::[0-9]{1,5})?")
-# Gradio builds URLs from these headers. They are removed if the value does not match; with `None`, always.
-_FORWARDED = {
-    b"x-forwarded-host": re.compile(rb"[A-Za-z0-9._-]{1,253}(?::[0-9]{1,5})?"),
-    b"x-forwarded-proto": re.compile(rb"https?"),
-    b"x-gradio-server": None,
-}
+_PORTS = {"http": 80, "https": 443}
+# Gradio builds URLs from these headers.
+_FORWARDED = frozenset({b"x-forwarded-host", b"x-forwarded-proto", b"x-gradio-server"})
 # Gradio's page compiles templates and styles in the browser, which needs 'unsafe-eval' and 'unsafe-inline'.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -69,7 +66,7 @@ def middleware(host_names: Callable[[], frozenset[str] | None], visitors: Visito
     return [
         Middleware(SecurityHeadersMiddleware),
         Middleware(ExceptionMiddleware),  # a RefusedError becomes a response
-        Middleware(CrossSiteMiddleware, host_names=host_names),
+        Middleware(CrossSiteMiddleware, host_names=host_names, visitors=visitors),
         Middleware(AuthenticationMiddleware, backend=GradioLogin(visitors)),
         Middleware(AccessMiddleware, visitors=visitors),
         Middleware(ValidationMiddleware, visitors=visitors),
@@ -101,9 +98,12 @@ class SecurityHeadersMiddleware:
 class CrossSiteMiddleware:
     """Refuses requests from pages of other sites, and requests with another host name."""
 
-    def __init__(self, app: ASGIApp, host_names: Callable[[], frozenset[str] | None]) -> None:
+    def __init__(
+        self, app: ASGIApp, host_names: Callable[[], frozenset[str] | None], visitors: Visitors | None
+    ) -> None:
         self._app = app
         self._host_names = host_names
+        self._visitors = visitors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -125,9 +125,15 @@ class CrossSiteMiddleware:
         if _HOST.fullmatch(host) is None:
             raise RefusedError("Invalid Host header.", 400)
         names = self._host_names()
-        if names is not None and (_host_name(host) not in names or not _is_from(origin, names)):
+        if names is not None and _host_name(host) not in names:
             raise RefusedError("This server only answers to its own host name.", 403)
-        if names is None and site is None and not _is_from(origin, _addressed(headers)) and not navigates:
+        own = {_origin(f"{scope['scheme']}://{host}")}
+        if self._visitors is not None:
+            own.add(_origin(self._visitors.link))
+        if origin is None or _origin(origin) in own:
+            return
+        # Elsewhere than on loopback, a proxy may end TLS or change the port; there browsers send Sec-Fetch-Site.
+        if names is not None or (site is None and not navigates):
             raise RefusedError("Requests from other sites are refused.", 403)
 
 
@@ -157,7 +163,7 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, visitors: Visitors | None) -> None:
         self._app = app
         self._visitors = visitors
-        self._logins: deque[float] = deque(maxlen=_LOGINS_PER_MINUTE)
+        self._logins = LoginLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -167,6 +173,9 @@ class AccessMiddleware:
         set_login(scope, "login" in scope["auth"].scopes)
         needed = self._check(scope)
         visitors = self._visitors
+        if scope["method"] == "POST" and scope["path"].rstrip("/") == gradio_requests.LOGIN:
+            await self._log_in(scope, receive, send)
+            return
         # A page loads many public assets at once; they are not counted.
         if visitors is None or needed == "public":
             await self._app(scope, receive, send)
@@ -183,17 +192,30 @@ class AccessMiddleware:
         method, path = scope["method"], scope["path"]
         if self._visitors is not None and self._visitors.closed:
             raise RefusedError("This page is no longer shared.", 403)
-        if method == "POST" and path.rstrip("/") == gradio_requests.LOGIN:
-            now = time.monotonic()
-            if len(self._logins) == _LOGINS_PER_MINUTE and now - self._logins[0] < _MINUTE:
-                raise RefusedError("Too many login attempts. Wait a minute.", 429)
-            self._logins.append(now)
         needed = access(method, path, visitors=self._visitors is not None)
         if needed is None:
             raise RefusedError("This route is closed.", 403)
         if needed == "login" and "login" not in scope["auth"].scopes:
             raise RefusedError("Log in first.", 401)
         return needed
+
+    async def _log_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        now, address = time.monotonic(), self._address(scope)
+        if not self._logins.admits(address, now):
+            raise RefusedError("Too many login attempts. Wait a minute.", 429)
+
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < HTTPStatus.BAD_REQUEST:
+                self._logins.right(address, now)
+            await send(message)
+
+        await self._app(scope, receive, send_and_count)
+
+    def _address(self, scope: Scope) -> str | None:
+        """Return where a request comes from; all of the tunnel's come from this machine."""
+        if self._visitors is not None:
+            return forwarded_address(Headers(scope=scope).get("x-forwarded-for", ""))
+        return network_of(scope["client"][0]) if scope.get("client") else None
 
 
 class ValidationMiddleware:
@@ -209,7 +231,7 @@ class ValidationMiddleware:
             await self._app(scope, receive, send)
             return
         query = scope["query_string"]
-        scope = {**scope, "headers": _supported(scope["headers"]), "query_string": b""}
+        scope = {**scope, "headers": self._supported(scope["headers"]), "query_string": b""}
         if scope["method"] == "POST":
             body = await _read_body(receive)
             path = scope["path"].rstrip("/")
@@ -268,6 +290,17 @@ class ValidationMiddleware:
         if not self._visitors.owns(session, scope["user"].display_name):
             raise RefusedError("This session is another visitor's.", 403)
 
+    def _supported(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Return the headers without ranges that Starlette cannot handle, and without foreign forwarding headers."""
+        link = urlsplit("" if self._visitors is None else self._visitors.link)
+        accepted = {(b"x-forwarded-host", link.netloc.encode()), (b"x-forwarded-proto", link.scheme.encode())}
+        return [
+            (name, value)
+            for name, value in headers
+            if (name not in _FORWARDED or (value and (name, value) in accepted))
+            and (name != b"range" or is_single_range(value))
+        ]
+
 
 async def _read_body(receive: Receive) -> bytes:
     body: bytes = b""
@@ -296,35 +329,16 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _supported(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers without forwarding headers and ranges that Gradio or Starlette cannot handle."""
-    kept = []
-    for name, value in headers:
-        if name in _FORWARDED:
-            pattern = _FORWARDED[name]
-            if pattern is None or pattern.fullmatch(value) is None:
-                continue
-        if name == b"range" and not is_single_range(value):
-            continue
-        kept.append((name, value))
-    return kept
-
-
-def _is_from(origin: str | None, names: frozenset[str]) -> bool:
-    """Return whether an Origin header has one of the host names; `True` without one."""
-    return origin is None or _host_name(_netloc(origin)) in names
-
-
-def _addressed(headers: Headers) -> frozenset[str]:
-    """Return the host names in a request's Host and X-Forwarded-Host headers."""
-    return frozenset(_host_name(headers[name]) for name in ("host", "x-forwarded-host") if name in headers)
-
-
-def _netloc(address: str) -> str:
+def _origin(address: str) -> tuple[str, str, int | None] | None:
+    """Return scheme, host and port of an address; `None`, which equals no origin, if it has none."""
     try:
-        return urlsplit(address).netloc
+        parts = urlsplit(address)
+        port = parts.port
     except ValueError:
-        return ""
+        return None
+    if not parts.hostname:
+        return None
+    return parts.scheme, parts.hostname.lower(), port or _PORTS.get(parts.scheme)
 
 
 def _host_name(host: str) -> str:

@@ -40,10 +40,12 @@ class Visitors:
 
     Attributes:
         closed: whether sharing has ended.
+        link: the address of the share link; empty until it is open.
     """
 
     def __init__(self, worker: JobQueue, settings: Settings, models: Mapping[str, ModelSpec]) -> None:
         self.closed = False
+        self.link = ""
         self._worker = worker
         self._settings = settings
         self._models = dict(models)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.core.processes import raise_open_files
 from runtime.server import security
 from runtime.server.connections import PageServer, limits_for, listen
+from runtime.server.logins import login_check
 from runtime.server.visitors import Visitors
 from runtime.ui import theme
 from runtime.upstream import gradio as private
@@ -51,7 +52,7 @@ def start(
             page.launch(
                 server_name=f"[{host}]" if ":" in host else host,
                 server_port=port,
-                auth=auth,
+                auth=None if auth is None else login_check(auth),
                 auth_message=auth_message if auth else None,
                 prevent_thread_lock=True,
                 inbrowser=False,

@@ -106,6 +106,7 @@ class Sharing:
         with self._lock:
             if self.state == "opening":
                 self._tunnel, self.url, self.state = tunnel, tunnel.url, "open"
+                self.visitors.link = tunnel.url
         if self.state != "open":
             tunnel.close()
             return

@@ -212,6 +212,36 @@ def test_other_host_names_are_refused(server: Server) -> None:
     assert status(server, "gradio_api/queue/join", method="POST", headers={"Origin": "null"}) == 403
 
 
+def test_the_origin_is_compared_with_scheme_and_port(server: Server) -> None:
+    own = server.url.rstrip("/")
+    port = int(own.rpartition(":")[2])
+    host = own.removeprefix("http://")
+    assert status(server, "gradio_api/queue/join", method="POST", headers={"Origin": own, "Host": host}) == 422
+    for origin in (
+        f"http://127.0.0.1:{port + 1}",
+        "http://127.0.0.1",
+        f"https://127.0.0.1:{port}",
+        "http://[",
+        own + "0",
+    ):
+        for site in ({}, {"Sec-Fetch-Site": "same-origin"}):
+            headers = {"Origin": origin, "Host": host, **site}
+            assert status(server, "gradio_api/queue/join", method="POST", headers=headers) == 403, origin
+
+
+def test_forwarding_headers_do_not_change_the_addresses_of_the_page(server: Server) -> None:
+    headers = {
+        "X-Forwarded-Host": "evil.example",
+        "X-Forwarded-Proto": "https",
+        "X-Gradio-Server": "http://evil.example",
+    }
+    for path in ("", "config"):
+        request = urllib.request.Request(server.url + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            text = answer.read().decode()
+        assert "evil.example" not in text
+
+
 def test_the_content_security_policy_allows_only_this_server(server: Server) -> None:
     with urllib.request.urlopen(server.url, timeout=10) as answer:
         policy = answer.headers["Content-Security-Policy"]

@@ -13,6 +13,7 @@ from gradio_client.exceptions import AppError
 from tests.app_server import MODEL, ROOT, Server, make_cache, serving
 from tests.fuzz.raw_http import Answer, send
 from tests.sharing_app import HOST, link_of
+from tests.waiting import until
 
 FLAGS = (
     *("--share", "--share-frames", "9", "--share-size", "192x128", "--share-steps", "400"),
@@ -77,7 +78,15 @@ def test_the_link_has_a_password_and_the_owners_page_needs_none(server: Server) 
 
 def test_the_visitors_page_answers_only_to_the_links_host_name(visitor: Visitor) -> None:
     assert visitor.get("/config", Host=HOST).status == 200
-    assert visitor.get("/config", Host=f"{HOST}:80", Origin=f"https://{HOST}").status == 200
+    link = f"http://{HOST}:{visitor.port}"
+    assert visitor.get("/config", Host=f"{HOST}:80", Origin=link).status == 200
+    for origin in (f"https://{HOST}:{visitor.port}", f"http://{HOST}:1", f"http://evil.{HOST}:{visitor.port}"):
+        assert visitor.get("/config", Host=f"{HOST}:80", Origin=origin).status == 403, origin
+    own = json.loads(visitor.get("/config", X_Forwarded_Host=f"{HOST}:{visitor.port}").body)["root"]
+    assert own == link
+    for name in ("evil.example", f"{HOST}:1", f"{HOST}, evil.example"):
+        assert HOST not in json.loads(visitor.get("/config", X_Forwarded_Host=name).body)["root"], name
+        assert b"evil.example" not in visitor.get("/config", X_Forwarded_Host=name).body, name
     for host in ("evil.example", f"{HOST}.evil.example", "0.0.0.0"):
         assert visitor.get("/config", Host=host).status == 403, host
     assert visitor.get("/robots.txt").body == b"User-agent: *\nDisallow: /\n"
@@ -198,9 +207,21 @@ def test_the_owners_page_has_no_limits(server: Server) -> None:
 
 
 def test_login_attempts_are_limited(server: Server) -> None:
-    # Last, because it blocks logins for a minute.
-    port, *_ = link_of(server.cache_dir)
-    form = {b"Content-Type": b"application/x-www-form-urlencoded"}
-    answers = [send(port, b"POST", b"/login", form, b"username=visitor&password=x%d" % n) for n in range(30)]
-    assert {answer.status for answer in answers} == {400, 429}
+    port, user, password = link_of(server.cache_dir)
+
+    def attempt(given: str, address: str) -> Answer:
+        # What a visitor sends comes first, the addresses of the share server's own proxies last.
+        form = {b"Content-Type": b"application/x-www-form-urlencoded"}
+        form |= {b"X-Forwarded-For": f"8.8.4.4, {address}, 10.0.0.7".encode()} if address else {}
+        return send(port, b"POST", b"/login", form, f"username={user}&password={given}".encode())
+
+    answers = [attempt(f"x{number}", "9.9.9.9") for number in range(12)]
+    assert [answer.status for answer in answers] == [400] * 10 + [429] * 2
     assert b"Wait a minute" in answers[-1].body
+    assert attempt(password, "9.9.9.9").status == 429
+    # Nobody else is shut out, and right attempts do not count.
+    assert {attempt(password, "1.1.1.1").status for _ in range(12)} == {200}
+    # Last, because it blocks logins for a minute: many addresses reach the overall limit.
+    assert {attempt("x", f"1.2.{number}.1").status for number in range(100)} >= {400, 429}
+    until(lambda: attempt(password, "1.0.0.1").status == 200)
+    assert attempt("x", "1.2.0.1").status == 429
