@@ -3,7 +3,7 @@
 The job is added to the store as claimed by this process, so it does not wait in the web app's queue.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from runtime.cli.jobs import check_stored
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
+from runtime.core.files import give_usual_permissions
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
@@ -125,6 +126,9 @@ def _run(
 
         with poller.following(job), Residency(environment.engines) as residency, progress.shown():
             run(job, record, plan, spec, emit, residency, environment.history, store)
+    if isinstance(job.end, VideoSaved) and environment.settings.outputs_dir not in job.end.video.parents:
+        with suppress(OSError):  # the video itself is complete
+            give_usual_permissions(job.end.video)
     return _report_end(job, store, as_json=as_json)
 
 

@@ -41,6 +41,7 @@ from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
 from runtime.core.facts import Fact
+from runtime.core.files import make_private_files
 from runtime.core.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ OptionalText = str | None
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    make_private_files()
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -1,5 +1,6 @@
 """Text for people on standard error: lines, tables, questions and live progress."""
 
+import re
 import sys
 import threading
 import time
@@ -15,9 +16,12 @@ from rich.text import Text
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Event
+from runtime.core.facts import BIDI_CONTROLS
 from runtime.core.progress import Progress
 from runtime.core.units import duration
 
+# Controls of the terminal, and of the direction of text.
+_CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{BIDI_CONTROLS}]")
 _BAR = 24
 _PIPE_WIDTH = 160
 _REFRESH_SECONDS = 0.2
@@ -30,7 +34,12 @@ def console() -> Console:
 
 def line(text: str) -> None:
     """Print one line."""
-    console().print(Text(text))
+    console().print(Text(visible(text)))
+
+
+def visible(text: str) -> str:
+    """Return text with its control characters, other than line breaks and tabs, as escapes."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def error(what: str, remedy: str) -> None:
@@ -71,7 +80,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         # Rich searches a string for emoji codes, and importing their table takes 25 ms.
         grid.add_column(Text(heading), overflow="fold", no_wrap=number == 0)
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
+        grid.add_row(*(Text(visible(cell)) for cell in row))
     # A pipe has no width of its own.
     width = None if console().is_terminal else _PIPE_WIDTH
     Console(file=sys.stderr, highlight=False, width=width).print(grid)
@@ -105,14 +114,14 @@ class LiveLine(ABC):
     def print_on_pipe(self, text: str) -> None:
         """Print a line if standard error is not a terminal."""
         if not self._live:
-            self._console.print(Text(f"{text}…"))
+            self._console.print(Text(f"{visible(text)}…"))
 
     @abstractmethod
     def text(self) -> str:
         """Return the current text of the line."""
 
     def _render(self) -> Text:
-        return Text(self.text(), no_wrap=True, overflow="ellipsis")
+        return Text(visible(self.text()), no_wrap=True, overflow="ellipsis")
 
 
 class ProgressLine(LiveLine):
@@ -156,4 +165,4 @@ def progress_text(progress: Progress) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return visible(" ".join(text.split()))

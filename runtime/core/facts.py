@@ -36,6 +36,8 @@ BACKEND_TITLES: Mapping[str, str] = {
 # The command line's option for each request field; `core.request` adds those of its fields.
 OPTIONS: dict[str, str] = {}
 _LONGEST_VALUE = 40
+# Characters that change the direction of the text after them: names could look like other names.
+BIDI_CONTROLS = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 
 
 class Fact(BaseModel):

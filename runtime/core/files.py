@@ -1,4 +1,7 @@
-"""Files that are replaced as a whole: readers see the old or the new content, and a full disk leaves no part behind."""
+"""Files that are replaced as a whole, and permissions of new files.
+
+Readers see the old or the new content, and a full disk leaves no part behind.
+"""
 
 import contextlib
 import os
@@ -9,6 +12,24 @@ from pathlib import Path
 _SUFFIX = ".tmp"
 # Partial files of this age were left by killed processes.
 _OLD_SECONDS = 3600.0
+
+# The umask that this process was started with, once it has another one.
+_users_umask: list[int] = []
+
+
+def make_private_files() -> None:
+    """Create files and folders that only this user can open, in this process and all that it starts from now on."""
+    _users_umask.append(os.umask(0o077))
+
+
+def give_usual_permissions(path: Path) -> None:
+    """Give a file in a folder that the user chose the permissions that other programs would give it.
+
+    Raises:
+        OSError: if that fails.
+    """
+    if _users_umask and os.name == "posix":
+        path.chmod(0o666 & ~_users_umask[0])
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:

@@ -259,6 +259,9 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
     path = Path(given).expanduser() if given else ROOT / "Cache"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if not given and os.name == "posix" and path.stat().st_uid == os.geteuid():
+            # Earlier versions created it with the user's umask. A folder that the user chose may be shared on purpose.
+            path.chmod(0o700)
     except (OSError, ValueError) as error:
         raise SettingsError(
             "settings.no_cache_folder",

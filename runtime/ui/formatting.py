@@ -1,20 +1,23 @@
 """Text and HTML of the page: facts, settings, numbers, and the Jinja2 templates in `templates/`."""
 
 import json
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from runtime.core import facts
-from runtime.core.facts import Fact, Text, Words
+from runtime.core.facts import BIDI_CONTROLS, Fact, Text, Words
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import Backends, Choice, StepCache
 from runtime.core.units import byte_size, memory_size
 from runtime.core.units import duration as whole_seconds
 
+_BIDI_CONTROLS = re.compile(f"[{BIDI_CONTROLS}]")
 _MINUTE = 60
 _HOUR = 3600
 # Below this a duration shows tenths.
@@ -117,12 +120,18 @@ def lowered(title: str) -> str:
     return title if title[1:2].isupper() else f"{title[:1].lower()}{title[1:]}"
 
 
+def shown(value: Any) -> Any:
+    """Return text without the controls of its direction, which would also turn what follows it; others as they are."""
+    return _BIDI_CONTROLS.sub("", value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=StrictUndefined,
+    finalize=shown,
 )
 _ENVIRONMENT.filters |= {
     "bytes": byte_size,

@@ -8,7 +8,7 @@ from runtime.queue import storage
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.server.job_files import find_output
-from runtime.ui.formatting import paragraph
+from runtime.ui.formatting import paragraph, shown
 from runtime.ui.job_view import ResumeStatus, resume_status
 from runtime.ui.panels import Call, Reply, unknown_action
 
@@ -110,7 +110,7 @@ def is_job_id(value: object) -> bool:
 
 def title(job: JobRecord) -> str:
     """Return a job's prompt or task in quotation marks, shortened."""
-    words = job.prompt or job.title
+    words = shown(job.prompt or job.title)
     return f"“{words if len(words) <= _TITLE_LENGTH else f'{words[: _TITLE_LENGTH - 1]}…'}”"
 
 

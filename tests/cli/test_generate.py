@@ -135,3 +135,22 @@ def test_a_missing_package_is_an_error_with_a_remedy(cache_dir: Path) -> None:
     assert done.returncode == 2
     assert "'typer' is not installed" in done.stderr
     assert "./install.sh" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of Unix")
+def test_other_users_cannot_read_the_cache_and_a_chosen_folder_keeps_its_permissions(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o755)
+    out = kept / "boat.mp4"
+    before = kept.stat().st_mode
+    arguments = command(tiny("wan2.2-a14b"), out, "--steps", "1")
+    subprocess.run(arguments, capture_output=True, check=True, umask=0o022)
+    outside = [*arguments[: arguments.index("--out")], *arguments[arguments.index("--out") + 2 :]]
+    subprocess.run(outside, capture_output=True, check=True, umask=0o022)
+    assert (out.stat().st_mode & 0o777, kept.stat().st_mode) == (0o644, before)
+    made = [cache_dir, *cache_dir.rglob("*")]
+    assert {"jobs.sqlite", "tandem.log", "prompts", "outputs"} <= {path.name for path in made}
+    assert any(path.suffix == ".mp4" for path in made)
+    assert [path for path in made if path.stat().st_mode & 0o077] == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from runtime.cli import terminal
 from runtime.cli.main import run
 from runtime.core.events import Failed, Planned, Warned
 from runtime.core.facts import Fact
@@ -202,3 +203,18 @@ def test_a_store_of_a_newer_version_is_refused(
     assert "written by a newer Tandem" in text and out.is_file()
     refused, _ = answer(["jobs", "list"], capsys, 2)
     assert "Update Tandem" in refused["error"]["remedy"]
+
+
+def test_control_characters_of_prompts_do_not_reach_the_terminal(
+    cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(cache_dir)
+    job = add_job(store, "a \u202ered\u2069 boat \u200f\u061c")
+    found, text = answer(["jobs", "list"], capsys)
+    assert found["jobs"][0]["prompt"] == job.prompt
+    assert r"a \u202ered\u2069 boat \u200f\u061c" in text
+    _, text = answer(["jobs", "show", job.id, "--with-prompt"], capsys)
+    assert "\u202e" not in text and r"\u202e" in text
+    terminal.line("\x1b[31mred\x07 \x9b here")
+    terminal.error("\x1b]0;title\x07", "do\u2028this")
+    assert capsys.readouterr().err == ("\\x1b[31mred\\x07 \\x9b here\nError: \\x1b]0;title\\x07\nTo do: do this\n")

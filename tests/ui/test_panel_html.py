@@ -163,3 +163,15 @@ def test_settings_are_complete_on_the_page() -> None:
     job = SimpleNamespace(id="a" * 8, prompt="x", state="done", output=Path("x"), resumable=False, deleted=None)
     shown = detail(job, request={"prompt": 'a "red" <boat>', "seed": 7})
     assert json.loads(unescape(shown.split('data-reuse="')[1].split('"')[0])) == {"prompt": 'a "red" <boat>', "seed": 7}
+
+
+def test_text_does_not_turn_what_follows_it() -> None:
+    turned = "a\u202e red\u2066 boat\u061c"
+    shown = queue_html([Row("a" * 8, turned, "running", True, turned)])
+    assert "<bdi>a red boat</bdi>" in shown
+    assert not set(shown) & set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+    # The settings that the page restores keep every character.
+    reused = detail(SimpleNamespace(
+        id="a" * 8, prompt=turned, state="done", output=Path("x"), resumable=False, deleted=None,
+    ), "x", {"prompt": turned})  # fmt: skip
+    assert json.loads(unescape(reused.split('data-reuse="')[1].split('"')[0])) == {"prompt": turned}
