@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from runtime.core.cancel import Cancel, CancelledError, PausedError
+from runtime.core.errors import BadResultError
 from runtime.core.events import Cancelled, Failed, Paused, Planned, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
@@ -96,8 +97,22 @@ def _generate(
     if history is not None:
         measure_attention(context.plan, context.spec, history)
     previews = Previews(context.spec, context.plan)
-    with_oom_retry(context, partial(denoise_latents, context, previews))
+    _denoise(context, previews)
     return with_oom_retry(context, partial(decode_and_save, context, previews, job_id, on_frames))
+
+
+def _denoise(context: RunContext, previews: Previews) -> None:
+    """Denoise; if float16 overflows in PyTorch too after block engines failed, repeat the step in another precision."""
+    while True:
+        try:
+            with_oom_retry(context, partial(denoise_latents, context, previews))
+            return
+        except BadResultError:
+            if not context.leave_float16():
+                raise
+        # Outside of the handler: the exception's frames reference memory that is needed now.
+        context.representative = False
+        context.residency.free()
 
 
 def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunContext, saved: VideoSaved) -> None:

@@ -32,6 +32,8 @@ from runtime.pipeline.checkpoint import (
 )
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_schedule
+from runtime.planner.constraints import BF16_CAPABILITY
+from runtime.planner.memory_model import DTYPE_BYTES
 
 Emit = Callable[[Event], None]
 
@@ -142,6 +144,26 @@ class RunContext:
         if event.fact not in self.warnings:
             self.warnings.append(event.fact)
             self.emit(event)
+
+    def leave_float16(self) -> bool:
+        """Plan transformers, loaded in float16 for block engines that failed, in a precision that does not overflow.
+
+        That is bfloat16, or float32 on devices without it.
+
+        Returns:
+            Whether there is such a transformer. It is loaded again when it is next used.
+        """
+        overflowing = [name for name, part in self.plan.components.items() if part.failed_engines]
+        overflowing = [name for name in overflowing if self.plan.components[name].dtype == "float16"]
+        for name in overflowing:
+            part = self.plan.components[name]
+            dtype = "bfloat16" if _computes_bfloat16(part.device) else "float32"
+            size = part.weights_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[part.dtype]
+            reason = Fact("pipeline.left_float16", {"component": name, "dtype": dtype})
+            changed = part.replace(dtype=dtype, weights_bytes=size, failed_engines=(), reasons=(*part.reasons, reason))
+            self.plan = self.plan.with_component(name, changed)
+            self.warn(reason)
+        return bool(overflowing)
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """Reset an option of the plan's `Speed` that cannot be applied; the job is slower, with the same result."""
@@ -320,6 +342,11 @@ class RunContext:
 
     def _report_build(self, name: str, progress: Fact, share: float | None) -> None:
         self.emit(EngineProgress(component=name, progress=progress, share=share))
+
+
+def _computes_bfloat16(device: str) -> bool:
+    """Return whether a device has instructions for bfloat16; CPUs compute faster in float32."""
+    return device.startswith("cuda") and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
 
 
 def wants_guidance(plan: ExecutionPlan) -> bool:

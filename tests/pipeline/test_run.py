@@ -28,6 +28,7 @@ from runtime.core.events import (
     to_json,
 )
 from runtime.core.facts import Fact
+from runtime.core.plan import EngineUse
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
@@ -180,6 +181,38 @@ def test_nan_fails_the_job(part: str, fact: Fact, tiny: Tiny, tmp_path: Path) ->
     assert end.fact == fact
     assert not end.internal
     assert list(out.iterdir()) == []
+
+
+def test_float16_that_overflows_after_block_engines_failed_is_left(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("wan2.1").directory, folder)
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    # Activations above 65,504, the largest number of float16.
+    tensors["blocks.0.ffn.net.0.proj.bias"].fill_(1e5)
+    tensors["blocks.0.ffn.net.2.weight"] *= 1e-6
+    save_file(tensors, weights, metadata={"format": "pt"})
+    spec = read_spec(folder, "large")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", steps=2)
+    part = plan.components["transformer"]
+    size = (1, 1, 1)
+    uses = tuple(
+        EngineUse(id=f"gone-{name}", program=name, builder="gone", precision="float16", profile=(size, size, size))
+        for name in spec.block_programs
+    )
+    in_float16 = part.replace(dtype="float16", weights_bytes=part.weights_bytes // 2)
+    fallen = in_float16.replace(failed_engines=uses, reasons=(Fact("execution.engine_not_finite"),))
+    with Residency() as residency:
+        (failed,) = events_of(plan.with_component("transformer", in_float16), spec, residency)[-1:]
+        assert isinstance(failed, Failed) and failed.fact.code == "pipeline.not_finite"
+        saved = events_of(plan.with_component("transformer", fallen), spec, residency)[-1]
+        wanted = events_of(plan.replace(output=tmp_path / "y.mp4"), spec, residency)[-1]
+    assert isinstance(saved, VideoSaved) and isinstance(wanted, VideoSaved)
+    left = Fact("pipeline.left_float16", {"component": "transformer", "dtype": "float32"})
+    assert left in saved.warnings and left not in wanted.warnings
+    assert saved.plan["components"]["transformer"]["dtype"] == "float32"
+    assert saved.plan["components"]["transformer"]["weights_bytes"] == part.weights_bytes
+    assert frames_of(tmp_path / "x.mp4") == frames_of(tmp_path / "y.mp4")
 
 
 @pytest.fixture

@@ -10,6 +10,9 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "pipeline.text_cut": Message("The {field} is longer than the model supports; the end was cut off."),
     "pipeline.degraded": Message("{component:component}: slower than planned. {reason}"),
+    "pipeline.left_float16": Message(
+        "{component:component}: float16 overflowed in PyTorch too; the weights were loaded again in {dtype}."
+    ),
     "pipeline.engine_rebuilt": Message(
         "{component:component}: the engine {engine} cannot be used ({problem}) and is rebuilt."
     ),
