@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from runtime.core.cancel import Cancel
@@ -23,6 +22,7 @@ from runtime.planner.engine_index import EngineRecord
 from runtime.planner.resolve import resolve
 from tests.gpu.check_common import CHUNK, CLIP, COMPONENTS, Checks, profile_of, psnr, relative_error, ssim
 from tests.plans import with_strategy
+from tests.wan_pipeline import load_pipeline, run_pipeline
 
 # Random models are checked on a small clip: TensorRT 8.6 stores the full attention matrix.
 SMALL = (3, 30, 52)
@@ -137,8 +137,7 @@ Made = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
 
 def run_pytorch(spec: ModelSpec, plan: ExecutionPlan, device: str) -> Callable[[], Made]:
     """Return text embeddings, the latents after each step and the frames, from `WanPipeline`."""
-    pipeline = WanPipeline.from_pretrained(spec.directory).to(torch.float32).to(device)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = load_pipeline(spec, device)
 
     def run() -> Made:
         embeds, _ = pipeline.encode_prompt(
@@ -150,19 +149,7 @@ def run_pytorch(spec: ModelSpec, plan: ExecutionPlan, device: str) -> Callable[[
             latents.append(given["latents"].clone())
             return given
 
-        frames = pipeline(
-            prompt=plan.prompt,
-            negative_prompt=plan.negative_prompt,
-            width=plan.width,
-            height=plan.height,
-            num_frames=plan.frames,
-            num_inference_steps=plan.steps,
-            guidance_scale=plan.guidance_scale,
-            guidance_scale_2=plan.guidance_scale_2,
-            generator=torch.Generator("cpu").manual_seed(plan.seed),
-            output_type="np",
-            callback_on_step_end=keep,
-        ).frames[0]
+        (frames,) = run_pipeline(pipeline, plan, "np", callback_on_step_end=keep)
         return embeds, latents, torch.from_numpy(frames).mul(255).round().to(torch.uint8)
 
     return run

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import AutoencoderKLWan
 from diffusers.hooks import FirstBlockCacheConfig
 
 from runtime.core.cancel import Cancel
@@ -22,6 +22,7 @@ from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
+from tests.wan_pipeline import load_pipeline, run_pipeline
 
 
 def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.Tensor:
@@ -48,23 +49,10 @@ def by_wan_pipeline(
     spec: ModelSpec, plan: ExecutionPlan, output_type: str, cache: FirstBlockCacheConfig | None = None
 ) -> Any:
     """Return what `WanPipeline` makes of a plan; of one with one transformer also with a step cache."""
-    # transformers keeps diorama's text encoder in the float16 of its file.
-    pipeline = WanPipeline.from_pretrained(spec.directory).to(torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = load_pipeline(spec)
     if cache is not None:
         pipeline.transformer.enable_cache(cache)
-    return pipeline(
-        prompt=plan.prompt,
-        negative_prompt=plan.negative_prompt,
-        width=plan.width,
-        height=plan.height,
-        num_frames=plan.frames,
-        num_inference_steps=plan.steps,
-        guidance_scale=plan.guidance_scale,
-        guidance_scale_2=plan.guidance_scale_2,
-        generator=torch.Generator("cpu").manual_seed(plan.seed),
-        output_type=output_type,
-    ).frames
+    return run_pipeline(pipeline, plan, output_type)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
