@@ -14,7 +14,7 @@ from runtime.core.errors import BadResultError
 from runtime.core.events import Cancelled, Failed, Paused, Planned, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.history_file import HistoryFile, measure_attention
 from runtime.pipeline.metrics import Metrics
@@ -121,5 +121,6 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
     timings = {name: seconds for name, seconds in saved.timings.items() if name not in excluded}
     peaks = {name: size for name, size in context.metrics.stage_peaks.items() if name not in excluded}
     history.add_job(planned, context.plan, context.spec, timings, peaks)
-    if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled:
+    in_pytorch = any(is_transformer(name) and not part.engines for name, part in context.plan.components.items())
+    if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and in_pytorch:
         history.add_compilation(context.plan, context.spec, context.compiled_seconds)

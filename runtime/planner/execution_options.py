@@ -33,6 +33,8 @@ _MEASURED_CALL_RATIO = 4.0
 # Compilation time if it was not measured on this machine. The host of an H200 with 16 cores took 2 to 9 s for a block
 # and 2 to 8 s for the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next.
 COMPILE_SECONDS = 20.0
+# Of these, the VAE's kernels.
+_DECODER_COMPILE_SECONDS = 5.0
 _NOTHING = Seconds(0, 0, 0, measured=True)
 
 
@@ -42,10 +44,10 @@ def shared_options(inputs: ForecastInputs) -> Speed:
     Raises:
         InvalidRequestError, MachineError: if a requested option is not possible.
     """
+    workload = inputs.workload
     if not inputs.loaded:
         reason = Fact("planner.engines_compute")
-        return Speed(attention_reason=reason, compiled_reason=reason)
-    workload = inputs.workload
+        return Speed(attention_reason=reason, compiled_reason=reason, channels_last=workload.cuda)
     attention, reason = choose_attention(inputs)
     guided = inputs.calls["text_encoder"] > 1
     size = text_bytes(workload.spec, _dtype(inputs), texts=2 if guided else 1)
@@ -85,19 +87,18 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
         The options, the compilation time before the first step, and why the request's options exclude the strategy.
     """
     base = inputs.base
-    if not inputs.loaded:
-        return base, _NOTHING, None
-    on_device = strategy.offload in {"none", "model"}
-    resident = strategy.offload == "none" and strategy.quantization == "none"
-    base = base.replace(
-        text_kept=base.text_kept and on_device,
-        text_bytes=base.text_bytes if on_device else 0,
-        # Block engines read the weights of each projection.
-        fused=inputs.workload.cuda and resident and not inputs.in_blocks,
-    )
-    graphed = inputs.workload.cuda and resident and not _passes_apart(inputs) and _launch_bound(inputs, strategy, base)
-    base = base.replace(graphed=graphed)
-    compiled, reason, seconds, against = _compiled(inputs, strategy, base)
+    if inputs.loaded:
+        on_device = strategy.offload in {"none", "model"}
+        resident = strategy.offload == "none" and strategy.quantization == "none"
+        base = base.replace(
+            text_kept=base.text_kept and on_device,
+            text_bytes=base.text_bytes if on_device else 0,
+            # Block engines read the weights of each projection.
+            fused=inputs.workload.cuda and resident and not inputs.in_blocks,
+        )
+        single = inputs.workload.cuda and resident and not _passes_apart(inputs)
+        base = base.replace(graphed=single and _launch_bound(inputs, strategy, base))
+    compiled, reason, seconds, against = (_compiled if inputs.in_pytorch else _decoder_compiled)(inputs, strategy, base)
     return base.replace(compiled=compiled, compiled_reason=reason), seconds if compiled else _NOTHING, against
 
 
@@ -172,8 +173,6 @@ def _compiled(
     inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed
 ) -> tuple[bool, Fact, Seconds, Conflict | None]:
     """Return whether blocks are compiled, the reason, the compilation time, and why they cannot be if requested."""
-    if not inputs.in_pytorch:
-        return False, Fact("planner.not_compiled_in_blocks"), _NOTHING, None
     workload, name = inputs.workload, inputs.in_pytorch[0]
     device, dtype = device_name(inputs.machine, workload.device), workload.dtypes[name]
     measured = compile_seconds(inputs.history, device, workload.spec, dtype, strategy.quantization)
@@ -197,10 +196,37 @@ def _compiled(
     )
     faster = after.likely if after.measured else before.likely / compiled_speedup(strategy.quantization)
     saved = (before.likely - faster) * sum(inputs.calls[name] for name in inputs.in_pytorch)
-    data = {"seconds": likely, "saved": max(saved, 0.0), "measured": measured is not None}
-    if saved > likely:
-        return True, Fact("planner.compiled_pays_off", data), seconds, None
-    return False, Fact("planner.not_compiled_pays_off", data), seconds, None
+    return *_pays_off(seconds, saved), seconds, None
+
+
+def _decoder_compiled(
+    inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed
+) -> tuple[bool, Fact, Seconds, Conflict | None]:
+    """Return what `_compiled` does if no transformer runs in PyTorch alone: only the VAE can be compiled."""
+    asked = inputs.request.compile
+    if not inputs.workload.cuda or inputs.backends["vae"] != PYTORCH:
+        return False, base.compiled_reason or Fact("planner.not_compiled_in_blocks"), _NOTHING, None
+    seconds = Seconds(_DECODER_COMPILE_SECONDS, 2.0, 8.0)
+    part = constraints.ComponentSettings(component="vae", backend=PYTORCH, offload=strategy.offload)
+    against = constraints.compile_conflict(part, inputs.machine)
+    if asked == "never":
+        compiled, reason = False, Fact("planner.not_compiled_asked")
+    elif against is not None:
+        compiled, reason = False, Fact("planner.not_compiled", {"cause": against.fact})
+    elif asked == "always":
+        compiled, reason = True, Fact("planner.compiled_asked")
+    else:
+        before, after = (call_seconds(inputs, strategy, "vae", base.replace(compiled=one)) for one in (False, True))
+        compiled, reason = _pays_off(seconds, before.likely - after.likely)
+    return compiled, Fact("planner.only_vae_compiles", {"how": reason}), seconds, None
+
+
+def _pays_off(seconds: Seconds, saved: float) -> tuple[bool, Fact]:
+    """Return whether compilation takes fewer seconds than it saves, and the reason."""
+    data = {"seconds": seconds.likely, "saved": max(saved, 0.0), "measured": seconds.measured}
+    if saved > seconds.likely:
+        return True, Fact("planner.compiled_pays_off", data)
+    return False, Fact("planner.not_compiled_pays_off", data)
 
 
 def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:

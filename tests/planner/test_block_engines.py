@@ -1,7 +1,7 @@
 """Plans with engines for parts of transformer blocks: which settings they work with, precision, memory."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,7 @@ from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner import memory_model
 from runtime.planner.engine_offers import EngineOffer, no_offers
+from runtime.planner.history import Run
 from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import resolve
 from runtime.ui.plan_preview import Preview, summarize
@@ -59,9 +60,20 @@ def whole(backend: str = "tensorrt", **changes: Any) -> EngineOffer:
 
 
 def plan(
-    offered: Sequence[EngineOffer], model: str = A14B, on: Machine = H200, backend: str = "tensorrt", **settings: Any
+    offered: Sequence[EngineOffer],
+    model: str = A14B,
+    on: Machine = H200,
+    backend: str = "tensorrt",
+    others: Mapping[str, Sequence[EngineOffer]] | None = None,
+    history: Sequence[Run] = (),
+    **settings: Any,
 ) -> ExecutionPlan:
-    """Plan a clip whose transformers were requested on a backend."""
+    """Plan a clip whose transformers were requested on a backend.
+
+    Args:
+        offered: for the transformers.
+        others: for single components.
+    """
     request = GenerationRequest.from_mapping(
         {
             "prompt": "a red boat",
@@ -75,9 +87,9 @@ def plan(
     )
 
     def offers(component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
-        return offered if component in EXPERTS else ()
+        return (others or {}).get(component, offered if component in EXPERTS else ())
 
-    return resolve(request, spec(model), on, Path("x.mp4"), offers)
+    return resolve(request, spec(model), on, Path("x.mp4"), offers, history)
 
 
 # What each kind of engine works with; a transformer in PyTorch works with all.
@@ -171,10 +183,50 @@ def test_pytorch_computes_between_engines_in_their_precision() -> None:
     assert made.speed.attention == "flash4"
     assert (made.speed.compiled, made.speed.paired, made.speed.fused) == (False, False, False)
     assert made.speed.text_kept
-    assert made.speed.compiled_reason == Fact("planner.not_compiled_in_blocks")
     on_engine = plan([whole()])
     assert on_engine.components["transformer"].dtype == "bfloat16"
     assert on_engine.speed.attention_reason == Fact("planner.engines_compute")
+
+
+@pytest.mark.parametrize("offer", [blocks(), whole()], ids=["blocks", "whole"])
+@pytest.mark.parametrize(
+    ("compile_", "vae", "on", "compiled", "code"),
+    [
+        ("always", "auto", H200, True, "planner.compiled_asked"),
+        ("never", "auto", H200, False, "planner.not_compiled_asked"),
+        # 81 frames of 832x480 decode in 1 s, which is less than compiling takes.
+        ("auto", "auto", H200, False, "planner.not_compiled_pays_off"),
+        ("auto", "auto", replace(H200, packages=GPU_PACKAGES), False, "planner.not_compiled"),
+        ("always", "tensorrt", H200, False, ""),
+    ],
+)
+def test_the_vae_is_compiled_beside_engines_of_the_transformers(
+    offer: EngineOffer, compile_: str, vae: str, on: Machine, compiled: bool, code: str
+) -> None:
+    asked = dict.fromkeys(EXPERTS, "tensorrt") | {"vae": vae}
+    decoder = EngineOffer(backend="tensorrt", builder="b", uses=(use("vae_first"), use("vae_next")))
+    made = plan([offer], on=on, others={"vae": [decoder]}, backends=asked, compile=compile_)
+    speed, reason = made.speed, made.speed.compiled_reason
+    assert (speed.compiled, speed.channels_last) == (compiled, True)
+    assert reason is not None
+    if code:
+        assert (reason.code, reason.data["how"].code) == ("planner.only_vae_compiles", code)
+        assert made.seconds["load"].likely == pytest.approx(
+            plan([offer], on=on, backends=asked, compile="never").seconds["load"].likely + (5.0 if compiled else 0.0)
+        )
+    else:
+        assert reason.code in {"planner.engines_compute", "planner.not_compiled_in_blocks"}
+
+
+def test_the_vae_is_compiled_beside_engines_if_that_pays_off() -> None:
+    long = {"width": 1024, "height": 1024, "frames": 253, "backends": dict.fromkeys(EXPERTS, "tensorrt")}
+    asked, never = plan([blocks()], **long), plan([blocks()], compile="never", **long)
+    assert asked.speed.compiled
+    saved = never.seconds["decode"].likely - asked.seconds["decode"].likely
+    assert asked.speed.compiled_reason is not None
+    how = asked.speed.compiled_reason.data["how"]
+    assert (how.code, how.data["saved"]) == ("planner.compiled_pays_off", pytest.approx(saved))
+    assert saved > how.data["seconds"]
 
 
 def test_one_expert_in_blocks_and_one_in_pytorch() -> None:

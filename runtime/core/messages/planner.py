@@ -288,6 +288,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
     "planner.attention_measured": Message("{attention:kernel}, the fastest measured here: {seconds:milliseconds}."),
+    "planner.only_vae_compiles": Message("Engines compute the transformers; for the VAE: {how:clause}."),
     "planner.attention_by_rule": Message(
         "{attention:kernel}: usually the fastest on {gpu}; not measured on this machine yet."
     ),
