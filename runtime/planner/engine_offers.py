@@ -25,7 +25,8 @@ class PyTorchPath:
         compiled: whether with compiled code.
         as_measured: whether it computes as the baselines of engines were measured: in the dtype of a plan that the
             request does not change.
-        seconds: of one call in earlier jobs, measured with the same options; 0 if there were none.
+        usual_attention: whether with the attention kernel of such a plan. Baselines of block engines have no attention.
+        seconds: of one call, as the forecast shows it; 0 if not measured.
         attention_seconds: of the attention in one call on one GPU, which is the same with block engines.
         faster: how many times as fast as on one GPU it is because several GPUs share it. They share block engines too,
             but no others.
@@ -33,6 +34,7 @@ class PyTorchPath:
 
     compiled: bool = False
     as_measured: bool = True
+    usual_attention: bool = True
     seconds: float = 0.0
     attention_seconds: float = 0.0
     faster: float = 1.0
@@ -117,12 +119,16 @@ class EngineOffer:
         """Speedup over PyTorch at its fastest, measured on this machine; 0 if not measured."""
         return self.pytorch_seconds / self.seconds if self.ready and self.seconds else 0.0
 
+    def is_compared(self, path: PyTorchPath) -> bool:
+        """Return whether the baselines were measured with the settings of `path`."""
+        return path.as_measured and (self.in_blocks or path.usual_attention)
+
     def compared(self, path: PyTorchPath) -> Comparison:
-        """Compare the engines with what PyTorch would run instead."""
+        """Compare the engines with what PyTorch would run instead, as measured when they were built."""
         if not self.ready or not self.seconds:
             return Comparison(0.0, path.seconds)
         attention, shared = (path.attention_seconds, path.faster) if self.in_blocks else (0.0, 1.0)
-        baseline = self.baselines.get(path.kind, 0.0) if path.as_measured else 0.0
+        baseline = self.baselines.get(path.kind, 0.0) if self.is_compared(path) else 0.0
         pytorch = (baseline + attention) / path.faster if baseline else path.seconds
         return Comparison((self.seconds + attention) / shared, pytorch, attention / shared)
 
@@ -206,6 +212,23 @@ def _settings(offer: EngineOffer, case: ComponentSettings) -> ComponentSettings:
     return replace(case, backend=offer.backend, precision=precision, in_blocks=offer.in_blocks)
 
 
+# Compares the engines of an offer with what PyTorch would run instead.
+Compare = Callable[[EngineOffer], Comparison]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What engines are compared with: what PyTorch would run."""
+
+    path: PyTorchPath
+    compare: Compare
+
+
+def on_offer(offer: EngineOffer) -> Choice:
+    """Return the choice of existing engines, without a reason, to forecast a plan with them."""
+    return Choice(offer.backend, offer.uses, (), Fact("planner.badge_ready"), offer)
+
+
 def choose(
     asked: str,
     build: str,
@@ -213,6 +236,7 @@ def choose(
     in_pytorch: Fact,
     excluded: Conflict | None = None,
     path: PyTorchPath = EAGER_PATH,
+    compare: Compare | None = None,
 ) -> Choice:
     """Choose a component's backend.
 
@@ -222,13 +246,16 @@ def choose(
         offers: see `admit`.
         in_pytorch: the device and precision in PyTorch, and why; a reason of the choice if PyTorch is chosen.
         excluded: the conflict that removed the preferred offer, from `admit`.
-        path: what PyTorch would run. Only engines that are faster are chosen for "auto".
+        path: what PyTorch would run.
+        compare: compares engines with it; by default as they were measured when they were built. Only engines that are
+            faster are chosen for "auto".
     """
+    reference = _Reference(path, compare or (lambda offer: offer.compared(path)))
     if asked == PYTORCH:
         return _use_pytorch(Fact("planner.badge_as_asked"), in_pytorch, Fact("planner.as_asked"))
     if asked == AUTO:
-        return _choose_fastest(build, list(offers), in_pytorch, excluded, path)
-    return _choose_requested(asked, build, [offer for offer in offers if offer.backend == asked], path)
+        return _choose_fastest(build, list(offers), in_pytorch, excluded, reference)
+    return _choose_requested(asked, build, [offer for offer in offers if offer.backend == asked], reference)
 
 
 def _use_pytorch(badge: Fact, *reasons: Fact) -> Choice:
@@ -248,28 +275,28 @@ def _use_engines(offer: EngineOffer, build: str, reason: Fact) -> Choice:
 
 
 def _choose_fastest(
-    build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None, path: PyTorchPath
+    build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None, reference: _Reference
 ) -> Choice:
     if build in {"missing", "always"}:
         buildable = [offer for offer in offers if offer.problem is None and not offer.on_request]
         if buildable and (build == "always" or not any(offer.ready for offer in offers)):
             first = buildable[0]
-            how = _build_note(first, build, path)
+            how = _build_note(first, build, reference)
             return _use_engines(first, build, Fact("planner.likely_fastest", {"backend": first.backend, "how": how}))
-    measured = [offer for offer in offers if offer.compared(path).speedup]
-    best = max(measured, key=lambda offer: offer.compared(path).speedup, default=None)
+    measured = [offer for offer in offers if reference.compare(offer).speedup]
+    best = max(measured, key=lambda offer: reference.compare(offer).speedup, default=None)
     if best is None:
         ready = [offer for offer in offers if offer.ready]
         if ready:
-            cause = _not_compared(ready, path)
+            cause = _not_compared(ready, reference.path)
             return _use_pytorch(cause, in_pytorch, cause)
         if excluded is not None:
             return _use_pytorch(excluded.fact, in_pytorch, excluded.fact)
         missing = next((offer.missing for offer in offers if offer.misfit), None)
         reasons = [] if missing is None else [Fact("planner.no_engine_fits", {"cause": missing})]
         return _use_pytorch(_badge_without_engine(offers), in_pytorch, *reasons)
-    note = {"backend": best.backend, "how": _speed_note(best, path)}
-    if best.compared(path).speedup < _MIN_SPEEDUP:
+    note = {"backend": best.backend, "how": _speed_note(best, reference)}
+    if reference.compare(best).speedup < _MIN_SPEEDUP:
         return _use_pytorch(Fact("planner.badge_none_faster"), in_pytorch, Fact("planner.none_faster", note))
     code = "planner.fastest_measured" if len(measured) > 1 else "planner.faster_measured"
     return _use_engines(best, "never", Fact(code, note))
@@ -278,7 +305,7 @@ def _choose_fastest(
 def _not_compared(ready: list[EngineOffer], path: PyTorchPath) -> Fact:
     """Return why none of the engines that exist could be compared with what PyTorch would run."""
     measured = next((offer for offer in ready if offer.seconds and path.kind in offer.baselines), None)
-    if measured is not None and not path.as_measured:
+    if measured is not None and not measured.is_compared(path):
         return Fact("planner.compared_in_other_precision", {"backend": measured.backend})
     return Fact("planner.not_compared", {"path": path.title})
 
@@ -290,13 +317,15 @@ def _badge_without_engine(offers: list[EngineOffer]) -> Fact:
     return misfit or problem or Fact("planner.badge_no_engine")
 
 
-def _choose_requested(asked: str, build: str, offers: list[EngineOffer], path: PyTorchPath) -> Choice:
+def _choose_requested(asked: str, build: str, offers: list[EngineOffer], reference: _Reference) -> Choice:
     # The fastest; the preferred one if they were not measured.
     ready = min(
-        (offer for offer in offers if offer.ready), key=lambda offer: offer.compared(path).engine or inf, default=None
+        (offer for offer in offers if offer.ready),
+        key=lambda offer: reference.compare(offer).engine or inf,
+        default=None,
     )
     if ready is not None and build != "always":
-        note = {"backend": asked, "how": _speed_note(ready, path)}
+        note = {"backend": asked, "how": _speed_note(ready, reference)}
         return _use_engines(ready, build, Fact("planner.asked_engine", note))
     buildable = next((offer for offer in offers if offer.problem is None), None)
     if buildable is None:
@@ -308,28 +337,28 @@ def _choose_requested(asked: str, build: str, offers: list[EngineOffer], path: P
     if build == "never":
         badge = buildable.misfit or Fact("planner.badge_not_built", {"backend": asked})
         return _use_pytorch(badge, Fact("planner.asked_not_built", {"backend": asked, "cause": buildable.missing}))
-    how = _build_note(buildable, build, path)
+    how = _build_note(buildable, build, reference)
     return _use_engines(buildable, build, Fact("planner.asked_engine", {"backend": asked, "how": how}))
 
 
-def _build_note(offer: EngineOffer, build: str, path: PyTorchPath) -> Fact:
+def _build_note(offer: EngineOffer, build: str, reference: _Reference) -> Fact:
     if offer.ready:
-        return Fact("planner.built_again") if build == "always" else _speed_note(offer, path)
+        return Fact("planner.built_again") if build == "always" else _speed_note(offer, reference)
     if offer.build_seconds:
         return Fact("planner.built_first", {"seconds": offer.build_seconds, "cause": offer.missing})
     return Fact("planner.built_first_unknown", {"cause": offer.missing})
 
 
-def _speed_note(offer: EngineOffer, path: PyTorchPath) -> Fact:
+def _speed_note(offer: EngineOffer, reference: _Reference) -> Fact:
     precision = offer.uses[-1].precision
-    compared = offer.compared(path)
+    compared = reference.compare(offer)
     if not compared.speedup:
         return Fact("planner.speed_unknown", {"precision": precision})
     data = {
         "precision": precision,
         "seconds": compared.engine,
         "pytorch": compared.pytorch,
-        "path": path.title,
+        "path": reference.path.title,
         "times": compared.speedup,
     }
     if compared.attention:

@@ -1,7 +1,8 @@
 """Forecast of a clip, pure: memory and latency by stage, and build times of engines.
 
-What was measured on this machine counts first (`planner.history`). Otherwise memory is that of `planner.memory_model`,
-and latency is the number of operations over the device's rate, with a range.
+What was measured on this machine counts first: by earlier jobs (`planner.history`), then for latency when engines were
+built, on engines and in PyTorch. Otherwise memory is that of `planner.memory_model`, and latency is the number of
+operations over the device's rate, with a range. Engines are chosen by the same latency (`planner.engine_choice`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
-from runtime.core.request import GenerationRequest
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 from runtime.planner import constraints, history, memory_model, placement
 from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.engine_offers import EngineOffer, PyTorchPath
 from runtime.planner.history import History
 from runtime.planner.memory_model import DTYPE_BYTES, Workload, call_flops, weights_bytes
 
@@ -142,6 +143,7 @@ class ForecastInputs:
         step_cache: with its strength, or "none".
         base: execution options that all strategies share.
         offers: all engines for each component, with those that the request's settings exclude.
+        levels: factors on the measured seconds of the engines in use, see `level`.
     """
 
     request: GenerationRequest
@@ -155,6 +157,7 @@ class ForecastInputs:
     step_cache: str = NONE
     base: Speed = EAGER
     offers: Mapping[str, Sequence[EngineOffer]] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def in_pytorch(self) -> tuple[str, ...]:
@@ -199,14 +202,13 @@ def seconds(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> d
 
 def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
     """Return the latency of one call with all weights on the device, based on the most similar measurement."""
+    known = _known_call(inputs, strategy, name, speed)
+    if known is not None:
+        return known
     workload = inputs.workload
-    in_blocks = workload.in_blocks(name)
-    measured = _measured_call(inputs, strategy, name, speed) if inputs.history else None
+    measured = _similar_call(inputs, strategy, name, speed)
     if measured is not None:
         like, found = measured
-    elif in_blocks and name in workload.engine_seconds:
-        like, alone = speed, _in_blocks(inputs, name, speed)
-        found = placement.faster_by_split(alone, workload.split, name)
     else:
         like, alone = EAGER, compute_seconds(workload, name, inputs.machine, strategy)
         whole_frames = name != "vae" or strategy.decode_tile is None
@@ -217,6 +219,107 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     if name in inputs.loaded and speed.attention != like.attention:
         speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
     return found if speedup == 1.0 else replace(found * (1 / speedup), measured=False)
+
+
+def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
+    """Return the latency of one call as it was measured with these options, `None` if it was not."""
+    ran = _ran_call(inputs, strategy, name, speed)
+    if ran is not None:
+        return ran
+    workload = inputs.workload
+    if inputs.backends[name] == PYTORCH:
+        return _beside_engines(inputs, strategy, name, speed)
+    if name not in workload.engine_seconds:
+        return None
+    if workload.in_blocks(name):
+        alone = _in_blocks(inputs, name, speed)
+    else:
+        alone = compute_seconds(workload, name, inputs.machine, strategy)
+    return placement.faster_by_split(alone, workload.split, name) * inputs.levels.get(name, 1.0)
+
+
+def _ran_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
+    """Return the latency of one call in earlier jobs with these options; the caller accounts for a step cache."""
+    kind = _kind(inputs, strategy.replace(offload="none"), name, speed).replace(step_cache="")
+    return history.seconds_per_call(inputs.history, kind, inputs.workload.flops(name, strategy.decode_tile))
+
+
+def _similar_call(
+    inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed
+) -> tuple[Speed, Seconds] | None:
+    """Return the most similar options of PyTorch with which earlier jobs measured a call, and its seconds."""
+    for like in (speed.replace(compiled=False), EAGER):
+        found = _ran_call(inputs, strategy, name, like)
+        if found is not None:
+            return like, found
+    return None
+
+
+def _beside_engines(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
+    """Return the latency of one call in PyTorch as it was measured when an engine was built; `None` if it was not.
+
+    A job takes longer than a measurement of the component alone. If jobs ran on the engine, they tell by how much.
+    """
+    path = pytorch_path(inputs, strategy, name, speed)
+    for offer in inputs.offers.get(name, ()):
+        built = offer.compared(path)
+        if built.speedup:
+            ran = history.seconds_per_call(
+                inputs.history, _kind_on(inputs, strategy, name, speed, offer), inputs.workload.flops(name)
+            )
+            likely = built.pytorch if ran is None else built.pytorch * ran.likely / built.engine
+            return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, measured=True)
+    return None
+
+
+def pytorch_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> PyTorchPath:
+    """Return what runs a component in PyTorch."""
+    workload, request, transformer = inputs.workload, inputs.request, is_transformer(name)
+    if transformer:
+        usual = strategy.quantization == "none"
+    else:
+        usual = name != "vae" or (request.vae_precision == AUTO and strategy.decode_tile is None)
+    return PyTorchPath(
+        compiled=speed.compiled and (transformer or (name == "vae" and workload.cuda)),
+        as_measured=usual,
+        usual_attention=not transformer or not workload.cuda or request.attention == AUTO,
+        attention_seconds=attention_seconds(inputs, workload.dtypes[name], speed.attention) if transformer else 0.0,
+        faster=1 / placement.faster_by_split(Seconds(1, 1, 1), workload.split, name).likely,
+    )
+
+
+def measured_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> PyTorchPath:
+    """Return what runs a component in PyTorch, with its measured seconds."""
+    known = _known_call(inputs, strategy, name, speed)
+    path = pytorch_path(inputs, strategy, name, speed)
+    return path if known is None else replace(path, seconds=known.likely)
+
+
+def level(offer: EngineOffer, path: PyTorchPath) -> float:
+    """Return by which factor an engine's measured seconds are corrected to be comparable with those of `path`.
+
+    If jobs ran in PyTorch and not on the engine, the engine's seconds are PyTorch's in jobs, times the ratio that was
+    measured when the engine was built.
+    """
+    built = offer.compared(replace(path, seconds=0.0))
+    return path.seconds / built.pytorch if path.seconds and built.speedup else 1.0
+
+
+def measured_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> float:
+    """Return the seconds of one call as `seconds` has them, with transfers and a step cache; 0 if not measured."""
+    if _ran(inputs, strategy, name, speed) is None and _known_call(inputs, strategy, name, speed) is None:
+        return 0.0
+    calls = inputs.calls[name] or 1.0
+    return _seconds_of_calls(inputs, strategy, name, speed, calls).likely / calls
+
+
+def attention_between(inputs: ForecastInputs, _: MemoryStrategy, name: str, speed: Speed) -> float:
+    """Return the seconds of one call that are PyTorch's attention between block engines; 0 without them."""
+    workload = inputs.workload
+    if not workload.in_blocks(name):
+        return 0.0
+    alone = attention_seconds(inputs, workload.dtypes[name], speed.attention)
+    return placement.faster_by_split(Seconds(alone, alone, alone), workload.split, name).likely
 
 
 def compute_seconds(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
@@ -244,13 +347,6 @@ def attention_seconds(inputs: ForecastInputs, dtype: str, kernel: str) -> float:
         return calls * flops / (_CORE_RATE * inputs.machine.cores)
     rate, _, slower, _ = _rates(workload, inputs.machine, dtype)
     return calls * flops / (_MATRIX_SHARE * rate * slower * _ATTENTION_SPEEDUP.get(kernel, 1.0))
-
-
-def measured_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> float:
-    """Return the seconds of one call in earlier jobs with these options, 0 if there were none."""
-    kind = _kind(inputs, strategy, name, speed).replace(step_cache="")
-    found = history.seconds_per_call(inputs.history, kind, inputs.workload.flops(name, strategy.decode_tile))
-    return 0.0 if found is None else found.likely
 
 
 def _in_blocks(inputs: ForecastInputs, name: str, speed: Speed) -> Seconds:
@@ -347,35 +443,42 @@ def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Sp
 def _tag(inputs: ForecastInputs, name: str, speed: Speed) -> str:
     if inputs.workload.in_blocks(name):
         return history.blocks_tag(speed)
-    return history.history_tag(speed, name) if inputs.backends[name] == PYTORCH else ""
+    uses = inputs.workload.engines.get(name)
+    return history.whole_tag(uses) if uses else history.history_tag(speed, name)
+
+
+def _kind_on(
+    inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed, offer: EngineOffer
+) -> history.Kind:
+    """Return the kind of the calls of a component on the engines of an offer, without offload and step cache."""
+    kind = _kind(inputs, strategy.replace(offload="none"), name, speed)
+    if not offer.in_blocks:
+        return kind.replace(backend=offer.backend, step_cache="", tile="", speed=history.whole_tag(offer.uses))
+    precision = offer.uses[0].precision
+    dtype = precision if precision in DTYPE_BYTES else kind.dtype
+    return kind.replace(backend=offer.backend, step_cache="", dtype=dtype, speed=history.blocks_tag(speed))
 
 
 def _component_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
-    calls = inputs.calls[name]
-    if inputs.history:
-        operations = inputs.workload.flops(name, strategy.decode_tile)
-        measured = history.seconds_per_call(inputs.history, _kind(inputs, strategy, name, speed), operations)
-        if measured is not None:
-            return measured * calls
+    return _seconds_of_calls(inputs, strategy, name, speed, inputs.calls[name])
+
+
+def _seconds_of_calls(
+    inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed, calls: float
+) -> Seconds:
+    ran = _ran(inputs, strategy, name, speed)
+    if ran is not None:
+        return ran * calls
     call = call_seconds(inputs, strategy, name, speed)
     if history.cache_of(inputs.step_cache, name):
         call = Seconds(_CACHED[1] * call.likely, _CACHED[0] * call.low, _CACHED[2] * call.high)
     return stage_seconds(call * calls, transfer_seconds(inputs.workload, strategy, name, calls), strategy)
 
 
-def _measured_call(
-    inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed
-) -> tuple[Speed, Seconds] | None:
-    """Return the most similar options of PyTorch with which earlier runs measured a call, and its seconds."""
+def _ran(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
+    """Return the seconds of one call in earlier jobs of the same kind, offload and step cache included."""
     operations = inputs.workload.flops(name, strategy.decode_tile)
-    loaded = strategy.replace(offload="none")
-    for like in dict.fromkeys((speed, speed.replace(compiled=False), EAGER)):
-        # The caller accounts for a step cache.
-        kind = _kind(inputs, loaded, name, like).replace(step_cache="")
-        found = history.seconds_per_call(inputs.history, kind, operations)
-        if found is not None:
-            return like, found
-    return None
+    return history.seconds_per_call(inputs.history, _kind(inputs, strategy, name, speed), operations)
 
 
 def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: str) -> float:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
-from runtime.core.plan import ComponentPlan, ExecutionPlan, Speed
+from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan, Speed
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
@@ -170,8 +170,13 @@ def history_tag(speed: Speed, component: str) -> str:
 def engine_tag(part: ComponentPlan, speed: Speed, component: str) -> str:
     """Return `Kind.speed` of a component as planned: the options apply to what PyTorch computes."""
     if part.on_engine:
-        return ""
+        return whole_tag(part.engines)
     return blocks_tag(speed) if part.in_blocks else history_tag(speed, component)
+
+
+def whole_tag(uses: Sequence[EngineUse]) -> str:
+    """Return `Kind.speed` of a component on engines of its own: engines of another builder or precision differ."""
+    return f"{uses[-1].builder} {uses[-1].precision}"
 
 
 def blocks_tag(speed: Speed) -> str:

@@ -4,39 +4,28 @@ A pure function of request, model, machine, engines and history: no torch, no di
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
-from runtime.core.estimates import Seconds
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, default_crf
-from runtime.core.request import ALL, AUTO, IDLE, Auto, GenerationRequest
+from runtime.core.request import AUTO, IDLE, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
-from runtime.planner.engine_offers import (
-    EAGER_PATH,
-    Choice,
-    EngineOffer,
-    Offers,
-    PyTorchPath,
-    admit,
-    choose,
-    no_offers,
-    refused,
-)
-from runtime.planner.forecast import ForecastInputs, attention_seconds, measured_seconds
+from runtime.planner.engine_choice import Planned, choose_engines
+from runtime.planner.engine_offers import Choice, EngineOffer, Offers, PyTorchPath, no_offers
+from runtime.planner.forecast import ForecastInputs, level
 from runtime.planner.history import History, calls_of
 from runtime.planner.idle_builds import plan_without_waiting
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.placement import place
-from runtime.planner.strategies import Decision, decide
+from runtime.planner.strategies import decide
 
 Number = TypeVar("Number", int, float)
 
@@ -172,7 +161,7 @@ def _resolved(
     )
     described = Fact("planner.clip", {"model": spec.title, "width": width, "height": height, "frames": frames})
 
-    def decided(choices: Mapping[str, Choice]) -> tuple[ForecastInputs, Decision]:
+    def decided(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> Planned:
         decodes = split is not None and split.decode and not choices["vae"].uses
         workload = replace(
             _workload(spec, device, _with_precisions(dtypes, choices), choices, frames, height, width),
@@ -190,13 +179,18 @@ def _resolved(
             chunk=_decode_chunk(workload, choices["vae"], free),
             step_cache=step_cache,
             offers={name: offered(name) for name in choices},
+            levels={
+                name: level(choice.offer, paths[name])
+                for name, choice in choices.items()
+                if choice.offer is not None and name in paths
+            },
         )
         base = execution_options.shared_options(inputs)
         workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
         inputs = replace(inputs, workload=workload, base=base)
-        return inputs, decide(inputs, offload, request.quantization, described)
+        return Planned(inputs, decide(inputs, offload, request.quantization, described))
 
-    choices, inputs, decision = _with_engines(request, spec, machine, settings, reason, offered, decided)
+    choices, (inputs, decision) = choose_engines(request, spec, machine, settings, reason, offered, decided)
     workload, dtypes, split = inputs.workload, dict(inputs.workload.dtypes), inputs.workload.split
     chosen, strategy = decision.chosen, decision.chosen.strategy
     weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization) | dict(workload.engine_bytes)
@@ -265,66 +259,10 @@ def _or(value: Number | Auto, default: Number) -> Number:
     return default if isinstance(value, str) else value
 
 
-def _with_engines(
-    request: GenerationRequest,
-    spec: ModelSpec,
-    machine: Machine,
-    settings: constraints.ComponentSettings,
-    reason: Fact,
-    offered: Callable[[str], Sequence[EngineOffer]],
-    decided: Callable[[Mapping[str, Choice]], tuple[ForecastInputs, Decision]],
-) -> tuple[dict[str, Choice], ForecastInputs, Decision]:
-    """Choose the backend of each component, and the memory strategy.
-
-    Args:
-        reason: the device and precision in PyTorch, and why.
-        decided: chooses the memory strategy for backends.
-
-    Raises:
-        InvalidRequestError, MachineError, MemoryShortError: see `resolve`.
-    """
-    paths: Mapping[str, PyTorchPath] = {}
-    if any(offer.ready and offer.seconds for name in spec.component_names for offer in offered(name)):
-        # What would run without engines. If memory does not suffice for it, engines are compared with eager PyTorch.
-        with suppress(MemoryShortError, InvalidRequestError, MachineError):
-            paths = _paths(*decided({name: choose(PYTORCH, "never", (), reason) for name in spec.component_names}))
-    choices = _choices(request, spec, machine, settings, reason, offered, paths)
-    try:
-        return choices, *decided(choices)
-    except MemoryShortError:
-        automatic = [name for name, choice in choices.items() if choice.uses and request.backend(name) == AUTO]
-        if not any(map(is_transformer, automatic)):
-            raise
-    # PyTorch has more ways to take less memory than an engine that was not requested.
-    badge = Fact("planner.badge_engine_memory")
-    choices |= {name: Choice(PYTORCH, (), (reason, Fact("planner.engine_memory")), badge) for name in automatic}
-    return choices, *decided(choices)
-
-
 def _with_precisions(dtypes: Mapping[str, str], choices: Mapping[str, Choice]) -> dict[str, str]:
     """Return the dtypes of what PyTorch computes: between block engines it is their precision."""
     precisions = {name: choice.uses[0].precision for name, choice in choices.items() if choice.in_blocks}
     return {name: precisions[name] if precisions.get(name) in DTYPE_BYTES else dtype for name, dtype in dtypes.items()}
-
-
-def _paths(inputs: ForecastInputs, decision: Decision) -> dict[str, PyTorchPath]:
-    """Return what would run each component, from the plan without engines."""
-    strategy, speed = decision.chosen.strategy, decision.chosen.speed
-    workload, request = inputs.workload, inputs.request
-    paths = {}
-    for name in inputs.backends:
-        transformer = is_transformer(name)
-        in_default_dtype = strategy.quantization == "none" if transformer else name != "vae"
-        shared = placement.faster_by_split(Seconds(1, 1, 1), workload.split, name).likely
-        attention = attention_seconds(inputs, workload.dtypes[name], speed.attention) if transformer else 0.0
-        paths[name] = PyTorchPath(
-            compiled=speed.compiled and (transformer or (name == "vae" and workload.cuda)),
-            as_measured=in_default_dtype or (name == "vae" and request.vae_precision == AUTO),
-            seconds=measured_seconds(inputs, strategy, name, speed),
-            attention_seconds=attention,
-            faster=1 / shared,
-        )
-    return paths
 
 
 def _workload(
@@ -368,35 +306,6 @@ def _decode_chunk(workload: memory_model.Workload, vae: Choice, free_bytes: int)
         workload.device,
         free_bytes,
     )
-
-
-def _choices(
-    request: GenerationRequest,
-    spec: ModelSpec,
-    machine: Machine,
-    settings: constraints.ComponentSettings,
-    in_pytorch: Fact,
-    offered: Callable[[str], Sequence[EngineOffer]],
-    paths: Mapping[str, PyTorchPath],
-) -> dict[str, Choice]:
-    for name in request.backends:
-        if name != ALL and name not in spec.component_names:
-            raise InvalidRequestError(
-                "backends", "planner.no_such_component", model=spec.title, component=name, known=spec.component_names
-            )
-    chosen = {}
-    for name in spec.component_names:
-        asked = request.backend(name)
-        # Only the transformers' weights are quantized.
-        quantization = request.quantization if is_transformer(name) else "none"
-        case = replace(settings, component=name, quantization=quantization)
-        if asked not in {AUTO, PYTORCH}:
-            against = refused(asked, offered(name), case, machine)
-            if against is not None:
-                raise against.refusal
-        admitted, excluded = admit(offered(name), case, machine)
-        chosen[name] = choose(asked, request.build, admitted, in_pytorch, excluded, paths.get(name, EAGER_PATH))
-    return chosen
 
 
 def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[Fact]]:

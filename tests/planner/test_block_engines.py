@@ -288,7 +288,9 @@ def test_block_engines_are_chosen_if_a_pass_is_faster() -> None:
     refused, chosen = plan([slow], backend="auto"), plan([fast], backend="auto")
     assert refused.components["transformer"].backend == "pytorch"
     assert refused.components["transformer"].reasons[-1].code == "planner.none_faster"
-    assert (refused.speed, refused.seconds) == (in_pytorch.speed, in_pytorch.seconds)
+    assert refused.speed.compiled
+    how = refused.components["transformer"].reasons[-1].data["how"]
+    assert refused.seconds["denoise"].likely == pytest.approx(80 * how.data["pytorch"])
     assert chosen.components["transformer"].in_blocks
     note = chosen.components["transformer"].reasons[0].data["how"]
     assert note.data["path"] == Fact("planner.path_compiled")

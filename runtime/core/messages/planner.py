@@ -218,16 +218,19 @@ _REASONS: Mapping[str, Message] = {
         "Its engines compute the parts of each block around attention, for every size, model and LoRA of this "
         "architecture."
     ),
-    "planner.none_faster": Message("No engine measured here is faster than PyTorch; {backend:backend}: {how:clause}."),
+    "planner.none_faster": Message(
+        "No engine measured here is at least 3 % faster than PyTorch; {backend:backend}: {how:clause}."
+    ),
     "planner.not_compared": Message(
         "An engine is ready, but was not measured against PyTorch ({path:clause}).",
         "Verify it on the Engines page, or with `engines verify`, to measure it.",
         "its engine is not measured",
     ),
     "planner.compared_in_other_precision": Message(
-        "A {backend:backend} engine is ready, but was measured against PyTorch in another precision than this video's.",
+        "A {backend:backend} engine is ready, but was measured against PyTorch in another precision, or with another "
+        "attention kernel, than this video's.",
         "Select {backend:backend} to use it.",
-        "its engine was measured in another precision",
+        "its engine was measured with other settings",
     ),
     "planner.path_compiled": Message("Compiled."),
     "planner.path_eager": Message("Not compiled."),
@@ -266,6 +269,10 @@ _REASONS: Mapping[str, Message] = {
     "planner.badge_none_faster": Message("No engine is faster.", badge="no engine is faster"),
     "planner.badge_engine_memory": Message("Memory does not suffice for its engine.", badge="too little memory"),
     "planner.engine_memory": Message("An engine would be faster, but this clip does not fit into memory with it."),
+    "planner.badge_engine_slows": Message(
+        "The clip would not be faster with its engine.", badge="the clip is not faster with its engine"
+    ),
+    "planner.engine_slows": Message("Its engine is faster, but the clip as a whole would take longer with it."),
     "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
     "planner.badge_not_built": Message(
         "There is no {backend:backend} engine, and none is to be built.",
@@ -281,6 +288,7 @@ _REASONS: Mapping[str, Message] = {
         "{sequence} GPUs share the tokens and heads of the pass with the prompt, {sequence} others those of the pass "
         "without."
     ),
+    "planner.only_vae_compiles": Message("Engines compute the transformers; for the VAE: {how:clause}."),
     "planner.not_compiled_in_blocks": Message("Engines compute the blocks; PyTorch compiles nothing."),
     "planner.engines_compute": Message("The transformers run on engines."),
     "planner.attention_native_asked": Message("PyTorch's own attention, as requested."),
@@ -288,7 +296,6 @@ _REASONS: Mapping[str, Message] = {
     "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
     "planner.attention_measured": Message("{attention:kernel}, the fastest measured here: {seconds:milliseconds}."),
-    "planner.only_vae_compiles": Message("Engines compute the transformers; for the VAE: {how:clause}."),
     "planner.attention_by_rule": Message(
         "{attention:kernel}: usually the fastest on {gpu}; not measured on this machine yet."
     ),

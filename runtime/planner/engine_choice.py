@@ -1,0 +1,241 @@
+"""Choose engines for the components of a plan: those with which its forecast is faster, as far as they fit into memory.
+
+Pure. `planner.engine_offers` chooses for one component, `planner.forecast` has the seconds that are compared and shown.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
+from runtime.core.estimates import MemoryStrategy
+from runtime.core.facts import Fact
+from runtime.core.plan import PYTORCH, Speed
+from runtime.core.request import ALL, AUTO, GenerationRequest
+from runtime.machine.probe import Machine
+from runtime.models.spec import ModelSpec, is_transformer
+from runtime.planner import forecast
+from runtime.planner.constraints import ComponentSettings
+from runtime.planner.engine_offers import (
+    EAGER_PATH,
+    Choice,
+    Comparison,
+    EngineOffer,
+    PyTorchPath,
+    admit,
+    choose,
+    on_offer,
+    refused,
+)
+from runtime.planner.forecast import ForecastInputs
+from runtime.planner.strategies import Decision
+
+
+class Planned(NamedTuple):
+    """What a plan of certain backends is forecast from, and its memory strategy."""
+
+    inputs: ForecastInputs
+    decision: Decision
+
+    @property
+    def seconds(self) -> float:
+        """The forecast seconds of the clip."""
+        return self.decision.chosen.seconds["total"].likely
+
+
+# Decides the memory strategy for backends, given what PyTorch would run instead. Raises `MemoryShortError`.
+Decide = Callable[[Mapping[str, Choice], Mapping[str, PyTorchPath]], Planned]
+Offered = Callable[[str], Sequence[EngineOffer]]
+
+
+def choose_engines(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    settings: ComponentSettings,
+    in_pytorch: Fact,
+    offered: Offered,
+    decide: Decide,
+) -> tuple[dict[str, Choice], Planned]:
+    """Choose the backend of each component, and the memory strategy.
+
+    Args:
+        settings: those of every component.
+        in_pytorch: the device and precision in PyTorch, and why.
+
+    Raises:
+        InvalidRequestError, MachineError, MemoryShortError: see `planner.resolve.resolve`.
+    """
+    plain = {name: choose(PYTORCH, "never", (), in_pytorch) for name in spec.component_names}
+    measured = any(offer.ready and offer.seconds for name in plain for offer in offered(name))
+    # If memory does not suffice without engines, they are compared with eager PyTorch.
+    reference = _Reference(plain, decide, _attempted(plain, {}, decide) if measured else None)
+    choices = _choices(request, spec, machine, settings, in_pytorch, offered, reference)
+    automatic = [name for name, choice in choices.items() if choice.uses and request.backend(name) == AUTO]
+    return _without_those_that_give_way(choices, automatic, in_pytorch, reference)
+
+
+def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], decide: Decide) -> Planned | None:
+    """Return the plan of backends, `None` if there is none."""
+    try:
+        return decide(choices, paths)
+    except (MemoryShortError, InvalidRequestError, MachineError):
+        return None
+
+
+class _Reference:
+    """What engines are compared with.
+
+    Args:
+        plain: the choice of PyTorch for every component.
+        planned: the plan of it; `None` if there is none, or no engine to compare.
+    """
+
+    def __init__(self, plain: Mapping[str, Choice], decide: Decide, planned: Planned | None) -> None:
+        self._plain, self._decide, self._planned = plain, decide, planned
+        self._known: dict[tuple[str, str, tuple[str, ...]], Comparison] = {}
+        self.paths: Mapping[str, PyTorchPath] = {}
+        if planned is not None:
+            self.paths = {name: forecast.measured_path(*_parts(planned, name)) for name in plain}
+
+    def path(self, name: str) -> PyTorchPath:
+        """Return what PyTorch would run."""
+        return self.paths.get(name, EAGER_PATH)
+
+    def decide(self, choices: Mapping[str, Choice]) -> Planned:
+        """Decide the memory strategy for backends."""
+        return self._decide(choices, self.paths)
+
+    def attempt(self, choices: Mapping[str, Choice]) -> Planned | None:
+        """Return the plan of backends, `None` if there is none."""
+        return _attempted(choices, self.paths, self._decide)
+
+    def compare(self, name: str, offer: EngineOffer) -> Comparison:
+        """Compare an offer's engines for a component with PyTorch: by the forecasts of both plans."""
+        key = name, offer.builder, tuple(use.id for use in offer.uses)
+        if key not in self._known:
+            self._known[key] = self._compared(name, offer)
+        return self._known[key]
+
+    def _compared(self, name: str, offer: EngineOffer) -> Comparison:
+        as_built = offer.compared(self.path(name))
+        if self._planned is None or not as_built.engine:
+            return as_built
+        planned = self.attempt({**self._plain, name: on_offer(offer)})
+        if planned is None:
+            return as_built
+        engine, pytorch = (forecast.measured_call(*_parts(one, name)) for one in (planned, self._planned))
+        return Comparison(engine, pytorch, forecast.attention_between(*_parts(planned, name)))
+
+    def saved(self, name: str, offer: EngineOffer) -> float:
+        """Return the seconds of a clip that an offer's engines for a component save; 0 if they were not measured."""
+        compared = self.compare(name, offer)
+        calls = 1.0 if self._planned is None else self._planned.inputs.calls[name]
+        return calls * (compared.pytorch - compared.engine) if compared.speedup else 0.0
+
+
+def _parts(planned: Planned, name: str) -> tuple[ForecastInputs, MemoryStrategy, str, Speed]:
+    """Return what the forecast of a component depends on."""
+    chosen = planned.decision.chosen
+    return planned.inputs, chosen.strategy, name, chosen.speed
+
+
+def _choices(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    machine: Machine,
+    settings: ComponentSettings,
+    in_pytorch: Fact,
+    offered: Offered,
+    reference: _Reference,
+) -> dict[str, Choice]:
+    """Choose the backend of each component by itself."""
+    for name in request.backends:
+        if name != ALL and name not in spec.component_names:
+            raise InvalidRequestError(
+                "backends", "planner.no_such_component", model=spec.title, component=name, known=spec.component_names
+            )
+    chosen = {}
+    for name in spec.component_names:
+        asked = request.backend(name)
+        # Only the transformers' weights are quantized.
+        quantization = request.quantization if is_transformer(name) else "none"
+        case = replace(settings, component=name, quantization=quantization)
+        if asked not in {AUTO, PYTORCH}:
+            against = refused(asked, offered(name), case, machine)
+            if against is not None:
+                raise against.refusal
+        admitted, excluded = admit(offered(name), case, machine)
+        chosen[name] = choose(
+            asked,
+            request.build,
+            admitted,
+            in_pytorch,
+            excluded,
+            reference.path(name),
+            partial(reference.compare, name),
+        )
+    return chosen
+
+
+def _without_those_that_give_way(
+    choices: Mapping[str, Choice], automatic: Sequence[str], in_pytorch: Fact, reference: _Reference
+) -> tuple[dict[str, Choice], Planned]:
+    """Return the choices without engines that do not fit into memory or do not make the clip faster, and their plan.
+
+    Engines give way one at a time. If one is enough, it is the one without which the clip is fastest. If none is, it is
+    the one that frees most memory per second that it saves. In the end, those that fit after all are put back.
+
+    Args:
+        automatic: the components whose engines were not requested.
+
+    Raises:
+        MemoryShortError: if memory does not suffice with the requested engines alone.
+    """
+    chosen, left, too_large = dict(choices), [*automatic], []
+
+    def saved(name: str) -> float:
+        offer = choices[name].offer
+        return 0.0 if offer is None else reference.saved(name, offer)
+
+    def freed(name: str) -> tuple[bool, float]:
+        offer, seconds = choices[name].offer, saved(name)
+        size = 0 if offer is None else offer.file_bytes
+        return not seconds, size / (seconds or 1.0)
+
+    while True:
+        planned = None
+        try:
+            planned = reference.decide(chosen)
+        except MemoryShortError:
+            if not left:
+                raise
+        better = {}
+        for name in left:
+            if planned is None or saved(name) > 0:
+                other = reference.attempt(chosen | {name: _in_pytorch(in_pytorch)})
+                if other is not None and (planned is None or other.seconds < planned.seconds):
+                    better[name] = other
+        if planned is not None and not better:
+            break
+        name = min(better, key=lambda one: better[one].seconds) if better else max(left, key=freed)
+        chosen[name] = _in_pytorch(in_pytorch, slows=planned is not None)
+        left.remove(name)
+        if planned is None:
+            too_large.append(name)
+    for name in sorted(too_large, key=saved, reverse=True):
+        again = reference.attempt(chosen | {name: choices[name]})
+        if again is not None and (not saved(name) or again.seconds <= planned.seconds):
+            chosen[name], planned = choices[name], again
+    return chosen, planned
+
+
+def _in_pytorch(in_pytorch: Fact, *, slows: bool = False) -> Choice:
+    """Return the choice of PyTorch because an engine that was not requested does not fit, or slows down the clip."""
+    reason, badge = (
+        (Fact("planner.engine_slows"), Fact("planner.badge_engine_slows"))
+        if slows
+        else (Fact("planner.engine_memory"), Fact("planner.badge_engine_memory"))
+    )
+    return Choice(PYTORCH, (), (in_pytorch, reason), badge)
