@@ -13,6 +13,7 @@ from runtime.cli.jobs import check_stored
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
+from runtime.core.facts import Fact
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -60,9 +61,24 @@ def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> i
     )
     with ExitStack() as stack:
         store, job = _stored(environment, stack, request, plan)
-        if not store.temporary and queue_builds(job, plan, spec, store, environment.engines.store.folder):
-            terminal.line("Queued: its engines are built by the web app when no video waits.")
+        queue_missing_engines(store, job, plan, spec, environment.engines.store.folder)
         return _run(environment, store, job, spec, plan, as_json=as_json)
+
+
+def queue_missing_engines(store: JobStore, job: JobRecord, plan: ExecutionPlan, spec: ModelSpec, folder: Path) -> None:
+    """Queue the engines that a plan leaves for later, and print that, or why they are not queued.
+
+    Args:
+        folder: of the engine library.
+    """
+    if not any(part.later for part in plan.components.values()):
+        return
+    if store.temporary:
+        terminal.warning(str(Fact("cli.builds_not_stored", {"cause": store.problem})))
+    elif queue_builds(job, plan, spec, store, folder):
+        terminal.line(str(Fact("cli.builds_queued")))
+    else:
+        terminal.line(str(Fact("cli.builds_known")))
 
 
 def resume(id_prefix: str, *, as_json: bool) -> int:

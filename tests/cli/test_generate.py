@@ -14,13 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from runtime.cli.generate import queue_missing_engines
 from runtime.cli.terminal import progress_text
 from runtime.core.events import Planned, StageStarted, StepDone
 from runtime.core.progress import Progress
+from runtime.core.request import GenerationRequest
 from runtime.core.units import duration
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
+from runtime.planner.resolve import resolve
+from runtime.queue.store import open_store
 from runtime.video.mp4 import read_metadata
-from tests.plans import tiny_plan
+from tests.plans import machine, tiny_plan
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--width", "64", "--height", "32", "--frames", "9", "--fps", "8"]
@@ -154,3 +160,36 @@ def test_other_users_cannot_read_the_cache_and_a_chosen_folder_keeps_its_permiss
     assert {"jobs.sqlite", "tandem.log", "prompts", "outputs"} <= {path.name for path in made}
     assert any(path.suffix == ".mp4" for path in made)
     assert [path for path in made if path.stat().st_mode & 0o077] == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "texts"),
+    [
+        (True, ["Missing engines are queued:", "Missing engines are not queued again:"]),
+        (False, ["Note: --build idle has no effect:"] * 2),
+    ],
+)
+def test_idle_builds_are_queued_or_the_reason_is_printed(
+    stored: bool, texts: list[str], tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, engines = tiny("wan2.1"), EngineService(EngineStore(tmp_path / "engines", 10**12), machine(), tmp_path)
+    if not stored:
+        (tmp_path / "jobs.sqlite").mkdir()
+    store = open_store(tmp_path)
+    assert store.temporary != stored
+    for text in texts:
+        capsys.readouterr()
+        request = GenerationRequest(prompt="a boat", width=64, height=32, frames=9, build="idle")
+        plan = resolve(request, spec, engines.machine, tmp_path / "x.mp4", engines.offers(spec))
+        queue_missing_engines(store, store.add(request, plan), plan, spec, engines.store.folder)
+        printed = capsys.readouterr().err
+        assert text in printed
+        assert stored or "Use --build missing to build them first." in printed
+    assert len(list(store.list(kinds=["build"]))) == stored
+    # A plan without missing engines has nothing to queue.
+    capsys.readouterr()
+    never = request.replace(build="never")
+    plan = resolve(never, spec, engines.machine, tmp_path / "x.mp4", engines.offers(spec))
+    queue_missing_engines(store, store.add(never, plan), plan, spec, engines.store.folder)
+    assert not capsys.readouterr().err
+    store.close()

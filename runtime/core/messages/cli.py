@@ -5,6 +5,14 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
+    "cli.builds_known": Message(
+        "Missing engines are not queued again: they are queued already, or failed or were cancelled in the last day."
+    ),
+    "cli.builds_not_stored": Message(
+        "{set[build=idle]} has no effect: missing engines cannot be queued. {cause} Use {set[build=missing]} to build "
+        "them first."
+    ),
+    "cli.builds_queued": Message("Missing engines are queued: the web app builds them when no video waits."),
     "cli.delete_not_confirmed": Message("Deletion needs a confirmation, and there is no terminal.", "Add --yes."),
     "cli.file_unreadable": Message("FILE is empty or unreadable.", "Give the path of an engine file."),
     "cli.flags_invalid": Message("{problem}.", "Give options as `generate` takes them."),
