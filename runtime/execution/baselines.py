@@ -1,4 +1,7 @@
-"""Measures what PyTorch would run instead of an engine: the family's own component, as a plan without engines runs it.
+"""Measures what PyTorch would run instead of an engine.
+
+Text encoders, transformers and VAEs are the family's own, as a plan without engines runs them. Instead of a block
+engine, the form that it was exported from is measured, in the plan's dtype.
 
 The child process that builds or verifies an engine calls a `PyTorchBaseline`, which it receives with its job.
 """
@@ -34,7 +37,7 @@ class PyTorchBaseline:
         spec: the model; its LoRAs do not matter.
         component: whose engine it is.
         plan: for PyTorch alone, at the engine's size: dtypes, attention kernel, placement, the VAE's chunks.
-        compiles: whether to measure compiled code too.
+        compiles: whether to measure compiled code too; text encoders are never compiled.
         tokens: of one call of a block engine.
     """
 
@@ -45,7 +48,9 @@ class PyTorchBaseline:
     tokens: int
 
     def __call__(self, program: str, size: LatentSize) -> dict[str, float]:
-        """Return the median seconds of one call, "eager" and "compiled"; what runs out of memory is left out.
+        """Return the median seconds of one call, "eager" and "compiled".
+
+        What runs out of memory, and compiled code that fails, is left out.
 
         Args:
             program: the engine's.

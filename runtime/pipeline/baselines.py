@@ -47,8 +47,8 @@ class Baselines:
             quantization=plan.strategy.quantization,
         )
         able = constraints.compile_conflict(settings, machine) is None
-        # On a CPU compiling takes as long as a build, and only happens if it is asked for; a VAE is never compiled.
-        compiles = able and (plan.speed.compiled if on_cpu else True) and not (on_cpu and component == "vae")
+        # On a CPU blocks are compiled only on request, which takes as long as a build.
+        compiles = able and not on_cpu
         return PyTorchBaseline(spec=spec, component=component, plan=plan, compiles=compiles, tokens=tokens_of(key))
 
 
