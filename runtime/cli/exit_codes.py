@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -12,7 +12,7 @@ from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.cancel import Cancel
 from runtime.core.estimates import StrategyForecast
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact, Words, render
 
 DONE, INTERNAL_ERROR, USER_ERROR, CANCELLED = 0, 1, 2, 130
 
@@ -43,26 +43,29 @@ def emit_json(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def report_error(fact: Fact, *, as_json: bool, strategies: Sequence[StrategyForecast] = ()) -> int:
+def report_error(
+    fact: Fact, *, as_json: bool, strategies: Sequence[StrategyForecast] = (), components: Collection[str] = ()
+) -> int:
     """Report a user error and return the exit code.
 
     Args:
+        components: those of the model that it is about, if known.
         strategies: the forecast of every memory strategy, if memory is short.
     """
     ladder = {"ladder": [strategy.to_json() for strategy in strategies]} if strategies else {}
-    _report(fact, as_json=as_json, internal=False, more=ladder)
+    _report(fact, as_json=as_json, internal=False, more=ladder, words=Words(components))
     return USER_ERROR
 
 
 def report_internal_error(error: str, *, as_json: bool) -> int:
     """Report an internal error with the log's path and return the exit code."""
     fact = Fact("internal_error", {"error": error.rstrip("."), "log": settings.load().log_file})
-    _report(fact, as_json=as_json, internal=True, more={})
+    _report(fact, as_json=as_json, internal=True, more={}, words=Words())
     return INTERNAL_ERROR
 
 
-def _report(fact: Fact, *, as_json: bool, internal: bool, more: dict[str, Any]) -> None:
-    text = render(fact)
+def _report(fact: Fact, *, as_json: bool, internal: bool, more: dict[str, Any], words: Words) -> None:
+    text = render(fact, words)
     terminal.error(text.what, text.remedy)
     if as_json:
         error = {"what": text.what, "remedy": text.remedy, "defect": internal, **fact.model_dump(mode="json")}

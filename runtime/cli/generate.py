@@ -13,7 +13,7 @@ from runtime.cli.jobs import check_stored
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, Words, render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -138,17 +138,17 @@ def _run(
             progress.event(event)
             for shown in (event, *warnings):
                 if isinstance(shown, Warned | FellBack) or (isinstance(shown, OutOfMemory) and shown.retried):
-                    terminal.warning(str(shown.fact))
+                    terminal.warning(render(shown.fact, Words(plan.components)).what)
 
         with poller.following(job), Residency(environment.engines) as residency, progress.shown():
             run(job, record, plan, spec, emit, residency, environment.history, store)
     if isinstance(job.end, VideoSaved) and environment.settings.outputs_dir not in job.end.video.parents:
         with suppress(OSError):  # the video itself is complete
             give_usual_permissions(job.end.video)
-    return _report_end(job, store, as_json=as_json)
+    return _report_end(job, store, plan, as_json=as_json)
 
 
-def _report_end(job: JobRecorder, store: JobStore, *, as_json: bool) -> int:
+def _report_end(job: JobRecorder, store: JobStore, plan: ExecutionPlan, *, as_json: bool) -> int:
     end = job.end
     if isinstance(end, VideoSaved):
         _print_saved(end)
@@ -159,7 +159,7 @@ def _report_end(job: JobRecorder, store: JobStore, *, as_json: bool) -> int:
     if isinstance(end, Failed):
         if end.internal:
             return exit_codes.report_internal_error(str(end.fact.data.get("error", end.fact)), as_json=as_json)
-        return exit_codes.report_error(end.fact, as_json=as_json)
+        return exit_codes.report_error(end.fact, as_json=as_json, components=plan.components)
     if not isinstance(end, Cancelled):
         store.put_back(job.id)
         terminal.line(f"Paused.{hint}")

@@ -9,7 +9,7 @@ from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import MemoryShortError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, Words, render
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.units import duration, memory_size
@@ -74,9 +74,10 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         terminal.line(f"PyTorch options: {' '.join(map(str, plan.speed.reasons))}")
     _show_memory(plan)
     _show_time(plan)
-    for message in plan.warnings:
-        terminal.warning(str(message))
-    return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": list(map(str, plan.warnings))}
+    warnings = [render(fact, Words(plan.components)).what for fact in plan.warnings]
+    for text in warnings:
+        terminal.warning(text)
+    return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": warnings}
 
 
 def _show_memory(plan: ExecutionPlan) -> None:

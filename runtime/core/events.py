@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import TandemError
-from runtime.core.facts import Fact, Warnings, render
+from runtime.core.facts import Fact, Warnings, Words, render
 from runtime.core.plan import ExecutionPlan
 
 Stage = Literal["build", "load", "encode", "denoise", "decode", "save"]
@@ -224,7 +224,7 @@ class VideoSaved(_Event):
             "timings": dict(self.timings),
             "load_seconds": self.load_seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
-            "warnings": [render(fact).what for fact in self.warnings],
+            "warnings": [render(fact, Words(self.plan.get("components", ()))).what for fact in self.warnings],
             "earlier": dict(self.earlier),
         }
 

@@ -7,13 +7,14 @@ Errors, warnings and the reasons in a plan are facts. No code parses rendered te
 every code; `Words` has what a front end calls settings and components.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from string import Formatter
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.core.messages import MESSAGES
+from runtime.core.messages.components import title_of
 from runtime.core.units import about, byte_size, duration, memory_size
 
 _ATTENTIONS = {
@@ -83,7 +84,14 @@ class Text(NamedTuple):
 
 
 class Words:
-    """Names of settings and components in a front end; this class has those of the command line."""
+    """Names of settings and components in a front end; this class has those of the command line.
+
+    Args:
+        components: those of the model that facts are about, if known; see `core.messages.components`.
+    """
+
+    def __init__(self, components: Collection[str] = ()) -> None:
+        self.components = components
 
     def setting(self, name: str, value: str | None = None) -> str:
         """Return how a request field, or one of its values, is named: "--offload", "--offload group"."""
@@ -92,7 +100,7 @@ class Words:
 
     def component(self, name: str) -> str:
         """Return a component's title."""
-        return name.replace("_", " ").capitalize().replace("Vae", "VAE")
+        return title_of(name, self.components)
 
     def backend(self, name: str) -> str:
         """Return a backend's title."""
@@ -147,7 +155,9 @@ class _Template(Formatter):
             "milliseconds": lambda: ", ".join(f"{name} {1000 * one:.3g} ms" for name, one in sorted(value.items())),
             "component": lambda: words.component(value),
             "lower_component": lambda: _lowered(words.component(value)),
-            "lower_components": lambda: " or ".join(_lowered(words.component(one)) for one in value),
+            "lower_components": lambda: " or ".join(
+                _lowered(title_of(one, (*words.components, *value))) for one in value
+            ),
             "setting": lambda: words.setting(*([value] if isinstance(value, str) else value)),  # name, [name, value]
             "list": lambda: ", ".join(self.format_field(one, "") for one in value),
             "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),

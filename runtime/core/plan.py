@@ -18,6 +18,7 @@ from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, Strateg
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
 from runtime.core.loras import LoraUse
+from runtime.core.messages.components import title_of
 from runtime.core.request import AUTO, GenerationRequest
 
 PYTORCH = "pytorch"
@@ -342,14 +343,7 @@ class ExecutionPlan(ResolvedRequest):
 
     def title(self, component: str) -> str:
         """Return the title of a component."""
-        if component == "transformer" and "transformer_2" not in self.components:
-            return "Transformer"
-        return {
-            "text_encoder": "Text encoder",
-            "transformer": "High-noise transformer",
-            "transformer_2": "Low-noise transformer",
-            "vae": "VAE decoder",
-        }[component]
+        return title_of(component, self.components)
 
     def with_component(self, name: str, part: ComponentPlan) -> "ExecutionPlan":
         """Return the plan with the plan of one component replaced."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
+from runtime.core.messages.components import TITLES
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, LatentSize, is_block_program
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
@@ -32,7 +33,7 @@ from runtime.queue.records import (
 from runtime.queue.views import Task
 from runtime.ui import form, formatting
 from runtime.ui.break_even import BreakEven, break_even_of_offer, break_even_of_record
-from runtime.ui.formatting import COMPONENT_TITLES, lowered, paragraph, render
+from runtime.ui.formatting import lowered, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_preview import PlanPreview, Preview, summarize
 
@@ -219,7 +220,7 @@ def read_component(value: object, spec: ModelSpec) -> str | None:
     if value == AUTO:
         return None
     if not isinstance(value, str) or value not in spec.component_names:
-        title = COMPONENT_TITLES.get(value, "such component") if isinstance(value, str) else "such component"
+        title = TITLES.get(value, "such component") if isinstance(value, str) else "such component"
         raise InvalidRequestError("component", "ui.no_such_component", model=spec.title, component=lowered(title))
     return value
 

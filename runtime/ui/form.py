@@ -12,6 +12,7 @@ import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact
+from runtime.core.messages.components import TITLES, title_of
 from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
 from runtime.engines.builders import builders_of
@@ -20,7 +21,7 @@ from runtime.models.catalogue import check_offered, published
 from runtime.models.spec import ModelSpec
 from runtime.planner.placement import VAE_PSNR, usable_gpus
 from runtime.ui import fields, formatting
-from runtime.ui.formatting import COMPONENT_TITLES, page_text, render
+from runtime.ui.formatting import page_text, render
 
 TENSORRT = "tensorrt"
 CUSTOM = "custom"
@@ -190,7 +191,7 @@ def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the properties of the controls that follow the model, by name."""
     defaults, stride = spec.defaults, spec.vae.scale_factor_temporal
-    titles = COMPONENT_TITLES | ({"transformer": "High-noise transformer"} if spec.experts > 1 else {})
+    titles = {name: title_of(name, spec.component_names) for name in TITLES}
     wide, high = spec.strides
     sizes: list[tuple[str, str]] = [(formatting.size(w, h), f"{w}x{h}") for w, h in spec.sizes]
     second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,6 @@ def length(frames: int, fps: int) -> str:
     return f"{count(frames, 'frame')} · {frames / fps:.1f} s at {fps} fps"
 
 
-COMPONENT_TITLES = {
-    "text_encoder": "Text encoder",
-    "transformer": "Transformer",
-    "transformer_2": "Low-noise transformer",
-    "vae": "VAE decoder",
-}
-
-
 class FormWords(Words):
     """Names of settings and components on the form."""
 
@@ -92,22 +84,22 @@ class FormWords(Words):
         choices = declared.choices if isinstance(declared, Choice | Backends | StepCache) else {}
         return f"“{label}: {choices.get(value, value)}”"
 
-    def component(self, name: str) -> str:
-        """Return a component's title on the form."""
-        return COMPONENT_TITLES.get(name, super().component(name))
-
 
 WORDS = FormWords()
 
 
-def paragraph(fact: Fact) -> str:
-    """Return a fact with its remedy as one paragraph."""
-    return " ".join(filter(None, page_text(fact)))
+def paragraph(fact: Fact, components: Collection[str] = ()) -> str:
+    """Return a fact with its remedy as one paragraph; see `page_text`."""
+    return " ".join(filter(None, page_text(fact, components)))
 
 
-def page_text(fact: Fact) -> Text:
-    """Return a fact's text and remedy."""
-    return facts.render(fact, WORDS)
+def page_text(fact: Fact, components: Collection[str] = ()) -> Text:
+    """Return a fact's text and remedy.
+
+    Args:
+        components: those of the model that it is about, if known.
+    """
+    return facts.render(fact, FormWords(components) if components else WORDS)
 
 
 def sentences(given: Iterable[Fact]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
 from runtime.core.units import byte_size
@@ -14,7 +15,7 @@ from runtime.pipeline.files import POSTER
 from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view
-from runtime.ui.formatting import COMPONENT_TITLES, paragraph, render
+from runtime.ui.formatting import paragraph, render
 from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.video.similarity import Similarity
@@ -215,7 +216,9 @@ class HistoryPanel(JobsPanel):
             request=job.request if saved is None else saved.request,
             rows=rows,
             video=job_view.file_url(job.output) if plays else "",
-            warning_lines=[] if saved is None else [paragraph(one) for one in saved.warnings],
+            warning_lines=[]
+            if saved is None
+            else [paragraph(one, saved.plan.get("components", ())) for one in saved.warnings],
             reasons="" if saved is None else job_view.backend_reasons(saved),
             problem=problem,
             resume_line="" if status is None else f"{status.memory} {status.checkpoint}".strip(),
@@ -345,7 +348,7 @@ def _value(request: Mapping[str, Any], name: str) -> str:
     if name == "shift" and value is None:
         return "the model's default"
     if isinstance(value, Mapping):
-        chosen = (f"{COMPONENT_TITLES.get(key, key)}: {BACKENDS.get(one, one)}" for key, one in value.items())
+        chosen = (f"{TITLES.get(key, key)}: {BACKENDS.get(one, one)}" for key, one in value.items())
         return ", ".join(chosen) or BACKENDS[AUTO]
     if value is None or value == "":
         return "none"

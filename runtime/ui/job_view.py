@@ -162,7 +162,7 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
     if isinstance(end, Cancelled):
         return _resumable(Line("cancelled", "Cancelled.", "Nothing was saved."), job)
     if isinstance(end, Failed):
-        text = page_text(end.fact)
+        text = page_text(end.fact, job.plan.components)
         remedy = audience.details if end.internal else audience.redact(text.remedy)
         return _resumable(Line("failed", what=audience.redact(text.what), remedy=remedy), job)
     if job.state == "interrupted":
@@ -232,7 +232,7 @@ def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> st
     if isinstance(progress.end, VideoSaved):
         return audience.redact(result_html(progress.end, job.plan, job.model_title, address))
     # Warnings matter most while the job can still be stopped.
-    lines = [page_text(fact).what for fact in progress.warnings] if job.open else []
+    lines = [page_text(fact, job.plan.components).what for fact in progress.warnings] if job.open else []
     return audience.redact(render("warnings.html", lines=lines)) if lines else ""
 
 
@@ -285,7 +285,7 @@ def result_html(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str
         request=dict(saved.request),
         name=saved.video.name,
         address=address,
-        warning_lines=[page_text(fact).what for fact in saved.warnings],
+        warning_lines=[page_text(fact, plan.components).what for fact in saved.warnings],
         rows=result_rows(saved, plan, model),
         reasons=backend_reasons(saved),
     )

@@ -5,6 +5,7 @@ from typing import Any
 import gradio as gr
 from starlette.routing import BaseRoute
 
+from runtime.core.messages.components import TITLES
 from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
@@ -15,7 +16,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.ui import api, form, panels, theme
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel
 from runtime.ui.form import LOCAL, SERVED
-from runtime.ui.formatting import COMPONENT_TITLES, paragraph, render
+from runtime.ui.formatting import paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
 from runtime.ui.job_view import Audience, video_address
 from runtime.ui.make_tab import Handlers, add_make, header
@@ -68,7 +69,7 @@ def build(
             with gr.Tab("History", id="history", elem_id="tab-history"):
                 _panel("history", filters=FILTERS)
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
-                _panel("engines", kinds=FILE_KINDS, components=COMPONENT_TITLES, warning=paragraph(WARNING))
+                _panel("engines", kinds=FILE_KINDS, components=TITLES, warning=paragraph(WARNING))
         # The panels' script reads the form with this button; see `formValues` in panels.js.
         gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
             **LOCAL, inputs=list(fields.values()), js="(...values) => window.tandem.formRead(values)"

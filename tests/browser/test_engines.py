@@ -116,7 +116,7 @@ def test_an_engine_file_is_inspected_trusted_and_imported(open_page: OpenPage, s
     found = page.inner_text(looked)
     for expected in (
         "Input sample (1, 16, 3, 5, 8) float16",
-        "Could replace the transformer or transformer 2 of Tiny for 64x32, 9 frames.",
+        "Could replace the high-noise transformer or low-noise transformer of Tiny for 64x32, 9 frames.",
         "Cross-attention processes 2 times as many tokens.",
     ):
         assert expected in found, expected

@@ -89,7 +89,7 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         {"component": "transformer_2", "offload": "group", "backend": "onnxruntime"},
         replace(H200, packages=(*H200.packages, ("onnxruntime-gpu", "1.24"))),
         "offload group excludes ONNX Runtime",
-        "transformer 2",
+        "low-noise transformer",
         "transformer_2=pytorch; other components",
     ),
     ("planner.offload_on_engine", {"offload": "sequential"}, H200, "offload sequential", "keeps its weights", "none"),
@@ -110,7 +110,7 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         {"gpus": 2, "backend": "inductor", "component": "transformer_2"},
         H200,
         "2 GPUs exclude Inductor",
-        "A transformer 2 shared by 2 GPUs",
+        "A low-noise transformer shared by 2 GPUs",
         "transformer_2=pytorch",
     ),
     (
@@ -126,7 +126,7 @@ EXCLUDED: list[tuple[str, dict[str, Any], Machine, str, str, str]] = [
         {"step_cache": "first-block", "component": "transformer_2"},
         H200,
         "a step cache excludes TensorRT",
-        "for the transformer 2: an engine computes all of its blocks",
+        "for the low-noise transformer: an engine computes all of its blocks",
         "--backend transformer_2=pytorch",
     ),
     (

@@ -1,8 +1,15 @@
 """How numbers read on the page."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from runtime.ui import formatting
+from runtime.core.events import FellBack, OutOfMemory
+from runtime.core.facts import Fact, Words, render
+from runtime.models.spec import ModelSpec
+from runtime.ui import form, formatting
+from tests.plans import tiny_plan
 
 
 @pytest.mark.parametrize(
@@ -27,3 +34,39 @@ def test_sizes_and_lengths() -> None:
     assert formatting.size(192, 112) == "192 × 112"
     assert formatting.length(33, 16) == "33 frames · 2.1 s at 16 fps"
     assert formatting.length(1, 16) == "1 frame · 0.1 s at 16 fps"
+
+
+@pytest.mark.parametrize(
+    ("model", "titles"),
+    [
+        ("wan2.1", ["Text encoder", "Transformer", "VAE decoder"]),
+        ("wan2.2-a14b", ["Text encoder", "High-noise transformer", "Low-noise transformer", "VAE decoder"]),
+    ],
+)
+def test_components_have_the_same_titles_everywhere(
+    model: str, titles: list[str], tiny: Callable[[str], ModelSpec]
+) -> None:
+    spec = tiny(model)
+    plan, controls = tiny_plan(spec, Path("x.mp4")), form.model_values(spec)
+    for name, title in zip(plan.components, titles, strict=True):
+        assert plan.title(name) == title
+        assert controls[f"{form.fields.BACKEND}{name}"]["label"] == title
+        fell_back = FellBack(
+            component=name, backend="inductor", reason=Fact("text", {"what": "It failed.", "remedy": ""})
+        )
+        memory = OutOfMemory(stage="denoise", component=name, memory="RAM", retried=False, lost_seconds=0.0)
+        on_command_line = render(fell_back.fact, Words(plan.components)).what
+        assert on_command_line == f"{title}: PyTorch instead of Inductor. It failed."
+        assert formatting.page_text(fell_back.fact, plan.components).what == on_command_line
+        named = f"({formatting.lowered(title)})"
+        assert named in render(memory.fact, Words(plan.components)).what
+        assert named in formatting.page_text(memory.fact, plan.components).what
+    # Without a model, only the second of two transformers is known to be one of two.
+    assert (
+        str(Fact("engine.loading_weights", {"component": "transformer"})) == "Loading the weights of the transformer."
+    )
+    assert "low-noise transformer" in str(Fact("engine.loading_weights", {"component": "transformer_2"}))
+    both = Fact(
+        "engine.import_could_serve", {"components": ["transformer", "transformer_2"], "model": "x", "sizes": "y"}
+    )
+    assert "the high-noise transformer or low-noise transformer of x" in str(both)

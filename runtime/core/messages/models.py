@@ -135,9 +135,13 @@ _FILES: Mapping[str, Message] = {
         "Download them: models download {name}. Or copy the folder {repository} of huggingface.co into {folder}, or "
         "give its path with {set[model]}.",
     ),
-    "model.component_unloadable": Message("The {component} of {model} cannot be loaded: {reason}.", _AGAIN),
+    "model.component_unloadable": Message(
+        "The {component:lower_component} of {model} cannot be loaded: {reason}.", _AGAIN
+    ),
     "model.component_incomplete": Message(
-        "The weights of the {component} of {model} do not match its configuration: {missing:n tensor} missing.", _AGAIN
+        "The weights of the {component:lower_component} of {model} do not match its configuration: {missing:n tensor} "
+        "missing.",
+        _AGAIN,
     ),
     "model.tensor_missing": Message("The model's files have no {tensor}.", _AGAIN),
     "model.tokenizer_unloadable": Message("The tokenizer of {model} cannot be loaded.", _AGAIN),
@@ -214,7 +218,8 @@ _QUANTIZATION: Mapping[str, Message] = {
         "Use {set[quantization=bnb-8bit]}, {set[quantization=bnb-4bit]} or {set[quantization=none]}.",
     ),
     "quantization.no_layer_fits": Message(
-        "Quantization {kind} supports no layer of the {component} of {model}: their sizes are not supported.",
+        "Quantization {kind} supports no layer of the {component:lower_component} of {model}: their sizes are not "
+        "supported.",
         "Use {set[quantization=none]}.",
     ),
     "quantization.package_missing": Message(
