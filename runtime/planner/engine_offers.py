@@ -11,6 +11,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, EngineUse, LatentSize
 from runtime.core.request import AUTO
 from runtime.machine.probe import Machine
+from runtime.models.quantization import FP8, NONE
 from runtime.planner.constraints import ComponentSettings, Conflict, conflict
 
 # Minimum speedup over PyTorch for the automatic choice of an engine. Smaller differences are within timing noise.
@@ -23,6 +24,7 @@ class PyTorchPath:
 
     Attributes:
         compiled: whether with compiled code.
+        quantization: of a transformer's weights.
         as_measured: whether it computes as the baselines of engines were measured: in the dtype of a plan that the
             request does not change.
         usual_attention: whether with the attention kernel of such a plan. Baselines of block engines have no attention.
@@ -33,6 +35,7 @@ class PyTorchPath:
     """
 
     compiled: bool = False
+    quantization: str = NONE
     as_measured: bool = True
     usual_attention: bool = True
     seconds: float = 0.0
@@ -121,7 +124,10 @@ class EngineOffer:
 
     def is_compared(self, path: PyTorchPath) -> bool:
         """Return whether the baselines were measured with the settings of `path`."""
-        return path.as_measured and (self.in_blocks or path.usual_attention)
+        # PyTorch is measured in FP8 for FP8 engines, and unquantized for all others.
+        quantization = FP8 if any(use.precision == FP8 for use in self.uses) else NONE
+        same = path.as_measured and path.quantization == quantization
+        return same and (self.in_blocks or path.usual_attention)
 
     def compared(self, path: PyTorchPath) -> Comparison:
         """Compare the engines with what PyTorch would run instead, as measured when they were built."""

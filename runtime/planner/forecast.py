@@ -275,12 +275,10 @@ def _beside_engines(inputs: ForecastInputs, strategy: MemoryStrategy, name: str,
 def pytorch_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> PyTorchPath:
     """Return what runs a component in PyTorch."""
     workload, request, transformer = inputs.workload, inputs.request, is_transformer(name)
-    if transformer:
-        usual = strategy.quantization == "none"
-    else:
-        usual = name != "vae" or (request.vae_precision == AUTO and strategy.decode_tile is None)
+    usual = name != "vae" or (request.vae_precision == AUTO and strategy.decode_tile is None)
     return PyTorchPath(
         compiled=speed.compiled and (transformer or (name == "vae" and workload.cuda)),
+        quantization=strategy.quantization if transformer else "none",
         as_measured=usual,
         usual_attention=not transformer or not workload.cuda or request.attention == AUTO,
         attention_seconds=attention_seconds(inputs, workload.dtypes[name], speed.attention) if transformer else 0.0,

@@ -222,6 +222,17 @@ def test_choices_without_a_matching_baseline(path: PyTorchPath, backend: str) ->
         assert ("engines verify" in render(chosen.badge).remedy) == path.as_measured
 
 
+@pytest.mark.parametrize("precision", ["float16", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "bnb-8bit"])
+def test_fp8_engines_are_compared_with_pytorch_in_fp8_and_others_with_unquantized_weights(
+    precision: str, quantization: str
+) -> None:
+    offer = ready(TRT)
+    offer = replace(offer, in_blocks=True, uses=tuple(use.replace(precision=precision) for use in offer.uses))
+    compared = offer.compared(PyTorchPath(quantization=quantization))
+    assert bool(compared.pytorch) == ((precision, quantization) in {("float16", "none"), ("fp8", "fp8")})
+
+
 def test_attention_between_block_engines_counts_on_both_sides() -> None:
     offer = replace(ready(TRT, 1.1), in_blocks=True)
     assert offer.compared(PyTorchPath(attention_seconds=4.0)).speedup == pytest.approx(5.1 / 5.0)
