@@ -219,7 +219,12 @@ def test_the_vae_is_compiled_beside_engines_of_the_transformers(
 
 
 def test_the_vae_is_compiled_beside_engines_if_that_pays_off() -> None:
-    long = {"width": 1024, "height": 1024, "frames": 253, "backends": dict.fromkeys(EXPERTS, "tensorrt")}
+    long: dict[str, Any] = {
+        "width": 1024,
+        "height": 1024,
+        "frames": 253,
+        "backends": dict.fromkeys(EXPERTS, "tensorrt"),
+    }
     asked, never = plan([blocks()], **long), plan([blocks()], compile="never", **long)
     assert asked.speed.compiled
     saved = never.seconds["decode"].likely - asked.seconds["decode"].likely

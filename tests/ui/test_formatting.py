@@ -8,7 +8,7 @@ import pytest
 from runtime.core.events import FellBack, OutOfMemory
 from runtime.core.facts import Fact, Words, render
 from runtime.models.spec import ModelSpec
-from runtime.ui import form, formatting
+from runtime.ui import fields, form, formatting
 from tests.plans import tiny_plan
 
 
@@ -50,7 +50,7 @@ def test_components_have_the_same_titles_everywhere(
     plan, controls = tiny_plan(spec, Path("x.mp4")), form.model_values(spec)
     for name, title in zip(plan.components, titles, strict=True):
         assert plan.title(name) == title
-        assert controls[f"{form.fields.BACKEND}{name}"]["label"] == title
+        assert controls[f"{fields.BACKEND}{name}"]["label"] == title
         fell_back = FellBack(
             component=name, backend="inductor", reason=Fact("text", {"what": "It failed.", "remedy": ""})
         )
