@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from runtime import __version__
+from runtime.core import untrusted_files
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.files import replace_file
 from runtime.machine.probe import Machine
@@ -77,10 +78,10 @@ def read_json(name: str) -> Any:
         InvalidRequestError: if it cannot be read or is not JSON.
     """
     try:
-        return json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        return untrusted_files.read_json(Path(name).expanduser())
     except OSError as error:
         raise InvalidRequestError("file", "bench.not_read", file=name, error=error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidRequestError("file", "bench.not_json", file=name) from error
 
 

@@ -1,6 +1,7 @@
 """The log file: rotating, one line per event of a job, tracebacks of internal errors; no prompts or video paths."""
 
 import contextlib
+import io
 import logging
 import os
 import threading
@@ -11,6 +12,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from runtime.core.events import Event, FellBack, Planned
+from runtime.core.untrusted_files import NotRegularFileError
 
 # Loggers of the web server, whose errors a stranger may cause.
 _SERVER = ("uvicorn.error", "asyncio")
@@ -105,6 +107,17 @@ class SharedRotatingHandler(RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
         """Drop the line: an error of the log cannot be reported anywhere."""
+
+    def _open(self) -> io.TextIOWrapper:
+        """Open the file.
+
+        Raises:
+            OSError: if it cannot be opened, or is a FIFO or a device, which may wait or have no end.
+        """
+        path = Path(self.baseFilename)
+        if path.exists() and not path.is_file():
+            raise NotRegularFileError(path)
+        return super()._open()
 
     def _follow(self) -> bool:
         """Reopen the file if it was replaced or removed; return whether it was."""

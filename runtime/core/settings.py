@@ -3,7 +3,6 @@
 The only module that reads them. Flags that were not given are `None`.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
 from runtime.core.frozen import FrozenModel
 from runtime.core.request import MAX_FRAMES, MAX_STEPS
+from runtime.core.untrusted_files import read_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +64,7 @@ _NUMBERS = (
     "share_queue_all",
     "share_rate",
 )
+_Side = Annotated[int, Field(strict=True, ge=1, le=9_999)]
 # Text that is not empty and can be printed.
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]
 # The code of the error for an invalid value; the other settings are text.
@@ -117,7 +118,7 @@ class Settings(FrozenModel):
     tensorrt: tuple[TensorRTPart, ...] = ()
     share: bool = False
     share_frames: int | None = Field(default=None, ge=1, le=MAX_FRAMES)
-    share_size: tuple[int, int] | None = None
+    share_size: tuple[_Side, _Side] | None = None
     share_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     share_queue: int = Field(default=2, ge=1, le=1_000)
     share_queue_all: int = Field(default=10, ge=1, le=10_000)
@@ -163,7 +164,7 @@ class Settings(FrozenModel):
     @classmethod
     def _parse_size(cls, value: Any) -> Any:
         match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-        return match.groups() if match else value
+        return tuple(map(int, match.groups())) if match else value
 
     @field_validator("offline", mode="before")
     @classmethod
@@ -276,7 +277,7 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise SettingsError("settings.file_invalid", file=path) from error
     unknown = sorted(set(values) - set(VARIABLES)) if isinstance(values, dict) else ["(not an object)"]

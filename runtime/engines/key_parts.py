@@ -19,8 +19,10 @@ from typing import Any
 from runtime.core.errors import EngineError, ModelError
 from runtime.core.files import replace_file
 from runtime.core.plan import is_block_program
+from runtime.core.untrusted_files import read_json
 from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
+from runtime.models.folder import read_config
 from runtime.models.registry import FAMILIES
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import EngineKey, is_of_gpu
@@ -100,7 +102,7 @@ def architecture_digest(spec: ModelSpec, component: str, name: str) -> str:
     if is_block_program(name):
         relevant = {size: getattr(spec.transformer, size) for size in _OF_BLOCKS}
     else:
-        config = json.loads((spec.directory / component / "config.json").read_text(encoding="utf-8"))
+        config = read_config(spec.directory / component / "config.json")
         relevant = {
             key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")
         }
@@ -230,7 +232,7 @@ def _weights_digest(folder: Path, cache_dir: Path | None) -> str:
 def _read_digests(folder: Path | None) -> dict[str, Any]:
     """Return [size, time of modification, digest] by path; empty if the file is missing or damaged."""
     try:
-        value = json.loads((folder / _DIGESTS_FILE).read_text(encoding="utf-8")) if folder is not None else {}
+        value = read_json(folder / _DIGESTS_FILE) if folder is not None else {}
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from runtime.core.facts import Fact
+from runtime.core.untrusted_files import open_file, parse_json
 from runtime.planner.engine_index import UNREADABLE_KEY, EngineFile, EngineRecord
 
 NAME = "engine.json"
@@ -27,7 +28,8 @@ _FORMAT = 2
 _MAX_BYTES = 1 << 20
 _HASH_BLOCK = 1 << 20
 _NEW = "engine.json.new"
-_NOT_HASHED = frozenset({NAME, _NEW, LOG_NAME})
+# Files in an engine's folder that are not the engine's.
+NOT_HASHED = frozenset({NAME, _NEW, LOG_NAME})
 _RECORD = TypeAdapter(EngineRecord)
 
 
@@ -59,7 +61,7 @@ def read(folder: Path, engine_id: str | None = None) -> EngineRecord:
     try:
         if not S_ISREG(path.lstat().st_mode):
             return unreadable(folder, Fact("engine.file_not_regular", {"file": NAME}))
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             return unreadable(folder, Fact("engine.manifest_too_large"))
@@ -70,7 +72,7 @@ def read(folder: Path, engine_id: str | None = None) -> EngineRecord:
         first = error.errors(include_url=False)[0]
         data_error = {"field": ".".join(map(str, first["loc"])), "error": first["msg"]}
         return unreadable(folder, Fact("engine.manifest_invalid", data_error))
-    except (ValueError, TypeError, RecursionError):  # not JSON, not UTF-8, or a fact without a code
+    except (ValueError, TypeError):  # not JSON, not UTF-8, or a fact without a code
         return unreadable(folder, Fact("engine.manifest_damaged"))
     if isinstance(record, Fact):
         return unreadable(folder, record)
@@ -100,7 +102,7 @@ def hashed_files(folder: Path, engine_file: str) -> tuple[EngineFile, ...]:
     Raises:
         OSError: if one cannot be read, or `engine_file` does not exist.
     """
-    others = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in _NOT_HASHED)
+    others = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in NOT_HASHED)
     names = [engine_file, *(name for name in others if name != engine_file)]
     return tuple(EngineFile(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names)
 
@@ -112,7 +114,7 @@ def sha256(path: Path) -> str:
         OSError: if it cannot be read.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while block := file.read(_HASH_BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -169,7 +171,7 @@ def _parse(data: bytes) -> EngineRecord | Fact:
     Raises:
         ValueError: if it is not JSON or not valid.
     """
-    values = json.loads(data, parse_constant=_reject_constant)
+    values = parse_json(data)
     if not isinstance(values, dict) or "format" not in values:
         return Fact("engine.manifest_foreign")
     number = values.pop("format")
@@ -190,7 +192,3 @@ def _migrated(values: dict[str, Any]) -> dict[str, Any]:
     changed: dict[str, Any] = {name: fact(values[name]) for name in ("detail", "problem") if name in values}
     migrated: dict[str, Any] = {"loras": [], **values, **changed}
     return {name: value for name, value in migrated.items() if name != "error" or value is not None}
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(name)

@@ -1,32 +1,68 @@
-"""Reads model folders in diffusers' format without torch: JSON files, headers of safetensors files, `tandem.json`.
+"""Reads model folders in diffusers' format without torch: JSON files, numbers of weights, `tandem.json`.
 
-Format of safetensors: https://huggingface.co/docs/safetensors/index (8 bytes of length, JSON, tensors).
+A folder may come from anywhere: every number in its configurations has a limit, so that no library builds layers or
+tables without end, and everything in it is a regular file or a folder.
 """
 
-import json
-from math import prod
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import ModelError
+from runtime.core.request import MAX_FRAMES, MAX_SIDE
+from runtime.core.untrusted_files import NotRegularFileError, read_json
 from runtime.models.spec import Defaults, LatentRgb
+from runtime.models.tensor_files import read_header
 
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
+# The largest number in a published configuration is the size of a vocabulary, 256,384.
+_MAX_NUMBER = 1_000_000
+# The default of some schedulers.
+_MAY_BE_INFINITE = frozenset({"lambda_min_clipped"})
+# Files without weights; the largest, UMT5's tokenizer, has 17 MB.
+MAX_SMALL_FILE_BYTES = 64 << 20
+_MAX_ENTRIES = 20_000
+_MAX_DETAIL_LENGTH = 200
+_MAX_SHOWN = 100
+_MAX_LISTED = 100
+
+_Frames = Annotated[int, Field(strict=True, ge=1, le=MAX_FRAMES)]
+_Side = Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
+_TITLE = TypeAdapter(Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")])
+_DEFAULTS = TypeAdapter(Defaults)
+_SIZES = TypeAdapter(Annotated[tuple[tuple[_Side, _Side], ...], Field(min_length=1, max_length=_MAX_LISTED)])
+_FRAME_COUNTS = TypeAdapter(Annotated[tuple[_Frames, ...], Field(min_length=1, max_length=_MAX_LISTED)])
+_LATENT_RGB = TypeAdapter(LatentRgb)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Read a configuration file of a model folder.
 
     Raises:
-        ModelError: if it is missing, not JSON, or not a JSON object.
+        ModelError: if it is missing, not JSON, not a JSON object, or has a number beyond a million.
     """
+    value = _read_object(path)
+    for name, number in _numbers(value):
+        if not (abs(number) <= _MAX_NUMBER or (name in _MAY_BE_INFINITE and not math.isnan(number))):
+            file = f"{path.parent.name}/{path.name}"
+            raise ModelError("model.number_too_large", file=file, name=name[:40], most=_MAX_NUMBER)
+    return value
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     file = f"{path.parent.name}/{path.name}"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        value = read_json(path, infinite=True)
+    except FileNotFoundError as error:
         raise ModelError("model.file_missing", file=file) from error
+    except OSError as error:
+        raise ModelError("model.file_unreadable", file=file, path=path, reason=error.strerror) from error
     except ValueError as error:
         raise ModelError("model.file_not_json", file=file) from error
     if not isinstance(value, dict):
@@ -34,14 +70,35 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def damaged(title: str, error: Exception) -> ModelError:
-    """Return the error for an incomplete or invalid configuration.
+def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield all numbers of a configuration, with the name of the value that contains them."""
+    left: list[tuple[str, Any]] = list(config.items())
+    while left:
+        name, value = left.pop()
+        if isinstance(value, int | float):
+            yield name, value
+        elif isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((name, item) for item in value)
+
+
+@contextlib.contextmanager
+def reading(title: str) -> Iterator[None]:
+    """Turn an error of incomplete or invalid configurations into a ModelError, in a `with` block.
 
     Args:
         title: the model's name in the message.
-        error: the KeyError, TypeError or ValueError from reading it.
     """
-    return ModelError("model.config_invalid", model=title, detail=str(error))
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ModelError("model.config_invalid", model=title, detail=detail[:_MAX_DETAIL_LENGTH]) from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        detail = str(error)[:_MAX_DETAIL_LENGTH]
+        raise ModelError("model.config_invalid", model=title, detail=detail) from error
 
 
 def has_component(index: dict[str, Any], component: str) -> bool:
@@ -50,26 +107,65 @@ def has_component(index: dict[str, Any], component: str) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None  # noqa: PLR2004 - [library, class]
 
 
-def refuse_pickles(directory: Path) -> None:
-    """Check that a folder holds no pickled weights, which can run code when loaded.
+def check_files(directory: Path) -> None:
+    """Check that a folder has regular files only, and no pickled weights, which can run code when loaded.
 
     Raises:
         ModelError: naming the first such file.
     """
-    for path in sorted(directory.rglob("*")):
-        if path.suffix.lower() in _PICKLE_SUFFIXES:
-            raise ModelError("model.pickled", file=path.relative_to(directory))
+    count, folders = 0, [directory]
+    try:
+        while folders:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > _MAX_ENTRIES:
+                        raise ModelError("model.too_many_files", model=directory.name, most=_MAX_ENTRIES)
+                    _check_file(directory, entry)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+    except OSError as error:  # a folder that may not be read, or nested too deep
+        raise ModelError("model.file_unreadable", file=directory.name, path=directory, reason=error.strerror) from error
+
+
+def _check_file(directory: Path, entry: "os.DirEntry[str]") -> None:
+    path = Path(entry.path)
+    if path.suffix.lower() in _PICKLE_SUFFIXES:
+        raise ModelError("model.pickled", file=_shown(path, directory))
+    # `exists` is false for links to nothing, which no library opens.
+    if not entry.is_file() and not entry.is_dir() and path.exists():
+        reason = NotRegularFileError(path).strerror
+        raise ModelError("model.file_unreadable", file=_shown(path, directory), path=path, reason=reason)
+
+
+def _shown(path: Path, directory: Path) -> str:
+    """Return a path within a folder for a message; of a very long one, the end."""
+    return str(path.relative_to(directory))[-_MAX_SHOWN:]
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Check the files of a tokenizer's folder, if it exists, before a library reads them.
+
+    Raises:
+        ModelError: if one is too large, or the configuration names code to run.
+    """
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.is_file() and path.stat().st_size > MAX_SMALL_FILE_BYTES:
+            raise ModelError("model.file_too_large", file=f"tokenizer/{path.name}", most=MAX_SMALL_FILE_BYTES)
+    path = directory / "tokenizer_config.json"
+    if path.exists() and "auto_map" in _read_object(path):
+        raise ModelError("model.tokenizer_runs_code")
 
 
 def weight_files(component: Path) -> list[Path]:
     """Return the safetensors files of a component: those that its index names, if it has one.
 
     Raises:
-        ModelError: if there are none, or the index names a file outside the folder.
+        ModelError: if there are none, or the index is invalid or names a file outside the folder.
     """
     index_files = sorted(component.glob("*.safetensors.index.json"))
     if index_files:
-        names = set(read_json(index_files[0])["weight_map"].values())
+        names = _indexed(index_files[0])
     else:
         names = {
             name
@@ -84,76 +180,40 @@ def weight_files(component: Path) -> list[Path]:
     return [component / name for name in sorted(names)]
 
 
+def _indexed(path: Path) -> set[str]:
+    """Return the files that an index names."""
+    names = _read_object(path).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError("model.index_invalid", file=f"{path.parent.name}/{path.name}")
+    return set(names.values())
+
+
 def count_parameters(component: Path, tied: tuple[str, str] | None = None) -> int:
     """Return the number of weights in a component's files.
 
     Args:
         tied: two names of one tensor; if files hold both, it counts once.
+
+    Raises:
+        ModelError: if a file cannot be read or is not valid.
     """
-    sizes: dict[str, int] = {}
-    for path in weight_files(component):
-        sizes |= tensor_sizes(path)
+    sizes = {name: count for name, (_, count) in tensor_types(component).items()}
     if tied is not None and tied[0] in sizes:
         sizes.pop(tied[1], None)
     return sum(sizes.values())
-
-
-def tensor_sizes(path: Path) -> dict[str, int]:
-    """Return the number of weights of each tensor in a safetensors file, by name.
-
-    Raises:
-        ModelError: if the file cannot be read, is truncated or is not safetensors.
-    """
-    header, start = read_header(path)
-    size = path.stat().st_size
-    try:
-        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-        if start + end != size:
-            raise _damaged_file(path, size)
-        return {name: prod(tensor["shape"]) for name, tensor in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _damaged_file(path, size) from error
 
 
 def tensor_types(component: Path) -> dict[str, tuple[str, int]]:
     """Return the dtype, as safetensors names it, and the number of weights of each tensor of a component, by name.
 
     Raises:
-        ModelError: see `tensor_sizes` and `weight_files`.
+        ModelError: see `weight_files` and `read_header`.
     """
-    found: dict[str, tuple[str, int]] = {}
-    for path in weight_files(component):
-        header, _ = read_header(path)
-        found |= {name: (str(header[name].get("dtype")), count) for name, count in tensor_sizes(path).items()}
-    return found
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header as parsed JSON, and the byte at which its tensors start.
-
-    Raises:
-        ModelError: if the file cannot be read or does not start with a header.
-    """
-    size = 0
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                raise _damaged_file(path, size)
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise ModelError("model.file_unreadable", file=path.name, path=path, reason=error.strerror) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged_file(path, size) from error
-    if not isinstance(header, dict):
-        raise _damaged_file(path, size)
-    return header, _LENGTH_BYTES + length
-
-
-def _damaged_file(path: Path, size: int) -> ModelError:
-    return ModelError("model.file_damaged", file=f"{path.parent.name}/{path.name}", size=size)
+    return {
+        name: (tensor.dtype, tensor.elements)
+        for path in weight_files(component)
+        for name, tensor in read_header(path).tensors.items()
+    }
 
 
 def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
@@ -167,25 +227,16 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
         ModelError: if it is not JSON.
     """
     path = directory / "tandem.json"
-    if not path.is_file():
+    if not path.exists():
         return None
-    config = read_json(path)
+    config = read_config(path)
     factors, bias = config.get("latent_rgb_factors"), config.get("latent_rgb_bias")
-    second = config["defaults"].get("guidance_scale_2")
+    defaults = _DEFAULTS.validate_python({"guidance_scale_2": None, "negative_prompt": "", **config["defaults"]})
     return {
-        "title": str(config.get("title") or directory.name),
-        "license": str(config.get("license") or "unknown"),
-        "latent_rgb": LatentRgb(tuple((r, g, b) for r, g, b in factors), tuple(bias)) if factors and bias else None,
-        "defaults": Defaults(
-            width=int(config["defaults"]["width"]),
-            height=int(config["defaults"]["height"]),
-            frames=int(config["defaults"]["frames"]),
-            fps=int(config["defaults"]["fps"]),
-            steps=int(config["defaults"]["steps"]),
-            guidance_scale=float(config["defaults"]["guidance_scale"]),
-            guidance_scale_2=float(second) if experts > 1 and second is not None else None,
-            negative_prompt=str(config["defaults"].get("negative_prompt") or ""),
-        ),
-        "sizes": tuple((int(w), int(h)) for w, h in config["sizes"]),
-        "frame_counts": tuple(int(n) for n in config["frame_counts"]),
+        "title": _TITLE.validate_python(config.get("title") or directory.name),
+        "license": _TITLE.validate_python(config.get("license") or "unknown"),
+        "latent_rgb": _LATENT_RGB.validate_python({"factors": factors, "bias": bias}) if factors and bias else None,
+        "defaults": defaults if experts > 1 else replace(defaults, guidance_scale_2=None),
+        "sizes": _SIZES.validate_python(config["sizes"]),
+        "frame_counts": _FRAME_COUNTS.validate_python(config["frame_counts"]),
     }

@@ -15,10 +15,11 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
 from runtime.core.request import GenerationRequest
+from runtime.core.untrusted_files import open_file
 from runtime.models.catalogue import find, look_up
-from runtime.models.folder import read_header
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
+from runtime.models.tensor_files import read_header
 
 _FOLDER = "loras"
 # How files of two-expert LoRAs are named.
@@ -198,39 +199,26 @@ def _check_shape(
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: Path, size: int, _changed: int) -> LoraFile:
+def _read(path: Path, _size: int, _changed: int) -> LoraFile:
     try:
-        header, start = read_header(path)
+        header = read_header(path)
     except ModelError as error:
-        raise ModelError("lora.damaged", lora=path.name) from error
-    tensors = {name: _tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
-    end = max((offsets[1] for _, _, offsets in tensors.values()), default=0)
-    if start + end != size:
-        raise ModelError("lora.damaged", lora=path.name)
+        raise ModelError("lora.damaged", lora=path.name, cause=error.fact) from error
+    for tensor in header.tensors.values():
+        if tensor.dtype not in _FLOATS:
+            raise ModelError("lora.dtype_unsupported", lora=path.name, dtype=tensor.dtype)
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
-            for name, (dtype, _, (first, last)) in tensors.items():
-                file.seek(start + first)
-                _check_finite(path, name, dtype, file, last - first)
+            for name, tensor in header.tensors.items():
+                first, last = tensor.data_offsets
+                file.seek(header.start + first)
+                _check_finite(path, name, tensor.dtype, file, last - first)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return LoraFile(digest.hexdigest(), {name: shape for name, (_, shape, _) in tensors.items()})
-
-
-def _tensor(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    """Return dtype, shape and byte range of a tensor from the header's entry."""
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]} if all(
-            type(n) is int and n >= 0 for n in shape
-        ):
-            if dtype not in _FLOATS:
-                raise ModelError("lora.dtype_unsupported", lora=path.name, dtype=dtype[:10])
-            if 0 <= first <= last and last - first == prod(shape) * _FLOATS[dtype][0]:
-                return dtype, tuple(shape), (first, last)
-    raise ModelError("lora.header_invalid", lora=path.name, tensor=name[:_MAX_NAME_LENGTH])
+    return LoraFile(digest.hexdigest(), {name: tensor.shape for name, tensor in header.tensors.items()})
 
 
 def _check_finite(path: Path, name: str, dtype: str, file: Any, left: int) -> None:
@@ -239,8 +227,8 @@ def _check_finite(path: Path, name: str, dtype: str, file: Any, left: int) -> No
     width, exponent = _FLOATS[dtype]
     while left:
         block = file.read(min(left, _READ_BYTES))
-        if not block:
-            raise ModelError("lora.damaged", lora=path.name)
+        if not block:  # the file became shorter
+            raise ModelError("lora.changed", lora=path.name)
         left -= len(block)
         bits = np.frombuffer(block, dtype=np.dtype(f"<u{width}"))
         if ((bits & exponent) == exponent).any():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from runtime.core.errors import ModelError
-from runtime.models.folder import read_json
+from runtime.models.folder import check_files, check_tokenizer, read_config
 from runtime.models.spec import ModelSpec
 
 
@@ -168,11 +168,20 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
         name: of the model in the result.
 
     Raises:
-        ModelError: if the folder is missing, incomplete, damaged, of an unknown family, or holds pickled weights.
+        ModelError: if the folder is missing, incomplete, damaged, of an unknown family, or holds pickled weights; if a
+            value is out of its limits, or a file is not a regular file.
     """
     if not directory.is_dir():
         raise ModelError("model.folder_missing", folder=directory)
-    return _family_in(directory, directory.name).read_spec(directory, name)
+    if not directory.name.isprintable():  # not UTF-8, or with control characters
+        raise ModelError("model.name_unreadable", folder=ascii(directory.name))
+    family = _family_in(directory, directory.name)
+    check_files(directory)
+    check_tokenizer(directory / "tokenizer")
+    spec = family.read_spec(directory, name)
+    if spec.latent_rgb is not None and len(spec.latent_rgb.factors) != spec.vae.z_dim:
+        raise ModelError("model.config_invalid", model=spec.title, detail="latent_rgb_factors")
+    return spec
 
 
 def check_folder(directory: Path, title: str) -> None:
@@ -184,11 +193,13 @@ def check_folder(directory: Path, title: str) -> None:
     Raises:
         ModelError: if they are of an unknown family, missing or damaged.
     """
-    _family_in(directory, title).check(directory, title)
+    family = _family_in(directory, title)
+    check_tokenizer(directory / "tokenizer")
+    family.check(directory, title)
 
 
 def _family_in(directory: Path, title: str) -> Family:
-    pipeline = read_json(directory / "model_index.json").get("_class_name")
+    pipeline = read_config(directory / "model_index.json").get("_class_name")
     for name, entry in FAMILIES.items():
         if entry.pipeline == pipeline:
             return family_of(name)

@@ -5,13 +5,19 @@ architecture. Knows nothing about machines or engines.
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass
+from dataclasses import Field as DataclassField
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
+
+from pydantic import Field
 
 from runtime.core.loras import LoraUse
+from runtime.core.request import MAX_FPS, MAX_FRAMES, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SIDE, MAX_STEPS
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
+
+_Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 def is_transformer(component: str) -> bool:
@@ -27,7 +33,7 @@ def attention_flops(spec: "ModelSpec", tokens: int) -> float:
 class TransformerSpec(Protocol):
     """Architecture of a transformer: a frozen dataclass of the family, equal for equal architectures."""
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
 
     @property
     def num_layers(self) -> int:
@@ -84,7 +90,7 @@ class TransformerSpec(Protocol):
 class VaeSpec(Protocol):
     """Architecture of a VAE decoder: a frozen dataclass of the family, equal for equal architectures."""
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
 
     @property
     def z_dim(self) -> int:
@@ -124,22 +130,22 @@ class VaeSpec(Protocol):
 class LatentRgb:
     """A linear map from normalised latents to RGB in -1 to 1, for previews: `factors` is channels × 3."""
 
-    factors: tuple[tuple[float, float, float], ...]
-    bias: tuple[float, float, float]
+    factors: tuple[tuple[_Weight, _Weight, _Weight], ...]
+    bias: tuple[_Weight, _Weight, _Weight]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """Values that replace "auto" in a request."""
+    """Values that replace "auto" in a request, with its limits, which are checked when they are read from a file."""
 
-    width: int
-    height: int
-    frames: int
-    fps: int
-    steps: int
-    guidance_scale: float
-    guidance_scale_2: float | None
-    negative_prompt: str
+    width: Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
+    height: Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
+    frames: Annotated[int, Field(strict=True, ge=1, le=MAX_FRAMES)]
+    fps: Annotated[int, Field(strict=True, ge=1, le=MAX_FPS)]
+    steps: Annotated[int, Field(strict=True, ge=1, le=MAX_STEPS)]
+    guidance_scale: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)]
+    guidance_scale_2: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)] | None
+    negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ _UNSUPPORTED = ("shift_terminal", "invert_sigmas")
 # UniPC subtracts this from a first sigma of 1.
 _EPSILON = 1e-6
 _MAX_SHIFT = 1e6
+# diffusers makes tables of this length.
+_MAX_TRAINING_STEPS = 100_000
 NO_SHIFT = Fact("scheduler.no_shift")
 
 
@@ -102,13 +104,16 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
     else:
         return NoiseLevels(fixed=NO_SHIFT)
     given = config.get(setting)
+    steps = config.get("num_train_timesteps") or NoiseLevels.training_steps
+    if type(steps) is not int or not 1 <= steps <= _MAX_TRAINING_STEPS:
+        raise ValueError("num_train_timesteps")
     fixed = _fixed(config, flow=name in _FLOW)
     return NoiseLevels(
         setting=None if fixed else setting,
         fixed=fixed,
         shift=1.0 if given is None else float(given),
         spread=None if fixed or any(config.get(option) for option in _UNSUPPORTED) else spread,
-        training_steps=int(config.get("num_train_timesteps") or 1000),
+        training_steps=steps,
     )
 
 

@@ -127,7 +127,7 @@ def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, 
     }
     try:
         module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except Exception as error:  # both libraries raise whatever a wrong configuration leads to
         memory = ran_out(error)
         if memory == "VRAM":
             raise
@@ -149,7 +149,9 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         ModelError: if it is missing or damaged.
     """
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(spec.directory / "tokenizer"), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
+            str(spec.directory / "tokenizer"), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # errors of the tokenizers package derive from Exception
         raise ModelError("model.tokenizer_unloadable", model=spec.title) from error
 
@@ -161,7 +163,7 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
         shift: of the timesteps, instead of the configuration's.
 
     Raises:
-        ModelError: if diffusers has no such scheduler.
+        ModelError: if diffusers has no such scheduler, or it does not accept the configuration.
     """
     scheduler_class = getattr(diffusers, spec.scheduler, None)
     if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, diffusers.SchedulerMixin)):
@@ -176,7 +178,7 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
         return cast("Any", scheduler_class).from_pretrained(
             str(spec.directory), subfolder="scheduler", local_files_only=True, **changed
         )
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.scheduler_unloadable", model=spec.title) from error
 
 

@@ -30,6 +30,7 @@ from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
+from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import BOUNDARY, COMPUTE_FIELDS, HEADER_KEY, LATEST, LOW_NOISE_FIELD, newest_checkpoint
 from runtime.pipeline.sampling import Conditioning, SamplingState
@@ -371,7 +372,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
             metadata = file.metadata() or {}
             # Copies, because tensors in the file have any alignment, and arithmetic may round differently there.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
-        if json.loads(metadata[HEADER_KEY])["version"] != _VERSION:
+        if parse_json(metadata[HEADER_KEY].encode(), infinite=True)["version"] != _VERSION:
             raise CheckpointError("checkpoint.other_version")
         header = _Header.model_validate_json(metadata[HEADER_KEY])
         if metadata[_CHECKSUM] != str(_checksum(metadata[HEADER_KEY], tensors)):

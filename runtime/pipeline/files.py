@@ -1,14 +1,14 @@
 """Files of a job, without torch: the default path of its video, its preview and poster, and its checkpoints."""
 
 import contextlib
-import json
 import re
 import secrets
 from datetime import datetime, timezone
 from pathlib import Path
 
 from runtime.core.errors import ModelError, OutputError
-from runtime.models.folder import read_header
+from runtime.core.untrusted_files import parse_json
+from runtime.models.tensor_files import read_header
 
 # The newest preview of a running job; once its video is saved, the poster.
 PREVIEW, POSTER = "preview.webp", "poster.webp"
@@ -89,7 +89,7 @@ def _newest(folder: Path) -> tuple[Path, int | None]:
 
 def _step(path: Path) -> int | None:
     if path.is_file():
-        with contextlib.suppress(ModelError, ValueError, KeyError, TypeError):
-            header, _ = read_header(path)
-            return int(json.loads(header["__metadata__"][HEADER_KEY])["step"])
+        with contextlib.suppress(ModelError, ValueError, KeyError, TypeError, OverflowError):
+            header = parse_json(read_header(path).metadata[HEADER_KEY].encode(), infinite=True)
+            return int(header["step"])
     return None

@@ -16,6 +16,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.locks import held
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO
+from runtime.core.untrusted_files import read_file
 from runtime.machine.probe import Machine, gpu_index, seen_from
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner.execution_options import exact_attentions
@@ -33,6 +34,7 @@ from runtime.planner.memory_model import DTYPE_BYTES
 _VERSION: Literal[1] = 1
 # Only the newest runs are kept, a few hundred bytes each.
 _MAX_RUNS = 400
+_MAX_BYTES = 4 << 20
 _LOCK_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class HistoryFile:
 
     def _parse(self) -> History:
         try:
-            return _Document.model_validate_json(self._path.read_bytes()).runs
+            return _Document.model_validate_json(read_file(self._path, _MAX_BYTES)).runs
         except (OSError, ValidationError):
             return ()
 

@@ -13,12 +13,14 @@ from typing import Any
 
 from runtime import __version__
 from runtime.core.settings import ROOT
+from runtime.core.untrusted_files import open_file
 from runtime.machine.probe import Machine
 from runtime.pipeline.files import slug
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 
 _LOG_LINES = 60
+_LOG_BYTES = 1 << 18
 _REDACTED = "…"
 _PRIVATE = ("prompt", "negative_prompt")
 # Data of facts that quotes the prompt; "what" is text of an earlier version, which may.
@@ -100,6 +102,8 @@ def scrub(value: Any, texts: Sequence[str], folders: Sequence[str]) -> Any:
 
 def _tail(log_file: Path) -> list[str]:
     try:
-        return log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        with open_file(log_file) as file:
+            file.seek(-min(_LOG_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read(_LOG_BYTES).decode("utf-8", "replace").splitlines()[-_LOG_LINES:]
     except OSError:
         return []

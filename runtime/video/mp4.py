@@ -25,6 +25,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from runtime.core.errors import MachineError, OutputError
+from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
 
 _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
@@ -35,6 +36,9 @@ _UNLOCKED_SECONDS = 60.0
 # Limited-range BT.709 is what players assume; the stream declares it, so that colors are preserved.
 _BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "=;#\\\n"})
+# Without these, ffmpeg would read a playlist of that name and the files that it lists.
+_ONLY_MP4 = ("-protocol_whitelist", "file", "-f", "mov")
+_METADATA_SECONDS = 20.0
 _COMMENT = re.compile(r"^comment=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
 
 
@@ -192,7 +196,8 @@ def copy_without_metadata(video: Path) -> Iterator[Path]:
     """
     with _scratch_folder(video) as folder:
         copy = folder / "copy.mp4"
-        command = [find_ffmpeg(), "-v", "error", "-y", "-i", str(video), "-map", "0:v", "-map_metadata", "-1"]
+        command = [find_ffmpeg(), "-v", "error", "-y", *_ONLY_MP4, "-i", str(video)]
+        command += ["-map", "0:v", "-map_metadata", "-1"]
         command += ["-map_metadata:s", "-1", "-bitexact", "-c", "copy", "-movflags", "+faststart", str(copy)]
         _run(command, video.name)
         yield copy
@@ -214,14 +219,29 @@ def read_metadata(video: Path) -> dict[str, Any]:
     Raises:
         OutputError: if the file has none.
     """
-    command = [find_ffmpeg(), "-v", "error", "-i", str(video), "-f", "ffmetadata", "-"]
-    run = subprocess.run(command, capture_output=True, check=False)
-    comment = _COMMENT.search(run.stdout.decode("utf-8", "replace"))
     try:
+        with open_file(video):  # a FIFO or a device would let ffmpeg wait
+            comment = _COMMENT.search(_metadata_text(video))
         unescaped = re.sub(r"\\(.)", r"\1", comment[1] if comment else "", flags=re.DOTALL)
-        return dict(json.loads(unescaped)["tandem"])
-    except (KeyError, ValueError, TypeError) as error:
+        return dict(parse_json(unescaped.encode())["tandem"])
+    except (OSError, KeyError, ValueError, TypeError) as error:
         raise OutputError("video.no_metadata", file=video.name) from error
+
+
+def _metadata_text(video: Path) -> str:
+    """Return a video's metadata in ffmpeg's own format; what exceeds the limits of size and time is left out."""
+    command = [find_ffmpeg(), "-v", "error", *_ONLY_MP4, "-i", str(video), "-f", "ffmetadata", "-"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        timer = threading.Timer(_METADATA_SECONDS, process.kill)
+        timer.start()
+        try:
+            return process.stdout.read(MAX_JSON_BYTES).decode("utf-8", "replace")
+        finally:
+            timer.cancel()
+            process.kill()
 
 
 def sweep(folder: Path) -> None:

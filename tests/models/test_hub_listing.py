@@ -130,3 +130,10 @@ def test_a_file_that_cannot_be_verified_is_refused(changes: dict[str, Any]) -> N
     with pytest.raises(DownloadError) as caught:
         read_listing("a/b", info(siblings=siblings))
     assert caught.value.fact == Fact("hub.no_hash", {"file": "vae/config.json"})
+
+
+def test_a_large_file_without_weights_refuses_the_repository() -> None:
+    siblings = [entry(path) for path in LOADED] + [entry("scheduler/more.json", size=1 << 30)]
+    with pytest.raises(DownloadError) as refused:
+        read_listing("a/b", info(siblings=siblings))
+    assert refused.value.fact == Fact("hub.file_too_large", {"file": "scheduler/more.json", "size": 1 << 30})

@@ -19,6 +19,19 @@ MESSAGES: Mapping[str, Message] = {
     "model.file_not_json": Message("{file} is damaged: it is not JSON.", _COPY),
     "model.file_not_object": Message("{file} is not a JSON object.", _COPY),
     "model.config_invalid": Message("A configuration file in {model} is incomplete or wrong ({detail}).", _COPY),
+    "model.name_unreadable": Message(
+        "The name of the model folder {folder} cannot be displayed.", "Rename the folder."
+    ),
+    "model.number_too_large": Message("{file} is wrong: a number in {name!r} is not finite or above {most:,}.", _COPY),
+    "model.file_too_large": Message("{file} is larger than {most:bytes}.", _COPY),
+    "model.too_many_files": Message(
+        "The folder of {model} has more than {most:,} files.", "Give a folder that contains only the model."
+    ),
+    "model.tokenizer_runs_code": Message(
+        "The tokenizer of the model runs code of its own (auto_map), which Tandem does not allow.",
+        "Remove auto_map from tokenizer/tokenizer_config.json, or choose another model.",
+    ),
+    "model.index_invalid": Message("{file} is wrong: its weight_map does not name files.", _COPY),
     "model.pickled": Message(
         "The model contains pickled weights ({file}), which can run code when loaded.",
         "Remove that file, or convert it to safetensors.",

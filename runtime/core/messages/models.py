@@ -66,6 +66,7 @@ _HUB: Mapping[str, Message] = {
         "{repository} has no safetensors for its {component}.",
         "Choose a repository with safetensors in diffusers' format.",
     ),
+    "hub.file_too_large": Message("{file} has {size:bytes}, although it holds no weights.", _ANOTHER_REPOSITORY),
     "hub.no_hash": Message(
         "The hub states no valid size and hash for {file}, so it cannot be verified.", "Use another hub."
     ),
@@ -129,6 +130,16 @@ _FILES: Mapping[str, Message] = {
     "model.not_offered": Message("There is no model of that name here.", "Choose one of: {models:list}."),
     "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
+    "model.tensors_invalid": Message("{file} is not a valid safetensors file: {cause:clause}.", _AGAIN),
+    "safetensors.header_too_long": Message("Its header has {size:bytes}; at most {most:bytes} are read."),
+    "safetensors.header_not_json": Message("Its header is not a JSON object."),
+    "safetensors.metadata_invalid": Message("Its metadata is not text."),
+    "safetensors.duplicate": Message("Its header has {tensor!r} twice."),
+    "safetensors.tensor_invalid": Message("The dtype, shape or position of {tensor!r} is invalid."),
+    "safetensors.dtype_unknown": Message("{tensor!r} has the unknown dtype {dtype!r}."),
+    "safetensors.tensor_size": Message("The size of {tensor!r} does not follow from its shape and dtype."),
+    "safetensors.hole": Message("No tensor has the bytes before {tensor!r}."),
+    "safetensors.overlap": Message("{tensor!r} overlaps the tensor before it."),
     "model.unknown": Message("There is no model {name!r}.", "Use one of {names:list}, or the path of a folder."),
     "model.weights_not_downloaded": Message(
         "The weights of {model} are not downloaded.",
@@ -168,8 +179,7 @@ _LORA: Mapping[str, Message] = {
         "Download it as safetensors, or convert it.",
     ),
     "lora.unreadable": Message("The LoRA {lora} cannot be read: {reason}.", "Check the file and its permissions."),
-    "lora.damaged": Message("The LoRA {lora} is damaged, truncated or not a safetensors file.", _LORA_AGAIN),
-    "lora.header_invalid": Message("The LoRA {lora} is damaged: its header is invalid at {tensor!r}.", _LORA_AGAIN),
+    "lora.damaged": Message("The LoRA {lora} cannot be used: {cause:clause}.", _LORA_AGAIN),
     "lora.dtype_unsupported": Message(
         "The LoRA {lora} has the dtype {dtype}, which is not supported.", "Use one in float32, float16 or bfloat16."
     ),

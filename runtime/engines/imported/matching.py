@@ -4,7 +4,6 @@ A file states names, dtypes and sizes, but not their meaning. Where that is ambi
 comparing the engine with PyTorch decides between them. Imports no torch.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from runtime.engines.imported.adapters import (
 )
 from runtime.engines.imported.contract import Contract, Port, Span
 from runtime.engines.key_parts import CLIP_PROGRAM
+from runtime.models.folder import read_config
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import ShapeProfile
 
@@ -175,7 +175,7 @@ class _Matcher:
             for profile in self._profiles(z, (1, 1), (0, 0))
         ]
         least = max(z.span(_FRAMES, profile)[0] for profile in range(contract.profiles))
-        config = json.loads((spec.directory / "vae" / "config.json").read_text(encoding="utf-8"))
+        config = read_config(spec.directory / "vae" / "config.json")
         frames = ClipFrames(order, least, spec.vae.scale_factor_temporal)
         denormalized = Denormalised(tuple(config["latents_mean"]), tuple(config["latents_std"]))
         chains: list[list[Adapter]] = [[frames, denormalized], [frames]]

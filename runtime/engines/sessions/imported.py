@@ -1,6 +1,5 @@
 """Runs an imported engine through its adapters, with the tensors of the program that it replaces."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ import torch
 
 from runtime.core.errors import EngineError, first_line
 from runtime.core.facts import Fact
+from runtime.core.untrusted_files import read_json
 from runtime.engines.imported.adapters import Adapter, Batch, RestoredRows, adapters_from_json
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE
@@ -120,7 +120,7 @@ def read_adapters(folder: Path) -> tuple[Contract, Batch, tuple[Adapter, ...]]:
         EngineError: if the file is missing or damaged.
     """
     try:
-        value = json.loads((folder / ADAPTERS_FILE).read_text(encoding="utf-8"))
+        value = read_json(folder / ADAPTERS_FILE)
         chain = adapters_from_json(value["adapters"])
         return Contract.from_json(value["contract"]), Batch(int(value["batch"])), chain
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -5,7 +5,6 @@ the one recorded at build time.
 """
 
 import contextlib
-import json
 import logging
 import mmap
 from abc import abstractmethod
@@ -17,6 +16,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.core.plan import is_block_program
+from runtime.core.untrusted_files import read_json
 from runtime.engines import tensorrt_library
 from runtime.engines.sessions import BlockSession, Session, Weights
 from runtime.planner.engine_index import EngineRecord
@@ -580,7 +580,7 @@ def read_names(folder: Path) -> Mapping[str, str]:
         EngineError: if the file is missing or damaged.
     """
     try:
-        names = json.loads((folder / NAMES_FILE).read_text(encoding="utf-8"))
+        names = read_json(folder / NAMES_FILE)
     except (OSError, ValueError) as error:
         raise EngineError("engine.file_unreadable", file=NAMES_FILE, error=str(error)) from error
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):

@@ -11,12 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.wan import lora_names
 from runtime.families.wan.known import KNOWN
-from runtime.models.folder import count_parameters, damaged, has_component, read_json, read_sidecar, refuse_pickles
+from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec
 from runtime.models.timesteps import NoiseLevels, noise_levels
@@ -30,8 +32,6 @@ _KERNEL = 27
 # On a CPU, oneDNN computes convolutions whose input has more channels × frames × rows (`use_mkldnn` in PyTorch's
 # Convolution.cpp).
 _UNFOLDED = 20480
-# diffusers' default, if the configuration has none.
-_ROPE_MAX_SEQ_LEN = 1024
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 _SCHEDULER = "UniPCMultistepScheduler"
@@ -46,18 +46,24 @@ NEGATIVE_PROMPT = (
 )
 
 
+def _up_to(most: int) -> Any:
+    """Return the limits of a number in a configuration: published models stay far below them."""
+    return Field(strict=True, ge=1, le=most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
     """Architecture of a `diffusers.WanTransformer3DModel`, with the names of its config."""
 
-    num_layers: int
-    num_attention_heads: int
-    attention_head_dim: int
-    ffn_dim: int
-    in_channels: int
-    text_dim: int
-    patch_size: tuple[int, int, int]
-    rope_max_seq_len: int
+    num_layers: Annotated[int, _up_to(512)]
+    num_attention_heads: Annotated[int, _up_to(1_024)]
+    attention_head_dim: Annotated[int, _up_to(1_024)]
+    ffn_dim: Annotated[int, _up_to(1_000_000)]
+    in_channels: Annotated[int, _up_to(4_096)]
+    text_dim: Annotated[int, _up_to(65_536)]
+    patch_size: tuple[Annotated[int, _up_to(64)], Annotated[int, _up_to(64)], Annotated[int, _up_to(64)]]
+    # diffusers' default, if the configuration has none.
+    rope_max_seq_len: Annotated[int, _up_to(65_536)] = 1024
 
     @property
     def width(self) -> int:
@@ -103,15 +109,16 @@ class TransformerSpec:
 class VaeSpec:
     """Architecture of a `diffusers.AutoencoderKLWan`, with the names of its config."""
 
-    z_dim: int
-    decoder_base_dim: int
-    dim_mult: tuple[int, ...]
-    num_res_blocks: int
+    z_dim: Annotated[int, _up_to(4_096)]
+    decoder_base_dim: Annotated[int, _up_to(8_192)]
+    dim_mult: Annotated[tuple[Annotated[int, _up_to(64)], ...], Field(min_length=1, max_length=8)]
+    num_res_blocks: Annotated[int, _up_to(64)]
     temperal_downsample: tuple[bool, ...]
-    scale_factor_temporal: int
-    scale_factor_spatial: int
-    patch_size: int
-    is_residual: bool
+    # diffusers' defaults: Wan2.1's configuration has none of these.
+    scale_factor_temporal: Annotated[int, _up_to(64)] = 4
+    scale_factor_spatial: Annotated[int, _up_to(256)] = 8
+    patch_size: Annotated[int, _up_to(64)] = 1
+    is_residual: bool = False
 
     @property
     def last_channels(self) -> int:
@@ -204,6 +211,30 @@ class VaeSpec:
         return 2 * element_bytes * values
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TextEncoder:
+    """The sizes of a `transformers.UMT5EncoderModel` that determine how many layers and tables it has."""
+
+    num_layers: Annotated[int, _up_to(512)]
+    num_labels: Annotated[int, _up_to(1_000)] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    """What a VAE's configuration says of its encoder, which is built with the decoder."""
+
+    base_dim: Annotated[int, _up_to(8_192)]
+    attn_scales: Annotated[tuple[float, ...], Field(max_length=8)] = ()
+
+
+_TRANSFORMER = TypeAdapter(TransformerSpec)
+_VAE = TypeAdapter(VaeSpec)
+_TEXT_ENCODER = TypeAdapter(_TextEncoder)
+_ENCODER = TypeAdapter(_Encoder)
+_FLOW_SHIFT = TypeAdapter(Annotated[float, Field(strict=True, gt=0)] | None)
+_BOUNDARY_RATIO = TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=1)] | None)
+
+
 class WanFamily:
     """See `models.registry.Family`."""
 
@@ -218,55 +249,46 @@ class WanFamily:
         """Read a model folder, as `WanPipeline.save_pretrained` writes it.
 
         Raises:
-            ModelError: if it is incomplete or damaged, wants an image, or holds pickled weights.
+            ModelError: if it is incomplete, damaged or invalid, or wants an image.
         """
-        try:
-            index, names, transformer, vae = _architecture(directory, directory.name)
-            refuse_pickles(directory)
-            experts = len(names)
-            boundary = index.get("boundary_ratio")
+        with reading(directory.name):
+            found = _read_configurations(directory, directory.name)
+            experts = len(found.experts)
             sidecar = read_sidecar(directory, experts) or {
                 "title": directory.name,
                 "license": "unknown",
                 "latent_rgb": None,
-                **card_defaults(vae, experts),
+                **card_defaults(found.vae, experts),
             }
-            scheduler = read_json(directory / "scheduler" / "scheduler_config.json")
-            if scheduler.get("use_dynamic_shifting"):
-                raise ModelError("model.dynamic_shifting", model=directory.name)
-            shift = scheduler.get("flow_shift", scheduler.get("shift"))
+            names = tuple(found.experts)
             counted = {part: count_parameters(directory / part, _TIED) for part in ("text_encoder", *names, "vae")}
             return ModelSpec(
                 family="wan",
                 name=name,
                 directory=directory,
-                transformer=transformer,
+                transformer=found.transformer,
                 experts=experts,
-                vae=vae,
-                boundary_ratio=None if boundary is None else float(boundary),
-                scheduler=str(scheduler["_class_name"]),
-                expand_timesteps=bool(index.get("expand_timesteps", False)),
+                vae=found.vae,
+                boundary_ratio=found.boundary_ratio,
+                scheduler=str(found.scheduler["_class_name"]),
+                expand_timesteps=bool(found.pipeline.get("expand_timesteps", False)),
                 max_sequence_length=MAX_SEQUENCE_LENGTH,
                 parameters=counted,
                 programs=_programs(experts),
-                block_programs=_block_programs([read_json(directory / expert / "config.json") for expert in names]),
-                flow_shift=None if shift is None else float(shift),
-                noise=noise_levels(scheduler),
+                block_programs=_block_programs(list(found.experts.values())),
+                flow_shift=found.flow_shift,
+                noise=noise_levels(found.scheduler),
                 **sidecar,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(directory.name, error) from error
 
     def check(self, directory: Path, title: str) -> None:
         """Check a folder's configurations.
 
         Raises:
-            ModelError: if one is missing or damaged, or wants an image.
+            ModelError: if one is missing, damaged or invalid, or wants an image.
         """
-        try:
-            _architecture(directory, title)
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(title, error) from error
+        with reading(title):
+            _read_configurations(directory, title)
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
@@ -298,25 +320,44 @@ class WanFamily:
 FAMILY: Family = WanFamily()
 
 
-def _architecture(directory: Path, title: str) -> tuple[dict[str, Any], list[str], TransformerSpec, VaeSpec]:
-    """Read the pipeline's index, the experts' names, their architecture and the VAE's.
+class _Configurations(NamedTuple):
+    """The configurations of a folder: the pipeline's, the transformers' by name, the VAE's and the scheduler's."""
+
+    pipeline: dict[str, Any]
+    experts: dict[str, dict[str, Any]]
+    transformer: TransformerSpec
+    vae: VaeSpec
+    boundary_ratio: float | None
+    scheduler: dict[str, Any]
+    flow_shift: float | None
+
+
+def _read_configurations(directory: Path, title: str) -> _Configurations:
+    """Read and check all configurations of a folder, before a library reads one.
 
     Raises:
         KeyError, TypeError, ValueError: if one is incomplete or wrong.
         ModelError: if one is missing or not JSON, or the model wants an image.
     """
-    index = read_json(directory / "model_index.json")
+    index = read_config(directory / "model_index.json")
     names = ["transformer", "transformer_2"][: 2 if has_component(index, "transformer_2") else 1]
-    config, *other = [read_json(directory / expert / "config.json") for expert in names]
-    transformer = transformer_spec(config)
-    if any(transformer_spec(expert) != transformer for expert in other):
+    experts = {expert: read_config(directory / expert / "config.json") for expert in names}
+    transformer, *others = [transformer_spec(config) for config in experts.values()]
+    if any(other != transformer for other in others):
         raise ModelError("model.experts_differ", model=title)
-    vae = vae_spec(read_json(directory / "vae" / "config.json"))
-    if len(names) > 1 and index.get("boundary_ratio") is None:
-        raise KeyError("boundary_ratio")
+    vae = vae_spec(read_config(directory / "vae" / "config.json"))
     if vae.z_dim != transformer.in_channels:
         raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
-    return index, names, transformer, vae
+    boundary_ratio = _BOUNDARY_RATIO.validate_python(index.get("boundary_ratio"))
+    if others and boundary_ratio is None:
+        raise KeyError("boundary_ratio")
+    _TEXT_ENCODER.validate_python(read_config(directory / "text_encoder" / "config.json"))
+    scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
+    if scheduler.get("use_dynamic_shifting"):
+        raise ModelError("model.dynamic_shifting", model=title)
+    noise_levels(scheduler)
+    flow_shift = _FLOW_SHIFT.validate_python(scheduler.get("flow_shift", scheduler.get("shift")))
+    return _Configurations(index, experts, transformer, vae, boundary_ratio, scheduler, flow_shift)
 
 
 def _programs(experts: int) -> dict[str, tuple[str, ...]]:
@@ -336,46 +377,30 @@ def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return ("block_qkv", "block_query", "block_feed_forward") if usual else ()
 
 
-def transformer_spec(config: dict[str, Any]) -> TransformerSpec:
+def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
     """Read a transformer's `config.json`.
 
     Raises:
-        KeyError, TypeError, ValueError: if it is incomplete or wrong.
+        ValueError: if it is incomplete or wrong.
         ModelError: if it wants an image.
     """
     if config.get("image_dim"):
         raise ModelError("model.image_to_video")
-    patch_t, patch_h, patch_w = config["patch_size"]
-    return TransformerSpec(
-        num_layers=int(config["num_layers"]),
-        num_attention_heads=int(config["num_attention_heads"]),
-        attention_head_dim=int(config["attention_head_dim"]),
-        ffn_dim=int(config["ffn_dim"]),
-        in_channels=int(config["in_channels"]),
-        text_dim=int(config["text_dim"]),
-        patch_size=(int(patch_t), int(patch_h), int(patch_w)),
-        rope_max_seq_len=int(config.get("rope_max_seq_len", _ROPE_MAX_SEQ_LEN)),
-    )
+    return _TRANSFORMER.validate_python(config)
 
 
-def vae_spec(config: dict[str, Any]) -> VaeSpec:
+def vae_spec(config: Mapping[str, Any]) -> VaeSpec:
     """Read a VAE's `config.json`.
 
     Raises:
-        KeyError, TypeError, ValueError: if it is incomplete or wrong.
+        ValueError: if it is incomplete or wrong.
     """
-    return VaeSpec(
-        z_dim=int(config["z_dim"]),
-        decoder_base_dim=int(config.get("decoder_base_dim") or config["base_dim"]),
-        dim_mult=tuple(int(m) for m in config["dim_mult"]),
-        num_res_blocks=int(config["num_res_blocks"]),
-        temperal_downsample=tuple(bool(down) for down in config["temperal_downsample"]),
-        # diffusers' defaults: Wan2.1's config leaves these out.
-        scale_factor_temporal=int(config.get("scale_factor_temporal") or 4),
-        scale_factor_spatial=int(config.get("scale_factor_spatial") or 8),
-        patch_size=int(config.get("patch_size") or 1),
-        is_residual=bool(config.get("is_residual", False)),
-    )
+    given = {name: value for name, value in config.items() if value is not None}
+    _ENCODER.validate_python(given)
+    vae = _VAE.validate_python({"decoder_base_dim": given.get("base_dim"), **given})
+    if len(vae.temperal_downsample) != len(vae.dim_mult) - 1:
+        raise ValueError("temperal_downsample")
+    return vae
 
 
 def card_defaults(vae: VaeSpec, experts: int) -> dict[str, Any]:

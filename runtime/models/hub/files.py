@@ -18,6 +18,8 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.files import replace_file
+from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, read_file
+from runtime.models.folder import MAX_SMALL_FILE_BYTES
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -105,6 +107,9 @@ def read_listing(repository: str, info: "ModelInfo", license_name: str = "") -> 
     selected = [path for path in entries if path == _INDEX or _is_loaded(path, entries)]
     _check_complete(repository, selected, entries)
     files = sorted((_file(entries[path]) for path in selected), key=_order)
+    for file in files:
+        if not file.is_weights and file.size > MAX_SMALL_FILE_BYTES:
+            raise DownloadError("hub.file_too_large", file=file.path, size=file.size)
     return Listing(repository=repository, commit=info.sha, license=license_name or _license(info), files=tuple(files))
 
 
@@ -210,10 +215,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         ModelError: if it is damaged.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_file(path, MAX_JSON_BYTES))
     except (OSError, ValidationError, AttributeError, TypeError) as error:
         raise ModelError("hub.manifest_damaged", file=f"{folder.name}/{MANIFEST}") from error
 
@@ -238,7 +243,7 @@ def chunks(path: Path, cancel: Cancel) -> Iterator[bytes]:
     Raises:
         CancelledError: on cancel.
     """
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         while chunk := stream.read(_READ_BYTES):
             cancel.check()
             yield chunk

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.models.folder import count_parameters, damaged, read_json, read_sidecar, refuse_pickles
+from runtime.models.folder import count_parameters, read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec
 from runtime.models.timesteps import noise_levels
@@ -89,10 +89,9 @@ class LtxFamily(Family):
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `LTXPipeline.save_pretrained` writes it."""
-        try:
+        with reading(directory.name):
             transformer, vae = _architecture(directory)
-            refuse_pickles(directory)
-            scheduler = read_json(directory / "scheduler" / "scheduler_config.json")
+            scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
             sidecar = read_sidecar(directory, 1) or {
                 "title": directory.name,
                 "license": "unknown",
@@ -133,15 +132,11 @@ class LtxFamily(Family):
                 unsupported=frozenset({"gpus", "step_cache"}),
                 **sidecar,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(directory.name, error) from error
 
     def check(self, directory: Path, title: str) -> None:
         """Check a folder's configurations."""
-        try:
+        with reading(title):
             _architecture(directory)
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(title, error) from error
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """No model of this family is published."""
@@ -152,8 +147,8 @@ FAMILY: Family = LtxFamily()
 
 
 def _architecture(directory: Path) -> tuple[LtxTransformer, LtxVae]:
-    transformer: dict[str, Any] = read_json(directory / "transformer" / "config.json")
-    vae: dict[str, Any] = read_json(directory / "vae" / "config.json")
+    transformer: dict[str, Any] = read_config(directory / "transformer" / "config.json")
+    vae: dict[str, Any] = read_config(directory / "vae" / "config.json")
     doubled = sum(bool(scaled) for scaled in vae["spatio_temporal_scaling"])
     return (
         LtxTransformer(
