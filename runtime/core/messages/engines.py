@@ -304,6 +304,13 @@ MESSAGES: Mapping[str, Message] = {
         "The ONNX file reads weights from outside of its folder: {file}.",
         "Save it with its weights inside, or in files in the same folder.",
     ),
+    "engine.onnx_weights_name": Message(
+        "The ONNX file reads weights from a file of the name {file!r}, which is not allowed.",
+        "Save it with its weights inside, or in a file with another name.",
+    ),
+    "engine.onnx_many_weight_files": Message(
+        "The ONNX file reads weights from more than {most} files.", "Save it with its weights in one file."
+    ),
     "engine.adapters_damaged": Message("{file} is damaged: {error}.", "Import it again."),
     # Importing: contract, match and result.
     "engine.unknown_maker": Message("an unknown program"),

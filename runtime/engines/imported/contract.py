@@ -5,7 +5,7 @@ module imports no torch.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ _PLAN_MISMATCHES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("version", "Version"), "engine.plan_of_another_tensorrt"),
 )
 _MAX_WEIGHT_FILES = 100
+# Below the 255 of most file systems.
+_MAX_NAME_BYTES = 200
 _ONNX_PRECISIONS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 
@@ -239,14 +241,33 @@ def _weight_files(model: Any) -> tuple[str, ...]:
     """Return the names of the files with a model's weights, which must be in the same folder.
 
     Raises:
-        EngineError: if one is in another folder.
+        EngineError: if one is in another folder, or has no name that every file system accepts.
     """
-    names: list[str] = []
-    for tensor in model.graph.initializer:
-        place: Mapping[str, str] = {entry.key: entry.value for entry in tensor.external_data}
-        if "location" in place and place["location"] not in names:
-            names.append(place["location"])
+    names = {_location(tensor) for tensor in _tensors(model) if tensor.external_data or tensor.data_location}
+    if len(names) > _MAX_WEIGHT_FILES:
+        raise EngineError("engine.onnx_many_weight_files", most=_MAX_WEIGHT_FILES)
     for name in names:
-        if Path(name).name != name or "\\" in name or name.startswith(".") or len(names) > _MAX_WEIGHT_FILES:
+        if Path(name).name != name or "\\" in name or name.startswith("."):
             raise EngineError("engine.onnx_weights_outside", file=name[:80])
+        if not name or not name.isprintable() or len(name.encode()) > _MAX_NAME_BYTES:
+            raise EngineError("engine.onnx_weights_name", file=name[:80])
     return tuple(sorted(names))
+
+
+def _location(tensor: Any) -> str:
+    return next((str(entry.value) for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Yield all tensors of a model: initializers, and those in attributes of nodes, subgraphs and functions."""
+    import onnx
+
+    left = [model]
+    while left:
+        message = left.pop()
+        if isinstance(message, onnx.TensorProto):
+            yield message
+            continue
+        for field, value in message.ListFields():
+            if field.message_type is not None:
+                left += [value] if hasattr(value, "ListFields") else value

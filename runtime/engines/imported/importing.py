@@ -22,6 +22,7 @@ from stat import S_ISDIR, S_ISLNK, S_ISREG
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.untrusted_files import open_file
 from runtime.engines import manifest
 from runtime.engines.build import (
     Baselines,
@@ -271,7 +272,10 @@ def import_engine(
         copied = replace(source, path=work.engine / builders_of(source.backend)[0].file_name)
         digest = _copy(source.path, copied.path, cancel)
         contract = _read_in_child(copied, work.folder, work.scratch, device, emit_progress, cancel, entry)
+        own = {copied.path.name, ADAPTERS_FILE, *manifest.NOT_HASHED}
         for name in contract.weight_files:
+            if name.lower() in own:
+                raise EngineError("engine.onnx_weights_name", file=name)
             weights = source.path.with_name(name)
             if weights.is_symlink() or not weights.is_file():
                 raise EngineError("engine.import_weights_missing", file=name)
@@ -391,9 +395,8 @@ def _record(
 def _copy(source: Path, target: Path, cancel: Cancel) -> str:
     """Copy a file and return the SHA-256 of its content."""
     digest = sha256()
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
-        with os.fdopen(os.open(source, flags), "rb") as file, target.open("wb") as copy:
+        with open_file(source, follow_links=False) as file, target.open("xb") as copy:
             while block := file.read(_BLOCK):
                 cancel.check()
                 digest.update(block)

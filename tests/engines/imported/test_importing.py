@@ -314,6 +314,18 @@ def test_external_weights_in_other_folders_are_refused(
     assert visible(library.service.store) == []
 
 
+@pytest.mark.parametrize("location", ["engine.onnx", "Engine.onnx", "adapters.json", "engine.json", "build.log"])
+def test_external_weights_do_not_replace_files_of_the_engine(
+    location: str, library: Library, files: dict[str, Path], tmp_path: Path
+) -> None:
+    path = outside(files["adapted"], tmp_path / "named.onnx", location)
+    (tmp_path / "weights.data").rename(tmp_path / location)
+    with pytest.raises(EngineError) as refused:
+        library.import_file(path)
+    assert (refused.value.code, refused.value.data["file"]) == ("engine.onnx_weights_name", location)
+    assert visible(library.service.store) == []
+
+
 def test_crash_while_opening_is_an_error(library: Library, files: dict[str, Path]) -> None:
     with pytest.raises(EngineError) as failed:
         import_engine(
