@@ -1,4 +1,8 @@
-"""`python -m tests.fuzz [MINUTES] [SEED]`: run the fuzz test for a long time; the last line is JSON with the counts."""
+"""Run the fuzz tests for a long time; the last line is JSON with the counts.
+
+python -m tests.fuzz [MINUTES] [SEED]         random requests against the running app
+python -m tests.fuzz files [COUNT] [SEED]     damaged files
+"""
 
 import json
 import sys
@@ -7,12 +11,36 @@ import time
 from pathlib import Path
 
 from tests.fuzz.attack import attacking, round_of
+from tests.fuzz.files import reading
 
 _EXAMPLES = 25
 
 
+# Of each thousand files; a video takes longest, because ffmpeg reads it.
+_SHARES = {"model": 150, "lora": 300, "engine": 250, "cache": 250, "video": 50}
+
+
+def files(count: int, seed: int) -> None:
+    """Read a number of damaged files, in rounds of a thousand with new seeds."""
+    with tempfile.TemporaryDirectory() as folder, reading(Path(folder)) as reader:
+        for number in range(seed, seed + -(-count // 1000)):
+            for kind, share in _SHARES.items():
+                reader.run(kind, share, number)
+            sys.stderr.write(f"seed {number}: {dict(reader.found)}\n")
+        counts = {
+            "files": reader.found.total(),
+            "by kind": dict(sorted(reader.found.items())),
+            "slowest, s": round(reader.slowest, 2),
+            "most memory, MB": round(reader.most_mb),
+        }
+    sys.stdout.write(f"{json.dumps(counts)}\n")
+
+
 def main() -> None:
     """Run rounds with new seeds until the time is over."""
+    if sys.argv[1:2] == ["files"]:
+        files(int(sys.argv[2]) if len(sys.argv) > 2 else 20_000, int(sys.argv[3]) if len(sys.argv) > 3 else 1)
+        return
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 6.0
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     with tempfile.TemporaryDirectory() as folder, attacking(Path(folder)) as (attack, clients):

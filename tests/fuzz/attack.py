@@ -10,20 +10,19 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import hypothesis
 from gradio_client import Client
 from gradio_client.exceptions import AppError
-from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.app_server import ROOT, Server, make_cache, serving
 from tests.fuzz import random_requests
+from tests.fuzz.examples import try_many
 from tests.fuzz.raw_http import Answer, send
 from tests.sharing_app import link_of
 
@@ -157,18 +156,6 @@ class Attack:
             self.jobs["client: refused"] += 1
         self.sent["gradio_client"] += 1
         self.check_server(values)
-
-
-def try_many(strategy: st.SearchStrategy[Any], act: Callable[[Any], object], examples: int, seed: int) -> None:
-    """Call a function with a number of random values."""
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(strategy)
-    def one(value: Any) -> None:
-        act(value)
-
-    one()
 
 
 def round_of(attack: Attack, clients: dict[str, Any], examples: int, seed: int) -> None:
