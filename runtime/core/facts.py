@@ -55,7 +55,9 @@ class Fact(BaseModel):
     data: dict[str, Any] = Field(default_factory=dict)
 
     def __init__(self, code: str, data: Mapping[str, Any] | None = None) -> None:
-        super().__init__(code=code, data={name: _plain(value) for name, value in (data or {}).items()})
+        # Stored facts are validated: `data` may be anything then.
+        plain = {name: _plain(value) for name, value in data.items()} if isinstance(data, Mapping) else data or {}
+        super().__init__(code=code, data=plain)
 
     def __hash__(self) -> int:
         """Hash by code; facts with the same code and other data are different facts in the same bucket."""

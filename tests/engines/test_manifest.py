@@ -65,6 +65,13 @@ def test_values_of_other_types_are_a_problem(folder: Path, name: str, value: Any
         assert not record.usable
 
 
+@pytest.mark.parametrize("data", [[], [1], "text", 7, {"cause": {"code": "engine.failed", "data": [1]}}])
+def test_a_fact_with_data_of_another_type_is_a_problem(folder: Path, data: Any) -> None:
+    record = spoil(folder, detail={"code": "engine.not_compared_yet", "data": data})
+    assert record.problem is not None or not data
+    assert record.id == folder.name
+
+
 def test_another_engines_key_is_a_problem(folder: Path) -> None:
     other = key(versions=(("torch", "2.14.0"),))
     record = spoil(folder, key=other.to_json())
