@@ -52,6 +52,11 @@ class JobQueue:
         engines: the engine library.
         history: measured times of earlier jobs.
         store: the jobs.
+        app: the id of the app whose workers run the jobs, in a further process of that app; by default this process is
+            an app of its own.
+
+    Attributes:
+        instance: the id of the app among the processes that share the store.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class JobQueue:
         engines: EngineService,
         history: HistoryFile | None,
         store: JobStore,
+        app: str | None = None,
     ) -> None:
         self.store = store
         self._weights_dir = weights_dir
@@ -75,10 +81,12 @@ class JobQueue:
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._exit = ExitStack()
-        self._instance = self._exit.enter_context(Instance(self.store.path))
+        self._is_app = app is None
+        self.instance = self._exit.enter_context(Instance(self.store.path)).id if app is None else app
         self._supervisor: Supervisor | None = None
         self._read = 0
-        recovery.recover(self.store, self._instance.id)
+        if self._is_app:
+            recovery.recover(self.store, self.instance)
         self._refresh()
         self._watcher = threading.Thread(target=self._watch, name="job-watcher", daemon=True)
         self._watcher.start()
@@ -96,7 +104,7 @@ class JobQueue:
         """Return one configuration for each worker process."""
         return [
             WorkerConfig(
-                app=self._instance.id,
+                app=self.instance,
                 gpu=gpu,
                 # Tasks measure and build engines for the first GPU.
                 kinds=KINDS if gpu == self._gpus[0] else VIDEOS,
@@ -109,11 +117,6 @@ class JobQueue:
             )
             for gpu in self._gpus
         ]
-
-    @property
-    def instance(self) -> str:
-        """The id of this app among the processes that share the store."""
-        return self._instance.id
 
     def submit(self, request: GenerationRequest, owner: str | None = None) -> Job:
         """Plan a request and queue it.
@@ -255,7 +258,7 @@ class JobQueue:
     def machine(self) -> Machine:
         """Return the machine with the memory that a new job gets."""
         try:
-            workers = self._registry.workers(self._instance.id)
+            workers = self._registry.workers(self.instance)
         except StoreError:
             workers = []
         return memory_for_new_job(probe(), workers, self._gpus[0])
@@ -265,7 +268,14 @@ class JobQueue:
         return () if self._history is None else self._history.read()
 
     def close(self) -> None:
-        """Stop the workers and wait for them. Running jobs resume at the next start; those of a temporary store end."""
+        """Stop the workers and wait for them. Running jobs resume at the next start; those of a temporary store end.
+
+        A further process of the app has no workers and only stops following the jobs.
+        """
+        if not self._is_app:
+            self._closing.set()
+            self._watcher.join()
+            return
         if self.store.temporary:
             self.cancel([one.id for one in self.store.queue()])
         if self._supervisor is not None:
@@ -274,7 +284,7 @@ class JobQueue:
         self._watcher.join()
         with suppress(StoreError):  # done at the next start
             self._refresh()
-            self._registry.remove_app(self._instance.id)
+            self._registry.remove_app(self.instance)
         self._exit.close()
         try:
             recovery.recover(self.store, "")
@@ -322,9 +332,11 @@ class JobQueue:
             now = time.monotonic()
             try:
                 self._refresh()
+                if not self._is_app:
+                    continue
                 if now - recovered > _RECOVERY_SECONDS:
                     recovered = now
-                    recovery.recover(self.store, self._instance.id)
+                    recovery.recover(self.store, self.instance)
                 if now - cleaned > _CLEANUP_SECONDS:
                     cleaned = now
                     storage.purge(self.store, self._outputs_dir)

@@ -26,8 +26,8 @@ _MOST_CONNECTIONS = 256
 _LEAST_CONNECTIONS = 32
 # Open files of a process that are not connections to a page.
 _OTHER_FILES = 96
-# Two pages may be served by one process, some connections are not counted yet, and some responses are files.
-_FILES_PER_CONNECTION = 4
+# Some connections are not counted yet, and some responses are files.
+_FILES_PER_CONNECTION = 3
 # Size of the kernel's queue of new connections.
 _QUEUE = 128
 _SHUTDOWN_SECONDS = 1

@@ -190,8 +190,6 @@ class AccessMiddleware:
 
     def _check(self, scope: Scope) -> gradio_requests.Access:
         method, path = scope["method"], scope["path"]
-        if self._visitors is not None and self._visitors.closed:
-            raise RefusedError("This page is no longer shared.", 403)
         needed = access(method, path, visitors=self._visitors is not None)
         if needed is None:
             raise RefusedError("This route is closed.", 403)

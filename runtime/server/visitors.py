@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtime.core.errors import LimitError, StoreError
+from runtime.core.errors import StoreError
 from runtime.core.events import VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
@@ -39,12 +39,10 @@ class Visitors:
         models: the models that visitors may use, by name.
 
     Attributes:
-        closed: whether sharing has ended.
         link: the address of the share link; empty until it is open.
     """
 
     def __init__(self, worker: JobQueue, settings: Settings, models: Mapping[str, ModelSpec]) -> None:
-        self.closed = False
         self.link = ""
         self._worker = worker
         self._settings = settings
@@ -56,7 +54,7 @@ class Visitors:
         self._submitting = threading.Lock()
 
     def name_of(self, token: str) -> str:
-        """Return the visitor's name for a login token: the name of this instance and a digest of the token."""
+        """Return the visitor's name for a login token: the id of this app and a digest of the token."""
         return f"{self._worker.instance}-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
 
     def submit(self, request: GenerationRequest, visitor: str) -> Job:
@@ -72,10 +70,8 @@ class Visitors:
         check_disk(free_disk_bytes(self._settings.outputs_dir))
         # One at a time, so that two simultaneous requests cannot both take the last place in the queue.
         with self._submitting:
-            if self.closed:
-                raise LimitError("server.sharing_ended")
             now = time.monotonic()
-            waiting = [job.owner for job in self._jobs()]
+            waiting = [job.owner for job in visitor_jobs(self._worker)]
             times = self._submitted.get(visitor, deque())
             check_queue(limits, waiting.count(visitor), len(waiting), tuple(times), now)
             job = self._worker.submit(request, owner=visitor)
@@ -124,29 +120,21 @@ class Visitors:
         with self._lock:
             return len(self._requests)
 
-    def open_jobs(self) -> int:
-        """Return the number of visitors' videos that are queued or running."""
-        return len(self._jobs())
 
-    def stop_videos(self) -> int:
-        """Cancel all queued and running videos of visitors; return their number."""
-        jobs = self._jobs()
-        self._worker.cancel([job.id for job in jobs])
-        return len(jobs)
+def visitor_jobs(worker: JobQueue) -> list[Job]:
+    """Return the queued and running videos of this app's visitors; other apps may have visitors too."""
+    try:
+        jobs = worker.open_jobs()
+    except StoreError:  # submitting a video reports it
+        return []
+    return [job for job in jobs if (job.owner or "").startswith(f"{worker.instance}-")]
 
-    def close(self) -> None:
-        """Refuse all further requests, and cancel the visitors' videos."""
-        self.closed = True
-        with self._submitting:  # wait for a submission in progress
-            self.stop_videos()
 
-    def _jobs(self) -> list[Job]:
-        """Return the queued and running videos of this process's visitors; other processes may have visitors too."""
-        try:
-            jobs = self._worker.open_jobs()
-        except StoreError:  # submitting a video reports it
-            return []
-        return [job for job in jobs if (job.owner or "").startswith(f"{self._worker.instance}-")]
+def stop_videos(worker: JobQueue) -> int:
+    """Cancel all queued and running videos of visitors; return their number."""
+    jobs = visitor_jobs(worker)
+    worker.cancel([job.id for job in jobs])
+    return len(jobs)
 
 
 def cancel_orphaned(store: JobStore) -> None:

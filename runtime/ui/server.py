@@ -1,5 +1,6 @@
 """Serves a page, behind the security middleware."""
 
+import socket
 from collections.abc import Callable, Sequence
 
 import gradio as gr
@@ -33,6 +34,7 @@ def start(
     auth_message: str | None = None,
     visitors: Visitors | None = None,
     routes: Sequence[BaseRoute] = (),
+    sockets: list[socket.socket] | None = None,
 ) -> str:
     """Serve a page until `stop`; return its address.
 
@@ -40,11 +42,12 @@ def start(
         names: returns the host names that the page answers to; `None` stands for any.
         visitors: of a visitors' page.
         routes: matched before gradio's own.
+        sockets: that listen there already.
 
     Raises:
         OSError: if the port is taken.
     """
-    server = PageServer(listen(host, port), limits_for(raise_open_files()))
+    server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
     url = f"http://{'localhost' if host == '0.0.0.0' else f'[{host}]' if ':' in host else host}:{port}/"
     middleware = [*security.middleware(names, visitors), Middleware(HeadMiddleware, head=theme.head())]
     try:

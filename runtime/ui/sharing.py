@@ -1,30 +1,22 @@
 """The share link: the visitors' page, the tunnel to it, and the bar that shows and ends both on the owner's page."""
 
-import asyncio
 import logging
 import secrets
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
 import gradio as gr
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
 from runtime.models.catalogue import folders, offered
 from runtime.queue.job_queue import JobQueue
-from runtime.server.gradio_requests import VIDEO
-from runtime.server.job_files import video_response
-from runtime.server.security import LOOPBACK
 from runtime.server.tunnel import Tunnel, open_tunnel
-from runtime.server.visitors import Visitors, visitors_models
-from runtime.ui import server, visitor_page
+from runtime.server.visitors import stop_videos, visitor_jobs, visitors_models
 from runtime.ui.form import SERVED
 from runtime.ui.formatting import render
+from runtime.ui.visitor_process import VisitorProcess, VisitorsConfig
 
 State = Literal["opening", "open", "failed", "ended"]
 
@@ -32,7 +24,6 @@ _USER = "visitor"
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _GROUPS, _SYLLABLES = 4, 3
 _REFRESH_SECONDS = 3.0
-_LOGIN_MESSAGE = "Someone shares Tandem with you. Enter the user and password that came with the link."
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +36,6 @@ class Sharing:
         problem: why the link failed, and the remedy.
         user, password: the visitors' login.
         generated: whether the password was generated here.
-        visitors: their sessions and limits.
 
     Args:
         notify: called with each line on the state of the link.
@@ -60,6 +50,7 @@ class Sharing:
         self.problem = ""
         self.generated = settings.auth is None
         self.user, self.password = settings.auth or (_USER, make_password())
+        self._worker = worker
         self._settings = settings
         self._notify = notify
         self._tunnel: Tunnel | None = None
@@ -67,35 +58,43 @@ class Sharing:
         models = visitors_models(offered(settings.model, settings.weights_dir), folders(settings.weights_dir))
         if not models:
             raise ModelError("server.no_visitor_model")
-        self.visitors = Visitors(worker, settings, models)
-        self._page: gr.Blocks = visitor_page.build(worker, settings, models, self.visitors)
+        config = VisitorsConfig(
+            app=worker.worker_configs(settings.log_file)[0],
+            settings=settings,
+            models=models,
+            auth=(self.user, self.password),
+        )
+        self._page = VisitorProcess(config)
 
     def start(self) -> None:
-        """Serve the visitors' page, and open the link in a thread.
+        """Serve the visitors' page in a process of its own, and open the link in a thread.
 
         Raises:
             OSError: if no port is free.
         """
-        port = _free_port()
-        server.start(
-            self._page,
-            "127.0.0.1",
-            port,
-            self._names,
-            (self.user, self.password),
-            _LOGIN_MESSAGE,
-            self.visitors,
-            [Route(f"{VIDEO}{{name}}", self._video), Route("/robots.txt", _robots)],
-        )
-        threading.Thread(target=self._run_tunnel, args=(port,), name="sharing", daemon=True).start()
+        self._page.start()
+        threading.Thread(target=self._run_tunnel, name="sharing", daemon=True).start()
+
+    def visitors(self) -> int:
+        """Return the number of visitors who have a page open."""
+        return self._page.visitors
+
+    def videos(self) -> int:
+        """Return the number of visitors' videos that are queued or running."""
+        return len(visitor_jobs(self._worker))
+
+    def stop_videos(self) -> None:
+        """Cancel all queued and running videos of visitors."""
+        stop_videos(self._worker)
 
     def end(self) -> None:
         """Close the link and cancel the visitors' jobs."""
         self._close("ended", "")
 
-    def _run_tunnel(self, port: int) -> None:
+    def _run_tunnel(self) -> None:
         try:
-            tunnel = open_tunnel(port, self._settings.cache_dir / "gradio")
+            self._page.wait()
+            tunnel = open_tunnel(self._page.port, self._settings.cache_dir / "gradio")
         except MachineError as error:
             self._fail(error)
             return
@@ -106,10 +105,10 @@ class Sharing:
         with self._lock:
             if self.state == "opening":
                 self._tunnel, self.url, self.state = tunnel, tunnel.url, "open"
-                self.visitors.link = tunnel.url
         if self.state != "open":
             tunnel.close()
             return
+        self._page.answer_to(tunnel.url)
         password = f"password {self.password}" if self.generated else "with the password of --auth"
         self._notify(f"Shared at {tunnel.url} - user {self.user}, {password}")
         logger.info("A share link is open")
@@ -128,25 +127,13 @@ class Sharing:
                 return False
             self.state, self.problem, self.url = state, problem, ""
             tunnel, self._tunnel = self._tunnel, None
-        self.visitors.close()
         if tunnel is not None:
             tunnel.close()
-        server.stop(self._page)
+        # First, so that no further video is submitted.
+        self._page.close()
+        self.stop_videos()
         logger.info("Sharing has ended: %s", state)
         return True
-
-    async def _video(self, request: Request) -> Response:
-        name, visitor = request.path_params["name"], request.user.display_name
-        return video_response(await asyncio.to_thread(self.visitors.video, name, visitor), cached=False)
-
-    def _names(self) -> frozenset[str]:
-        """Return the host names of the visitors' page: the link's, and this machine's, which the tunnel may send."""
-        tunnel = self._tunnel
-        return LOOPBACK if tunnel is None else LOOPBACK | {tunnel.host}
-
-
-async def _robots(_request: Request) -> Response:
-    return PlainTextResponse("User-agent: *\nDisallow: /\n")
 
 
 def make_password() -> str:
@@ -155,12 +142,6 @@ def make_password() -> str:
         "".join(secrets.choice(_CONSONANTS) + secrets.choice(_VOWELS) for _ in range(_SYLLABLES))
         for _ in range(_GROUPS)
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
@@ -180,7 +161,7 @@ def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
         return now, gr.update(visible=open_), gr.update(visible=open_), now
 
     def stop_all(before: Any) -> tuple[Any, ...]:
-        sharing.visitors.stop_videos()
+        sharing.stop_videos()
         return refresh(before)
 
     def end_all(before: Any) -> tuple[Any, ...]:
@@ -195,6 +176,4 @@ def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
 
 def status_html(sharing: Sharing) -> str:
     """Return the state of the link and the number of its visitors."""
-    return render(
-        "sharing_status.html", sharing=sharing, visitors=sharing.visitors.present(), videos=sharing.visitors.open_jobs()
-    )
+    return render("sharing_status.html", sharing=sharing, visitors=sharing.visitors(), videos=sharing.videos())

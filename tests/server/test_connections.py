@@ -170,7 +170,7 @@ def test_a_client_that_reads_nothing_makes_room() -> None:
 
 def test_limits_leave_room_for_other_files() -> None:
     for files in (256, 1024):
-        # Two pages, and files for responses.
+        # A response may be a file.
         assert 2 * limits_for(files).connections < files - 90
     assert limits_for(None) == limits_for(1_000_000)
     assert limits_for(64).strangers >= 8

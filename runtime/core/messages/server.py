@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
-    "server.sharing_ended": Message("This page is no longer shared.", "Ask the person who shared it."),
     "server.visitor_maximum": Message("{value} {field} exceed the limit for visitors.", "Choose at most {maximum}."),
     "server.visitor_size": Message("{width}×{height} is larger than visitors may use.", "Choose at most {maximum}."),
     "server.visitor_queue_full": Message(

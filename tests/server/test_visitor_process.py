@@ -1,0 +1,94 @@
+"""The process of the visitors' page: it is started again if it is killed, and ends with the owner's."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from gradio_client import Client
+
+from tests.app_server import Server, make_cache, serving
+from tests.fuzz.raw_http import send
+from tests.server.test_flood import visitors_port
+from tests.sharing_app import link_of
+from tests.waiting import until
+
+if sys.platform == "win32":
+    pytest.skip("Windows has no SIGKILL", allow_module_level=True)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(
+        make_cache(tmp_path), "--share", "--share-steps", "60", program=("-m", "tests.sharing_app")
+    ) as running:
+        link_of(running.cache_dir)
+        yield running
+
+
+def processes(server: Server) -> list[int]:
+    """Return the ids of the processes that served the visitors' page, in order."""
+    log = (server.cache_dir / "logs" / "tandem.log").read_text(encoding="utf-8")
+    return [int(number) for number in re.findall(r"visitors' page is served by process (\d+)", log)]
+
+
+def log_in(server: Server) -> Any:
+    port, user, password = link_of(server.cache_dir)
+    return Client(f"http://127.0.0.1:{port}/", auth=(user, password), verbose=False)
+
+
+def refused(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return False
+    return True
+
+
+def test_a_killed_process_is_started_again_and_ends_with_the_owners(server: Server) -> None:
+    own, port = int(server.url.rstrip("/").rpartition(":")[2]), visitors_port(server)
+    (first,) = processes(server)
+    assert first != server.process.pid
+    visitor = log_in(server)
+    job = visitor.submit("a red boat", steps=60, api_name="/generate")
+    assert next(iter(job))["event"] == "Planned"
+    os.kill(first, signal.SIGKILL)
+    assert send(own, b"GET", b"/config").status == 200
+    visitor.close()
+    until(lambda: len(processes(server)) == 2, pause=0.1)
+    # The same link and password work again, and the visitor's first video is made.
+    visitor = log_in(server)
+    assert visitor.predict("a red boat", steps=1, frames=1, api_name="/generate")["event"] == "VideoSaved"
+    visitor.close()
+    until(lambda: len(list((server.cache_dir / "outputs").glob("*.mp4"))) == 2)
+    server.process.kill()
+    server.process.wait()
+
+    until(lambda: refused(port), pause=0.1)
+
+
+def test_the_owner_stops_sharing(server: Server) -> None:
+    own, port = int(server.url.rstrip("/").rpartition(":")[2]), visitors_port(server)
+    visitor, owner = log_in(server), Client(server.url, verbose=False)
+    job = visitor.submit("a red boat", steps=60, api_name="/generate")
+    assert next(iter(job))["event"] == "Planned"
+    config: Any = owner.config
+    (button,) = [one["id"] for one in config["components"] if one["props"].get("elem_id") == "stop-sharing"]
+    (function,) = [one for one in config["dependencies"] if (button, "click") in map(tuple, one["targets"])]
+    call = {"fn_index": function["id"], "session_hash": "own", "data": [""]}
+    body = json.dumps(call).encode()
+    assert send(own, b"POST", b"/gradio_api/queue/join", {b"Content-Type": b"application/json"}, body).status == 200
+    until(lambda: refused(port), pause=0.1)
+    (process,) = processes(server)
+    until(lambda: not psutil.pid_exists(process), pause=0.1)
+    final: Any = owner.predict("a red boat", steps=1, api_name="/generate")
+    assert final["event"] == "VideoSaved"
+    assert len(list((server.cache_dir / "outputs").glob("*.mp4"))) == 1  # the visitor's was cancelled
+    visitor.close()
+    owner.close()
