@@ -148,6 +148,18 @@ def check_hashes(folder: Path, record: EngineRecord) -> Fact | None:
     return None
 
 
+def file_states(folder: Path, record: EngineRecord) -> dict[str, tuple[int, ...]]:
+    """Return by file what changes if one of an engine's files is replaced or written; missing files are left out."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in record.files:
+        with contextlib.suppress(OSError):
+            status = (folder / file.name).stat()
+            # A program can set the time of modification, but not that of the change.
+            times = status.st_mtime_ns, status.st_ctime_ns
+            found[file.name] = (status.st_dev, status.st_ino, status.st_size, *times)
+    return found
+
+
 def folder_bytes(folder: Path) -> int:
     """Return the bytes of all files in a folder; links are not followed, and files that vanish count 0."""
     total = 0

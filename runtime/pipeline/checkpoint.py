@@ -402,7 +402,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
             timings=header.timings,
             load_seconds=header.load_seconds,
         )
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError("checkpoint.damaged") from error
 
 

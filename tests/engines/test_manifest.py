@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
+from runtime.engines.sessions import open_session
 from runtime.planner.engine_index import UNREADABLE_KEY, EngineRecord
-from tests.engines.engine_files import key, put, same
+from tests.engines.engine_files import key, put, record, same
 
 
 @pytest.fixture
@@ -211,3 +213,32 @@ def test_format_1_is_migrated(folder: Path) -> None:
     assert record.loras == ()
     manifest.write(folder, record)
     assert same(manifest.read(folder), record)
+
+
+@pytest.mark.parametrize("swap", ["replaced", "written"])
+def test_a_file_that_changes_after_its_check_is_refused(
+    swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend opens another file than the one that was checked; sizes and times are the same."""
+    file = tmp_path / "engine.pt2"
+    file.write_bytes(b"good")
+    known = record(key(), files=manifest.hashed_files(tmp_path, file.name))
+    status = file.stat()
+    closed = []
+
+    class Opened:
+        def close(self) -> None:
+            closed.append(True)
+
+    def open_engine(folder: Path, *_: object, **__: object) -> Opened:
+        target = folder / "other" if swap == "replaced" else file
+        target.write_bytes(b"evil")
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+        target.replace(file)
+        return Opened()
+
+    monkeypatch.setattr("runtime.engines.sessions.inductor.open_engine", open_engine)
+    with pytest.raises(EngineError) as error:
+        open_session(tmp_path, known, device="cpu", weights=dict)
+    assert error.value.fact.data["cause"] == Fact("engine.file_changed", {"file": file.name})
+    assert closed

@@ -105,9 +105,24 @@ def raise_version(path: Path) -> None:
     save_file(load_file(path), path, metadata={"tandem": json.dumps({"version": 99})})
 
 
+def claim_a_huge_header(path: Path) -> None:
+    path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def nest_deeply(path: Path) -> None:
+    save_file(load_file(path), path, metadata={"tandem": "[" * 100_000})
+
+
+def count_no_steps(path: Path) -> None:
+    save_file(load_file(path), path, metadata={"tandem": '{"version": 1, "step": 1e400}'})
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (claim_a_huge_header, "checkpoint.damaged"),
+        (nest_deeply, "checkpoint.damaged"),
+        (count_no_steps, "checkpoint.damaged"),
         (cut, "checkpoint.damaged"),
         (empty, "checkpoint.damaged"),
         (flip_in_tensors, "checkpoint.damaged"),

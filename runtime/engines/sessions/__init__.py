@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.builders import builders_of
 from runtime.planner.engine_index import IMPORTED, EngineRecord
@@ -89,8 +90,8 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
 
     An engine is code: TensorRT plans and Inductor's libraries run with the user's rights, and an ONNX file decides
     what is computed. Every file's SHA-256 is therefore compared with the one recorded at build time before anything
-    opens the file. What a session writes itself, such as compiled kernels, begins with its own SHA-256. Nothing is
-    unpickled.
+    opens the file. A file that changes between this check and the end of loading is refused too. What a session writes
+    itself, such as compiled kernels, begins with its own SHA-256. Nothing is unpickled.
 
     Args:
         folder: the engine's folder.
@@ -102,6 +103,7 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
         EngineError: if a file is missing or changed, or the engine cannot be loaded.
         MemoryError, torch.OutOfMemoryError: if memory runs out.
     """
+    before = manifest.file_states(folder, record)
     problem = manifest.check_hashes(folder, record)
     if problem is not None:
         raise EngineError("engine.unusable", engine=record.id, cause=problem)
@@ -111,4 +113,8 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
         raise EngineError("engine.unknown_backend", backend=name)
     backend: Any = importlib.import_module(f"{__name__}.{IMPORTED if record.key.builder == IMPORTED else name}")
     session: Session = backend.open_engine(folder, record, device=device, weights=weights)
+    after = manifest.file_states(folder, record)
+    for name in (file.name for file in record.files if after.get(file.name) != before.get(file.name)):
+        session.close()
+        raise EngineError("engine.unusable", engine=record.id, cause=Fact("engine.file_changed", {"file": name}))
     return session
