@@ -25,7 +25,7 @@ from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
-from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Work
+from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Kind, Work
 from runtime.queue.store import JobStore
 from runtime.queue.supervisor import Supervisor
 from runtime.queue.views import Job, Task
@@ -246,14 +246,12 @@ class JobQueue:
         """Return the job that the owner submitted last."""
         return next((self._job_of(record) for record in self.store.list(owner=owner, limit=1) if record.plan), None)
 
-    def ahead(self, of: Job | Task) -> list[JobRecord]:
-        """Return the jobs and tasks that run before another one, without paused ones."""
+    def ahead(self, of: Job | Task) -> Mapping[str, Kind]:
+        """Return the kinds of the jobs and tasks that run before another one, by id in order, without paused ones."""
         try:
-            queue = [record for record in self.store.queue() if not record.held or record.id == of.id]
+            return self.store.ahead(of.id)
         except StoreError:  # the page shows everything else
-            return []
-        ids = [record.id for record in queue]
-        return queue[: ids.index(of.id)] if of.id in ids else []
+            return {}
 
     def machine(self) -> Machine:
         """Return the machine with the memory that a new job gets."""

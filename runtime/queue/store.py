@@ -44,10 +44,8 @@ from runtime.queue.records import (
 NAME = "jobs.sqlite"
 
 # Running jobs first. Queries for several jobs leave out rows that were set aside.
-_QUEUE = (
-    "SELECT * FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL "
-    "ORDER BY state = 'queued', idle, position"
-)
+_IN_QUEUE = "FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL"
+_IN_ORDER = "ORDER BY state = 'queued', idle, position"
 # What a worker may claim; the parameters are the worker, its kinds.
 _CLAIMABLE = (
     "SELECT * FROM jobs WHERE state = 'queued' AND NOT held AND unreadable IS NULL "
@@ -314,7 +312,15 @@ class JobStore:
 
     def queue(self) -> Sequence[JobRecord]:
         """Return running and then queued jobs in order: videos, builds and tasks."""
-        return self._records(_QUEUE)
+        return self._records(f"SELECT * {_IN_QUEUE} {_IN_ORDER}")
+
+    def ahead(self, job_id: str) -> Mapping[str, Kind]:
+        """Return the kinds of what runs before a queued job, by id in order, without paused ones."""
+        query = f"SELECT id, kind {_IN_QUEUE} AND (NOT held OR id = ?) {_IN_ORDER}"
+        with self.database.reading() as connection:
+            queue = [(row["id"], row["kind"]) for row in connection.execute(query, (job_id,))]
+        ids = [one for one, _ in queue]
+        return dict(queue[: ids.index(job_id)]) if job_id in ids else {}
 
     def events(self, job_id: str, after: int = 0) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
         """Return a job's events after number `after`: number, seconds since 1970, and JSON with an "event".

@@ -6,6 +6,7 @@
 - The login is checked here only. Wrong attempts are limited, see `logins`.
 - Only the routes of `gradio_requests` are open. Bodies are validated before Gradio reads them.
 - On the visitors' page, a session belongs to the visitor who started it.
+- Jobs are queued before the calls that submit them are answered: Gradio accepts a call long before it runs it.
 - The content security policy lets the page load resources from this server only.
 
 References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `TrustedHostMiddleware`.
@@ -14,7 +15,7 @@ References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `Tr
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -55,13 +56,21 @@ _HEADERS = (
     ("X-Content-Type-Options", "nosniff"),
 )
 
+# Queues the job of a call. It is given the call's values and the visitor's name, and returns the job, or an error.
+Submit = Callable[[Sequence[Any], str], Awaitable[object]]
 
-def middleware(host_names: Callable[[], frozenset[str] | None], visitors: Visitors | None = None) -> list[Middleware]:
+
+def middleware(
+    host_names: Callable[[], frozenset[str] | None],
+    visitors: Visitors | None = None,
+    submissions: Mapping[str, Submit] | None = None,
+) -> list[Middleware]:
     """Return the middleware of a page, outermost first.
 
     Args:
         host_names: returns the host names that the page answers to; `None` stands for any.
         visitors: of a share link; `None` on the owner's page.
+        submissions: by the `api_name` of the page's function.
     """
     return [
         Middleware(SecurityHeadersMiddleware),
@@ -69,7 +78,7 @@ def middleware(host_names: Callable[[], frozenset[str] | None], visitors: Visito
         Middleware(CrossSiteMiddleware, host_names=host_names, visitors=visitors),
         Middleware(AuthenticationMiddleware, backend=GradioLogin(visitors)),
         Middleware(AccessMiddleware, visitors=visitors),
-        Middleware(ValidationMiddleware, visitors=visitors),
+        Middleware(ValidationMiddleware, visitors=visitors, submissions=submissions or {}),
     ]
 
 
@@ -217,11 +226,15 @@ class AccessMiddleware:
 
 
 class ValidationMiddleware:
-    """Validates headers, bodies and streams of requests to Gradio, and checks the owner of their session."""
+    """Validates headers, bodies and streams of requests to Gradio, checks the owner of their session, and submits jobs.
 
-    def __init__(self, app: ASGIApp, visitors: Visitors | None) -> None:
+    The job of a call, or why there is none, is `submitted` in the state of the request that the function is given.
+    """
+
+    def __init__(self, app: ASGIApp, visitors: Visitors | None, submissions: Mapping[str, Submit]) -> None:
         self._app = app
         self._visitors = visitors
+        self._submissions = submissions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -234,7 +247,7 @@ class ValidationMiddleware:
             body = await _read_body(receive)
             path = scope["path"].rstrip("/")
             if path != gradio_requests.LOGIN and not path.startswith(gradio_requests.OWN):
-                body = self._validated(scope, body)
+                body = await self._validated(scope, body)
                 # The length may have changed.
                 scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             receive = _replayed(body, receive)
@@ -242,8 +255,8 @@ class ValidationMiddleware:
             self._check_stream(scope, query)
         await self._app(scope, receive, send)
 
-    def _validated(self, scope: Scope, body: bytes) -> bytes:
-        """Validate the body of a call and return it; for `/generate`, missing values are replaced by defaults."""
+    async def _validated(self, scope: Scope, body: bytes) -> bytes:
+        """Validate the body of a call, submit its job, and return the body with defaults for missing values."""
         app, path = scope["app"], scope["path"].rstrip("/")
         if path == gradio_requests.RESET:
             gradio_requests.read_reset(body)
@@ -261,8 +274,29 @@ class ValidationMiddleware:
                 body = json.dumps(call).encode()
             else:
                 call = gradio_requests.read_call(body, inputs)
+                api = call["fn_index"]
         self._check_session(scope, call.get("session_hash"))
+        if path in {gradio_requests.JOIN, gradio_requests.GENERATE}:
+            await self._submit(scope, functions[api].api_name, call["data"])
         return body
+
+    async def _submit(self, scope: Scope, function: str, values: Sequence[Any]) -> None:
+        """Queue the job of a call, if it has one.
+
+        Raises:
+            RefusedError: if the visitor has too many calls open, or a call to the path of `/generate` has no job. Calls
+                by pages and gradio_client go through `JOIN`; their streams report errors.
+        """
+        name = scope["user"].display_name
+        if self._visitors is not None and private.open_calls(scope["app"], name) >= self._visitors.most_calls:
+            raise RefusedError("Too many requests at once. Close a tab and try again.", 429)
+        submit = self._submissions.get(function)
+        if submit is None:
+            return
+        submitted = await submit(values, name)
+        if isinstance(submitted, RefusedError) and scope["path"].rstrip("/") == gradio_requests.GENERATE:
+            raise submitted
+        scope["state"] = {**scope.get("state", {}), "submitted": submitted}
 
     def _check_stream(self, scope: Scope, query: bytes) -> None:
         """Check that the session or event of a stream exists, and that the session is the visitor's own."""

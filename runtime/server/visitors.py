@@ -28,6 +28,8 @@ from runtime.server.visitor_limits import HOUR_SECONDS, check_disk, check_queue,
 _VIDEO = re.compile(r"([0-9a-f]{8})\.mp4")
 # Per visitor; an open page needs two or three.
 _MAX_OPEN_REQUESTS = 24
+# Calls of one visitor that wait or run, in addition to the videos that they may follow.
+_MAX_CALLS = 64
 # The least recently used sessions are forgotten.
 _MAX_SESSIONS = 2_000
 
@@ -40,10 +42,12 @@ class Visitors:
 
     Attributes:
         link: the address of the share link; empty until it is open.
+        most_calls: maximum number of calls of one visitor that wait or run.
     """
 
     def __init__(self, worker: JobQueue, settings: Settings, models: Mapping[str, ModelSpec]) -> None:
         self.link = ""
+        self.most_calls = _MAX_CALLS + settings.share_queue
         self._worker = worker
         self._settings = settings
         self._models = dict(models)

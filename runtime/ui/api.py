@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from runtime.core.errors import TandemError
+from runtime.core.errors import LimitError, TandemError
 from runtime.core.events import Failed, VideoSaved, to_json
 from runtime.core.facts import Fact, Words, render
 from runtime.core.request import FIELDS, GenerationRequest
@@ -19,9 +19,12 @@ from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
+from runtime.server.gradio_requests import RefusedError
+from runtime.server.security import Submit
 from runtime.server.visitors import Visitors
 from runtime.ui import form, job_view
 from runtime.ui.fields import by_name
+from runtime.ui.watchers import Watch, Watchers
 
 # Types of the lists and mappings in the endpoint's schema; null stands for the default.
 _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
@@ -35,10 +38,26 @@ class ApiWords(Words):
         return name if value is None else f"{name}={value}"
 
 
-def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str) -> Callable[..., Any]:
+def submission(worker: JobQueue, models: dict[str, ModelSpec]) -> Submit:
+    """Return what submits the job of a call of `/generate` on the owner's page."""
+
+    def submit(request: GenerationRequest, _visitor: str) -> Job:
+        check_offered(request.model, models)
+        by_name(request.loras)  # raises for a path
+        return worker.submit(request)
+
+    return _submission(FIELDS, submit)
+
+
+def visitors_submission(visitors: Visitors, audience: job_view.Audience) -> Submit:
+    """Return what submits the job of a call of `/generate` on the visitors' page."""
+    return _submission(form.BASIC, visitors.submit, audience.redact)
+
+
+def endpoint(default_model: str) -> Callable[..., Any]:
     """Return the function of `/generate` on the owner's page."""
 
-    async def generate(*values: Any) -> AsyncIterator[dict[str, Any]]:
+    async def generate(request: gr.Request, *_values: Any) -> AsyncIterator[dict[str, Any]]:
         """Generate one video. Streams the job's events; the last is VideoSaved, whose "video" is the MP4.
 
         The parameters are the fields of a request, as in docs/commands.md. "auto" uses the model's default, and a
@@ -46,39 +65,64 @@ def endpoint(worker: JobQueue, models: dict[str, ModelSpec], default_model: str)
         {"vae": "pytorch"} or ["vae=pytorch"], with "all" for every component; loras names files in the cache's
         weights/loras, as ["style:0.8"]. The job continues when the stream is closed.
         """
-        try:
-            request = _request(FIELDS, values)
-            check_offered(request.model, models)
-            by_name(request.loras)  # raises for a path
-            job = await asyncio.to_thread(worker.submit, request)
-        except TandemError as error:
-            raise _error(_text(error.fact)) from error
-        async for event in _events(job, lambda saved: {"path": str(saved.video), "meta": {"_type": "gradio.FileData"}}):
+        async for event in _events(
+            _submitted(request),
+            Watch(),
+            lambda saved: {"path": str(saved.video), "meta": {"_type": "gradio.FileData"}},
+        ):
             yield event
 
     return _with_parameters(generate, FIELDS, default_model)
 
 
 def visitors_endpoint(
-    visitors: Visitors, visitor_of: Callable[[gr.Request], str], audience: job_view.Audience, default_model: str
+    watchers: Watchers, visitor_of: Callable[[gr.Request], str], audience: job_view.Audience, default_model: str
 ) -> Callable[..., Any]:
     """Return the function of `/generate` on the visitors' page."""
 
-    async def generate(request: gr.Request, *values: Any) -> AsyncIterator[dict[str, Any]]:
+    async def generate(request: gr.Request, *_values: Any) -> AsyncIterator[dict[str, Any]]:
         """Generate one video within the limits. Streams the job's events; the last is VideoSaved.
 
         Its "video" is the MP4's address below the link, which needs your login. "auto" uses the model's default or the
         limit, and a random seed. The job continues when the stream is closed.
         """
-        try:
-            job = await asyncio.to_thread(visitors.submit, _request(form.BASIC, values), visitor_of(request))
-        except TandemError as error:
-            raise _error(audience.redact(_text(error.fact))) from error
-        async for event in _events(job, lambda _: audience.address(job), audience.redact):
-            yield event
+        job = _submitted(request)
+        with watchers.watching(visitor_of(request)) as watch:
+            async for event in _events(job, watch, lambda _: audience.address(job), audience.redact):
+                yield event
 
-    gradio_request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=gr.Request)
-    return _with_parameters(generate, form.BASIC, default_model, gradio_request)
+    return _with_parameters(generate, form.BASIC, default_model)
+
+
+def _submission(
+    names: Iterable[str], submit: Callable[[GenerationRequest, str], Job], redact: Callable[[str], str] = str
+) -> Submit:
+    """Return what submits the job of a call.
+
+    Args:
+        names: of the request fields that the call has.
+        submit: is given the request and the visitor's name.
+    """
+
+    async def submitted(values: Iterable[Any], visitor: str) -> object:
+        try:
+            return await asyncio.to_thread(lambda: submit(_request(names, values), visitor))
+        except TandemError as error:
+            return RefusedError(redact(_text(error.fact)), 429 if isinstance(error, LimitError) else 422)
+
+    return submitted
+
+
+def _submitted(request: gr.Request) -> Job:
+    """Return the job that the middleware submitted for a call.
+
+    Raises:
+        gr.Error: if it was refused.
+    """
+    submitted = request.request.state.submitted
+    if isinstance(submitted, RefusedError):
+        raise _error(submitted.detail)
+    return submitted
 
 
 def _request(names: Iterable[str], values: Iterable[Any]) -> GenerationRequest:
@@ -87,16 +131,13 @@ def _request(names: Iterable[str], values: Iterable[Any]) -> GenerationRequest:
     return GenerationRequest(**{name: value for name, value in given if value is not None or name not in _TYPES})
 
 
-def _with_parameters(
-    function: Callable[..., Any], names: Iterable[str], default_model: str, *before: inspect.Parameter
-) -> Callable[..., Any]:
+def _with_parameters(function: Callable[..., Any], names: Iterable[str], default_model: str) -> Callable[..., Any]:
     """Set the parameters of an endpoint's function, from which Gradio builds the schema.
 
     Args:
         names: request fields.
-        before: parameters before those of the fields.
     """
-    parameters = list(before)
+    parameters = [inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=gr.Request)]
     for name in names:
         info = GenerationRequest.model_fields[name]
         default = inspect.Parameter.empty if info.is_required() else None if name in _TYPES else info.default
@@ -117,7 +158,7 @@ def _with_parameters(
 
 
 async def _events(
-    job: Job, video: Callable[[VideoSaved], Any], redact: Callable[[str], str] = str
+    job: Job, watch: Watch, video: Callable[[VideoSaved], Any], redact: Callable[[str], str] = str
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield a job's events as JSON values, with every text redacted.
 
@@ -125,15 +166,17 @@ async def _events(
         video: returns the value of the last event's "video".
 
     Raises:
-        gr.Error: if the job fails.
+        gr.Error: if the job fails, or newer pages and programs end the watch.
     """
-    async for event in job_view.follow_events(job):
+    async for event in job_view.follow_events(job, watch):
         if isinstance(event, Failed):
             raise _error(redact(f"{event.what} {event.remedy}"))
         values = to_json(event) | {"job": job.id}
         if isinstance(event, VideoSaved):
             values["video"] = video(event)
         yield _redacted(values, redact)
+    if watch.reason is not None:
+        raise _error(_text(watch.reason))
 
 
 def _redacted(value: Any, redact: Callable[[str], str]) -> Any:

@@ -99,7 +99,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
         # Without this, Gradio copies each video whose path it sends to a program.
         gr.set_static_paths([settings.outputs_dir])
         sharing = Sharing(worker, settings, notify) if settings.share else None
-        page, panel_routes = build(worker, engines, settings, sharing, downloads)
+        page, submissions, panel_routes = build(worker, engines, settings, sharing, downloads)
         names = LOOPBACK if settings.host in LOOPBACK else None
         try:
             url = server.start(
@@ -107,6 +107,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
                 settings.host,
                 settings.port,
                 lambda: names,
+                submissions,
                 settings.auth,
                 _LOGIN_MESSAGE,
                 routes=[*job_files.routes(worker, settings), *panel_routes],

@@ -22,6 +22,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.placement import VAE_PSNR, usable_gpus
 from runtime.ui import fields, formatting
 from runtime.ui.formatting import page_text, render
+from runtime.ui.watchers import MOST_WATCHERS
 
 TENSORRT = "tensorrt"
 CUSTOM = "custom"
@@ -46,8 +47,13 @@ ROWS = tuple(f"row_{name}" for name in COMPONENTS)
 
 # Events that the browser handles alone.
 LOCAL: dict[str, Any] = {"fn": None, "show_progress": "hidden", "api_visibility": "private", "queue": False}
-# Events that the server handles. Any number of pages may watch at once.
-SERVED: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
+# Events that the server handles. Each of the three groups has its own slots of Gradio's queue (`server.SLOTS`), so that
+# pages and programs that follow jobs, for hours perhaps, never take the slots of the buttons.
+_PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+SERVED: dict[str, Any] = {**_PRIVATE, "concurrency_id": "controls", "concurrency_limit": 40}
+# More than `Watchers` admits: a newcomer starts before an older watcher has noticed that it ended.
+WATCHING: dict[str, Any] = {**_PRIVATE, "concurrency_id": "pages", "concurrency_limit": 2 * MOST_WATCHERS}
+STREAMED: dict[str, Any] = {"concurrency_id": "programs", "concurrency_limit": 160}
 
 
 @dataclass

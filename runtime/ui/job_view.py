@@ -34,6 +34,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.ui import fields, formatting
 from runtime.ui.formatting import lowered, page_text, render
+from runtime.ui.watchers import Watch
 
 # Jobs are polled: no thread waits, however many pages watch.
 _POLL_SECONDS = 0.2
@@ -119,8 +120,8 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
     )
 
 
-async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str) -> AsyncIterator[View]:
-    """Yield views of a job as it changes, at least one a second while it runs, up to the last one."""
+async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str, watch: Watch) -> AsyncIterator[View]:
+    """Yield views of a job as it changes, at least one a second while it runs, until the job or `watch` ends."""
     shown, shown_at = None, 0.0
     seen: object = None
     while True:
@@ -135,12 +136,14 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
             if not current.busy:
                 return
         await asyncio.sleep(_POLL_SECONDS)
+        if watch.ended:
+            return
 
 
-async def follow_events(job: Job) -> AsyncIterator[Event]:
-    """Yield every event of a job, up to and including the terminal one."""
+async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
+    """Yield every event of a job, up to and including the terminal one, unless `watch` ends first."""
     seen = 0
-    while True:
+    while not watch.ended:
         interrupted, events = job.state == "interrupted", job.events
         seen = min(seen, len(events))  # a resumed job starts a new list
         for event in events[seen:]:
@@ -151,7 +154,7 @@ async def follow_events(job: Job) -> AsyncIterator[Event]:
         if interrupted:
             yield Failed(fact=_interrupted(job))
             return
-        await asyncio.sleep(_API_POLL_SECONDS)
+        await asyncio.sleep(_API_POLL_SECONDS if job.state == "running" else _POLL_SECONDS)
 
 
 def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> Line:
@@ -173,7 +176,7 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
         return Line("queued", "Paused", "Paused until you resume it.", fraction=progress.fraction)
     if job.state == "queued":
         ahead = worker.ahead(job)
-        noun = "video" if all(one.kind == "video" for one in ahead) else "task"
+        noun = "video" if set(ahead.values()) <= {"video"} else "task"
         verb = "is" if len(ahead) == 1 else "are"
         return Line(
             "queued", "Waiting", f"{formatting.count(len(ahead), noun)} {verb} ahead." if ahead else "Starting."

@@ -18,9 +18,10 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.ui import form, job_view, theme
-from runtime.ui.form import LOCAL, SERVED, Form
+from runtime.ui.form import LOCAL, SERVED, WATCHING, Form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.job_view import Audience
+from runtime.ui.watchers import MOST_WATCHERS, Watchers
 
 _FACTS_SCRIPT = """
 element.addEventListener('click', (event) => {
@@ -33,6 +34,9 @@ element.addEventListener('click', (event) => {
 """
 
 Updates = tuple[Any, ...]
+
+# The name by which the middleware knows the button Generate; `/generate` is the function for programs.
+SUBMITS = "make"
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +86,13 @@ def add_make(
     controls, inputs = created.controls, list(created.controls.values())
     shown = [picture, status, facts, generate, cancel, watched, remembered]
     # The handlers validate the values as the browser sent them (preprocess=False).
-    generate.click(handlers.generate, inputs, shown, preprocess=False, trigger_mode="once", **SERVED)
+    once: dict[str, Any] = {"preprocess": False, "trigger_mode": "once", "api_name": SUBMITS}
+    generate.click(handlers.generate, inputs, shown, **once, **WATCHING)
     cancel.click(handlers.cancel, watched, cancel, **SERVED)
     stored_job: dict[str, Any] = {"inputs": remembered, "outputs": shown, "js": "() => window.tandem.job()"}
-    page.load(handlers.attach, **stored_job, **SERVED)
+    page.load(handlers.attach, **stored_job, **WATCHING)
     # A lost answer must not block the next attempt.
-    attach.click(handlers.attach, **stored_job, trigger_mode="multiple", **SERVED)
+    attach.click(handlers.attach, **stored_job, trigger_mode="multiple", **WATCHING)
     remembered.change(**LOCAL, inputs=remembered, js="(id) => window.tandem.remember(id)")
     outputs = {**(others or {}), **created.others, **controls}
     dependent = [outputs[name] for name in handlers.following_model]
@@ -125,6 +130,7 @@ class Handlers:
         audience: of the page; it says where details of internal errors are.
         preset: the launch flags' backends, see `form.preset_name`.
         gpus: returns how many GPUs can be chosen.
+        watchers: of the page.
     """
 
     names: Sequence[str] = form.NAMES
@@ -138,6 +144,7 @@ class Handlers:
         icon: str,
         preset: str = "",
         gpus: Callable[[], int] = lambda: 1,
+        watchers: Watchers | None = None,
     ) -> None:
         self._worker = worker
         self._models = models
@@ -145,26 +152,34 @@ class Handlers:
         self.icon = icon
         self._preset = preset
         self._gpus = gpus
+        self._watchers = watchers or Watchers(MOST_WATCHERS)
 
     @property
     def following_model(self) -> tuple[str, ...]:
         """The outputs of `choose_model`."""
         return (*self.others, *(name for name in form.FOLLOWING_MODEL if name in self.names))
 
-    async def generate(self, request: gr.Request, *values: Any) -> AsyncIterator[Updates]:
-        """Submit the form as a job and show it until it ends; errors are shown next to the picture."""
+    async def submit(self, values: Sequence[Any], visitor: str) -> object:
+        """Submit the form as a job; return the job, or why there is none. The middleware calls this for `SUBMITS`."""
         try:
-            job = await asyncio.to_thread(self._submit, values, request)
+            return await asyncio.to_thread(self._submit, values, visitor)
         except TandemError as error:
-            yield self._alert(error)
-            return
+            return error
         except Exception as error:  # an internal error: one line on the page, the traceback in the log
             logger.exception("The form could not be submitted")
-            what = f"Internal error: {error!r}" if self.audience.panels else "Internal error."
+            return error
+
+    async def generate(self, request: gr.Request, *_values: Any) -> AsyncIterator[Updates]:
+        """Show the job that was submitted until it ends; errors are shown next to the picture."""
+        job = request.request.state.submitted
+        if isinstance(job, TandemError):
+            yield self._alert(job)
+        elif isinstance(job, Exception):
+            what = f"Internal error: {job!r}" if self.audience.panels else "Internal error."
             yield self._shown_alert(what, self.audience.details)
-            return
-        async for updates in self._follow(job):
-            yield updates
+        else:
+            async for updates in self._follow(job, request):
+                yield updates
 
     async def attach(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
         """Show the job of this browser tab while it runs, else another that runs, else the last one."""
@@ -184,7 +199,7 @@ class Handlers:
             # A generator that yields nothing would clear the outputs.
             yield _unchanged(7)
             return
-        async for updates in self._follow(job):
+        async for updates in self._follow(job, request):
             yield updates
 
     def cancel(self, request: gr.Request, watched: Any) -> Any:
@@ -220,7 +235,7 @@ class Handlers:
         """Return the properties of all outputs that depend on the model."""
         return self._limited(spec, form.model_values(spec))
 
-    def _submit(self, values: Sequence[Any], _request: gr.Request) -> Job:
+    def _submit(self, values: Sequence[Any], _visitor: str) -> Job:
         return self._worker.submit(form.read(values, self._models))
 
     def _owner(self, _request: gr.Request) -> str | None:
@@ -235,12 +250,15 @@ class Handlers:
         """Return the controls' properties within the limits of this page's users."""
         return values
 
-    async def _follow(self, job: Job) -> AsyncIterator[Updates]:
-        """Yield the updates of a page that shows a job, until the job ends."""
+    async def _follow(self, job: Job, request: gr.Request) -> AsyncIterator[Updates]:
+        """Yield the updates of a page that shows a job, until the job ends or newer pages take the page's place."""
         before: job_view.View | None = None
-        async for view in job_view.follow_views(job, self._worker, self.audience, self.icon):
-            yield _updates(view, before)
-            before = view
+        with self._watchers.watching(self._owner(request) or "", request.session_hash or "") as watch:
+            async for view in job_view.follow_views(job, self._worker, self.audience, self.icon, watch):
+                yield _updates(view, before)
+                before = view
+        if watch.reason is not None:
+            yield self._shown_alert(*page_text(watch.reason))
 
     def _alert(self, error: TandemError) -> Updates:
         what, remedy = map(self.audience.redact, page_text(error.fact))

@@ -1,5 +1,6 @@
 """The owner's page: its parts and how they are connected, and the routes of its panels."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import gradio as gr
@@ -13,13 +14,14 @@ from runtime.models.catalogue import add_usable, offered
 from runtime.planner.placement import usable_gpus
 from runtime.queue.downloads import Downloads
 from runtime.queue.job_queue import JobQueue
+from runtime.server.security import Submit
 from runtime.ui import api, form, panels, theme
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel
 from runtime.ui.form import LOCAL, SERVED
 from runtime.ui.formatting import paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
 from runtime.ui.job_view import Audience, video_address
-from runtime.ui.make_tab import Handlers, add_make, header
+from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
 from runtime.ui.models_panel import ModelsPanel
 from runtime.ui.plan_preview import PlanPreview, PreviewPanel
 from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
@@ -31,8 +33,8 @@ _TIDY_SECONDS = (3600, 86_400)
 
 def build(
     worker: JobQueue, engines: EngineService, settings: Settings, sharing: Sharing | None, downloads: Downloads
-) -> tuple[gr.Blocks, list[BaseRoute]]:
-    """Return the page, with `/generate` for programs, and the routes of its panels.
+) -> tuple[gr.Blocks, Mapping[str, Submit], list[BaseRoute]]:
+    """Return the page, with `/generate` for programs, what submits its jobs, and the routes of its panels.
 
     Args:
         sharing: the share link, if there is one.
@@ -50,7 +52,7 @@ def build(
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
-        gr.api(api.endpoint(worker, models, settings.model), api_name="generate", concurrency_limit=None)
+        gr.api(api.endpoint(settings.model), api_name="generate", **form.STREAMED)
         gr.HTML(header(icon, form.NAMES, preset), elem_id="top")
         if sharing is not None:
             add_sharing_bar(page, sharing)
@@ -84,7 +86,7 @@ def build(
         refresh = gr.Button("List the models", visible="hidden", elem_id="refresh-models")
         refresh.click(model_choices, None, fields["model"], **SERVED)
         page.load(model_choices, None, fields["model"], **SERVED)
-    page.queue(default_concurrency_limit=None)
+    submissions = {"generate": api.submission(worker, models), SUBMITS: handlers.submit}
     routes = panels.routes(
         {
             "preview": PreviewPanel(preview, models),
@@ -94,7 +96,7 @@ def build(
             "models": models_panel,
         }
     )
-    return page, routes
+    return page, submissions, routes
 
 
 def _panel(name: str, **values: Any) -> None:

@@ -1,7 +1,7 @@
 """Serves a page, behind the security middleware."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import gradio as gr
 from starlette.datastructures import MutableHeaders
@@ -15,12 +15,13 @@ from runtime.server.connections import PageServer, limits_for, listen
 from runtime.server.logins import login_check
 from runtime.server.visitors import Visitors
 from runtime.ui import theme
+from runtime.ui.form import SERVED, STREAMED, WATCHING
 from runtime.upstream import gradio as private
 
 # The middleware closes uploads; this is a second barrier.
 _MAX_UPLOAD_BYTES = 1024
-# Threads of Gradio's handlers.
-_THREADS = 80
+# Of Gradio's queue. Handlers of `SERVED` events use a thread each.
+SLOTS = sum(group["concurrency_limit"] for group in (SERVED, WATCHING, STREAMED))
 # Gradio keeps a copy of the page's state for each session.
 _MAX_SESSIONS = 300
 
@@ -30,6 +31,7 @@ def start(
     host: str,
     port: int,
     names: Callable[[], frozenset[str] | None],
+    submissions: Mapping[str, security.Submit],
     auth: tuple[str, str] | None = None,
     auth_message: str | None = None,
     visitors: Visitors | None = None,
@@ -40,6 +42,7 @@ def start(
 
     Args:
         names: returns the host names that the page answers to; `None` stands for any.
+        submissions: what queues the job of a call before the call is answered, by `api_name`.
         visitors: of a visitors' page.
         routes: matched before gradio's own.
         sockets: that listen there already.
@@ -49,7 +52,7 @@ def start(
     """
     server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
     url = f"http://{'localhost' if host == '0.0.0.0' else f'[{host}]' if ':' in host else host}:{port}/"
-    middleware = [*security.middleware(names, visitors), Middleware(HeadMiddleware, head=theme.head())]
+    middleware = [*security.middleware(names, visitors, submissions), Middleware(HeadMiddleware, head=theme.head())]
     try:
         with private.served_by(server, url):
             page.launch(
@@ -70,7 +73,7 @@ def start(
                 mcp_server=False,
                 num_workers=0,
                 max_file_size=_MAX_UPLOAD_BYTES,
-                max_threads=_THREADS,
+                max_threads=SLOTS,
                 state_session_capacity=_MAX_SESSIONS,
                 favicon_path=theme.ICON,
                 theme=theme.theme(),

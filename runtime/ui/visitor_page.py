@@ -4,7 +4,7 @@ It is a page of its own on another port: actions that visitors may not use do no
 handlers too; every value is validated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +14,45 @@ from runtime.core.settings import ROOT, Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
+from runtime.server.security import Submit
 from runtime.server.visitor_limits import allows_size, defaults_within, describe_limits, limits_of, most_frames
 from runtime.server.visitors import Visitors, without_paths
 from runtime.ui import api, form, theme
 from runtime.ui.formatting import render
 from runtime.ui.job_view import Audience
-from runtime.ui.make_tab import Handlers, add_make, header
+from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
+from runtime.ui.watchers import Watchers
 
 _DETAILS = "Tell the person who shares this page; their log has the details."
 _TIDY_SECONDS = (3600, 86_400)
-_MOST_WAITING = 200
+# Pages and programs of one visitor that follow videos; at least as many as the videos that they may have open.
+_WATCHERS = 4
 
 
-def build(worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors) -> gr.Blocks:
-    """Return the page, with `/generate` for visitors' programs.
+def build(
+    worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors
+) -> tuple[gr.Blocks, Mapping[str, Submit]]:
+    """Return the page, with `/generate` for visitors' programs, and what submits its jobs (see `server.start`).
 
     Args:
         models: what visitors may use, by name; the first is chosen.
     """
     icon = theme.icon_svg()
-    handlers = VisitorHandlers(worker, settings, models, visitors, icon)
+    watchers = Watchers(max(_WATCHERS, settings.share_queue))
+    handlers = VisitorHandlers(worker, settings, models, visitors, icon, watchers)
     chosen = next(iter(models))
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(
-            api.visitors_endpoint(visitors, visitor_of, handlers.audience, chosen),
+            api.visitors_endpoint(watchers, visitor_of, handlers.audience, chosen),
             api_name="generate",
-            concurrency_limit=None,
+            **form.STREAMED,
         )
         gr.HTML(header(icon, form.BASIC), elem_id="top")
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
         add_make(page, handlers, lambda prompt: form.basic_settings(models, chosen, prompt, values), {"limits": limits})
-    page.queue(default_concurrency_limit=None, max_size=_MOST_WAITING)
-    return page
+    return page, {"generate": api.visitors_submission(visitors, handlers.audience), SUBMITS: handlers.submit}
 
 
 class VisitorHandlers(Handlers):
@@ -57,18 +62,24 @@ class VisitorHandlers(Handlers):
     others = ("limits", "size")
 
     def __init__(
-        self, worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors, icon: str
+        self,
+        worker: JobQueue,
+        settings: Settings,
+        models: dict[str, ModelSpec],
+        visitors: Visitors,
+        icon: str,
+        watchers: Watchers,
     ) -> None:
         folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
         folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
         folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
         audience = Audience(_DETAILS, _address, lambda message: without_paths(message, folders), panels=False)
-        super().__init__(worker, models, audience, icon)
+        super().__init__(worker, models, audience, icon, watchers=watchers)
         self._settings = settings
         self._visitors = visitors
 
-    def _submit(self, values: Sequence[Any], request: gr.Request) -> Job:
-        return self._visitors.submit(form.read_basics(values, self._models), visitor_of(request))
+    def _submit(self, values: Sequence[Any], visitor: str) -> Job:
+        return self._visitors.submit(form.read_basics(values, self._models), visitor)
 
     def _owner(self, request: gr.Request) -> str:
         return visitor_of(request)

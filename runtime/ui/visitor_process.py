@@ -208,7 +208,7 @@ def main(config: VisitorsConfig, sockets: list[socket.socket], owner: Connection
         return LOOPBACK if host is None else LOOPBACK | {host}
 
     threading.Thread(target=obey, name="owner", daemon=True).start()
-    page = visitor_page.build(worker, config.settings, dict(config.models), visitors)
+    page, submissions = visitor_page.build(worker, config.settings, dict(config.models), visitors)
 
     async def video(request: Request) -> Response:
         name, visitor = request.path_params["name"], request.user.display_name
@@ -219,6 +219,7 @@ def main(config: VisitorsConfig, sockets: list[socket.socket], owner: Connection
         _HOST,
         int(sockets[0].getsockname()[1]),
         names,
+        submissions,
         config.auth,
         _LOGIN_MESSAGE,
         visitors,

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +23,24 @@ class PageFunction:
     Attributes:
         defaults: one value per input.
         queued: whether calls go through gradio's queue.
+        api_name: its name, which is unique.
     """
 
     defaults: tuple[Any, ...]
     queued: bool
+    api_name: str
 
 
 def load() -> None:
     """Import gradio without analytics, and without its interface files, which take half of the import's time.
 
     Reason: `gradio.component_meta` parses the source of each component class and writes a .pyi file for editors, unless
-    `inspect.getfile` raises `OSError` for the class.
+    `inspect.getfile` raises `OSError` for the class. The queue computes statistics with pandas after every call, which
+    nothing here shows; the variables are undocumented.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(sys.maxsize)  # calls between two statistics
+    os.environ["GRADIO_ANALYTICS_MAX_EVENTS"] = "1"
     find_file = inspect.getfile
 
     def find_other_file(found: Any) -> str:
@@ -72,7 +78,9 @@ def functions(app: Any) -> dict[int, PageFunction]:
     Reason: `Blocks.fns` is undocumented; gradio answers calls with the wrong number of values with status 500.
     """
     return {
-        number: PageFunction(tuple(getattr(one, "value", None) for one in function.inputs), bool(function.queue))
+        number: PageFunction(
+            tuple(getattr(one, "value", None) for one in function.inputs), bool(function.queue), str(function.api_name)
+        )
         for number, function in app.get_blocks().fns.items()
         if function.fn is not None
     }
@@ -104,6 +112,15 @@ def has_event(app: Any, event: str) -> bool:
     return event in queue.event_ids_to_events or any(
         event in events for events in queue.pending_event_ids_session.values()
     )
+
+
+def open_calls(app: Any, user: str) -> int:
+    """Return how many calls of a user are queued or run.
+
+    Reason: `Blocks._queue` is private; gradio limits the calls of all users together only.
+    """
+    events = app.get_blocks()._queue.event_ids_to_events.values()
+    return sum(event.request.user.display_name == user for event in events)
 
 
 @contextlib.contextmanager

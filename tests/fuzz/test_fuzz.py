@@ -10,4 +10,4 @@ def test_random_requests_cause_no_errors_or_leaks(tmp_path: Path) -> None:
         round_of(attack, clients, 4, seed=5)
     assert set(attack.statuses) - {0} <= {200, 206, 400, 401, 403, 404, 405, 413, 416, 422, 429}
     # The test proves nothing if all requests are rejected.
-    assert attack.statuses[200] > 12
+    assert attack.statuses[200] > 8

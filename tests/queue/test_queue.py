@@ -92,7 +92,7 @@ def test_a_paused_job_continues(start: Make, tmp_path: Path) -> None:
     assert passing.state == "done"
     assert (paused.state, paused.held, paused.progress.end) == ("queued", True, None)
     assert queue.active() is None
-    assert queue.ahead(queue.submit(small())) == []
+    assert queue.ahead(queue.submit(small())) == {}
     queue.hold([paused.id], False)
     until(lambda: not paused.open)
     assert paused.state == "done"
@@ -177,7 +177,7 @@ def test_queued_jobs_are_edited_and_moved(start: Make) -> None:
     until(lambda: busy.state == "running")
     queue.store.move(second.id, first.id)
     edited = queue.edit(first.id, small(prompt="a kite", steps=5))
-    assert [one.id for one in queue.ahead(edited)] == [busy.id, second.id]
+    assert list(queue.ahead(edited)) == [busy.id, second.id]
     assert edited.plan.steps == 5
     with pytest.raises(InvalidRequestError):
         queue.edit(first.id, small(width=33))

@@ -117,7 +117,7 @@ def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService,
     running = queue.submit(small(steps=1000, backends={}))
     built = queue.add_task(build(), "Build")
     waiting = queue.submit(small(backends={}))
-    assert [one.id for one in queue.ahead(waiting)] == [running.id, built.id]
+    assert list(queue.ahead(waiting)) == [running.id, built.id]
     assert len(queue.ahead(waiting)) == 2
     assert queue.active() is running
     assert queue.latest() is waiting
@@ -125,7 +125,7 @@ def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService,
     # A queued task ends at once although another one runs.
     queue.cancel([built.id])
     assert built.state == "cancelled"
-    assert [one.id for one in queue.ahead(waiting)] == [running.id]
+    assert list(queue.ahead(waiting)) == [running.id]
     running.request_cancel()
     wait_for(waiting)
     assert isinstance([event for event in waiting.events if isinstance(event, TerminalEvent)][-1], VideoSaved)

@@ -77,7 +77,7 @@ def test_an_invalid_request_is_refused_at_submission(queue: JobQueue) -> None:
 
 def test_running_and_queued_jobs_are_cancelled(queue: JobQueue) -> None:
     running, waiting, last = (queue.submit(small(steps=steps)) for steps in (1000, 1000, 2))
-    assert [one.id for one in queue.ahead(last)] == [running.id, waiting.id]
+    assert list(queue.ahead(last)) == [running.id, waiting.id]
     waiting.request_cancel()
     assert list(watch(waiting)) == [Cancelled()]
     next(event for event in watch(running) if isinstance(event, StepDone))

@@ -18,6 +18,7 @@ from runtime.queue.job_runner import JobRecorder
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.ui import job_view
+from runtime.ui.watchers import Watch
 from tests.plans import tiny_plan
 
 AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda job: job_view.file_url(job.plan.output))
@@ -26,8 +27,8 @@ AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda 
 class NobodyAhead:
     """Stands in for the worker where only the place in its line is asked for."""
 
-    def ahead(self, job: Job) -> list[Job]:
-        return []
+    def ahead(self, job: Job) -> dict[str, str]:
+        return {}
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_running_job_shows_stage_step_and_time(job: Job, store: JobStore) -> N
 
 def test_a_queued_job_shows_how_many_are_ahead(job: Job) -> None:
     def shown(*ahead: str) -> str:
-        line = cast(JobQueue, SimpleNamespace(ahead=lambda _job: [SimpleNamespace(kind=kind) for kind in ahead]))
+        line = cast(JobQueue, SimpleNamespace(ahead=lambda _job: dict(enumerate(ahead))))
         return job_view.view(job, line, AUDIENCE, "", 0.0).status
 
     assert "Starting." in shown()
@@ -115,7 +116,7 @@ def test_an_interrupted_job_shows_how_to_resume(job: Job, store: JobStore) -> No
     assert 'data-action="resume"' in view.status and not view.busy
 
     async def heard() -> list[Event]:
-        return [event async for event in job_view.follow_events(job)]
+        return [event async for event in job_view.follow_events(job, Watch())]
 
     assert isinstance(asyncio.run(heard())[-1], Failed)
 
@@ -197,10 +198,12 @@ def test_every_state_has_the_same_children(job: Job, store: JobStore) -> None:
 def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
     async def collect() -> tuple[list[job_view.View], list[Event]]:
         async def views() -> list[job_view.View]:
-            return [view async for view in job_view.follow_views(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "")]
+            return [
+                view async for view in job_view.follow_views(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "", Watch())
+            ]
 
         async def events() -> list[Event]:
-            return [event async for event in job_view.follow_events(job)]
+            return [event async for event in job_view.follow_events(job, Watch())]
 
         async def work() -> None:
             for event in (Planned(plan=job.plan), StageStarted(stage="encode"), Cancelled()):

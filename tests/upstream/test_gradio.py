@@ -3,6 +3,8 @@
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import gradio as gr
 import pytest
@@ -29,7 +31,7 @@ def app() -> routes.App:
 
 
 _LOADS = """
-import ast, inspect
+import ast, inspect, sys
 parsed, parse = [], ast.parse
 ast.parse = lambda source, *rest, **named: parsed.append(str(source)) or parse(source, *rest, **named)
 from runtime.upstream.gradio import load
@@ -39,18 +41,20 @@ assert not [source for source in parsed if "class Textbox" in source]
 assert inspect.getfile(gradio.Textbox).endswith("textbox.py")
 gradio.component_meta.extract_class_source_code(inspect.getsource(gradio.Textbox), "Textbox")
 assert [source for source in parsed if "class Textbox" in source]
+queue = gradio.Blocks()._queue
+assert (queue.ANAYLTICS_CACHE_FREQUENCY, queue.ANALYTICS_MAX_EVENTS) == (sys.maxsize, 1)
 """
 
 
-def test_gradio_is_loaded_without_parsing_the_source_of_its_components() -> None:
+def test_gradio_is_loaded_without_parsing_the_source_of_its_components_and_computes_no_statistics() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", _LOADS], check=True, timeout=120, cwd=ROOT)
 
 
 def test_functions_have_defaults_and_a_queued_flag(app: routes.App) -> None:
     found = private.functions(app)
     queued = private.function_number(app, "queued")
-    assert found[queued] == private.PageFunction(("hello", 5), True)
-    assert found[private.function_number(app, "direct")] == private.PageFunction((), False)
+    assert found[queued] == private.PageFunction(("hello", 5), True, "queued")
+    assert found[private.function_number(app, "direct")] == private.PageFunction((), False, "direct")
     assert private.function_number(app, "browser") not in found
 
 
@@ -74,6 +78,14 @@ def test_sessions_and_events_are_found_in_the_queue(app: routes.App) -> None:
     source = inspect.getsource(Queue)
     for name in ("pending_messages_per_session", "event_ids_to_events", "pending_event_ids_session"):
         assert f"self.{name}" in source, name
+
+
+def test_the_open_calls_of_a_user_are_counted(app: routes.App) -> None:
+    def event(user: str) -> Any:
+        return SimpleNamespace(request=SimpleNamespace(user=SimpleNamespace(display_name=user)))
+
+    app.get_blocks()._queue.event_ids_to_events = {"0": event("anna"), "1": event("ben"), "2": event("anna")}
+    assert [private.open_calls(app, name) for name in ("anna", "ben", "cleo")] == [2, 1, 0]
 
 
 def test_a_page_is_served_by_another_server() -> None:
