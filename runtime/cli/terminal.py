@@ -20,8 +20,8 @@ from runtime.core.facts import BIDI_CONTROLS
 from runtime.core.progress import Progress
 from runtime.core.units import duration
 
-# Controls of the terminal, and of the direction of text.
-_CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{BIDI_CONTROLS}]")
+# Controls of the terminal, of the direction of text, and bytes of file names that are not UTF-8.
+_CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff{BIDI_CONTROLS}]")
 _BAR = 24
 _PIPE_WIDTH = 160
 _REFRESH_SECONDS = 0.2

@@ -27,6 +27,8 @@ class Entry(NamedTuple):
     package: str
 
 
+# Of a pipeline, in a message.
+_MAX_NAME_LENGTH = 80
 # By name, as `ModelSpec.family` and engine keys have it.
 FAMILIES: dict[str, Entry] = {
     "wan": Entry("WanPipeline", "runtime.families.wan"),
@@ -206,4 +208,5 @@ def _family_in(directory: Path, title: str) -> Family:
     supported = [entry.pipeline for entry in FAMILIES.values()]
     if not pipeline:
         raise ModelError("model.family_unstated", model=title, supported=supported)
-    raise ModelError("model.family_unknown", model=title, pipeline=str(pipeline), supported=supported)
+    name = " ".join(str(pipeline).split())[:_MAX_NAME_LENGTH]
+    raise ModelError("model.family_unknown", model=title, pipeline=name, supported=supported)

@@ -102,6 +102,7 @@ def refused(folder: Path) -> ModelError:
         (INDEX, {"boundary_ratio": 2.0}, "model.config_invalid"),
         (INDEX, {"boundary_ratio": "x" * 10_000}, "model.config_invalid"),
         (INDEX, {"_class_name": ["WanPipeline"]}, "model.family_unknown"),
+        (INDEX, {"_class_name": "a\nb" * 1_000}, "model.family_unknown"),
     ],
 )
 def test_wrong_values_are_refused_before_anything_is_built(
