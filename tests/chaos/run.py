@@ -400,8 +400,12 @@ def run(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         AssertionError: if the app ended, or videos do not end.
     """
     with _started(folder, seed) as chaos:
-        chaos.submit(chaos.owner, 3)
-        chaos.submit(chaos.visitor, 3)
+        # Threads, caches and buffers of ordinary use.
+        for face in (chaos.owner, chaos.visitor):
+            chaos.submit(face, 10)
+        for _ in range(3):
+            chaos.watch()
+            chaos.hostile_files()
         _until(lambda: not chaos.open_jobs(), 120, "the first videos do not end")
         before = chaos.used()
         probing = threading.Thread(target=chaos.probe, daemon=True)
