@@ -65,7 +65,18 @@ class Face:
     """One of the two pages."""
 
     port: int
+    login: tuple[str, str] | None = None
     cookie: str = ""
+
+    def log_in(self) -> None:
+        """Log in, with the page's user and password; without success, the old login stays."""
+        if self.login is None:
+            return
+        jar = http.cookiejar.CookieJar()
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
+        form = urllib.parse.urlencode(dict(zip(("username", "password"), self.login, strict=True))).encode()
+        with contextlib.suppress(OSError), opener.open(f"http://127.0.0.1:{self.port}/login", form, timeout=30):
+            self.cookie = "; ".join(f"{cookie.name}={cookie.value}" for cookie in jar)
 
     def head(self, method: str, target: str, **fields: str) -> bytes:
         """Return the head of a request, without the blank line."""
@@ -117,6 +128,8 @@ class Chaos:
                 event = json.loads(answer.partition(b"\r\n\r\n")[2])["event_id"]
                 with self._lock:
                     self.accepted[prompt] = event
+            elif status == "401":  # the visitors' page was killed, and with it its logins
+                face.log_in()
             elif status == "429":
                 return
 
@@ -375,16 +388,9 @@ def _started(folder: Path, seed: int) -> Iterator[Chaos]:
             port, user, password = link_of(cache)
             own = Face(int(server.url.rstrip("/").rpartition(":")[2]))
             stranger = Face(port)
-            visitor = Face(port, _log_in(port, user, password))
+            visitor = Face(port, (user, password))
+            visitor.log_in()
             yield Chaos(server, own, visitor, stranger, clock, full_disk, random.Random(seed))
-
-
-def _log_in(port: int, user: str, password: str) -> str:
-    jar = http.cookiejar.CookieJar()
-    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
-    form = urllib.parse.urlencode({"username": user, "password": password}).encode()
-    opener.open(f"http://127.0.0.1:{port}/login", form, timeout=30).close()
-    return "; ".join(f"{cookie.name}={cookie.value}" for cookie in jar)
 
 
 def _command(process: psutil.Process) -> list[str]:
