@@ -1,6 +1,6 @@
 """`tests.sharing_app` with few file descriptors, and with a clock that a file moves, in all its processes.
 
-The file `$TANDEM_CHAOS_CLOCK` contains seconds that are added to `time.time()`.
+The file `$TANDEM_CHAOS_CLOCK` contains seconds that are added to `time.time()`. Importing this module moves the clock.
 """
 
 import contextlib
@@ -9,8 +9,9 @@ import resource
 import time
 from pathlib import Path
 
+from tests.chaos import CLOCK
+
 DESCRIPTORS = 512
-CLOCK = "TANDEM_CHAOS_CLOCK"
 _real = time.time_ns
 
 

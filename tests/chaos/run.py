@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from tests.app_server import Server, make_cache, serving
-from tests.chaos.app import CLOCK
+from tests.chaos import CLOCK
 from tests.sharing_app import link_of
 
 FLAGS = (
