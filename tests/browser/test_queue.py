@@ -35,7 +35,7 @@ def add(page: Any, *prompts: str, variations: int = 1) -> None:
 
 def act(page: Any, prompt: str, name: str) -> str:
     """Return what finds a button of a job."""
-    return f"#queue-list li:has(strong:text-is('{prompt}')) [data-action='{name}']"
+    return f"#queue-list li:has(bdi:text-is('{prompt}')) [data-action='{name}']"
 
 
 def cancel_all(page: Any) -> None:
