@@ -343,7 +343,7 @@ def test_invalid_settings(
         (["--lora", "x", "--lora", "x:0.5"], "'x' is given twice", "once"),
         ([flag for name in "abcdefghi" for flag in ("--lora", name)], "9 LoRAs are too many", "at most 8"),
         (["--lora", "high=mixed"], "is for another size of model", "made for"),
-        (["--lora", "cut"], "damaged, truncated", "again"),
+        (["--lora", "cut"], "damaged or truncated", "again"),
         (["--preset", "lightning-4"], "none is given", "--lora"),
         (["--preset", "fast", "--lora", "x"], "--preset is 'fast'", "lightning-4"),
     ],
