@@ -153,7 +153,7 @@ def test_repeated_errors_are_logged_with_their_number() -> None:
     assert text.count("StepDone") == 3
 
 
-def test_errors_count_anew_after_a_minute() -> None:
+def test_errors_are_counted_again_after_a_minute() -> None:
     repeats = log.RepeatFilter()
     passed = []
     for second in (0, 1, 2, 61, 62):

@@ -4,10 +4,8 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -30,18 +28,8 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 SHARDS = "transformer/diffusion_pytorch_model.safetensors.index.json"
 
 
-@pytest.fixture(autouse=True)
-def deadline() -> Iterator[None]:
-    """Fail a test that hangs: opening a FIFO waits for ever."""
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+# A test that hangs fails: opening a FIFO waits for ever.
+pytestmark = pytest.mark.timeout(30, func_only=True)
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_a_build_for_a_gpu_of_another_kind_is_queued_once(queue: JobQueue) -> No
     assert store.add_idle_build("Build", Path("/nowhere"), request, {"not-of-this-machine", "new"})
 
 
-def test_a_task_that_starts_during_a_poll_is_polled_anew(store: JobStore) -> None:
+def test_a_task_that_starts_during_a_poll_is_polled_again(store: JobStore) -> None:
     poller, cancel = ControlPoller(store), Cancel()
     with ExitStack() as first, ExitStack() as second:
 

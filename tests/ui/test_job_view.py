@@ -24,7 +24,7 @@ from tests.plans import tiny_plan
 AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda job: job_view.file_url(job.plan.output))
 
 
-class NobodyAhead:
+class EmptyQueue:
     """Stands in for the worker where only the place in its line is asked for."""
 
     def ahead(self, job: Job) -> dict[str, str]:
@@ -73,7 +73,7 @@ def append_events(job: Job, store: JobStore, *events: Event) -> None:
 
 def show(job: Job, store: JobStore, *events: Event) -> job_view.View:
     append_events(job, store, *events)
-    return job_view.view(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "<svg></svg>", job.progress.now)
+    return job_view.view(job, cast(JobQueue, EmptyQueue()), AUDIENCE, "<svg></svg>", job.progress.now)
 
 
 def test_a_running_job_shows_stage_step_and_time(job: Job, store: JobStore) -> None:
@@ -199,7 +199,7 @@ def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
     async def collect() -> tuple[list[job_view.View], list[Event]]:
         async def views() -> list[job_view.View]:
             return [
-                view async for view in job_view.follow_views(job, cast(JobQueue, NobodyAhead()), AUDIENCE, "", Watch())
+                view async for view in job_view.follow_views(job, cast(JobQueue, EmptyQueue()), AUDIENCE, "", Watch())
             ]
 
         async def events() -> list[Event]:

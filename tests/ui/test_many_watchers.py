@@ -138,13 +138,13 @@ def test_many_watchers_of_one_visitor_do_not_delay_another(server: Server, owner
 def test_a_page_that_newer_ones_replaced_is_told_so(server: Server, owner: Sender) -> None:
     many = visitor(server)
     assert many.generate() == 200
-    told = page_text(Fact("ui.watch_ended", {"maximum": 4})).what
+    ended = page_text(Fact("ui.watch_ended", {"maximum": 4})).what
     assert many.join("attach", "page0", "") == 200
     with many.stream("page0") as wait_for:
         wait_for("data-job=")
         for number in range(1, 5):
             assert many.join("attach", f"page{number}", "") == 200
-        wait_for(told)
+        wait_for(ended)
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def test_login_attempts_are_limited(server: Server) -> None:
     assert [answer.status for answer in answers] == [400] * 10 + [429] * 2
     assert b"Wait a minute" in answers[-1].body
     assert attempt(password, "9.9.9.9").status == 429
-    # Nobody else is shut out, and right attempts do not count.
+    # Other visitors can still log in, and right attempts do not count.
     assert {attempt(password, "1.1.1.1").status for _ in range(12)} == {200}
     # Last, because it blocks logins for a minute: many addresses reach the overall limit.
     assert {attempt("x", f"1.2.{number}.1").status for number in range(100)} >= {400, 429}
