@@ -40,6 +40,7 @@ import psutil
 from tests.app_server import Server, make_cache, serving
 from tests.chaos import CLOCK
 from tests.sharing_app import link_of
+from tests.waiting import until
 
 FLAGS = (
     *("--share", "--share-frames", "9", "--share-steps", "2"),
@@ -101,8 +102,8 @@ class Chaos:
     clock: Path
     full_disk: bool
     rng: random.Random
-    done: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
+    actions: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
     accepted: dict[str, str] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
     unanswered: int = 0
@@ -123,7 +124,7 @@ class Chaos:
             head = face.head("POST", GENERATE, **fields)
             answer = self._exchange(face, head + b"\r\n" + body)
             status = answer.partition(b" ")[2][:3].decode(errors="replace")
-            self.errors[f"generate: {status or 'closed'}"] += 1
+            self.answers[f"generate: {status or 'closed'}"] += 1
             if status == "200":
                 event = json.loads(answer.partition(b"\r\n\r\n")[2])["event_id"]
                 with self._lock:
@@ -415,12 +416,12 @@ def run(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         for _ in range(3):
             chaos.watch()
             chaos.hostile_files()
-        _until(lambda: not chaos.open_jobs(), 120, "the first videos do not end")
+        until(lambda: not chaos.open_jobs(), pause=0.5)
         before = chaos.used()
         probing = threading.Thread(target=chaos.probe, daemon=True)
         probing.start()
         _act(chaos, minutes)
-        _until(lambda: not chaos.open_jobs(), 600, "videos do not end")
+        until(lambda: not chaos.open_jobs(), pause=0.5, seconds=600)
         latencies = chaos.latencies[:]
         # Connections that were left open are closed by their deadlines.
         time.sleep(min(30.0, 20 * minutes))
@@ -443,8 +444,8 @@ def run(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         "seed": seed,
         "minutes": minutes,
         "disk of its own": chaos.full_disk,
-        "actions": dict(sorted(chaos.done.items())),
-        "answers": dict(sorted(chaos.errors.items())),
+        "actions": dict(sorted(chaos.actions.items())),
+        "answers": dict(sorted(chaos.answers.items())),
         "accepted": len(chaos.accepted),
         "accepted, not in the store once": lost,
         "videos by state": dict(Counter(state for _, state in jobs)),
@@ -497,16 +498,9 @@ def _act(chaos: Chaos, minutes: float) -> None:
         running = [thread for thread in running if thread.is_alive()]
         if len(running) < _ACTIONS_AT_ONCE:
             action = chaos.rng.choice(ACTIONS)
-            chaos.done[action.__name__] += 1
+            chaos.actions[action.__name__] += 1
             running.append(threading.Thread(target=action, args=(chaos,), daemon=True))
             running[-1].start()
         time.sleep(chaos.rng.uniform(0.5, 2.0))
     for thread in running:
         thread.join(timeout=60)
-
-
-def _until(holds: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.5)
