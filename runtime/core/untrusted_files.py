@@ -18,6 +18,9 @@ from pydantic_core import from_json
 # A configuration has a few kilobytes, the names of all tensors of a large model 200 KB. Parsed JSON takes up to about
 # 30 times its size.
 MAX_JSON_BYTES = 4 << 20
+# Enough for the manifest of 5,000 downloaded files. Many small values take far more time and memory than their text:
+# garbage collection visits each list and object several times, and a validation error may describe each value.
+MAX_JSON_VALUES = 20_000
 
 
 class NotRegularFileError(OSError):
@@ -25,6 +28,13 @@ class NotRegularFileError(OSError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EINVAL, "it is not a regular file", str(path))
+
+
+class TooManyValuesError(ValueError):
+    """JSON with more values than are accepted."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"it has more than {most} values")
 
 
 class DuplicateNameError(ValueError):
@@ -70,21 +80,28 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-def parse_json(data: bytes, *, infinite: bool = False) -> Any:
+def parse_json(data: bytes, *, infinite: bool = False, max_values: int = MAX_JSON_VALUES) -> Any:
     """Return the value of JSON.
 
     Args:
         infinite: whether NaN, infinities (which JSON does not have) and numbers such as 1e999 are accepted.
+        max_values: the most values of its objects and lists, all together.
 
     Raises:
         ValueError: if it is not JSON in UTF-8, or nested more than 200 deep; `DuplicateNameError` if an object has two
-            values of one name.
+            values of one name; `TooManyValuesError`.
     """
+    # Before parsing, because each list or object takes long to parse. Those inside texts are counted too.
+    if data.count(b"[") + data.count(b"{") > max_values:
+        raise TooManyValuesError(max_values)
     try:
         json.loads(data, object_pairs_hook=_refuse_duplicates, parse_float=None if infinite else _refuse_infinite)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-    return from_json(data, allow_inf_nan=infinite)
+    value = from_json(data, allow_inf_nan=infinite)
+    if _count_values(value) > max_values:
+        raise TooManyValuesError(max_values)
+    return value
 
 
 def read_json(path: Path, *, infinite: bool = False, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -95,6 +112,18 @@ def read_json(path: Path, *, infinite: bool = False, max_bytes: int = MAX_JSON_B
         ValueError: if its content is not accepted.
     """
     return parse_json(read_file(path, max_bytes), infinite=infinite)
+
+
+def _count_values(value: Any) -> int:
+    """Return the number of values in all objects and lists of a value."""
+    count, left = 0, [value]
+    while left:
+        inner = left.pop()
+        if isinstance(inner, dict | list):
+            values = inner.values() if isinstance(inner, dict) else inner
+            count += len(values)
+            left += [one for one in values if isinstance(one, dict | list)]
+    return count
 
 
 def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> None:

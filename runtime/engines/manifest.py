@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import json
 import math
+import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
@@ -27,10 +29,14 @@ LOG_NAME = "build.log"
 _FORMAT = 2
 _MAX_BYTES = 1 << 20
 _HASH_BLOCK = 1 << 20
+# Larger engine files are mapped, not read.
+_MOST_READ = 2 << 30
 _NEW = "engine.json.new"
 # Files in an engine's folder that are not the engine's.
 NOT_HASHED = frozenset({NAME, _NEW, LOG_NAME})
 _RECORD = TypeAdapter(EngineRecord)
+# Of an engine file.
+Content = bytes | mmap.mmap
 
 
 def write(folder: Path, record: EngineRecord) -> None:
@@ -136,16 +142,47 @@ def check_sizes(folder: Path, record: EngineRecord) -> Fact | None:
 
 def check_hashes(folder: Path, record: EngineRecord) -> Fact | None:
     """Return the problem with an engine's files, if any, after reading all of them, at about 1 GB/s."""
-    problem = check_sizes(folder, record)
-    if problem is not None:
-        return problem
-    for file in record.files:
+    return check_sizes(folder, record) or _check_hashes(folder, record.files)
+
+
+def _check_hashes(folder: Path, files: Sequence[EngineFile]) -> Fact | None:
+    for file in files:
         try:
             if sha256(folder / file.name) != file.sha256:
                 return Fact("engine.file_changed", {"file": file.name})
         except OSError as error:
             return _unreadable_file(file.name, error)
     return None
+
+
+def open_checked(folder: Path, record: EngineRecord, stack: contextlib.ExitStack) -> Content | Fact:
+    """Return the content of an engine file if all of the engine's files have their recorded hashes, else the problem.
+
+    The hash is that of the returned content, whatever happens to the file from then on: up to 2 GiB are read into
+    memory once. A larger file could take most of the memory and is mapped. If another file gets its name, the mapping
+    stays the same; of bytes that a program writes into the file itself it may show some, which `file_states` notices.
+
+    Args:
+        stack: closes the mapping.
+    """
+    problem = check_sizes(folder, record)
+    if problem is not None or not record.files:
+        return problem or b""
+    first = record.files[0]
+    try:
+        content = _read(folder / first.name, stack)
+    except (OSError, ValueError) as error:  # ValueError: a mapping of an empty file
+        return _unreadable_file(first.name, error)
+    if hashlib.sha256(content).hexdigest() != first.sha256:
+        return Fact("engine.file_changed", {"file": first.name})
+    return _check_hashes(folder, record.files[1:]) or content
+
+
+def _read(path: Path, stack: contextlib.ExitStack) -> Content:
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_READ:
+            return stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return file.read(_MOST_READ)
 
 
 def file_states(folder: Path, record: EngineRecord) -> dict[str, tuple[int, ...]]:
@@ -171,10 +208,10 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def _unreadable_file(name: str, error: OSError) -> Fact:
+def _unreadable_file(name: str, error: OSError | ValueError) -> Fact:
     if isinstance(error, FileNotFoundError):
         return Fact("engine.file_missing", {"file": name})
-    return Fact("engine.file_unreadable", {"file": name, "error": error.strerror or str(error)})
+    return Fact("engine.file_unreadable", {"file": name, "error": getattr(error, "strerror", None) or str(error)})
 
 
 def _parse(data: bytes) -> EngineRecord | Fact:

@@ -17,6 +17,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.files import give_usual_permissions
 from runtime.core.plan import LatentSize
 from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
 from runtime.engines.programs import CACHE, METADATA_KEY, Program, load_program
@@ -136,6 +137,8 @@ def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder
             for file in files:
                 file.unlink()
             raise EngineError("engine.export_wrong", file=path.name, cause=found.detail)
+        for file in files:
+            give_usual_permissions(file)
         yield Exported(name, path, sum(file.stat().st_size for file in files), found.error, found.tolerance)
 
 

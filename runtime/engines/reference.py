@@ -14,15 +14,15 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from runtime.core.errors import TandemError
+from runtime.core.errors import ModelError, TandemError
 from runtime.core.files import remove_partial_files, replace_file
 from runtime.engines.key_parts import program_key_parts
 from runtime.engines.programs import MakeForm, Program, full_float32, load_program
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
+from runtime.models.tensor_files import read_tensors
 from runtime.models.weights import load_stored, load_tokenizer
 from runtime.upstream.torch import clear_module
 
@@ -30,6 +30,8 @@ from runtime.upstream.torch import clear_module
 PROMPT = "A red sailing boat crosses a calm sea at sunset while seagulls circle above it, filmed slowly from the shore."
 _FOLDER = "verification"
 _EMBEDS = "embeds"
+# The largest supported text encoder's embeddings have 8 MB.
+_MAX_BYTES = 64 << 20
 
 
 class BlocksOnDevice:
@@ -124,7 +126,7 @@ def encoded_prompt(spec: ModelSpec, device: str, cache_dir: Path | None = None) 
             weights = program_key_parts(spec, "text_encoder", "text_encoder", cache_dir)
             digest = hashlib.sha256("\n".join((*weights, PROMPT)).encode()).hexdigest()
             path = cache_dir / _FOLDER / f"{digest}.safetensors"
-        kept = None if path is None else _read(path)
+        kept = None if path is None else _read(path, spec)
         words = _encode(spec, device) if kept is None else kept
     except (TandemError, OSError, ValueError, MemoryError, torch.OutOfMemoryError):
         return None
@@ -147,11 +149,14 @@ def _encode(spec: ModelSpec, device: str) -> torch.Tensor:
     return words
 
 
-def _read(path: Path) -> torch.Tensor | None:
+def _read(path: Path, spec: ModelSpec) -> torch.Tensor | None:
+    """Return the embeddings in a file; `None` if there is none, or it holds something else."""
     try:
-        return safetensors.torch.load(path.read_bytes())[_EMBEDS]
-    except (OSError, SafetensorError, KeyError):
+        words = read_tensors(path, _MAX_BYTES)[0][_EMBEDS]
+    except (ModelError, KeyError):
         return None
+    fits = words.shape[:1] + words.shape[2:] == (1, spec.transformer.text_dim) and words.dtype == torch.float32
+    return words if fits and words.shape[1] <= spec.max_sequence_length else None
 
 
 def _write(path: Path, words: torch.Tensor) -> None:

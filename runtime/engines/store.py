@@ -238,8 +238,11 @@ class EngineStore:
         finally:
             _remove_workspace(folder)
 
-    def insert(self, folder: Path, engine_id: str) -> EngineRecord:
+    def insert(self, folder: Path, engine_id: str, *, build_seconds: float | None = None) -> EngineRecord:
         """Move a finished engine from its workspace into the store; it replaces an existing one and keeps its pin.
+
+        Args:
+            build_seconds: how long it was built; by default as in its manifest.
 
         Raises:
             EngineError: if it is not finished, or the folder cannot be written.
@@ -254,8 +257,9 @@ class EngineStore:
             self._discard(self.path(engine_id))
             folder.rename(self.path(engine_id))
             self._problems = {known: problem for known, problem in self._problems.items() if known[0] != engine_id}
+            seconds = record.build_seconds if build_seconds is None else build_seconds
             with contextlib.suppress(OSError):  # for example a full disk; the engine itself is complete
-                record = self._write(engine_id, last_used=self._now(), pinned=pinned)
+                record = self._write(engine_id, last_used=self._now(), pinned=pinned, build_seconds=seconds)
             self._evict(self.max_bytes, keep=engine_id)
         self._empty_trash()
         return record

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from safetensors import SafetensorError, safe_open
 
+from runtime.core.errors import ModelError
 from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.plan import ComponentPlan
+from runtime.core.untrusted_files import parse_json
 from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import ModelSpec
+from runtime.models.tensor_files import read_tensors
 
 # An entry of UMT5-XXL takes 4 MB in bfloat16.
 _MOST_IN_MEMORY = 8
 _MOST_ON_DISK = 64
+_MAX_BYTES = 64 << 20
 _VERSION = 1
 _METADATA = "tandem"
 
@@ -77,17 +80,13 @@ class PromptCache:
             return None
         path = self._path(key)
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata_json = json.loads((file.metadata() or {})[_METADATA])
-                # A copy, because mapped data is not aligned, which can change how kernels round.
-                embeds = file.get_tensor("embeds").clone()
-            if metadata_json["version"] != _VERSION:
+            tensors, metadata = read_tensors(path, _MAX_BYTES)
+            values = parse_json(metadata[_METADATA].encode())
+            if values["version"] != _VERSION:
                 return None
             path.touch()
-            return TextEncoding(embeds, tuple(map(str, metadata_json["unknown_words"])), bool(metadata_json["cut"]))
-        except FileNotFoundError:
-            return None
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            return TextEncoding(tensors["embeds"], tuple(map(str, values["unknown_words"])), bool(values["cut"]))
+        except (ModelError, OSError, ValueError, KeyError, TypeError):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             return None

@@ -15,18 +15,20 @@ from runtime.models.spec import ModelSpec, is_transformer
 from runtime.pipeline.baselines import Baselines
 from runtime.planner.constraints import ComponentSettings
 from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import Offers, admit, refused
+from runtime.planner.engine_offers import EngineOffer, Offers, admit, refused
+from runtime.planner.forecast import build_seconds
 from runtime.planner.resolve import resolve
 
 
 @dataclass(frozen=True)
 class WantedEngine:
-    """An engine to build for `component`, which runs on `device`."""
+    """An engine to build for `component`, which runs on `device`; `seconds` is about how long building it takes."""
 
     component: str
     use: EngineUse
     backend: str
     device: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,15 @@ def wanted_engines(
     """
     plan = resolve(request.replace(backends={}), spec, engines.machine, Path("none.mp4"), gpu=gpu)
     offers = engines.offers(spec)
+    index = engines.store.index()
     found: dict[str, WantedEngine] = {}
     for name in plan.components:
         if request.backends and not {name, ALL} & set(request.backends):
             continue
-        for wanted in _of_component(name, request, plan, offers, engines.machine, only):
-            found.setdefault(wanted.use.id, wanted)
+        for offer, use, device in _of_component(name, request, plan, offers, engines.machine, only):
+            if use.id not in found:
+                seconds = build_seconds(spec, name, use.program, use.builder, use.profile[1], index)
+                found[use.id] = WantedEngine(name, use, offer.backend, device, seconds)
     return list(found.values())
 
 
@@ -101,7 +106,8 @@ def _of_component(
     offers: Offers,
     machine: Machine,
     only: Collection[str],
-) -> Iterator[WantedEngine]:
+) -> Iterator[tuple[EngineOffer, EngineUse, str]]:
+    """Yield the offers to build for a component, each of their engines, and the device."""
     backend = request.backend(name)
     if backend == PYTORCH:
         return
@@ -139,4 +145,4 @@ def _of_component(
         able = [offer for offer in able if offer.in_blocks == kinds[offer.backend]]
     for offer in able:
         for use in offer.uses if not only else (use for use in offer.uses if use.id in only):
-            yield WantedEngine(name, use, offer.backend, device)
+            yield offer, use, device

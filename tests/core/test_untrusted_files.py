@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from runtime.core.errors import ModelError, OutputError, SettingsError
 from runtime.core.untrusted_files import (
     DuplicateNameError,
     NotRegularFileError,
+    TooManyValuesError,
     open_file,
     parse_json,
     read_file,
@@ -24,28 +23,10 @@ from runtime.models.hub.files import read_manifest
 from runtime.pipeline.history_file import HistoryFile
 from runtime.queue.support_report import _tail
 from runtime.video.mp4 import read_metadata
-
-DEEP = b'{"a":' * 100_000
-Put = Callable[[Path], object]
-
+from tests.hostile_files import DEEP, HOSTILE
 
 # A test that hangs fails: opening a FIFO waits for ever.
 pytestmark = pytest.mark.timeout(30, func_only=True)
-
-
-def _large(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 40)
-
-
-# What may stand in a file's place.
-HOSTILE: dict[str, Put] = {
-    "fifo": os.mkfifo,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "folder": lambda path: path.mkdir(),
-    "deep": lambda path: path.write_bytes(DEEP),
-    "large": _large,
-}
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -90,6 +71,27 @@ def test_a_name_that_occurs_twice_is_refused() -> None:
     assert refused.value.name == "a"
     values = {"a": 1, "b": [1.5, {"a": None}], "ü": "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")}
     assert parse_json(json.dumps(values).encode()) == values
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" + b"[]," * 900_000 + b"[]]",
+        b"[" + b"1," * 20_000 + b"1]",
+        b'{"a":[' + b"1," * 10_000 + b'1],"b":{"c":[' + b"1," * 10_000 + b"1]}}",
+        json.dumps(dict.fromkeys(map(str, range(20_001)))).encode(),
+    ],
+)
+def test_too_many_values_are_refused(data: bytes) -> None:
+    with pytest.raises(TooManyValuesError):
+        parse_json(data)
+
+
+def test_values_are_counted_and_not_characters() -> None:
+    values = {"text": "[1, 2, {" * 2_000, "numbers": [1] * 19_000}
+    assert parse_json(json.dumps(values).encode()) == values
+    with pytest.raises(TooManyValuesError):
+        parse_json(b"[1, 2, 3]", max_values=2)
 
 
 # The files of the cache folder.

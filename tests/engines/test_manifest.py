@@ -215,30 +215,35 @@ def test_format_1_is_migrated(folder: Path) -> None:
     assert same(manifest.read(folder), record)
 
 
-@pytest.mark.parametrize("swap", ["replaced", "written"])
-def test_a_file_that_changes_after_its_check_is_refused(
-    swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("swap", "most_read", "loaded"),
+    [("replaced", 4, b"good"), ("replaced", 0, b"good"), ("written", 4, b"good"), ("written", 0, b"evil")],
+)
+def test_a_file_that_changes_after_its_check_is_not_used(
+    swap: str, most_read: int, loaded: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend opens another file than the one that was checked; sizes and times are the same."""
+    """Sizes and times are the same. A file that is too large to be read once is mapped."""
+    monkeypatch.setattr(manifest, "_MOST_READ", most_read)
     file = tmp_path / "engine.pt2"
     file.write_bytes(b"good")
     known = record(key(), files=manifest.hashed_files(tmp_path, file.name))
     status = file.stat()
-    closed = []
+    closed, content = [], []
 
     class Opened:
         def close(self) -> None:
             closed.append(True)
 
-    def open_engine(folder: Path, *_: object, **__: object) -> Opened:
+    def open_engine(folder: Path, _record: object, given: manifest.Content, **_: object) -> Opened:
         target = folder / "other" if swap == "replaced" else file
         target.write_bytes(b"evil")
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
         target.replace(file)
+        content.append(given[:])
         return Opened()
 
     monkeypatch.setattr("runtime.engines.sessions.inductor.open_engine", open_engine)
     with pytest.raises(EngineError) as error:
         open_session(tmp_path, known, device="cpu", weights=dict)
     assert error.value.fact.data["cause"] == Fact("engine.file_changed", {"file": file.name})
-    assert closed
+    assert closed and content == [loaded]

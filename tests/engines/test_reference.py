@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from safetensors.torch import save
 
 from runtime.core.errors import ModelError
 from runtime.core.loras import Lora
@@ -19,6 +20,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_stored
 from tests import lora_files
+from tests.hostile_files import HOSTILE
 from tests.planner.test_live_bytes import Counted
 
 BLOCKS = 12
@@ -117,6 +119,7 @@ def test_loras_are_not_rounded_to_the_stored_dtype(deep: ModelSpec, tmp_path: Pa
     assert (without - expected).norm() > 1e-3 * expected.norm()
 
 
+@pytest.mark.timeout(60, func_only=True)
 def test_the_prompt_is_encoded_once_by_the_models_own_text_encoder(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,11 +133,23 @@ def test_the_prompt_is_encoded_once_by_the_models_own_text_encoder(
     again = encoded_prompt(spec, "cpu", tmp_path)
     assert again is not None
     assert torch.equal(again, found)
-    # A damaged file is not used.
+    # A damaged file, one with other tensors, and what is no file are not used.
     [path] = (tmp_path / "verification").iterdir()
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(TypeError):
-        encoded_prompt(spec, "cpu", tmp_path)
+    data, kept = path.read_bytes(), found[:, :words]
+    others = [kept[0], kept[..., 1:], kept.half(), kept.repeat(1, 600, 1), kept.repeat(2, 1, 1), torch.tensor(1.0)]
+    damaged = [data[:100], b"", *(save({"embeds": one.contiguous()}) for one in others), save({"a": kept.contiguous()})]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(TypeError):  # it is encoded again
+            encoded_prompt(spec, "cpu", tmp_path)
+    for put in HOSTILE.values():
+        path.unlink()
+        put(path)
+        with pytest.raises(TypeError):
+            encoded_prompt(spec, "cpu", tmp_path)
+        if path.is_dir():
+            path.rmdir()
+            path.touch()
 
 
 def test_a_model_without_its_text_encoder_has_no_prompt(deep: ModelSpec, tmp_path: Path) -> None:

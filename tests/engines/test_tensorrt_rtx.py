@@ -269,9 +269,8 @@ def test_default_precisions() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
-    (tmp_path / "engine.plan").write_bytes(b"plan")
     with pytest.raises(EngineError) as refused:
-        TensorRTRTXSession(tmp_path / "engine.plan", device="cuda:0")
+        TensorRTRTXSession(b"plan", cache_file=tmp_path / "runtime.cache", device="cuda:0")
     assert refused.value.fact.code == "engine.tensorrt_without_gpu"
     assert BUILDERS["tensorrt_rtx"].unavailable(machine()) == Fact("machine.no_gpu")
 

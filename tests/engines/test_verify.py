@@ -32,7 +32,7 @@ def test_outputs_with_nan_or_inf_fail(built: Build, value: float) -> None:
     program = engine.program()
     weights = engine.program().module.state_dict()
     weights[NAME][3] = value
-    with InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights) as session:
+    with InductorSession((engine.folder / "engine.pt2").read_bytes(), device="cpu", weights=weights) as session:
         result = verify(session, program, PROFILES["transformer"], "bfloat16")
     assert math.isnan(result.error)
     assert not result.passed
@@ -45,7 +45,7 @@ def test_small_error_fails_in_float32_and_names_the_output(built: Build) -> None
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     weights = engine.program().module.state_dict()
     weights[NAME] += 0.003
-    with InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights) as session:
+    with InductorSession((engine.folder / "engine.pt2").read_bytes(), device="cpu", weights=weights) as session:
         result = verify(session, engine.program(), PROFILES["transformer"], "float32")
         assert TOLERANCES["float32"] < result.error < 0.1
         assert not result.passed

@@ -17,6 +17,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from tests import tiny_models
 from tests.full_disk import fill
+from tests.hostile_files import HOSTILE
 from tests.plans import no_engines, tiny_plan, with_strategy
 
 Tiny = Callable[[str], ModelSpec]
@@ -55,6 +56,31 @@ def test_other_weights_are_a_miss(tmp_path: Path) -> None:
     assert cache.find(spec, part, "a red boat") is not None
     (tmp_path / "model" / "text_encoder" / "model.safetensors").touch()
     assert cache.find(spec, part, "a red boat") is None
+
+
+@pytest.mark.timeout(30, func_only=True)
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_something_else_than_a_small_file_is_a_miss(kind: str, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
+    folder = tmp_path / "prompts"
+    PromptCache(folder).keep(spec, part, "a red boat", encoding(2.0))
+    (path,) = folder.iterdir()
+    path.unlink()
+    HOSTILE[kind](path)
+    cache = PromptCache(folder)
+    assert cache.find(spec, part, "a red boat") is None
+    cache.keep(spec, part, "a red boat", encoding(3.0))
+    # Only a folder cannot be replaced.
+    assert (PromptCache(folder).find(spec, part, "a red boat") is None) == (kind == "folder")
+
+
+def test_a_large_file_is_a_miss(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    part = tiny_plan(spec, tmp_path / "x.mp4").components["text_encoder"]
+    large = TextEncoding(torch.zeros(1, 1, (64 << 18) + 1), (), False)
+    PromptCache(tmp_path).keep(spec, part, "a red boat", large)
+    assert PromptCache(tmp_path).find(spec, part, "a red boat") is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk", None])

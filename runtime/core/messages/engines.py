@@ -10,11 +10,11 @@ _IN_PYTORCH = "The component runs in PyTorch instead."
 _IN_PYTORCH_SEE_LOG = "The component runs in PyTorch instead; the last lines of the log have details."
 _FREE_DISK = "Free some space, or set TENSORRT_CACHE_DIR to a folder on a larger disk."
 _FREE_MEMORY = "Close other programs, or choose a smaller model or size."
-_LIST = "`engines list` shows all engines."
+_LIST = "`{tandem} engines list` shows all engines."
 _ENGINE_FILE = "Give a TensorRT plan (.trt, .plan or .engine) or an ONNX file (.onnx)."
 _COPY_AGAIN = "Copy the file from its source again, or build it again."
-_BUILD_HERE = "Build an engine with `build`, or import one that was exported for this model."
-_BUILD_AGAIN_ELSEWHERE = "Build it again for this machine, or build an engine here with `build`."
+_BUILD_HERE = "Build an engine with `{tandem} build`, or import one that was exported for this model."
+_BUILD_AGAIN_ELSEWHERE = "Build it again for this machine, or build an engine here with `{tandem} build`."
 
 MESSAGES: Mapping[str, Message] = {
     # Titles of engines.
@@ -133,7 +133,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.weights_unreadable": Message(
         "The weights in {folder} cannot be read: {error}.", "Check the folder and its permissions."
     ),
-    "engine.no_such_gpu": Message("There is no GPU {device}.", "Choose a device that `doctor` lists."),
+    "engine.no_such_gpu": Message("There is no GPU {device}.", "Choose a device that `{tandem} doctor` lists."),
     # Building and verifying.
     "engine.limit_below_set": Message(
         "The engines of {model} that are kept together take about {needed:bytes}; the limit is {limit:bytes}.",
@@ -230,7 +230,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.tensorrt_needs_gpu": Message("TensorRT needs an NVIDIA GPU; {device} is not one.", _OTHER_BACKEND),
     "engine.tensorrt_not_loadable": Message(
         "TensorRT cannot be loaded: {error}.",
-        "Run install.sh (install.bat on Windows) again: it installs requirements-gpu.txt on machines with a GPU.",
+        "Run `{installer} doctor`: it installs requirements-gpu.txt on machines with a GPU.",
     ),
     "engine.tensorrt_silent": Message("TensorRT gave no reason"),
     "engine.tensorrt_unknown_dtype": Message(
@@ -330,7 +330,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.import_other_weights": Message(
         "The engine's output differs from the {component:lower_component} of {model}: {cause} "
         "It has other weights, or was exported differently.",
-        "Give its model with --model, or build an engine here with `build`.",
+        "Give its model with --model, or build an engine here with `{tandem} build`.",
     ),
     "engine.component_unknown": Message("{model} has no component {component}.", "Choose one of {components:list}."),
     "engine.import_dtype_unsupported": Message("The engine's tensor {tensor} has an unsupported type.", _BUILD_HERE),

@@ -1,8 +1,10 @@
 """Runs engines: `open_session` returns a `Session`, which is called like the program of the engine.
 
-The module of a backend has its name, and a function `open_engine` with the arguments of `open_session`.
+The module of a backend has its name, and a function `open_engine` with the arguments of `open_session` and the content
+of the engine file, which is valid until the function returns.
 """
 
+import contextlib
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -90,8 +92,10 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
 
     An engine is code: TensorRT plans and Inductor's libraries run with the user's rights, and an ONNX file decides
     what is computed. Every file's SHA-256 is therefore compared with the one recorded at build time before anything
-    opens the file. A file that changes between this check and the end of loading is refused too. What a session writes
-    itself, such as compiled kernels, begins with its own SHA-256. Nothing is unpickled.
+    opens the file, and the engine file is loaded from the very bytes that were hashed, see `manifest.open_checked`.
+    Files that a library opens by name (an ONNX file with weights in further files) must not change between this check
+    and the end of loading. What a session writes itself, such as compiled kernels, begins with its own SHA-256. Nothing
+    is unpickled.
 
     Args:
         folder: the engine's folder.
@@ -104,15 +108,16 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
         MemoryError, torch.OutOfMemoryError: if memory runs out.
     """
     before = manifest.file_states(folder, record)
-    problem = manifest.check_hashes(folder, record)
-    if problem is not None:
-        raise EngineError("engine.unusable", engine=record.id, cause=problem)
-    name = record.key.backend
-    # The name is checked because it is imported.
-    if not builders_of(name):
-        raise EngineError("engine.unknown_backend", backend=name)
-    backend: Any = importlib.import_module(f"{__name__}.{IMPORTED if record.key.builder == IMPORTED else name}")
-    session: Session = backend.open_engine(folder, record, device=device, weights=weights)
+    with contextlib.ExitStack() as stack:
+        content = manifest.open_checked(folder, record, stack)
+        if isinstance(content, Fact):
+            raise EngineError("engine.unusable", engine=record.id, cause=content)
+        name = record.key.backend
+        # The name is checked because it is imported.
+        if not builders_of(name):
+            raise EngineError("engine.unknown_backend", backend=name)
+        backend: Any = importlib.import_module(f"{__name__}.{IMPORTED if record.key.builder == IMPORTED else name}")
+        session: Session = backend.open_engine(folder, record, content, device=device, weights=weights)
     after = manifest.file_states(folder, record)
     for name in (file.name for file in record.files if after.get(file.name) != before.get(file.name)):
         session.close()

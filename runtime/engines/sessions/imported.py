@@ -14,8 +14,9 @@ from runtime.core.untrusted_files import read_json
 from runtime.engines.imported.adapters import Adapter, Batch, RestoredRows, adapters_from_json
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE
+from runtime.engines.manifest import Content
 from runtime.engines.sessions import Session, Weights
-from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, load_session
+from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, load_session, model_of
 from runtime.engines.verify import Case, Verification, compare
 from runtime.planner.engine_index import EngineRecord
 
@@ -76,7 +77,7 @@ class AdaptedSession(Session):
 class OnnxFileSession(Session):
     """An ONNX file with its own tensor names and dtypes; tensors pass through host memory."""
 
-    def __init__(self, model: Path, contract: Contract, *, provider: str, precision: str, device: str) -> None:
+    def __init__(self, model: Path | bytes, contract: Contract, *, provider: str, precision: str, device: str) -> None:
         self._session: Any = load_session(model, provider=provider, precision=precision, device=torch.device(device))
         self._types = {port.name: getattr(torch, port.dtype) for port in contract.inputs}
         self._names = [port.name for port in contract.outputs]
@@ -98,18 +99,20 @@ class OnnxFileSession(Session):
         }
 
 
-def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> AdaptedSession:
+def open_engine(
+    folder: Path, record: EngineRecord, content: Content, *, device: str, weights: Weights
+) -> AdaptedSession:
     """See `sessions.open_session`."""
     contract, batch, chain = read_adapters(folder)
-    engine = folder / record.files[0].name
     inner: Session
     if contract.backend == "tensorrt":
         from runtime.engines.sessions.tensorrt import TensorRTSession, uses_cuda_graphs
 
-        inner = TensorRTSession(engine, device=device, cuda_graphs=uses_cuda_graphs(record))
+        inner = TensorRTSession(content, device=device, cuda_graphs=uses_cuda_graphs(record))
     else:
         provider = dict(record.key.options).get("provider", "cpu")
-        inner = OnnxFileSession(engine, contract, provider=provider, precision=record.key.precision, device=device)
+        model = model_of(folder, record, content)
+        inner = OnnxFileSession(model, contract, provider=provider, precision=record.key.precision, device=device)
     return AdaptedSession(inner, batch, chain)
 
 

@@ -1,14 +1,17 @@
 """Runs an Inductor package: a zip file with a shared library. Loading it runs its code and unpickles nothing.
 
-`open_session` passes only files whose SHA-256 is the one recorded at build time.
+`open_session` passes only content whose SHA-256 is the one recorded at build time.
 
 torch never unloads such a library and never releases the weights that it was given. A library is therefore loaded
 once per process, and closing a session frees the memory of the weights itself.
 """
 
+import contextlib
+import hashlib
+import io
 import json
 import os
-import tempfile
+import weakref
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -16,25 +19,30 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from runtime.core.errors import EngineError, first_line
+from runtime.core.locks import scratch_folder
+from runtime.engines.manifest import Content
 from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, WEIGHTS_KEY, IOSignature, cut_text, full_float32
 from runtime.engines.sessions import Session, Weights
 from runtime.planner.engine_index import SWAPPED, EngineRecord
 from runtime.upstream.torch import package_runner
 
 _METADATA = "_metadata.json"
+_CODE = (".so", ".pyd", ".dll")
 
 
-def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "InductorSession":
+def open_engine(
+    _folder: Path, record: EngineRecord, content: Content, *, device: str, weights: Weights
+) -> "InductorSession":
     """See `sessions.open_session`."""
     given = weights() if record.key.weights == SWAPPED else None
-    return InductorSession(folder / record.files[0].name, device=device, weights=given)
+    return InductorSession(content, device=device, weights=given)
 
 
 class InductorSession(Session):
     """One package with its weights. Every call returns new tensors.
 
     Args:
-        package: the engine file.
+        package: the content of the engine file.
         device: a torch device.
         weights: the state dict of the program's module, for a package without weights. They are used in place, not
             copied, and released with the session.
@@ -43,7 +51,7 @@ class InductorSession(Session):
         EngineError: if the package cannot be loaded, or the weights do not match it.
     """
 
-    def __init__(self, package: Path, *, device: str, weights: Mapping[str, torch.Tensor] | None) -> None:
+    def __init__(self, package: Content, *, device: str, weights: Mapping[str, torch.Tensor] | None) -> None:
         self._device = torch.device(device)
         self._library: _Library | None = _load(package, self._device)
         self._weights = None if weights is None else self._library.convert_weights(weights, self._device)
@@ -71,25 +79,26 @@ class InductorSession(Session):
 class _Library:
     """One loaded library, which may be used by several sessions with different weights in turn."""
 
-    def __init__(self, package: Path, device: torch.device) -> None:
+    def __init__(self, package: Content, device: torch.device) -> None:
         # The library's code reads these files when it starts.
-        self._folder = tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
+        scratch = contextlib.ExitStack()
+        folder = scratch.enter_context(scratch_folder())
+        remove_folder = weakref.finalize(self, scratch.close)
         metadata: dict[str, str] = {}
-        with zipfile.ZipFile(package) as archive:
+        with zipfile.ZipFile(io.BytesIO(package)) as archive:
             for member in archive.namelist():
                 path = folder / PurePosixPath(member).name
-                if path.suffix in {".so", ".pyd", ".dll", ".json", ".cubin"}:
+                if path.suffix in {*_CODE, ".json", ".cubin"}:
                     path.write_bytes(archive.read(member))
                 if path.name.endswith(_METADATA):
                     metadata |= json.loads(archive.read(member))
         self.signature = IOSignature.from_text(metadata[METADATA_KEY])
         described: dict[str, tuple[str, list[int]]] = json.loads(metadata[WEIGHTS_KEY])
-        (code,) = (path for path in folder.iterdir() if path.suffix not in {".json", ".cubin"})
+        (code,) = (path for path in folder.iterdir() if path.suffix in _CODE)
         self._runner = package_runner(code, device, folder)
         if device.type == "cpu" and os.name == "posix":
             # A mapped file needs no name: nothing remains on disk, however the process ends.
-            self._folder.cleanup()
+            remove_folder()
         self._names: dict[str, str] = {
             original: name for name, original in self._runner.get_constant_names_to_original_fqns().items()
         }
@@ -138,13 +147,13 @@ class _Library:
                 tensor.set_()  # type: ignore[call-overload] # the stub lacks the form without arguments
 
 
-_LIBRARIES: dict[tuple[Path, int, int, torch.device], _Library] = {}
+# By the SHA-256 of the package, and the device.
+_LIBRARIES: dict[tuple[bytes, torch.device], _Library] = {}
 
 
-def _load(package: Path, device: torch.device) -> _Library:
+def _load(package: Content, device: torch.device) -> _Library:
     try:
-        stat = package.stat()
-        key = package.resolve(), stat.st_size, stat.st_mtime_ns, device
+        key = hashlib.sha256(package).digest(), device
         if key not in _LIBRARIES:
             _LIBRARIES[key] = _Library(package, device)
         return _LIBRARIES[key]

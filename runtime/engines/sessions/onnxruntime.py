@@ -9,6 +9,7 @@ import torch
 
 from runtime.core.errors import EngineError, first_line
 from runtime.core.plan import is_block_program
+from runtime.engines.manifest import Content
 from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, TOKENS, IOSignature, cut_text
 from runtime.engines.sessions import BlockSession, Session, Weights
 from runtime.planner.engine_index import EngineRecord
@@ -26,10 +27,12 @@ _FATAL = 4
 OUT_OF_MEMORY = "Failed to allocate memory"
 
 
-def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "OnnxRuntimeSession":
+def open_engine(
+    folder: Path, record: EngineRecord, content: Content, *, device: str, weights: Weights
+) -> "OnnxRuntimeSession":
     """See `sessions.open_session`."""
     provider = dict(record.key.options).get("provider", "cpu")
-    model = folder / record.files[0].name
+    model = model_of(folder, record, content)
     session = OnnxRuntimeBlockSession if is_block_program(record.key.program) else OnnxRuntimeSession
     return session(model, provider=provider, precision=record.key.precision, device=device)
 
@@ -40,7 +43,7 @@ class OnnxRuntimeSession(Session):
     Outputs alternate between two sets of buffers, which stay allocated while sizes are the same.
 
     Args:
-        model: the ONNX file.
+        model: the ONNX file, or its content.
         provider: a name from `builders.onnxruntime`.
         precision: of the arithmetic, for providers that have this option.
         device: of the inputs and outputs.
@@ -49,7 +52,7 @@ class OnnxRuntimeSession(Session):
         EngineError: if the file cannot be loaded, or the provider is not available.
     """
 
-    def __init__(self, model: Path, *, provider: str, precision: str, device: str) -> None:
+    def __init__(self, model: Path | bytes, *, provider: str, precision: str, device: str) -> None:
         self._device = torch.device(device)
         self._session: Any = load_session(model, provider=provider, precision=precision, device=self._device)
         try:
@@ -135,7 +138,16 @@ class OnnxRuntimeBlockSession(OnnxRuntimeSession, BlockSession):
         self._run(tensors, [outputs[name] for name in shapes])
 
 
-def load_session(model: Path, *, provider: str, precision: str, device: torch.device) -> Any:
+def model_of(folder: Path, record: EngineRecord, content: Content) -> Path | bytes:
+    """Return what to load a session from: the checked content of the ONNX file if it is the only one, else its path.
+
+    ONNX Runtime opens weights in further files by name. Given their content, it would copy it.
+    """
+    alone = all(file.name.endswith(".json") for file in record.files[1:])
+    return content if alone and isinstance(content, bytes) else folder / record.files[0].name
+
+
+def load_session(model: Path | bytes, *, provider: str, precision: str, device: torch.device) -> Any:
     """Return an `onnxruntime.InferenceSession`; arguments are those of `OnnxRuntimeSession`.
 
     Raises:
@@ -157,7 +169,9 @@ def load_session(model: Path, *, provider: str, precision: str, device: torch.de
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         session: Any = onnxruntime.InferenceSession(
-            str(model), options, providers=[(wanted, _provider_options(provider, precision, device))]
+            model if isinstance(model, bytes) else str(model),
+            options,
+            providers=[(wanted, _provider_options(provider, precision, device))],
         )
     except Exception as error:  # ONNX Runtime's errors derive from Exception
         raise EngineError("engine.onnx_not_loaded", error=first_line(error)) from error

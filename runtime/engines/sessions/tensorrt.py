@@ -1,6 +1,6 @@
 """Runs a TensorRT plan: shapes, buffers, streams and CUDA graphs. TensorRT 8.6, 10 and 11.
 
-A plan is machine code that runs with the user's rights: `sessions.open_session` passes only files whose SHA-256 is
+A plan is machine code that runs with the user's rights: `sessions.open_session` passes only content whose SHA-256 is
 the one recorded at build time.
 """
 
@@ -18,6 +18,7 @@ from runtime.core.errors import EngineError
 from runtime.core.plan import is_block_program
 from runtime.core.untrusted_files import read_json
 from runtime.engines import tensorrt_library
+from runtime.engines.manifest import Content
 from runtime.engines.sessions import BlockSession, Session, Weights
 from runtime.planner.engine_index import EngineRecord
 
@@ -36,15 +37,16 @@ _MOST_CONTEXTS = 8
 _STREAM = "x"
 
 
-def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> "PlanSession":
+def open_engine(
+    folder: Path, record: EngineRecord, content: Content, *, device: str, weights: Weights
+) -> "PlanSession":
     """See `sessions.open_session`."""
     from runtime.engines.onnx_export import TENSOR_NAMES
 
     names = read_names(folder) if record.key.builder == "torch_tensorrt" else TENSOR_NAMES
-    plan = folder / record.files[0].name
     if is_block_program(record.key.program):
-        return TensorRTBlockSession(plan, device=device, names=names)
-    return TensorRTSession(plan, device=device, cuda_graphs=uses_cuda_graphs(record), names=names)
+        return TensorRTBlockSession(content, device=device, names=names)
+    return TensorRTSession(content, device=device, cuda_graphs=uses_cuda_graphs(record), names=names)
 
 
 def uses_cuda_graphs(record: EngineRecord) -> bool:
@@ -59,7 +61,7 @@ class PlanSession(Session):
     of a GPU on one stream, or on streams that wait for each other.
 
     Args:
-        plan: the engine file.
+        plan: the engine file, or its content.
         device: a CUDA device.
         names: the program's names of the engine's tensors, where they differ.
 
@@ -73,7 +75,7 @@ class PlanSession(Session):
 
     library: ClassVar[str] = "tensorrt"
 
-    def __init__(self, plan: Path, *, device: str, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, plan: Path | Content, *, device: str, names: Mapping[str, str] | None = None) -> None:
         self._trt = tensorrt_library.load(self.library)
         self._device = torch.device(device)
         if self._device == torch.device("cuda"):
@@ -156,7 +158,7 @@ class TensorRTSession(PlanSession):
     """
 
     def __init__(
-        self, plan: Path, *, device: str, cuda_graphs: bool = True, names: Mapping[str, str] | None = None
+        self, plan: Path | Content, *, device: str, cuda_graphs: bool = True, names: Mapping[str, str] | None = None
     ) -> None:
         self._graphs_wanted = cuda_graphs
         self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
@@ -556,18 +558,21 @@ def _tensors(trt: Any, engine: Any, names: Mapping[str, str]) -> tuple[dict[str,
     return inputs, outputs
 
 
-def deserialize(runtime: Any, plan: Path, messages: tensorrt_library.Messages) -> Any:
-    """Return the `ICudaEngine` in a plan file.
+def deserialize(runtime: Any, plan: Path | Content, messages: tensorrt_library.Messages) -> Any:
+    """Return the `ICudaEngine` in a plan: a file or its content.
 
     Raises:
         EngineError: if the file cannot be read, or TensorRT cannot load it.
         torch.OutOfMemoryError: if the GPU's memory is too small.
     """
-    try:
-        with plan.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            engine = runtime.deserialize_cuda_engine(data)
-    except (OSError, ValueError) as error:  # ValueError: an empty file
-        raise EngineError("engine.file_unreadable", file=plan.name, error=str(error)) from error
+    if isinstance(plan, Path):
+        try:
+            with plan.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                engine = runtime.deserialize_cuda_engine(data)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise EngineError("engine.file_unreadable", file=plan.name, error=str(error)) from error
+    else:
+        engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise messages.failure("engine.tensorrt_plan_refused")
     return engine

@@ -15,6 +15,7 @@ from runtime.core.plan import is_block_program
 from runtime.engines import tensorrt_library
 from runtime.engines.builders.tensorrt import read_timing_cache, write_timing_cache
 from runtime.engines.builders.tensorrt_rtx import LIBRARY
+from runtime.engines.manifest import Content
 from runtime.engines.onnx_export import TENSOR_NAMES
 from runtime.engines.sessions import Weights
 from runtime.engines.sessions.tensorrt import PlanSession, TensorRTBlockSession, TensorRTSession, uses_cuda_graphs
@@ -23,16 +24,19 @@ from runtime.planner.engine_index import EngineRecord
 CACHE_FILE = "runtime.cache"
 
 
-def open_engine(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> PlanSession:
+def open_engine(folder: Path, record: EngineRecord, content: Content, *, device: str, weights: Weights) -> PlanSession:
     """See `sessions.open_session`."""
-    plan = folder / record.files[0].name
+    options: dict[str, Any] = {"cache_file": folder / CACHE_FILE, "device": device, "names": TENSOR_NAMES}
     if is_block_program(record.key.program):
-        return TensorRTRTXBlockSession(plan, device=device, names=TENSOR_NAMES)
-    return TensorRTRTXSession(plan, device=device, cuda_graphs=uses_cuda_graphs(record), names=TENSOR_NAMES)
+        return TensorRTRTXBlockSession(content, **options)
+    return TensorRTRTXSession(content, cuda_graphs=uses_cuda_graphs(record), **options)
 
 
 class _WithRuntimeCache(PlanSession):
     """Sessions whose contexts compile kernels when they need them.
+
+    Args:
+        cache_file: the runtime cache.
 
     Raises:
         EngineError: also if the GPU is none that TensorRT for RTX supports.
@@ -40,8 +44,8 @@ class _WithRuntimeCache(PlanSession):
 
     library: ClassVar[str] = LIBRARY
 
-    def __init__(self, plan: Path, **options: Any) -> None:
-        self._cache_file = plan.with_name(CACHE_FILE)
+    def __init__(self, plan: Path | Content, *, cache_file: Path, **options: Any) -> None:
+        self._cache_file = cache_file
         self._saved = read_timing_cache(self._cache_file)
         self._config: Any = None
         self._kernels: Any = None

@@ -8,15 +8,12 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +22,7 @@ import torch.multiprocessing
 from runtime.core import errors
 from runtime.core.errors import GroupError, TandemError
 from runtime.core.facts import Fact
+from runtime.core.locks import scratch_folder
 from runtime.core.plan import Split
 from runtime.core.processes import describe_exit, kill_tree
 from runtime.execution.parallel import rank_process
@@ -86,7 +84,8 @@ class Group:
         self._slowest: dict[str, float] = {}
         self._task = ""
         self._began = 0.0
-        self._folder = Path(tempfile.mkdtemp(prefix="tandem-gpus-"))
+        self._exit = contextlib.ExitStack()
+        self._folder = self._exit.enter_context(scratch_folder())
         # CUDA does not survive a fork. On CPUs the processes are forks of one server, which imports PyTorch once.
         method = "spawn" if split.devices[0].startswith("cuda") else "forkserver"
         context: Any = torch.multiprocessing.get_context(method)
@@ -187,7 +186,7 @@ class Group:
             process.join(_ENDING_SECONDS)
         for connection in self._connections:
             connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._exit.close()
 
     def _begin(self, task: str) -> None:
         self._task, self._began = task, time.monotonic()

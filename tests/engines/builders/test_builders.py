@@ -152,7 +152,7 @@ def test_build_with_spaces_in_paths_and_half_precision(
     assert reported == ["engine.exporting", "engine.compiling"]
     reference = load_program(spec, *names, device="cpu", dtype="float32")
     weights = load_program(spec, *names, device="cpu", dtype="bfloat16").module.state_dict()
-    with InductorSession(folder / "engine.pt2", device="cpu", weights=weights) as session:
+    with InductorSession((folder / "engine.pt2").read_bytes(), device="cpu", weights=weights) as session:
         result = verify(session, reference, profile, "bfloat16")
     assert result.passed, result.detail
     assert result.error > 1e-5

@@ -3,8 +3,6 @@
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -87,16 +85,10 @@ def test_every_operation_has_a_converter(wheel: Path, tiny: Callable[[str], Mode
         pytest.skip("the pinned torch-tensorrt is of another torch")
     bindings = wheels.unpacked(f"tensorrt-cu13-bindings=={wheels.pinned('tensorrt')}")
     libraries = wheels.stand_ins(int(wheels.pinned("tensorrt").partition(".")[0]))
-    packages = [wheel, bindings, wheels.unpacked("dllist==2.0.0"), wheels.ROOT]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.contract.conversion", str(tiny("wan2.1").directory)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=wheels.environment_with(packages, libraries),
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    packages = [wheel, bindings, wheels.unpacked("dllist==2.0.0")]
+    model = tiny("wan2.1").directory
+    lines = wheels.run("tests.engines.contract.conversion", model, packages=packages, libraries=libraries)
+    found = json.loads(lines[-1])
     assert set(found) == {"text_encoder", "transformer", "vae_first", "vae_next"}
     for program in found.values():
         assert program["unconvertible"] == []

@@ -96,21 +96,29 @@ def environment_with(packages: list[Path], libraries: Path) -> dict[str, str]:
     }
 
 
-@functools.cache
-def names_of(requirement: str, module: str) -> Names:
-    """Return the public names of every class of a TensorRT package."""
-    folder, libraries = unpacked(requirement), stand_ins(int(requirement.partition("==")[2].partition(".")[0]))
-    environment = environment_with([folder, ROOT], libraries)
+def run(module: str, *arguments: object, packages: list[Path], libraries: Path) -> list[str]:
+    """Run a module of the tests in a process of its own, with more folders of packages and of libraries.
+
+    Return the lines of its standard output.
+    """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.contract.wheels", module],
+        [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
-        env=environment,
+        env=environment_with([*packages, ROOT], libraries),
     )
     assert done.returncode == 0, done.stderr
-    names: Names = json.loads(done.stdout)
+    return done.stdout.splitlines()
+
+
+@functools.cache
+def names_of(requirement: str, module: str) -> Names:
+    """Return the public names of every class of a TensorRT package."""
+    libraries = stand_ins(int(requirement.partition("==")[2].partition(".")[0]))
+    lines = run(__name__, module, packages=[unpacked(requirement)], libraries=libraries)
+    names: Names = json.loads("".join(lines))
     return names
 
 

@@ -1,6 +1,7 @@
 """Sessions of Inductor and ONNX Runtime: equality with the program, lifetime of outputs, refused inputs and files."""
 
 import gc
+import importlib
 import shutil
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def test_supplied_weights_are_used_in_place_and_freed(built: Build) -> None:
     weights = engine.program().module.state_dict()
     name = "blocks.0.attn1.to_q.weight"
     held = StorageWeakRef(weights[name].untyped_storage())
-    session = InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights)
+    session = InductorSession((engine.folder / "engine.pt2").read_bytes(), device="cpu", weights=weights)
     inputs = engine.program().inputs((3, 6, 8))
     before = session.infer(**inputs)["velocity"]
     weights[name].zero_()
@@ -172,11 +173,11 @@ def test_experts_alternate_on_one_package(built: Build) -> None:
 def test_weights_of_another_model_are_refused(built: Build) -> None:
     engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
     with refusal("engine.weight_missing"):
-        InductorSession(engine.folder / "engine.pt2", device="cpu", weights={})
+        InductorSession((engine.folder / "engine.pt2").read_bytes(), device="cpu", weights={})
     weights = engine.program().module.state_dict()
     weights["proj_out.bias"] = weights["proj_out.bias"][:-1]
     with refusal("engine.weight_missing") as refused:
-        InductorSession(engine.folder / "engine.pt2", device="cpu", weights=weights)
+        InductorSession((engine.folder / "engine.pt2").read_bytes(), device="cpu", weights=weights)
     assert refused.value.data["weight"] == "proj_out.bias"
 
 
@@ -252,3 +253,21 @@ def test_a_session_prints_nothing(built: Build, capfd: pytest.CaptureFixture[str
         session.infer(**inputs)
         session.infer(**inputs | {"latents": torch.zeros(1, 16, 9, 9, 9)})
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_bytes_that_were_hashed_are_loaded(built: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is replaced between the two."""
+    engine = built("cpu", "wan2.2-a14b", "transformer", "transformer")
+    folder = tmp_path / engine.folder.name
+    shutil.copytree(engine.folder, folder)
+    import_module = importlib.import_module
+
+    def swap(name: str) -> object:
+        (folder / "other").write_bytes(b"no engine")
+        (folder / "other").replace(folder / engine.record.files[0].name)
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", swap)
+    with refusal("engine.unusable") as refused:
+        open_session(folder, engine.record, device="cpu", weights=dict)
+    assert refused.value.data["cause"].code == "engine.file_changed"
