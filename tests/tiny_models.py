@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import transformers
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -10,6 +11,9 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+# Tests read what commands print.
+transformers.utils.logging.disable_progress_bar()
 
 WORDS = [
     "a",

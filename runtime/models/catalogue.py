@@ -3,7 +3,8 @@ published models, which can be planned with before their weights are downloaded.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,19 @@ from runtime.models.registry import KnownModel, families, read_spec
 from runtime.models.spec import ModelSpec
 
 EMBEDDED = Path(__file__).parent / "embedded"
+# The folder of LoRAs in the weights folder.
+LORAS = "loras"
 _BYTES_PER_WEIGHT = 4
 
 
 def folders(weights_dir: Path) -> dict[str, Path]:
-    """Return the folder of each model by name, shipped ones first, without incomplete downloads."""
+    """Return the folder of each model by name, shipped ones first, without incomplete downloads.
+
+    Raises:
+        ModelError: if the weights folder cannot be read.
+    """
+    if weights_dir.is_dir() and not os.access(weights_dir, os.R_OK | os.X_OK):
+        raise ModelError("model.weights_folder_unreadable", folder=weights_dir)
     found = {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/model_index.json"))}
     for path in sorted(weights_dir.glob("*/model_index.json")):
         if not path.parent.name.startswith("."):
@@ -83,6 +92,23 @@ def offered(first: str, weights_dir: Path) -> dict[str, ModelSpec]:
     return add_usable({first: find(first, weights_dir)}, weights_dir)
 
 
+def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemError]:
+    """Return why folders of the weights folder cannot be used, by name.
+
+    Args:
+        usable: names of models that need no check.
+    """
+    found = {}
+    for folder in sorted(weights_dir.iterdir()) if weights_dir.is_dir() else ():
+        name = folder.name
+        if not name.startswith(".") and name not in {LORAS, *usable} and folder.is_dir():
+            try:
+                read_spec(folder, name)
+            except TandemError as error:
+                found[name] = error
+    return found
+
+
 def check_offered(name: object, models: Mapping[str, ModelSpec]) -> ModelSpec:
     """Return the model with a name that came over HTTP.
 
@@ -117,14 +143,14 @@ def published(spec: ModelSpec) -> KnownModel | None:
 
 
 def named(spec: ModelSpec) -> ModelSpec:
-    """Return a folder's spec with the title, license and sizes of the published model that it holds, if any.
+    """Return a folder's spec with the title, license, sizes and description of the model that it holds, if published.
 
     Values of its own `tandem.json` take precedence.
     """
     known = known_as(spec.directory.name)
     if known is None or spec.license != "unknown" or not known.describes(spec):
         return spec
-    return replace(spec, title=known.title, license=known.license, sizes=known.sizes or spec.sizes)
+    return replace(spec, title=known.title, license=known.license, sizes=known.sizes or spec.sizes, about=known.about)
 
 
 def download_bytes(spec: ModelSpec) -> int:

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import ModelError
 from runtime.core.request import MAX_FRAMES, MAX_SIDE
-from runtime.core.untrusted_files import NotRegularFileError, read_json
+from runtime.core.untrusted_files import MAX_JSON_VALUES, NotRegularFileError, TooManyValuesError, read_json
 from runtime.models.spec import Defaults, LatentRgb
 from runtime.models.tensor_files import read_header
 
@@ -39,6 +39,19 @@ _DEFAULTS = TypeAdapter(Defaults)
 _SIZES = TypeAdapter(Annotated[tuple[tuple[_Side, _Side], ...], Field(min_length=1, max_length=_MAX_LISTED)])
 _FRAME_COUNTS = TypeAdapter(Annotated[tuple[_Frames, ...], Field(min_length=1, max_length=_MAX_LISTED)])
 _LATENT_RGB = TypeAdapter(LatentRgb)
+_Words = Annotated[str, Field(max_length=40, pattern=r"^[^\x00-\x1f\x7f]+$")]
+_WORDS = TypeAdapter(
+    Annotated[dict[_Words, Annotated[tuple[_Words, ...], Field(max_length=_MAX_LISTED)]], Field(max_length=12)]
+)
+# The normalizer of a tokenizer of whole words. The page's script does the same with what is typed.
+_WORD_NORMALIZERS = [
+    {"type": "NFKD"},
+    {"type": "StripAccents"},
+    {"type": "Lowercase"},
+    {"type": "Replace", "pattern": {"Regex": r"[^\p{L}\p{N}]+"}, "content": " "},
+]
+# Larger tokenizers split words into known pieces; UMT5's has 17 MB.
+_MAX_VOCABULARY_BYTES = 1 << 20
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -63,6 +76,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise ModelError("model.file_missing", file=file) from error
     except OSError as error:
         raise ModelError("model.file_unreadable", file=file, path=path, reason=error.strerror) from error
+    except TooManyValuesError as error:
+        raise ModelError("model.file_too_many", file=file, most=MAX_JSON_VALUES) from error
     except ValueError as error:
         raise ModelError("model.file_not_json", file=file) from error
     if not isinstance(value, dict):
@@ -220,7 +235,8 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
     """Read `tandem.json`: arguments of `ModelSpec` that diffusers' configurations do not contain.
 
     Returns:
-        `title`, `license`, `latent_rgb`, `defaults`, `sizes` and `frame_counts`, or `None` without such a file.
+        `title`, `license`, `about`, `latent_rgb`, `defaults`, `sizes`, `frame_counts` and `words`, or `None` without
+        such a file.
 
     Raises:
         KeyError, TypeError, ValueError: if it is incomplete or invalid.
@@ -235,8 +251,26 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
     return {
         "title": _TITLE.validate_python(config.get("title") or directory.name),
         "license": _TITLE.validate_python(config.get("license") or "unknown"),
+        "about": _TITLE.validate_python(config.get("about") or ""),
         "latent_rgb": _LATENT_RGB.validate_python({"factors": factors, "bias": bias}) if factors and bias else None,
         "defaults": defaults if experts > 1 else replace(defaults, guidance_scale_2=None),
         "sizes": _SIZES.validate_python(config["sizes"]),
         "frame_counts": _FRAME_COUNTS.validate_python(config["frame_counts"]),
+        "words": _WORDS.validate_python(config.get("words", {})),
     }
+
+
+def read_vocabulary(directory: Path) -> frozenset[str]:
+    """Return all words that a model knows, in lower case without accents; empty if it knows pieces of words."""
+    path = directory / "tokenizer" / "tokenizer.json"
+    try:
+        if path.stat().st_size > _MAX_VOCABULARY_BYTES:
+            return frozenset()
+        tokenizer = _read_object(path)
+        whole_words = tokenizer["model"]["type"] == "WordLevel"
+        if not whole_words or tokenizer["normalizer"]["normalizers"] != _WORD_NORMALIZERS:
+            return frozenset()
+        special = {token["content"] for token in tokenizer["added_tokens"]}
+        return frozenset(map(str, tokenizer["model"]["vocab"])) - special
+    except (OSError, ModelError, KeyError, TypeError):
+        return frozenset()

@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
-from runtime.core.errors import InvalidRequestError, ModelError
+from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
 from runtime.core.request import GenerationRequest
 from runtime.core.untrusted_files import open_file
-from runtime.models.catalogue import find, look_up
+from runtime.models.catalogue import LORAS, find, look_up
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
-from runtime.models.tensor_files import read_header
+from runtime.models.tensor_files import Header, read_header
 
-_FOLDER = "loras"
 # How files of two-expert LoRAs are named.
 _EXPERT_NAMES: Mapping[str, Expert] = {
     "high_noise": "high",
@@ -51,7 +51,7 @@ class LoraFile:
 
 def loras_dir(weights_dir: Path) -> Path:
     """Return the folder whose LoRAs can be named without a path."""
-    return weights_dir / _FOLDER
+    return weights_dir / LORAS
 
 
 def model_for(request: GenerationRequest, weights_dir: Path, *, needs_weights: bool = True) -> ModelSpec:
@@ -87,6 +87,75 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
     return replace(spec, loras=uses, defaults=distilled)
 
 
+@dataclass(frozen=True)
+class ListedLora:
+    """A file in the folder of LoRAs.
+
+    Attributes:
+        name: as a request names it.
+        expert: the only one that it changes, by its name.
+        steps: see `LoraUse`.
+        problem: why it cannot be used with a model, by the file's header.
+    """
+
+    name: str
+    path: Path
+    file_bytes: int
+    modified: int
+    expert: Expert = BOTH
+    steps: int | None = None
+    problem: TandemError | None = None
+
+
+def listed(weights_dir: Path) -> list[ListedLora]:
+    """Return the files in the folder of LoRAs by name, without opening them."""
+    folder, found = loras_dir(weights_dir), []
+    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+        name = path.relative_to(folder).as_posix().removesuffix(SUFFIX)
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            if S_ISREG(stat.st_mode) and Lora(name).is_name and name.isprintable() and _inside(path, folder):
+                found.append(ListedLora(name, path, stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def checked(lora: ListedLora, spec: ModelSpec) -> ListedLora:
+    """Return a file's properties for a model. Only the header is read: the content is checked when it is used."""
+    steps, expert = family_of(spec.family).distilled_steps(lora.path), _expert_of(lora.path)
+    try:
+        if spec.experts == 1 and expert != BOTH:
+            raise _no_such_expert(lora.path, expert, spec)
+        header = read_lora_header(lora.path)
+        _check_fits(lora.path.stem, {name: tensor.shape for name, tensor in header.tensors.items()}, spec)
+    except TandemError as error:
+        return replace(lora, expert=expert, steps=steps, problem=error)
+    return replace(lora, expert=expert, steps=steps)
+
+
+def read_lora_header(path: Path) -> Header:
+    """Read a LoRA's header.
+
+    Raises:
+        ModelError: if it is not a safetensors file of 16- or 32-bit floats.
+    """
+    try:
+        header = read_header(path)
+    except ModelError as error:
+        raise ModelError("lora.damaged", lora=path.name, cause=error.fact) from error
+    for tensor in header.tensors.values():
+        if tensor.dtype not in _FLOATS:
+            raise ModelError("lora.dtype_unsupported", lora=path.name, dtype=tensor.dtype)
+    return header
+
+
+def _expert_of(path: Path) -> Expert:
+    return next((name for text, name in _EXPERT_NAMES.items() if text in path.stem.lower()), BOTH)
+
+
+def _no_such_expert(path: Path, expert: Expert, spec: ModelSpec) -> InvalidRequestError:
+    return InvalidRequestError("loras", "lora.no_such_expert", lora=path.stem, expert=expert, model=spec.title)
+
+
 def read_lora(path: Path) -> LoraFile:
     """Read and validate a LoRA's file; the result is cached until the file changes.
 
@@ -106,11 +175,11 @@ def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
     path = _path(lora, loras_dir(weights_dir))
     expert = lora.expert
     if expert == BOTH:
-        expert = next((name for text, name in _EXPERT_NAMES.items() if text in path.stem.lower()), BOTH)
+        expert = _expert_of(path)
     if spec.experts == 1 and expert != BOTH:
-        raise InvalidRequestError("loras", "lora.no_such_expert", lora=path.stem, expert=expert, model=spec.title)
+        raise _no_such_expert(path, expert, spec)
     file = read_lora(path)
-    _check_fits(path.stem, file, spec)
+    _check_fits(path.stem, file.shapes, spec)
     return LoraUse(
         file=lora.file,
         path=path,
@@ -149,11 +218,11 @@ def _inside(path: Path, folder: Path) -> bool:
         return False
 
 
-def _check_fits(name: str, file: LoraFile, spec: ModelSpec) -> None:
+def _check_fits(name: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
     """Check that every tensor of a LoRA applies to the model."""
     family = family_of(spec.family)
     roles: dict[str, dict[str, tuple[int, ...]]] = {}
-    for tensor, shape in file.shapes.items():
+    for tensor, shape in shapes.items():
         change = family.lora_change(tensor)
         if change is None:
             raise ModelError("lora.unknown_tensor", lora=name, tensor=tensor[:_MAX_NAME_LENGTH], model=spec.title)
@@ -200,13 +269,7 @@ def _check_shape(
 
 @functools.lru_cache(maxsize=64)
 def _read(path: Path, _size: int, _changed: int) -> LoraFile:
-    try:
-        header = read_header(path)
-    except ModelError as error:
-        raise ModelError("lora.damaged", lora=path.name, cause=error.fact) from error
-    for tensor in header.tensors.values():
-        if tensor.dtype not in _FLOATS:
-            raise ModelError("lora.dtype_unsupported", lora=path.name, dtype=tensor.dtype)
+    header = read_lora_header(path)
     digest = hashlib.sha256()
     try:
         with open_file(path) as file:

@@ -58,6 +58,7 @@ class KnownModel:
         family: a key of `FAMILIES`.
         repository: on huggingface.co, in diffusers' format.
         license: of its weights.
+        about: a sentence on what it makes.
         aliases: other names, in lower case.
         configs: `config.json` by component, for the components whose architecture `spec` needs.
         parameters: number of weights by component.
@@ -71,6 +72,7 @@ class KnownModel:
     family: str
     repository: str
     license: str
+    about: str = ""
     aliases: frozenset[str]
     configs: Mapping[str, Mapping[str, Any]]
     parameters: Mapping[str, int]

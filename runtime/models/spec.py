@@ -6,7 +6,7 @@ architecture. Knows nothing about machines or engines.
 
 from collections.abc import Mapping
 from dataclasses import Field as DataclassField
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
@@ -157,6 +157,7 @@ class ModelSpec:
         name: as the catalogue and `--model` know it.
         title: as people read it.
         license: of the weights, where it is known.
+        about: a sentence on what it makes, where it is known.
         directory: its folder, in diffusers' format.
         transformer: architecture of the transformer, or of both experts.
         experts: 1 or 2.
@@ -175,6 +176,7 @@ class ModelSpec:
         unsupported: request fields that the family does not support: "gpus", "step_cache".
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
         noise: where the scheduler puts the steps.
+        words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
     """
 
     family: str
@@ -198,9 +200,11 @@ class ModelSpec:
     is_downloaded: bool = True
     flow_shift: float | None = None
     unsupported: frozenset[str] = frozenset()
+    about: str = ""
     block_programs: tuple[str, ...] = ()
     loras: tuple[LoraUse, ...] = ()
     noise: NoiseLevels = UNKNOWN_LEVELS
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""

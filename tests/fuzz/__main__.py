@@ -17,7 +17,7 @@ _EXAMPLES = 25
 
 
 # Of each thousand files; a video takes longest, because ffmpeg reads it.
-_SHARES = {"model": 150, "lora": 300, "engine": 250, "cache": 250, "video": 50}
+_SHARES = {"model": 150, "lora": 250, "engine": 200, "cache": 250, "job": 100, "video": 50}
 
 
 def files(count: int, seed: int) -> None:
@@ -27,12 +27,7 @@ def files(count: int, seed: int) -> None:
             for kind, share in _SHARES.items():
                 reader.run(kind, share, number)
             sys.stderr.write(f"seed {number}: {dict(reader.found)}\n")
-        counts = {
-            "files": reader.found.total(),
-            "by kind": dict(sorted(reader.found.items())),
-            "slowest, s": round(reader.slowest, 2),
-            "most memory, MB": round(reader.most_mb),
-        }
+        counts = reader.summary()
     sys.stdout.write(f"{json.dumps(counts)}\n")
 
 

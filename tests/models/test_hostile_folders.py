@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save
 
 from runtime.cli.main import run
 from runtime.core.errors import ModelError
+from runtime.core.facts import Fact
 from runtime.models.catalogue import add_usable, find
 from runtime.models.registry import check_folder, read_spec
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
 from runtime.models.weights import load_scheduler, load_tokenizer
+from tests.hostile_files import DEEP
 
 Tiny = Callable[[str], ModelSpec]
-DEEP = b'{"a":' * 100_000
 INDEX, TRANSFORMER, VAE = "model_index.json", "transformer/config.json", "vae/config.json"
 TEXT_ENCODER, SCHEDULER = "text_encoder/config.json", "scheduler/scheduler_config.json"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -71,7 +73,9 @@ def refused(folder: Path) -> ModelError:
         (TRANSFORMER, {"patch_size": 5}, "model.config_invalid"),
         (TRANSFORMER, {"freq_dim": [10**12]}, "model.number_too_large"),
         (VAE, {"dim_mult": []}, "model.config_invalid"),
-        (VAE, {"dim_mult": [1] * 1_000_000}, "model.config_invalid"),
+        (VAE, {"dim_mult": [1] * 1_000}, "model.config_invalid"),
+        (VAE, {"dim_mult": [1] * 1_000_000}, "model.file_too_many"),
+        (VAE, {"dim_mult": [[]] * 1_000_000}, "model.file_too_many"),
         (VAE, {"dim_mult": "1222"}, "model.config_invalid"),
         (VAE, {"temperal_downsample": []}, "model.config_invalid"),
         (VAE, {"scale_factor_spatial": 0}, "model.config_invalid"),
@@ -111,7 +115,7 @@ def test_wrong_values_are_refused_before_anything_is_built(
     ("content", "code"),
     [
         (DEEP, "model.file_not_json"),
-        (b"[" * 100_000, "model.file_not_json"),
+        (b"[" * 10_000, "model.file_not_json"),
         (b"{}" + b" " * (5 << 20), "model.file_unreadable"),
         (b'{"a": 1, "a": 2}', "model.file_not_json"),
         (b'{"a": "\\ud800"}', "model.file_not_json"),
@@ -308,6 +312,8 @@ def test_files_of_the_library_are_accepted(tmp_path: Path) -> None:
         (DEEP, 0, "safetensors.header_not_json"),
         (b'{"a":{"dtype":"U8","shape":[1e999],"data_offsets":[0,0]}}', 0, "safetensors.header_not_json"),
         (b"{}" + b" " * (5 << 20), 0, "safetensors.header_too_long"),
+        ({"a": entry(0, 8, [-1] * 1_000_000)}, 8, "safetensors.header_too_many"),
+        ({str(number): {} for number in range(300_000)}, 0, "safetensors.header_too_many"),
     ],
 )
 def test_files_that_break_a_rule_of_the_format_are_refused(
@@ -320,6 +326,20 @@ def test_files_that_break_a_rule_of_the_format_are_refused(
         read_header(path)
     assert (error.value.code, error.value.data["cause"].code) == ("model.tensors_invalid", cause)
     assert "\n" not in error.value.what
+
+
+@pytest.mark.parametrize(
+    "header", [{str(number): {} for number in range(20_000)}, {"0": entry(0, 8, [-1] * 20_000), "1": entry(0, 8, [-1])}]
+)
+def test_only_the_first_invalid_tensor_is_described(header: object, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(_safetensors(json.dumps(header).encode(), b""))
+    with pytest.raises(ModelError) as error:
+        read_header(path)
+    assert error.value.data["cause"] == Fact("safetensors.tensor_invalid", {"tensor": "0"})
+    # A description of every value would take a gigabyte for the longest header.
+    cause = error.value.__cause__
+    assert isinstance(cause, ValidationError) and cause.error_count() < 5
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", bytes(8), bytes(100), b"\xff" * 100, _safetensors(b"{}", b"x")])

@@ -1,7 +1,6 @@
 """Quantization: its arithmetic, what it refuses, and the results of the pinned libraries."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -83,16 +82,8 @@ def test_a_model_without_a_layer_to_quantize_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(kind: str, tmp_path: Path) -> None:
     package = wheels.unpacked(f"{KINDS[kind]}=={wheels.pinned(KINDS[kind])}")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.quantize_on_cpu", kind, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=wheels.ROOT,
-        env=wheels.environment_with([package, wheels.ROOT], tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    lines = wheels.run("tests.models.quantize_on_cpu", kind, tmp_path, packages=[package], libraries=tmp_path)
+    found = json.loads(lines[-1])
     placements = ["device"] if kind == "bnb-8bit" else ["device", "whole", "blocks", "leaves"]
     assert list(found["errors"]) == placements
     for error in found["errors"].values():

@@ -24,13 +24,14 @@ DEFAULTS = {
 SIZES = [[192, 112], [112, 192], [128, 128], [160, 96]]
 FRAME_COUNTS = [17, 33, 49]
 FLOW_SHIFT = 5.0
+ABOUT = "Ships with Tandem: a drawn paper-cut world of boats, balloons, birds, trains and cats."
 BOUNDARY = 0.875
 
 
 def sidecar(factors: list[list[float]], bias: list[float]) -> dict[str, object]:
     """What tandem.json holds: what diffusers' configs have no place for."""
     return {
-        "title": "Diorama", "license": "Apache-2.0", "defaults": DEFAULTS, "sizes": SIZES,
+        "title": "Diorama", "license": "Apache-2.0", "about": ABOUT, "defaults": DEFAULTS, "sizes": SIZES,
         "frame_counts": FRAME_COUNTS, "latent_rgb_factors": factors, "latent_rgb_bias": bias,
     }  # fmt: skip
 

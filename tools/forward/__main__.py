@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = forward.to_json()
     terminal.table(HEADINGS, rows(result))
     for note in notes(result):
-        terminal.line(note)
-    terminal.line(f"Saved {target}")
+        terminal.result(note)
+    terminal.result(f"Saved {target}")
     if forward.cancelled:
         return exit_codes.CANCELLED
     return exit_codes.DONE if any(one["stages"] for one in result["configurations"]) else exit_codes.USER_ERROR

@@ -10,7 +10,7 @@ _TEXT_TO_VIDEO = "Choose a text-to-video model, not an image-to-video one."
 MESSAGES: Mapping[str, Message] = {
     "model.folder_missing": Message(
         "The model folder {folder} does not exist.",
-        "Give a name from `models list`, or a folder in diffusers' format.",
+        "Give a name from `{tandem} models list`, or a folder in diffusers' format.",
     ),
     "model.file_missing": Message(
         "The model has no readable {file}.",

@@ -14,7 +14,9 @@ _HUB: Mapping[str, Message] = {
         "Downloads are disabled: {by} is set.",
         "Unset it to download the model, or copy the model's folder into the weights folder.",
     ),
-    "hub.name_invalid": Message("{name!r} is not a model's name.", "Use a name of `models list`, or OWNER/REPOSITORY."),
+    "hub.name_invalid": Message(
+        "{name!r} is not a model's name.", "Use a name of `{tandem} models list`, or OWNER/REPOSITORY."
+    ),
     # Answers of a hub
     "hub.malformed_answer": Message("The hub's answer is malformed.", "Check the hub's address."),
     "hub.gated": Message(
@@ -87,7 +89,7 @@ _HUB: Mapping[str, Message] = {
         "{model} is already being downloaded by another Tandem process.", "Wait for it, or cancel it there."
     ),
     "hub.not_a_download": Message(
-        "The folder of {model} already exists and was not created by `models download`.",
+        "The folder of {model} already exists and was not created by `{tandem} models download`.",
         "Use it as it is, or move {folder} away to download it again.",
     ),
     "hub.other_repository": Message(
@@ -115,7 +117,7 @@ _HUB: Mapping[str, Message] = {
         "Move the folder away and download the model again, or delete the file to use the model unverified.",
     ),
     "hub.no_manifest": Message(
-        "{model} was not created by `models download`: there are no hashes to verify it against.",
+        "{model} was not created by `{tandem} models download`: there are no hashes to verify it against.",
         "Compare it with its source.",
     ),
     # Progress
@@ -127,10 +129,18 @@ _HUB: Mapping[str, Message] = {
 _AGAIN = "Copy or download the model again."
 
 _FILES: Mapping[str, Message] = {
+    "model.in_use": Message("{model} is used by {jobs:n job} in the queue.", "Wait for them, or cancel them in Queue."),
+    "model.not_deletable": Message("{model} is not in the models folder.", "Delete it in {folder} if you want to."),
     "model.not_offered": Message("There is no model of that name here.", "Choose one of: {models:list}."),
+    "model.weights_folder_unreadable": Message(
+        "The weights folder {folder} cannot be read: it belongs to another user.",
+        "Make it readable, or set TANDEM_CACHE_DIR to another folder.",
+    ),
     "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
+    "model.file_too_many": Message("{file} has more than {most:,} values; no configuration has so many.", _AGAIN),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
     "model.tensors_invalid": Message("{file} is not a valid safetensors file: {cause:clause}.", _AGAIN),
+    "safetensors.header_too_many": Message("Its header has more than {most:,} values."),
     "safetensors.header_too_long": Message("Its header has {size:bytes}; at most {most:bytes} are read."),
     "safetensors.header_not_json": Message("Its header is not a JSON object."),
     "safetensors.metadata_invalid": Message("Its metadata is not text."),
@@ -143,8 +153,8 @@ _FILES: Mapping[str, Message] = {
     "model.unknown": Message("There is no model {name!r}.", "Use one of {names:list}, or the path of a folder."),
     "model.weights_not_downloaded": Message(
         "The weights of {model} are not downloaded.",
-        "Download them: models download {name}. Or copy the folder {repository} of huggingface.co into {folder}, or "
-        "give its path with {set[model]}.",
+        "Run `{tandem} models download {name}` to download them. Or copy the folder {repository} of "
+        "huggingface.co into {folder}, or give its path with {set[model]}.",
     ),
     "model.component_unloadable": Message(
         "The {component:lower_component} of {model} cannot be loaded: {reason}.", _AGAIN
@@ -234,11 +244,11 @@ _QUANTIZATION: Mapping[str, Message] = {
     ),
     "quantization.package_missing": Message(
         "Quantization {kind} needs {package}, which is not installed.",
-        "Run install.sh (install.bat on Windows) again on a computer with a GPU, or use {set[quantization=none]}.",
+        "Run `{installer} doctor` on a computer with a GPU, or use {set[quantization=none]}.",
     ),
     "quantization.package_broken": Message(
         "Quantization {kind} needs {package}, which cannot be imported: {reason}.",
-        "Run install.sh (install.bat on Windows) again, or use {set[quantization=none]}.",
+        "Run `{installer} doctor`, or use {set[quantization=none]}.",
     ),
 }
 

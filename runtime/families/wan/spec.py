@@ -299,6 +299,7 @@ class WanFamily:
             name=known.name,
             title=known.title,
             license=known.license,
+            about=known.about,
             directory=weights_dir / known.folder,
             transformer=transformer_spec(dict(known.configs["transformer"])),
             experts=known.experts,

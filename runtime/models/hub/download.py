@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISREG
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, ModelError, OutputError
@@ -29,6 +30,7 @@ MAIN = "main"
 # Left free on the disk for other programs.
 _RESERVED_BYTES = 1 << 28
 _IN_TRANSIT = ".coming"
+_PARTIAL = ".partial"
 _REPORT_SECONDS = 0.2
 _RATE_SECONDS = 10.0
 
@@ -198,7 +200,7 @@ class Download:
         self._folder = weights_dir / source.folder
         self._partial = _partial_of(weights_dir, source.folder)
         self._previous = weights_dir / f".{source.folder}.before"
-        self._lock = weights_dir / f".{source.folder}.lock"
+        self._lock = _lock_of(weights_dir, source.folder)
         self._progress = ProgressReporter(report)
         self._complete: dict[str, Path] = {}
         self._stack = contextlib.ExitStack()
@@ -417,12 +419,78 @@ def _size(path: Path) -> int:
 
 def partial_bytes(weights_dir: Path, folder: str) -> int:
     """Return the bytes of an incomplete download."""
-    partial = _partial_of(weights_dir, folder)
-    return sum(path.stat().st_size for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return _bytes_in(_partial_of(weights_dir, folder))
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the bytes of a model's files. Files may disappear meanwhile, at the end of a download."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            total += found.st_size if S_ISREG(found.st_mode) and path.name != MANIFEST else 0
+    return total
 
 
 def _partial_of(weights_dir: Path, folder: str) -> Path:
-    return weights_dir / f".{folder}.partial"
+    return weights_dir / f".{folder}{_PARTIAL}"
+
+
+def _lock_of(weights_dir: Path, folder: str) -> Path:
+    return weights_dir / f".{folder}.lock"
+
+
+def partial_downloads(weights_dir: Path) -> dict[str, Manifest]:
+    """Return the manifests of incomplete downloads by the name of the model's folder; damaged ones are left out."""
+    found = {}
+    for partial in sorted(weights_dir.glob(f".*{_PARTIAL}")):
+        with contextlib.suppress(ModelError):
+            manifest = read_manifest(partial)
+            if manifest is not None:
+                found[partial.name.removesuffix(_PARTIAL)[1:]] = manifest
+    return found
+
+
+def delete_model(weights_dir: Path, name: str) -> int:
+    """Delete a model's folder; return the freed bytes. Of a link only the link is deleted.
+
+    Raises:
+        DownloadError: if the model is being downloaded.
+        OutputError: if it cannot be deleted.
+    """
+    folder = weights_dir / name
+    with _exclusive(weights_dir, name):
+        if folder.is_symlink():
+            folder.unlink()
+            return 0
+        freed = _bytes_in(folder)
+        # A model that is deleted only in part would be listed as damaged.
+        doomed = weights_dir / f".{name}.deleted"
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+    return freed
+
+
+def discard_partial(weights_dir: Path, name: str) -> int:
+    """Delete what an incomplete download has received; return the freed bytes. Raises as `delete_model`."""
+    with _exclusive(weights_dir, name):
+        freed = partial_bytes(weights_dir, name)
+        partial = _partial_of(weights_dir, name)
+        if partial.is_dir() and not partial.is_symlink():
+            shutil.rmtree(partial)
+    return freed
+
+
+@contextlib.contextmanager
+def _exclusive(weights_dir: Path, name: str) -> Iterator[None]:
+    """Exclude downloads of a model."""
+    with _disk_errors(weights_dir / name), contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held(_lock_of(weights_dir, name), seconds=0))
+        except TimeoutError:
+            raise DownloadError("hub.download_running", model=name) from None
+        yield
 
 
 def downloaded(weights_dir: Path) -> list[Path]:

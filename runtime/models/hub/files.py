@@ -18,7 +18,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.files import replace_file
-from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, read_file
+from runtime.core.untrusted_files import open_file, read_json
 from runtime.models.folder import MAX_SMALL_FILE_BYTES
 
 if TYPE_CHECKING:
@@ -218,8 +218,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        return Manifest.model_validate_json(read_file(path, MAX_JSON_BYTES))
-    except (OSError, ValidationError, AttributeError, TypeError) as error:
+        return Manifest.model_validate(read_json(path))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError("hub.manifest_damaged", file=f"{folder.name}/{MANIFEST}") from error
 
 
