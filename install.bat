@@ -36,6 +36,8 @@ set "CODE=2"
 goto end
 
 :start
+rem How messages name this script, so that their commands can be pasted.
+set TANDEM_PROGRAM=%0
 %PY% -I -S "%HELPER%" %*
 set "CODE=%ERRORLEVEL%"
 

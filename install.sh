@@ -81,4 +81,11 @@ if [ -z "$python" ]; then
   exit 2
 fi
 
+# How messages name this script, so that their commands can be pasted.
+case $0 in
+  */*) TANDEM_PROGRAM=$(printf %q "$0") ;;
+  *) TANDEM_PROGRAM="bash $(printf %q "$0")" ;;
+esac
+export TANDEM_PROGRAM
+
 exec "$python" -I -S "$root/tools/setup_env.py" "$@"

@@ -32,8 +32,10 @@ from runtime.bench.result_files import describe_environment
 from runtime.bench.similarity import Similarity, lpips_problem, similarity
 from runtime.bench.statistics import Spread, spread
 from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.environment import program
 from runtime.core.errors import TandemError
 from runtime.core.events import Cancelled, VideoSaved
+from runtime.core.files import give_usual_permissions
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.programs import full_float32
 from runtime.engines.service import EngineService
@@ -355,6 +357,8 @@ class Bench:
         run = self._run(entry, video, cancel)
         if run is None:
             return
+        if kept:
+            give_usual_permissions(video)
         entry.state = "measured"
         entry.runs.append(replace(run, frames=()))
         total = run.timings["total"]
@@ -385,7 +389,8 @@ class Bench:
         if not self.setup.keep_videos or video.parent != self.setup.folder:
             video.unlink(missing_ok=True)
         if run.fell_back:
-            entry.stop("fell back", run.fell_back[0], "Check the engine: engines verify. Check the machine: doctor.")
+            check = f"Check the engine: `{program()} engines verify`. Check the machine: `{program()} doctor`."
+            entry.stop("fell back", run.fell_back[0], check)
             self.report(f"{entry.name}: {run.fell_back[0]}")
             return None
         if not isinstance(run.end, VideoSaved):

@@ -15,7 +15,7 @@ import torch
 from runtime import __version__
 from runtime.core import untrusted_files
 from runtime.core.errors import InvalidRequestError, OutputError
-from runtime.core.files import replace_file
+from runtime.core.files import give_usual_permissions, make_named_folder, replace_file
 from runtime.machine.probe import Machine
 
 _ROOT = Path(__file__).parents[2]
@@ -44,7 +44,10 @@ def new_folder(cache_dir: Path, out: str | None) -> Path:
     if folder.exists() and not folder.is_dir():
         raise InvalidRequestError("out", "bench.folder_is_file", folder=folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if out is None:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            make_named_folder(folder)
     except OSError as error:
         raise OutputError("cli.folder_not_created", folder=folder, error=error.strerror or str(error)) from error
     return folder
@@ -58,6 +61,8 @@ def write(path: Path, text: str) -> None:
     """
     try:
         replace_file(path, text.encode())
+        # In the cache, the folder is private.
+        give_usual_permissions(path)
     except OSError as error:
         raise OutputError("bench.not_written", file=path, error=error.strerror or str(error)) from error
 

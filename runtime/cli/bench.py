@@ -87,8 +87,8 @@ def compare(one: str, other: str) -> dict[str, Any]:
     terminal.table(comparing.HEADINGS, found.rows())
     for message in found.left_out:
         terminal.warning(f"Not compared: {message}")
-    terminal.line(f"Versions: {'; '.join(found.versions) or 'the same'}.")
-    terminal.line(comparing.summary(found))
+    terminal.result(f"Versions: {'; '.join(found.versions) or 'the same'}.")
+    terminal.result(comparing.summary(found))
     return found.to_json()
 
 
@@ -154,8 +154,8 @@ def _show(result: Mapping[str, Any], folder: Path) -> None:
     for message in render.outcomes(result):
         terminal.warning(message)
     for message in render.notes(result):
-        terminal.line(message)
-    terminal.line(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
+        terminal.result(message)
+    terminal.result(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
 
 
 def _exit_code(bench: Bench, *, as_json: bool) -> int:

@@ -1,7 +1,8 @@
-"""`build`, `engines …` and `export`: print text on standard error and return the data for `--json`."""
+"""`build`, `engines …` and `export`: print the result and return it for `--json`."""
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
+from runtime.core.environment import program
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact, render, shortened
+from runtime.core.files import make_named_folder
 from runtime.core.plan import BACKEND_TITLES, is_block_program
 from runtime.core.request import GenerationRequest
-from runtime.core.units import UNITS, byte_size
+from runtime.core.units import UNITS, about, byte_size, duration
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find, folders
@@ -40,6 +43,13 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     spec = model_for(request, loaded.weights_dir)
     service = EngineService.from_settings(loaded, probe())
     wanted = wanted_engines(request, spec, service)
+    to_build = [one for one in wanted if again or one.use.build]
+    terminal.line(
+        f"{_count(len(to_build))} to build: {about(sum(one.seconds for one in to_build))}."
+        if to_build
+        else "All engines are built already."
+    )
+    started = time.monotonic()
     built: list[BuildResult] = []
     with cancel_on_signals() as cancel:
         for number, one in enumerate(
@@ -48,9 +58,13 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
             built.append(one)
             if one.error is not None:
                 terminal.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
+    seconds = time.monotonic() - started
     records = [one.record for one in built if one.record is not None]
     _table(records, {})
+    terminal.line(f"{len(records)} of {_count(len(wanted))} ready in {duration(seconds)}.")
     return {
+        "seconds": round(seconds, 3),
+        "estimated_seconds": round(sum(one.seconds for one in to_build), 3),
         "engines": [_row(record) for record in records],
         "failed": [
             {
@@ -74,7 +88,7 @@ def listing() -> dict[str, Any]:
     stale = {record.id: service.why_stale(record, models) for record in engines}
     total_bytes = store.total_bytes()
     _table(engines, stale)
-    terminal.line(f"{byte_size(total_bytes)} of at most {byte_size(store.max_bytes)}, in {store.folder}")
+    terminal.result(f"{byte_size(total_bytes)} of at most {byte_size(store.max_bytes)}, in {store.folder}")
     return {
         "engines": [{**_row(record), "stale": list(map(str, stale[record.id]))} for record in engines],
         "total_bytes": total_bytes,
@@ -99,7 +113,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
                 verdict = f"not verified. {render(found.skipped).what} {render(found.skipped).remedy}"
             else:
                 verdict = f"{'verified' if record.usable else 'WRONG'}: {record.problem or record.detail}"
-            terminal.line(f"{record.id} {_title(record)}: {verdict}")
+            terminal.result(f"{record.id} {_title(record)}: {verdict}")
             rows.append({**_row(record), "skipped": found.skipped and str(found.skipped)})
     bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
     return {"ok": bad == 0, "engines": rows}
@@ -110,7 +124,7 @@ def delete(ids: Sequence[str]) -> dict[str, Any]:
     store = _service().store
     chosen = store.choose(ids)
     freed = sum(store.delete(record.id) for record in chosen)
-    terminal.line(f"Deleted {_count(len(chosen))}, {byte_size(freed)}.")
+    terminal.result(f"Deleted {_count(len(chosen))}, {byte_size(freed)}.")
     return {"deleted": [record.id for record in chosen], "freed_bytes": freed}
 
 
@@ -118,7 +132,7 @@ def prune(max_size: str | None) -> dict[str, Any]:
     """Delete the least recently used engines until the library is no larger than `max_size`, or the configured size."""
     done = _service().store.prune(None if max_size is None else parse_size(max_size))
     left = f"{byte_size(done.total_bytes)} of at most {byte_size(done.max_bytes)} remain"
-    terminal.line(f"Deleted {_count(len(done.deleted))}; {left}.")
+    terminal.result(f"Deleted {_count(len(done.deleted))}; {left}.")
     if not done.enough:
         terminal.warning("The library is still too large: pinned engines and those in use are kept.")
     return {
@@ -134,7 +148,7 @@ def pin(ids: Sequence[str], *, pinned: bool) -> dict[str, Any]:
     store = _service().store
     chosen = store.choose(ids)
     rows = [_row(store.pin(record.id, pinned=pinned)) for record in chosen]
-    terminal.line(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
+    terminal.result(f"{'Pinned' if pinned else 'Unpinned'} {_count(len(rows))}.")
     return {"engines": rows}
 
 
@@ -147,7 +161,7 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     plan = resolve(request, spec, probe(), Path("none.mp4"))
     files = []
     for exported in export_component(spec, component, plan.latent_size, _folder(out)):
-        terminal.line(f"{exported.path} ({byte_size(exported.bytes)}): {exported.describe()}")
+        terminal.result(f"{exported.path} ({byte_size(exported.bytes)}): {exported.describe()}")
         files.append(exported.to_json())
     return {"component": component, "model": spec.name, "files": files}
 
@@ -192,14 +206,14 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
             source.path, spec, component, service, device, _progress(), cancel, baselines=Baselines(service)
         )
     for fact in done.describe():
-        terminal.line(str(fact))
+        terminal.result(str(fact))
     record = done.engine
     if done.compared:
-        terminal.line(f"Imported as {record.id}: {record.detail}")
+        terminal.result(f"Imported as {record.id}: {record.detail}")
     else:
         terminal.warning(
             f"Imported as {record.id}. It is not used until it is compared with PyTorch, for which memory was short. "
-            f"Close other programs, then run: engines verify {record.id}"
+            f"Close other programs, then run `{program()} engines verify {record.id}`."
         )
     return {
         "engine": _row(record),
@@ -212,13 +226,13 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes in a size such as "500 MB", "2GB" or "1.5" (gigabytes).
+    """Return the number of bytes in a size such as "500 MB" or "2GB"; a number without a unit is refused.
 
     Raises:
         InvalidRequestError: if it is not a size.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([KMGT]?B)?\s*", text.upper())
-    size = float(match[1]) * UNITS[match[2] or "GB"] if match else math.nan
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([KMGT]?B)\s*", text.upper())
+    size = float(match[1]) * UNITS[match[2]] if match else math.nan
     if not math.isfinite(size):
         raise InvalidRequestError("max_size", "cli.size_invalid", value=shortened(text))
     return int(size)
@@ -254,7 +268,7 @@ def _folder(text: str) -> Path:
         raise InvalidRequestError("out", "cli.folder_unreadable")
     folder = Path(text).expanduser().resolve()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_named_folder(folder)
     except OSError as error:
         raise EngineError("cli.folder_not_created", folder=folder, error=error.strerror or str(error)) from error
     return folder

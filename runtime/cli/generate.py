@@ -3,15 +3,18 @@
 The job is added to the store as claimed by this process, so it does not wait in the web app's queue.
 """
 
-from contextlib import ExitStack, suppress
+import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.cli import exit_codes, terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.cli.jobs import check_stored
+from runtime.cli.plan_and_doctor import clip_text, time_text
 from runtime.core import settings
-from runtime.core.errors import InvalidRequestError, StoreError, TandemError
+from runtime.core.environment import program
+from runtime.core.errors import InvalidRequestError, OutputError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
 from runtime.core.facts import Fact, Words, render
 from runtime.core.files import give_usual_permissions
@@ -31,6 +34,10 @@ from runtime.queue.instances import Instance
 from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner, queue_builds, run
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore, open_store
+from runtime.video.mp4 import check_output
+
+# A video that takes longer is generated after a question.
+_ASK_SECONDS = 3 * 3600
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,26 @@ class _Environment:
         )
 
 
-def generate(request: GenerationRequest, out: str | None, *, as_json: bool) -> int:
-    """Generate one video and return the exit code."""
+def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as_json: bool) -> int:
+    """Generate one video and return the exit code.
+
+    What the end needs, such as the output's folder and the encoder, is checked before the job exists.
+
+    Args:
+        confirmed: skips the question before a video that takes hours.
+    """
     environment = _Environment.load()
     spec = model_for(request, environment.settings.weights_dir)
     output = _output_path(request, out, environment.settings.outputs_dir)
     plan = resolve(
         request, spec, environment.machine, output, environment.engines.offers(spec), environment.history.read()
     )
+    check_output(output, plan.width, plan.height, plan.frames, plan.crf)
+    terminal.line(clip_text(spec, plan))
+    terminal.line(time_text(plan))
+    seconds = plan.seconds["load"].likely + plan.seconds["total"].likely
+    if seconds >= _ASK_SECONDS and not confirmed and not as_json and sys.stdin.isatty():
+        terminal.ask("Generate it?")
     with ExitStack() as stack:
         store, job = _stored(environment, stack, request, plan)
         queue_missing_engines(store, job, plan, spec, environment.engines.store.folder)
@@ -81,18 +100,29 @@ def queue_missing_engines(store: JobStore, job: JobRecord, plan: ExecutionPlan, 
         terminal.line(str(Fact("cli.builds_known")))
 
 
-def resume(id_prefix: str, *, as_json: bool) -> int:
+def resume(id_prefix: str, out: str | None, *, as_json: bool) -> int:
     """Resume the job whose id starts with `id_prefix` and return the exit code.
+
+    Args:
+        out: another file for the video.
 
     Raises:
         StoreError: if the job does not exist, or cannot be resumed.
+        MachineError: if its video could not be encoded; the job stays as it is.
     """
     environment = _Environment.load()
     store = open_store(environment.settings.cache_dir)
     check_stored(store)
     with Instance(store.path) as own:
         recovery.recover(store, own.id)
-        job = store.start(store.find(id_prefix).id, own.id)
+        job = store.find(id_prefix)
+        try:
+            if job.resumable:
+                _check_resumed(job, out, environment.settings.outputs_dir)
+        except OutputError as error:
+            hint = " To save it elsewhere, add --out FILE.mp4."
+            return exit_codes.report_error(error.fact, as_json=as_json, hint=hint)
+        job = store.start(job.id, own.id, None if out is None else _given_path(out))
         try:
             spec, plan = Planner(environment.settings.weights_dir, environment.engines, environment.history).plan(
                 job, environment.machine, deaths=store.deaths(job.id)
@@ -101,6 +131,15 @@ def resume(id_prefix: str, *, as_json: bool) -> int:
             store.record(job.id, Failed.because_of(error))
             raise
         return _run(environment, store, job, spec, plan, as_json=as_json)
+
+
+def _check_resumed(job: JobRecord, out: str | None, outputs_dir: Path) -> None:
+    if job.plan is None:
+        return
+    output = job.output if out is None else _given_path(out)
+    if output.parent == outputs_dir:
+        make_folder(outputs_dir)
+    check_output(output, job.plan.width, job.plan.height, job.plan.frames, job.plan.crf)
 
 
 def _stored(
@@ -130,7 +169,7 @@ def _run(
 ) -> int:
     progress = terminal.ProgressLine()
     poller = ControlPoller(store)
-    with cancel_on_signals() as cancel, poller.polling():
+    with cancel_on_signals(_resume_hint(record, store)) as cancel, poller.polling():
         job = JobRecorder(record.id, store, cancel)
 
         def emit(event: Event) -> None:
@@ -143,23 +182,26 @@ def _run(
         with poller.following(job), Residency(environment.engines) as residency, progress.shown():
             run(job, record, plan, spec, emit, residency, environment.history, store)
     if isinstance(job.end, VideoSaved) and environment.settings.outputs_dir not in job.end.video.parents:
-        with suppress(OSError):  # the video itself is complete
-            give_usual_permissions(job.end.video)
-    return _report_end(job, store, plan, as_json=as_json)
+        give_usual_permissions(job.end.video)
+    return _report_end(job, store, plan, _resume_hint(record, store), as_json=as_json)
 
 
-def _report_end(job: JobRecorder, store: JobStore, plan: ExecutionPlan, *, as_json: bool) -> int:
+def _resume_hint(job: JobRecord, store: JobStore) -> str:
+    return "" if store.temporary else f" To resume it: `{program()} jobs resume {job.id}`"
+
+
+def _report_end(job: JobRecorder, store: JobStore, plan: ExecutionPlan, hint: str, *, as_json: bool) -> int:
     end = job.end
     if isinstance(end, VideoSaved):
         _print_saved(end)
         if as_json:
             exit_codes.emit_json(end.result_json() | {"job": job.id})
         return exit_codes.DONE
-    hint = "" if store.temporary else f" To resume it: jobs resume {job.id}"
     if isinstance(end, Failed):
         if end.internal:
-            return exit_codes.report_internal_error(str(end.fact.data.get("error", end.fact)), as_json=as_json)
-        return exit_codes.report_error(end.fact, as_json=as_json, components=plan.components)
+            error = str(end.fact.data.get("error", end.fact))
+            return exit_codes.report_internal_error(error, as_json=as_json, hint=hint)
+        return exit_codes.report_error(end.fact, as_json=as_json, components=plan.components, hint=hint)
     if not isinstance(end, Cancelled):
         store.put_back(job.id)
         terminal.line(f"Paused.{hint}")
@@ -172,6 +214,10 @@ def _output_path(request: GenerationRequest, out: str | None, outputs_dir: Path)
     if out is None:
         make_folder(outputs_dir)
         return output_path(outputs_dir, request.prompt)
+    return _given_path(out)
+
+
+def _given_path(out: str) -> Path:
     if not out.isprintable() or not out.strip():
         raise InvalidRequestError("out", "cli.out_unreadable")
     return Path(out).expanduser().resolve()
@@ -180,7 +226,7 @@ def _output_path(request: GenerationRequest, out: str | None, outputs_dir: Path)
 def _print_saved(end: VideoSaved) -> None:
     timings = end.timings
     stages = ", ".join(f"{name} {timings[name]:.1f} s" for name in ("encode", "denoise", "decode", "mux"))
-    terminal.line(f"Saved {end.video}")
     terminal.line(
-        f"Seed {end.request['seed']} · {timings['total']:.1f} s ({stages}) · loading {end.load_seconds:.1f} s"
+        f"Saved. Seed {end.request['seed']} · {timings['total']:.1f} s ({stages}) · loading {end.load_seconds:.1f} s"
     )
+    terminal.result_path(end.video)

@@ -1,4 +1,4 @@
-"""`jobs list`, `show`, `delete` and `undelete`: print text on standard error and return the data for `--json`."""
+"""`jobs list`, `show`, `delete` and `undelete`: print the result and return it for `--json`."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -6,8 +6,9 @@ from typing import Any
 
 from runtime.cli import terminal
 from runtime.core import settings
+from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, StoreError
-from runtime.core.events import WaitsForGpus
+from runtime.core.events import WaitsForDisk, WaitsForGpus
 from runtime.core.facts import render, shortened
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
@@ -24,6 +25,8 @@ _DAYS_KEPT = round(storage.KEPT_SECONDS / 86_400)
 def listing(states: Sequence[str], search: str) -> dict[str, Any]:
     """Print and return jobs, newest first."""
     store = _store(settings.load())
+    # So that each damaged row is named, also one that the list would not have.
+    store.check()
     jobs = store.list(states=_states(states) or None, search=search)
     builds = [] if search else store.list(states=_states(states) or _OPEN, kinds=["build"])
     waits = {job.id: _waits(store, job) for job in jobs}
@@ -55,21 +58,21 @@ def details(id_prefix: str, *, with_prompt: bool) -> dict[str, Any]:
     store = _store(loaded)
     job = store.find(id_prefix)
     diagnostics = report(store, job, probe(), loaded.log_file, loaded.cache_dir, with_prompt=with_prompt)
-    terminal.line(f"Job {job.id}: {_waits(store, job) or _state(job)}, created {_when(job.created)}")
+    terminal.result(f"Job {job.id}: {_waits(store, job) or _state(job)}, created {_when(job.created)}")
     if job.failure is not None:
-        terminal.line(f"  {diagnostics['failure']['what']} {diagnostics['failure']['remedy']}")
+        terminal.result(f"  {diagnostics['failure']['what']} {diagnostics['failure']['remedy']}")
     for title in ("request", "versions", "machine"):
         values = ", ".join(f"{name} {value}" for name, value in diagnostics[title].items())
-        terminal.line(f"{title.title()}: {values}")
+        terminal.result(f"{title.title()}: {values}")
     for name, part in ((diagnostics["plan"] or {}).get("components") or {}).items():
-        terminal.line(f"{name}: {part['backend']} on {part['device']} in {part['dtype']}. {part['reason']}")
+        terminal.result(f"{name}: {part['backend']} on {part['device']} in {part['dtype']}. {part['reason']}")
     for event in diagnostics["events"]:
         rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in {"n", "at", "event"})
-        terminal.line(f"{_when(event['at'])} {event['event']}{': ' if rest else ''}{rest}")
+        terminal.result(f"{_when(event['at'])} {event['event']}{': ' if rest else ''}{rest}")
     for line in diagnostics["log"]:
-        terminal.line(f"log: {line}")
+        terminal.result(f"log: {line}")
     if job.resumable:
-        terminal.line(f"To resume it: jobs resume {job.id}")
+        terminal.result(f"To resume it: `{program()} jobs resume {job.id}`")
     return {"job": diagnostics}
 
 
@@ -89,7 +92,7 @@ def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:
     for job in jobs:
         store.delete(job)
     ids = " ".join(jobs)
-    terminal.line(f"Deleted {ids}. They can be restored for {_DAYS_KEPT} days: jobs undelete {ids}")
+    terminal.result(f"Deleted {ids}. They can be restored for {_DAYS_KEPT} days: `{program()} jobs undelete {ids}`")
     return {"deleted": list(jobs)}
 
 
@@ -99,7 +102,7 @@ def undelete(id_prefixes: Sequence[str]) -> dict[str, Any]:
     jobs = {job.id: job for job in map(store.find, id_prefixes)}
     for job in jobs:
         store.undelete(job)
-    terminal.line(f"Restored {' '.join(jobs)}.")
+    terminal.result(f"Restored {' '.join(jobs)}.")
     return {"undeleted": list(jobs)}
 
 
@@ -167,7 +170,6 @@ def _store(loaded: Settings) -> JobStore:
     """Open the store; mark jobs of dead processes as interrupted, and remove jobs that were deleted long ago."""
     store = open_store(loaded.cache_dir)
     check_stored(store)
-    store.check()
     recovery.recover(store, "")
     storage.purge(store, loaded.outputs_dir)
     return store
@@ -197,7 +199,7 @@ def _waits(store: JobStore, job: JobRecord) -> str:
         return ""
     events = store.events(job.id)
     last = event_from_json(events[-1][2], job) if events else None
-    return str(last.fact) if isinstance(last, WaitsForGpus) else ""
+    return str(last.fact) if isinstance(last, WaitsForDisk | WaitsForGpus) else ""
 
 
 def _when(seconds: float) -> str:

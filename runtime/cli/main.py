@@ -5,7 +5,9 @@ Exit codes: 0 done; 2 user error; 1 internal error; 130 cancelled.
 
 import functools
 import inspect
+import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,7 +22,7 @@ from runtime.cli import terminal
 from runtime.cli.exit_codes import (
     CANCELLED,
     DONE,
-    INTERNAL_ERROR,
+    OUTPUT_CLOSED,
     USER_ERROR,
     emit_json,
     report_error,
@@ -39,6 +41,7 @@ from runtime.cli.flags import (
 )
 from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
+from runtime.core.environment import program
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.files import make_private_files
@@ -64,9 +67,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-models_app = typer.Typer(help="List, download and verify models.", no_args_is_help=True)
-engines_app = typer.Typer(help="List, verify, import and delete engines.", no_args_is_help=True)
-jobs_app = typer.Typer(help="List, show, resume and delete jobs.", no_args_is_help=True)
+models_app = typer.Typer(help="List, download and verify models.")
+engines_app = typer.Typer(help="List, verify, import and delete engines.")
+jobs_app = typer.Typer(help="List, show, resume and delete jobs.")
 bench_app = typer.Typer(help="Compare configurations: time, memory, similarity.", cls=PromptOrCommand)
 for _name, _group in (("models", models_app), ("engines", engines_app), ("jobs", jobs_app), ("bench", bench_app)):
     app.add_typer(_group, name=_name)
@@ -83,42 +86,53 @@ OptionalText = str | None
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     make_private_files()
-    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not if it is closed
+            stream.reconfigure(errors="backslashreplace")  # prompts may not fit the terminal's encoding
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = OUTPUT_CLOSED
+    if code == OUTPUT_CLOSED:
+        # Python flushes again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
     wants_json = "--json" in arguments
     try:
-        code = app(arguments, prog_name="app.py", standalone_mode=False)
+        code = app(arguments, prog_name=program(), standalone_mode=False)
         return code if isinstance(code, int) else DONE
     except TandemError as error:
         strategies = error.strategies if isinstance(error, MemoryShortError) else ()
         return report_error(error.fact, as_json=wants_json, strategies=strategies)
     except TyperException as error:
-        problem = error.format_message().strip().rstrip(".")
-        fact = Fact("cli.usage", {"problem": problem, "help": _help_of(_command_in(arguments))})
-        return report_error(fact, as_json=wants_json)
+        return report_error(_usage_fact(error), as_json=wants_json)
     except (KeyboardInterrupt, typer.Abort, CancelledError):
         terminal.line("Cancelled.")
         return CANCELLED
-    except BrokenPipeError:
-        # The program that reads standard output has ended.
-        sys.stderr.close()
-        return INTERNAL_ERROR
+    except (terminal.OutputClosedError, SystemExit):  # typer exits when it cannot print the help
+        return OUTPUT_CLOSED
     except Exception as error:  # the traceback is in the log
         logger.exception("A command failed")
         return report_internal_error(repr(error), as_json=wants_json)
 
 
-def _command_in(arguments: list[str]) -> str:
-    names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-    return next((word for word in arguments if word in names), "")
-
-
-def _help_of(command: str) -> str:
-    starter = "install.bat" if sys.platform == "win32" else "./install.sh"
-    return " ".join(filter(None, (starter, command, "--help")))
+def _usage_fact(error: TyperException) -> Fact:
+    context: Any = getattr(error, "ctx", None)
+    problem = error.format_message().strip()
+    if not problem.endswith((".", "?")):
+        problem += "."
+    takes_prompt = context is not None and any(one.name == "prompt" for one in context.command.params)
+    if context is not None and context.command.hidden:  # its group runs it
+        context = context.parent
+    command = program() if context is None else context.command_path
+    if takes_prompt and problem.startswith("Got unexpected extra argument"):
+        return Fact("cli.prompt_unquoted", {"problem": problem, "command": command})
+    return Fact("cli.usage", {"problem": problem, "help": f"{command} --help"})
 
 
 def _command(
@@ -136,7 +150,8 @@ def _command(
         def wrapper(*, as_json: bool, offline: bool, **values: Any) -> int:
             if writes_json:
                 values["as_json"] = as_json
-            with downloads_disabled() if offline else nullcontext():
+            text = terminal.results_on_standard_error() if as_json else nullcontext()
+            with text, downloads_disabled() if offline else nullcontext():
                 outcome = command(**values)
             if isinstance(outcome, int):
                 return outcome
@@ -157,6 +172,9 @@ def _command(
 def web(flags: Flags, context: typer.Context) -> None:
     """Generate a video from a sentence. Without a command, start the web app."""
     # typer calls this function before every command too.
+    if "version" in flags and context.invoked_subcommand is None:
+        terminal.result(__version__)
+        return
     values = _settings_of(flags)
     loaded = settings.load(values)
     limit = next((name for name in values if name.startswith("share_")), None)
@@ -166,11 +184,8 @@ def web(flags: Flags, context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         given = next((name for name, value in values.items() if value is not None), None)
         if given is not None:
-            command_help = _help_of(context.invoked_subcommand)
+            command_help = f"{context.command_path} {context.invoked_subcommand} --help"
             raise SettingsError("cli.web_flag_before_command", flag=settings.flag_of(given), help=command_help)
-        return
-    if "version" in flags:
-        sys.stdout.write(f"{__version__}\n")
         return
     from runtime.ui.app import launch
 
@@ -201,12 +216,13 @@ def generate(
             metavar="FILE.mp4", help="File of the video. An existing file is replaced once the new video is complete."
         ),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a video that takes hours.")] = False,
     as_json: JsonFlag = False,
 ) -> int:
-    """Generate one video."""
+    """Generate one video and print its path."""
     from runtime.cli.generate import generate as run_generate
 
-    return run_generate(request, out, as_json=as_json)
+    return run_generate(request, out, confirmed=yes, as_json=as_json)
 
 
 @_command(app, "plan")
@@ -403,11 +419,17 @@ def jobs_show(
 
 
 @_command(jobs_app, "resume")
-def jobs_resume(job: JobId, as_json: JsonFlag = False) -> int:
+def jobs_resume(
+    job: JobId,
+    out: Annotated[
+        OptionalText, typer.Option(metavar="FILE.mp4", help="Another file of the video. [default: the job's]")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
     """Resume an interrupted, cancelled or failed job."""
     from runtime.cli.generate import resume
 
-    return resume(job, as_json=as_json)
+    return resume(job, out, as_json=as_json)
 
 
 @_command(jobs_app, "delete")

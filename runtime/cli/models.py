@@ -1,5 +1,6 @@
-"""`models list`, `download` and `verify`: print text on standard error and return the data for `--json`."""
+"""`models list`, `download` and `verify`: print the result and return it for `--json`."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
+from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact, render
 from runtime.core.units import byte_size
@@ -36,12 +38,12 @@ def show_models() -> dict[str, Any]:
             specs.append(named(read_spec(folder, name)))
         except TandemError as error:
             listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
-            terminal.line(f"{name}: {error.what} {error.remedy}")
+            terminal.result(f"{name}: {error.what} {error.remedy}")
     for spec in (*specs, *not_downloaded(loaded.weights_dir)):
         need = needs(spec, machine, history)
         listed.append(_model(spec, need))
         for line in describe(spec, need):
-            terminal.line(line)
+            terminal.result(line)
     return {"models": listed}
 
 
@@ -71,7 +73,7 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     """Return lines of text on a model: title, license and size; default clip; memory that it needs."""
     defaults = spec.defaults
     begun = f"{byte_size(_begun(spec))} already downloaded" if _begun(spec) else "not installed"
-    where = "installed" if spec.is_downloaded else f"{begun}: models download {spec.name}"
+    where = "installed" if spec.is_downloaded else f"{begun}: `{program()} models download {spec.name}`"
     size = byte_size(_bytes(spec)) if spec.is_downloaded else f"at most about {byte_size(_bytes(spec))}"
     pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
     guidance = " and ".join(f"{scale:g}" for scale in pair)
@@ -150,7 +152,7 @@ def download(name: str, revision: str | None, mirror: str | None, *, agreed: boo
         with cancel_on_signals() as cancel, line.shown():
             spec = transfer.run(plan, cancel)
     done = f"{plan.folder.name} is downloaded and verified"
-    terminal.line(
+    terminal.result(
         f"{done}: {byte_size(plan.fetched_bytes)} downloaded." if plan.missing else f"{done}; nothing was missing."
     )
     listing = plan.listing
@@ -213,11 +215,11 @@ def _folder(name: str, weights_dir: Path) -> Path:
 def _print_verified(found: Verification) -> None:
     name, count = found.folder.name, len(found.manifest.files)
     if not found.differences:
-        terminal.line(f"{name}: verified, {count} files, {byte_size(found.total_bytes)}.")
+        terminal.result(f"{name}: verified, {count} files, {byte_size(found.total_bytes)}.")
         return
     for difference in found.differences.values():
-        terminal.line(f"{name}: {render(difference).what}")
-    again = f"models download {found.manifest.repository}"
+        terminal.result(f"{name}: {render(difference).what}")
+    again = f"`{program()} models download {shlex.quote(found.manifest.repository)}`"
     terminal.warning(f"{len(found.differences)} of {count} files are wrong. Download them again: {again}")
 
 

@@ -1,4 +1,4 @@
-"""`plan` and `doctor`: print text on standard error and return the data for `--json`."""
+"""`plan` and `doctor`: print the result and return it for `--json`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,17 +7,19 @@ from typing import Any
 
 from runtime.cli import terminal
 from runtime.core import settings
-from runtime.core.errors import MemoryShortError
+from runtime.core.errors import MemoryShortError, ModelError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.facts import Fact, Words, render
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.units import duration, memory_size
 from runtime.engines.service import EngineService
+from runtime.machine.doctor import Finding, check, examine
 from runtime.machine.probe import probe
 from runtime.models.catalogue import folders
 from runtime.models.loras import model_for
 from runtime.models.registry import read_spec
+from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import resolve
@@ -42,42 +44,54 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     try:
         plan = resolve(request, spec, machine, output, offers, history)
     except MemoryShortError as error:
-        terminal.line("Memory is short. Strategies for weight placement, fastest first:")
+        terminal.result("Memory is short. Strategies for weight placement, fastest first:")
         _show_strategies(error.strategies, error.where)
         raise
-    terminal.line(
-        f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
-        f"fps), {plan.steps} steps, {plan.tokens:,} tokens, seed {plan.seed}"
-    )
+    terminal.result(clip_text(spec, plan))
     if len(plan.expert_steps) > 1:
         steps = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
-        terminal.line(f"Steps of each expert: {steps}")
+        terminal.result(f"Steps of each expert: {steps}")
     if plan.shift_reason is not None:
-        terminal.line(str(plan.shift_reason))
+        terminal.result(str(plan.shift_reason))
     if plan.loras:
-        terminal.line(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
-    terminal.table(
-        ("Component", "Runs on", "Weights", "Why"),
-        [
-            (
-                plan.title(name),
-                f"{BACKEND_TITLES[part.backend]}, {part.device}",
-                memory_size(part.weights_bytes),
-                " ".join(map(str, part.reasons)),
-            )
-            for name, part in plan.components.items()
-        ],
-    )
+        terminal.result(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
+    _show_components(plan)
     if plan.split is not None:
-        terminal.line(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
+        terminal.result(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")
     if plan.speed.reasons:
-        terminal.line(f"PyTorch options: {' '.join(map(str, plan.speed.reasons))}")
+        terminal.result(f"PyTorch options: {' '.join(dict.fromkeys(map(str, plan.speed.reasons)))}")
     _show_memory(plan)
-    _show_time(plan)
+    terminal.result(time_text(plan))
     warnings = [render(fact, Words(plan.components)).what for fact in plan.warnings]
     for text in warnings:
         terminal.warning(text)
     return {"request": plan.request_json(), "plan": plan.to_json(), "warnings": warnings}
+
+
+def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
+    """Return a line on the clip that a plan makes."""
+    return (
+        f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
+        f"fps), {plan.steps} step{'' if plan.steps == 1 else 's'}, {plan.tokens:,} tokens, seed {plan.seed}"
+    )
+
+
+def _show_components(plan: ExecutionPlan) -> None:
+    parts = {
+        plan.title(name): (
+            f"{BACKEND_TITLES[part.backend]}, {part.device}",
+            memory_size(part.weights_bytes),
+            " ".join(map(str, part.reasons)),
+        )
+        for name, part in plan.components.items()
+    }
+    headings = ("Component", "Runs on", "Weights", "Why")
+    reasons = {why for _, _, why in parts.values()}
+    if len(reasons) > 1:
+        terminal.table(headings, [(title, *cells) for title, cells in parts.items()])
+        return
+    terminal.table(headings[:-1], [(title, *cells[:-1]) for title, cells in parts.items()])
+    terminal.result(f"All components: {reasons.pop()}")
 
 
 def _show_memory(plan: ExecutionPlan) -> None:
@@ -89,10 +103,10 @@ def _show_memory(plan: ExecutionPlan) -> None:
         rows.append((plan.title(stage.component), *map(memory_size, sizes), how))
     terminal.table(("Running component", "Weights", "Working set", "Overhead", "Peak", ""), rows)
     peak, free = memory_size(plan.memory_bytes), memory_size(plan.free_bytes)
-    terminal.line(f"Peak memory: about {peak} of {free} of free {where}. {plan.forecast.title}")
+    terminal.result(f"Peak memory: about {peak} of {free} of free {where}. {plan.forecast.title}")
     if plan.strategy == plan.strategies[0].strategy:
         return
-    terminal.line("Memory is short for the fastest strategy. All strategies, fastest first:")
+    terminal.result("Memory is short for the fastest strategy. All strategies, fastest first:")
     _show_strategies(plan.strategies, where, plan.strategy)
 
 
@@ -108,12 +122,15 @@ def _show_strategies(strategies: Sequence[StrategyForecast], where: str, chosen:
     terminal.table(("Strategy", "Options", "Peak", "RAM", "Duration", ""), rows)
 
 
-def _show_time(plan: ExecutionPlan) -> None:
+def time_text(plan: ExecutionPlan) -> str:
+    """Return a line with the forecast of a plan's duration."""
     stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
     total, load = plan.seconds["total"], plan.seconds["load"]
     how = "from earlier runs on this machine" if total.measured else "estimated"
-    terminal.line(f"Time: about {_about(total.likely)}, {_about(total.low)} to {_about(total.high)} ({how}): {stages}")
-    terminal.line(f"Loading before that: about {_about(load.likely)}, {_about(load.low)} to {_about(load.high)}")
+    return (
+        f"Time: about {_about(total.likely)}, {_about(total.low)} to {_about(total.high)} ({how}): {stages}; before "
+        f"that loading, about {_about(load.likely)}"
+    )
 
 
 def _about(seconds: float) -> str:
@@ -122,7 +139,6 @@ def _about(seconds: float) -> str:
 
 def show_doctor() -> dict[str, Any]:
     """Print and return the state of this machine; "ok" in the result means that it can generate videos."""
-    from runtime.machine.doctor import check, examine
     from runtime.video.mp4 import find_ffmpeg
 
     loaded = settings.load()
@@ -130,22 +146,27 @@ def show_doctor() -> dict[str, Any]:
     findings = [
         *examine(machine, loaded.cache_dir, loaded.engines_dir),
         check("ffmpeg", lambda: Fact("doctor.ffmpeg", {"path": find_ffmpeg()})),
-        *(
-            check(f"Model {name}", partial(_model, name, folder))
-            for name, folder in folders(loaded.weights_dir).items()
-        ),
+        *_models(loaded.weights_dir),
     ]
     found = [finding.to_json() for finding in findings]
     marks = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
     terminal.table(("", "What", "Found"), [(marks[one["state"]], one["name"], one["detail"]) for one in found])
     for one in found:
         if one["fix"]:
-            terminal.line(f"{one['name']}: {one['fix']}")
+            terminal.result(f"{one['name']}: {one['fix']}")
     return {
         "ok": all(one["state"] != "problem" for one in found),
         "findings": found,
         "machine": machine.to_json(),
     }
+
+
+def _models(weights_dir: Path) -> list[Finding]:
+    try:
+        found = folders(weights_dir)
+    except ModelError as error:
+        return [Finding("Weights folder", "problem", error.fact)]
+    return [check(f"Model {name}", partial(_model, name, folder)) for name, folder in found.items()]
 
 
 def _model(name: str, folder: Path) -> Fact:

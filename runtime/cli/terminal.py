@@ -1,5 +1,6 @@
-"""Text for people on standard error: lines, tables, questions and live progress."""
+"""Text for people: results on standard output; progress, warnings, errors and questions on standard error."""
 
+import os
 import re
 import sys
 import threading
@@ -7,8 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -22,19 +25,102 @@ from runtime.core.units import duration
 
 # Controls of the terminal, of the direction of text, and bytes of file names that are not UTF-8.
 _CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff{BIDI_CONTROLS}]")
+# What stays in one piece when lines are wrapped: commands in backticks, which can be copied then, and quantities.
+_WORDS = re.compile(r"`[^`]*`\S*|[\d.,]+ (?:m?s|min|h|[KMGT]i?B)\b\S*|\S+")
+_GAP = 2
 _BAR = 24
-_PIPE_WIDTH = 160
 _REFRESH_SECONDS = 0.2
+# Whether results go to standard error because standard output is for JSON.
+_json_only = False
+
+
+class OutputClosedError(Exception):
+    """The program that reads standard output has ended."""
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """See `Console`, which would exit with code 1."""
+        self.quiet = True
+        if not self.stderr:
+            raise OutputClosedError
+        # Work continues without a reader of its progress.
 
 
 def console() -> Console:
     """Return a console on the current standard error."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    return _Output(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _results() -> Console:
+    return _Output(stderr=_json_only, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def results_on_standard_error() -> Iterator[None]:
+    """Print results on standard error while the body runs, because standard output is for JSON."""
+    global _json_only  # noqa: PLW0603 - as standard output, one per process
+    before, _json_only = _json_only, True
+    try:
+        yield
+    finally:
+        _json_only = before
 
 
 def line(text: str) -> None:
-    """Print one line."""
-    console().print(Text(visible(text)))
+    """Print one line of progress or advice on standard error."""
+    _print(console(), text)
+
+
+def result(text: str) -> None:
+    """Print one line of a command's result on standard output."""
+    _print(_results(), text)
+
+
+def result_path(path: Path) -> None:
+    """Print a path alone on one line of standard output; programs receive its exact bytes."""
+    if _json_only or sys.stdout.isatty():
+        result(str(path))
+        return
+    write(b"%s\n" % os.fsencode(path))
+
+
+def write(data: bytes) -> None:
+    """Write bytes to standard output.
+
+    Raises:
+        OutputClosedError: if nothing reads it any more.
+    """
+    try:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError as error:
+        raise OutputClosedError from error
+
+
+def _print(on: Console, text: str, label: str = "", style: str = "") -> None:
+    """Print text after a label; on a terminal, break it between words."""
+    shown = Text(_wrapped(on, f"{label}{visible(text)}"))
+    shown.stylize(style, 0, len(label))
+    on.print(shown)
+
+
+def _wrapped(on: Console, text: str) -> str:
+    return "\n".join(_wrapped_line(line, on.width) for line in text.split("\n")) if on.is_terminal else text
+
+
+def _wrapped_line(text: str, width: int) -> str:
+    indent = text[: len(text) - len(text.lstrip())]
+    if cell_len(text) <= width:
+        return text
+    lines: list[str] = []
+    for word in _WORDS.findall(text):
+        if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{indent}{word}")
+    return "\n".join(lines)
 
 
 def visible(text: str) -> str:
@@ -44,16 +130,16 @@ def visible(text: str) -> str:
 
 def error(what: str, remedy: str) -> None:
     """Print one line with the problem and one with the remedy."""
-    console().print(Text("Error: ", style="bold red") + Text(_one_line(what)))
-    console().print(Text("To do: ", style="bold") + Text(_one_line(remedy)))
+    _print(console(), _one_line(what), "Error: ", "bold red")
+    _print(console(), _one_line(remedy), "To do: ", "bold")
 
 
 def warning(text: str) -> None:
     """Print a warning."""
-    console().print(Text("Note: ", style="yellow") + Text(_one_line(text)))
+    _print(console(), _one_line(text), "Note: ", "yellow")
 
 
-def ask(question: str, cannot: InvalidRequestError) -> None:
+def ask(question: str, cannot: InvalidRequestError | None = None) -> None:
     """Ask a yes-or-no question and return if the answer is yes.
 
     Args:
@@ -62,7 +148,7 @@ def ask(question: str, cannot: InvalidRequestError) -> None:
     Raises:
         typer.Abort: for any other answer.
     """
-    if not sys.stdin.isatty():
+    if cannot is not None and not sys.stdin.isatty():
         raise cannot
     line(f"{question} [y/N]")
     try:
@@ -74,22 +160,57 @@ def ask(question: str, cannot: InvalidRequestError) -> None:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table."""
-    grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for number, heading in enumerate(headings):
+    """Print a table on standard output: each row on one line of a pipe, and without broken words on a terminal."""
+    on = _results()
+    cells = [[_one_line(cell) for cell in row] for row in rows]
+    columns = list(zip(headings, *cells, strict=True))
+    longest = [max(map(cell_len, column)) for column in columns]
+    if not on.is_terminal:
+        for row in (headings, *cells):
+            spaces = (" " * (width - cell_len(cell) + _GAP) for cell, width in zip(row, longest, strict=True))
+            on.print(Text("".join(map("".join, zip(row, spaces, strict=True))).rstrip()))
+        return
+    words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    widths = _fitted(longest, words, on.width - _GAP * (len(columns) - 1))
+    if widths is None:
+        for row in cells:
+            for heading, cell in zip(headings, row, strict=True):
+                if cell:
+                    _print(on, cell, f"{heading}: " if heading else "", "bold")
+            on.print()
+        return
+    grid = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for heading, width in zip(headings, widths, strict=True):
         # Rich searches a string for emoji codes, and importing their table takes 25 ms.
-        grid.add_column(Text(heading), overflow="fold", no_wrap=number == 0)
-    for row in rows:
-        grid.add_row(*(Text(visible(cell)) for cell in row))
-    # A pipe has no width of its own.
-    width = None if console().is_terminal else _PIPE_WIDTH
-    Console(file=sys.stderr, highlight=False, width=width).print(grid)
+        grid.add_column(Text(heading), width=width)
+    for row in cells:
+        grid.add_row(*map(Text, row))
+    on.print(grid)
+
+
+def _fitted(longest: Sequence[int], least: Sequence[int], width: int) -> list[int] | None:
+    """Return the widths of columns: the longest ones give way, to no less than `least`; `None` if that is too wide."""
+    widths = list(longest)
+    while sum(widths) > width:
+        spare = [column for column, given in enumerate(widths) if given > least[column]]
+        if not spare:
+            return None
+        widths[max(spare, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def bar(share: float) -> str:
     """Return a progress bar for a fraction from 0 to 1."""
     done = round(share * _BAR)
     return f"{'━' * done}{'╌' * (_BAR - done)}"
+
+
+def end_live() -> None:
+    """Show the cursor, which a live line hides, before the process ends at once."""
+    on = console()
+    if on.is_terminal:
+        on.show_cursor()
+        on.print()
 
 
 class LiveLine(ABC):

@@ -1,8 +1,16 @@
-"""Environment variables of this process that libraries read, such as the waiting time of OpenMP threads."""
+"""The environment of this process: variables that libraries read, and how the user started it."""
 
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+
+# Set by the installer: how the user started it, quoted for a shell.
+_PROGRAM_VARIABLE = "TANDEM_PROGRAM"
+_ROOT = Path(__file__).parents[2]
+_INSTALLER = "install.bat" if sys.platform == "win32" else "install.sh"
 
 # Seconds to denoise with the shipped model on 2 idle cores: 3.2 with libgomp's default, 3.5 with this value, 4.1
 # without spinning. With a shorter clip while another program is busy: more than 11, 2.0 and 1.5.
@@ -17,6 +25,26 @@ def limit_thread_spinning() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
+def program() -> str:
+    """Return how the user started Tandem, for commands to paste: "./install.sh", ".venv/bin/python app.py"."""
+    given = os.environ.get(_PROGRAM_VARIABLE)
+    if given:
+        return given
+    if Path(sys.argv[0]).name == "app.py":
+        return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1])
+    return installer()
+
+
+def installer() -> str:
+    """Return the command that starts the installer, for commands to paste."""
+    given = os.environ.get(_PROGRAM_VARIABLE)
+    if given:
+        return given
+    if sys.platform == "win32":
+        return f'"{_ROOT / _INSTALLER}"'
+    return f"./{_INSTALLER}" if Path.cwd() == _ROOT else shlex.quote(str(_ROOT / _INSTALLER))
 
 
 @contextmanager

@@ -29,6 +29,8 @@ from runtime.core.facts import Fact, render
 
 # The code of every `DeviceLostError`.
 DEVICE_LOST = "execution.device_lost"
+# The codes of errors of a video that does not fit on its disk.
+DISK_FULL = frozenset({"video.disk_full", "video.disk_too_small"})
 # Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.
 _VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # CUDA's error when the capture of a graph ends in which a call had failed.

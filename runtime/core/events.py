@@ -1,6 +1,7 @@
 """Events of a job while it runs: frozen pydantic models.
 
-    WaitsForGpus        first, if the job needs several GPUs and not all of them are free
+    WaitsForDisk        first, if the disk of the videos is full
+    WaitsForGpus        then, if the job needs several GPUs and not all of them are free
     Planned             then, always
     Resumed             the job continues from a checkpoint
     EngineProgress      repeatedly, while an engine is built
@@ -44,6 +45,18 @@ STAGE_TITLES: Mapping[Stage, str] = {
 
 class _Event(BaseModel):
     model_config = ConfigDict(frozen=True, defer_build=True)
+
+
+class WaitsForDisk(_Event):
+    """The job needs `wanted` bytes of free space on the disk of its video."""
+
+    event: Literal["WaitsForDisk"] = "WaitsForDisk"
+    wanted: int
+
+    @property
+    def fact(self) -> Fact:
+        """The event as a fact."""
+        return Fact("event.waits_for_disk", {"wanted": self.wanted})
 
 
 class WaitsForGpus(_Event):
@@ -273,7 +286,8 @@ class Paused(_Event):
 
 
 Event = (
-    WaitsForGpus
+    WaitsForDisk
+    | WaitsForGpus
     | Planned
     | Resumed
     | EngineProgress

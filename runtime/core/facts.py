@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from runtime.core.environment import installer, program
 from runtime.core.messages import MESSAGES
 from runtime.core.messages.components import title_of
 from runtime.core.units import about, byte_size, duration, memory_size
@@ -181,6 +182,11 @@ class _Template(Formatter):
         return format(value, format_spec) if value is not None else ""
 
 
+def _values(words: Words) -> dict[str, Any]:
+    """Return what every template may use besides its data."""
+    return {"set": _Settings(words), "tandem": program(), "installer": installer()}
+
+
 def shortened(value: object) -> str:
     """Return a user's value for a message: one line, at most about 40 characters."""
     text = repr(value)
@@ -202,7 +208,7 @@ def render(fact: Fact, words: Words | None = None) -> Text:
     message = MESSAGES.get(fact.code)
     if message is None:
         return Text(f"{fact.code} {fact.data or ''}".strip())
-    values = {"set": _Settings(words), **fact.data}
+    values = {**_values(words), **fact.data}
     template = _Template(words)
     try:
         return Text(template.vformat(message.what, (), values), template.vformat(message.remedy, (), values))
@@ -217,7 +223,7 @@ def short(fact: Fact, words: Words | None = None) -> str:
     if message is None or not message.badge:
         return _lowered(render(fact, words).what.partition(":")[0].rstrip("."))
     try:
-        return _Template(words).vformat(message.badge, (), {"set": _Settings(words), **fact.data})
+        return _Template(words).vformat(message.badge, (), {**_values(words), **fact.data})
     except (KeyError, TypeError, ValueError, AttributeError):  # stored by another version, with other data
         return fact.code
 

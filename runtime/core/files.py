@@ -23,13 +23,22 @@ def make_private_files() -> None:
 
 
 def give_usual_permissions(path: Path) -> None:
-    """Give a file in a folder that the user chose the permissions that other programs would give it.
+    """Give a file or folder that the user named the permissions that other programs would give it, if possible."""
+    if _users_umask and os.name == "posix":
+        with contextlib.suppress(OSError):  # a file system without permissions; the content is complete
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~_users_umask[0])
+
+
+def make_named_folder(folder: Path) -> None:
+    """Make a folder that the user named, and its parents, with the usual permissions; an existing one is not changed.
 
     Raises:
-        OSError: if that fails.
+        OSError: if it cannot be made.
     """
-    if _users_umask and os.name == "posix":
-        path.chmod(0o666 & ~_users_umask[0])
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        give_usual_permissions(one)
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:

@@ -1,14 +1,21 @@
-"""Locks between processes. The operating system releases them when a process ends, even after a crash.
+"""Locks between processes, and folders for temporary files with a lock.
 
-A lock's file is removed while it is still held; filelock notices that in waiting processes and locks a new file.
+The operating system releases locks when a process ends, even after a crash. A lock's file is removed while it is still
+held; filelock notices that in waiting processes and locks a new file.
 """
 
 import contextlib
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _POLL_SECONDS = 0.1
+_SCRATCH, _SCRATCH_LOCK = "tandem-scratch-", "lock"
+# A scratch folder without a lock this old has no living owner: locking takes milliseconds.
+_UNLOCKED_SECONDS = 60.0
 
 
 @contextlib.contextmanager
@@ -54,3 +61,35 @@ def is_held(path: Path) -> bool:
     except OSError:  # Timeout is one; a lock that cannot be opened counts as held
         return True
     return False
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path | None = None, prefix: str = _SCRATCH) -> Iterator[Path]:
+    """Make a folder for temporary files, and remove it on exit; the lock in it shows that this process is alive.
+
+    Args:
+        parent: the folder that it is made in; `None` for the system's folder for temporary files.
+        prefix: of its name.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with held(folder / _SCRATCH_LOCK):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_scratch_folders(parent: Path | None = None, prefix: str = _SCRATCH) -> None:
+    """Remove the scratch folders of killed processes; those of running processes and of other users stay."""
+    for left in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            facts = left.lstat()
+            # Another user's lock may be a link to any file.
+            if os.name == "posix" and facts.st_uid != os.getuid():
+                continue
+            lock = left / _SCRATCH_LOCK
+            if not is_held(lock) if lock.exists() else time.time() - facts.st_mtime > _UNLOCKED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)

@@ -174,3 +174,8 @@ def start(path: Path) -> None:
         root.setLevel(logging.INFO)
         root.propagate = False
     logging.captureWarnings(capture=True)
+
+
+def is_written() -> bool:
+    """Return whether the log of this process goes to a file."""
+    return any(isinstance(handler, SharedRotatingHandler) for handler in logging.getLogger("runtime").handlers)

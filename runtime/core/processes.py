@@ -16,12 +16,17 @@ _MOST_OPEN_FILES = 65_536
 _OOM_SCORE = 300
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process, its process group if it leads one, and its descendants in other groups."""
+def kill_descendants(pid: int) -> None:
+    """Kill all processes that a process started, and those that they started."""
     with contextlib.suppress(psutil.Error):
         for descendant in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 descendant.kill()
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process, its process group if it leads one, and its descendants in other groups."""
+    kill_descendants(pid)
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

@@ -26,6 +26,7 @@ from runtime.core.events import (
     StepDone,
     TerminalEvent,
     VideoSaved,
+    WaitsForDisk,
     WaitsForGpus,
     Warned,
 )
@@ -217,7 +218,7 @@ class Progress:
         warnings: so far.
         paused: whether this run of the job ended in a pause.
         end: the terminal event.
-        waits: the GPUs that the job waits for, before it starts.
+        waits: the GPUs or the disk space that the job waits for, before it starts.
     """
 
     plan: ExecutionPlan | None = None
@@ -234,7 +235,7 @@ class Progress:
     warnings: tuple[Fact, ...] = ()
     paused: bool = False
     end: VideoSaved | Failed | Cancelled | None = None
-    waits: WaitsForGpus | None = None
+    waits: WaitsForDisk | WaitsForGpus | None = None
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -305,7 +306,7 @@ class Progress:
             changes = {"warnings": (*self.warnings, event.fact)}
         elif isinstance(event, Paused):
             changes = {"paused": True}
-        elif isinstance(event, WaitsForGpus):
+        elif isinstance(event, WaitsForDisk | WaitsForGpus):
             changes = {"waits": event}
         elif isinstance(event, TerminalEvent):
             changes = {"end": event}

@@ -21,6 +21,8 @@ from runtime.core.untrusted_files import read_json
 ROOT = Path(__file__).parents[2]
 
 _MAX_PORT = 65_535
+# Unknown names in one message.
+_MOST_NAMED = 3
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 # Name in settings.json and in `Settings`: its environment variable.
@@ -274,15 +276,18 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
-    if not path.exists():
-        return {}
     try:
         values = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except PermissionError as error:
+        raise SettingsError("settings.file_unreadable", file=path, variable=CACHE_VARIABLE) from error
     except (OSError, ValueError) as error:
         raise SettingsError("settings.file_invalid", file=path) from error
     unknown = sorted(set(values) - set(VARIABLES)) if isinstance(values, dict) else ["(not an object)"]
     if unknown:
-        raise SettingsError("settings.unknown", file=path, unknown=unknown, known=list(VARIABLES))
+        named = [shortened(name) for name in unknown[:_MOST_NAMED]]
+        raise SettingsError("settings.unknown", file=path, unknown=named, known=list(VARIABLES))
     return {name: (value, str(path)) for name, value in values.items()}
 
 

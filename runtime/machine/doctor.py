@@ -1,6 +1,7 @@
 """The checks of the `doctor` command: what this machine has, what is missing, and a fix for each problem."""
 
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -165,7 +166,7 @@ def _installed(package: Package, version: str, machine: Machine) -> Finding:
     problem = import_problem(package)
     if problem is not None:
         release, _ = installed_as(package) or (package.distributions[0], version)
-        reinstall = f"{sys.executable} -m pip install --force-reinstall {release}=={version}"
+        reinstall = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall {release}=={version}"
         data = {"version": version, "cause": problem, "reinstall": reinstall}
         return Finding(package.title, "note", Fact("doctor.package_unusable", data))
     mismatch = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else _mismatch(package, machine)
@@ -180,4 +181,4 @@ def _mismatch(package: Package, machine: Machine) -> Fact | None:
 
 
 def _pip_command(package: Package) -> str:
-    return f"{sys.executable} -m pip install {package.distributions[0]}"
+    return f"{shlex.quote(sys.executable)} -m pip install {package.distributions[0]}"

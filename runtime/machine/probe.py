@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -223,3 +224,8 @@ def _gpus() -> tuple[tuple[Gpu, ...], Fact | None, tuple[int, int] | None]:
         return (), Fact("machine.driver_failed", {"error": error}), None
     finally:
         pynvml.nvmlShutdown()
+
+
+def has_screen() -> bool:
+    """Return whether a browser would open in a window; without one, webbrowser may start one inside the terminal."""
+    return sys.platform in {"win32", "darwin"} or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,19 +21,23 @@ from typing import Any
 
 import imageio_ffmpeg
 import numpy as np
-from filelock import FileLock, Timeout
 
 from runtime.core.errors import MachineError, OutputError
+from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
 
 _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
 _SCRATCH = ".tandem-"
-_LOCK = "lock"
-# A scratch folder without a lock this old has no living owner: locking takes milliseconds.
-_UNLOCKED_SECONDS = 60.0
 # Limited-range BT.709 is what players assume; the stream declares it, so that colors are preserved.
-_BT709 = "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
+_TO_BT709 = (
+    "scale=out_color_matrix=bt709:out_range=tv,"
+    "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
+)
+_ENCODER = ("-c:v", "libx264", "-preset", "medium", "-pix_fmt", "yuv420p")
+# Bytes per pixel of small encoded videos, and of lossless ones. A stream and its copy with metadata exist at the end.
+_LEAST_RATE, _LOSSLESS_RATE = 0.02, 0.3
+_SMALLEST_BYTES = 1 << 14
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "=;#\\\n"})
 # Without these, ffmpeg would read a playlist of that name and the files that it lists.
 _ONLY_MP4 = ("-protocol_whitelist", "file", "-f", "mov")
@@ -93,9 +96,7 @@ class VideoWriter:
         width, height = self._size
         command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
-        command += ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,{_BT709}"]
-        command += ["-c:v", "libx264", "-crf", str(self._crf), "-preset", "medium", "-pix_fmt", "yuv420p"]
-        command += [str(self._folder / "stream.mp4")]
+        command += ["-vf", _TO_BT709, *_ENCODER, "-crf", str(self._crf), str(self._folder / "stream.mp4")]
         # In its own process group, so that Ctrl-C reaches only this process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -245,16 +246,30 @@ def _metadata_text(video: Path) -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the scratch folders of killed processes; those of living ones are locked."""
-    for left in folder.glob(f"{_SCRATCH}*"):
-        if not (left / _LOCK).exists():
-            if _is_old(left):
-                shutil.rmtree(left, ignore_errors=True)
-            continue  # otherwise its writer is just starting
-        with contextlib.suppress(Timeout, OSError):
-            with FileLock(left / _LOCK, timeout=0):
-                pass
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove the scratch folders of killed processes."""
+    remove_scratch_folders(folder, _SCRATCH)
+
+
+def check_output(path: Path, width: int, height: int, frames: int, crf: int) -> None:
+    """Check that a video of this size can be encoded and saved at `path`, before it is computed.
+
+    Raises:
+        MachineError: if there is no ffmpeg, or it cannot encode H.264.
+        OutputError: as `check_target`, or if its disk is too small.
+    """
+    check_target(path)
+    command = [find_ffmpeg(), "-v", "error", "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "16x16", "-i", "pipe:0"]
+    command += ["-vf", _TO_BT709, *_ENCODER, "-f", "null", "-"]
+    # In its own process group, so that Ctrl-C reaches only this process.
+    done = subprocess.run(command, input=bytes(16 * 16 * 3), capture_output=True, check=False, start_new_session=True)
+    if done.returncode != 0:
+        raise MachineError(
+            "video.no_encoder", program=command[0], line=_last_line(done.stderr.decode("utf-8", "replace"))
+        )
+    needs = _SMALLEST_BYTES + round(2 * width * height * frames * (_LOSSLESS_RATE if crf == 0 else _LEAST_RATE))
+    free = shutil.disk_usage(path.parent).free
+    if free < needs:
+        raise OutputError("video.disk_too_small", folder=path.parent, needs=needs, free=free)
 
 
 def check_target(path: Path) -> None:
@@ -279,24 +294,12 @@ def check_target(path: Path) -> None:
 @contextlib.contextmanager
 def _scratch_folder(video: Path) -> Iterator[Path]:
     """Make a locked scratch folder next to a video; remove it on exit."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=video.parent))
-        # Not bound to a thread: it may be released on another one.
-        lock = FileLock(folder / _LOCK, thread_local=False)
-        lock.acquire()
-    except OSError as error:
-        raise _cannot_write(video, error) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_folder(video.parent, _SCRATCH))
+        except OSError as error:
+            raise _cannot_write(video, error) from error
         yield folder
-    finally:
-        lock.release()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_old(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return time.time() - folder.stat().st_mtime > _UNLOCKED_SECONDS
-    return False
 
 
 def _run(command: list[str], file: object) -> None:
@@ -309,8 +312,12 @@ def _run(command: list[str], file: object) -> None:
 def _ffmpeg_error(log: str, file: object) -> OutputError:
     if "No space left on device" in log:
         return OutputError("video.disk_full", file=file)
+    return OutputError("video.ffmpeg_failed", file=file, line=_last_line(log))
+
+
+def _last_line(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
-    return OutputError("video.ffmpeg_failed", file=file, line=lines[-1] if lines else "no message")
+    return lines[-1].rstrip(".") if lines else "no message"
 
 
 def _cannot_write(path: Path, error: Exception) -> OutputError:

@@ -16,6 +16,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.models.spec import ModelSpec
 from tests.bench.made import configuration, result
 from tests.cli.test_bad_input import refused
+from tests.umask import users_umask, usual_modes
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--width", "64", "--height", "32", "--frames", "5", "--steps", "2"]
@@ -38,10 +39,10 @@ Tiny = Callable[[str], ModelSpec]
         (["--config", "a: --steps 0"], "“a”: --steps is 0", "from 1"),
         (["--config", "a: --shift 0"], "“a”: --shift is 0", "from 0.1"),
         (["--config", "a: --vae-precision half"], "“a”: --vae-precision is 'half'", "float32, bfloat16"),
-        (["--config", "a: --no-such 4"], "“a”: No such option: --no-such", "as `generate` takes them"),
-        (["--config", "a: a blue ball"], "“a”: Got unexpected extra argument", "as `generate` takes them"),
-        (["--config", "a: --negative-prompt 'x"], "“a”: No closing quotation", "as `generate` takes them"),
-        (["--config", "a: --steps"], "“a”: Option '--steps' requires", "as `generate` takes them"),
+        (["--config", "a: --no-such 4"], "“a”: No such option: --no-such", "options of `generate`"),
+        (["--config", "a: a blue ball"], "“a”: Got unexpected extra argument", "options of `generate`"),
+        (["--config", "a: --negative-prompt 'x"], "“a”: No closing quotation", "options of `generate`"),
+        (["--config", "a: --steps"], "“a”: Option '--steps' requires", "options of `generate`"),
         (["--config", "a: --backend vae"], "“a”: --backend is 'vae'", "COMPONENT=BACKEND"),
         (["--config", "a: --width 65"], "width is 65", "64 or 80"),
         (["--backend", "vae=pytorch"], "nothing to compare", "Name configurations"),
@@ -104,7 +105,8 @@ def test_a_benchmark_is_printed_saved_plotted_and_compared(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "made" / "here"
-    assert run([*bench(tiny("wan2.1"), folder, "--runs", "2"), "--json"]) == 0
+    with users_umask(0o022):
+        assert run([*bench(tiny("wan2.1"), folder, "--runs", "2", "--keep-videos"), "--json"]) == 0
     out, err = capsys.readouterr()
     printed: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     assert [one["name"] for one in printed["configurations"]] == ["plain", "three"]
@@ -112,7 +114,10 @@ def test_a_benchmark_is_printed_saved_plotted_and_compared(
     assert printed["configurations"][1]["request"]["steps"] == 3
     assert printed["configurations"][0]["request"]["seed"] == 1
     assert "sails left" in printed["configurations"][0]["request"]["prompt"]
-    assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.svg"]
+    made = sorted(folder.iterdir())
+    assert [path.name for path in made] == ["bench.json", "bench.svg", "plain-1.mp4", "three-2.mp4"]
+    # Although everything in the cache is private.
+    assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder, *made)] == usual_modes(2, 4)
     assert printed["files"] == [str(folder / "bench.json"), str(folder / "bench.svg")]
     kept = json.loads((folder / "bench.json").read_text())
     assert kept == {name: value for name, value in printed.items() if name != "files"}
@@ -135,16 +140,18 @@ def test_ctrl_c_keeps_the_measurements(tiny: Tiny, cache_dir: Path, tmp_path: Pa
     folder = tmp_path / "out"
     arguments = bench(tiny("wan2.1"), folder, "--runs", "100", "--warmup", "0")
     command = [sys.executable, str(ROOT / "app.py"), *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "three: run 1 of 100" in line:
                 process.send_signal(signal.SIGINT)
                 break
-        rest = process.stderr.read()
-        assert process.wait() == 130
-    assert "Cancelled: these are the measurements until then." in rest
-    assert "Traceback" not in rest
+        out, err = process.communicate()
+        assert process.returncode == 130
+    assert "Stopping…" in err and "Traceback" not in err
+    assert "Cancelled: these are the measurements until then." in out
+    for text in ("\nplain ", "\nthree ", f"Saved {folder / 'bench.json'}"):
+        assert text in out
     kept = json.loads((folder / "bench.json").read_text())
     assert kept["cancelled"] is True
     assert all(1 <= one["runs"] < 100 for one in kept["configurations"])

@@ -13,6 +13,7 @@ from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from tests.cli.test_bad_input import refused
 from tests.engines.engine_files import key, put
+from tests.umask import users_umask, usual_modes
 
 
 def stock(cache_dir: Path, count: int) -> list[str]:
@@ -56,12 +57,33 @@ def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[st
     pruned = printed(["engines", "prune", "--max-size", f"{total - 100}B"], capsys)
     assert pruned["deleted"] == [second]
     assert pruned["enough"] is True
-    pruned = printed(["engines", "prune", "--max-size", "0"], capsys)
+    pruned = printed(["engines", "prune", "--max-size", "0B"], capsys)
     assert pruned["deleted"] == [third]
     assert pruned["enough"] is False
     printed(["engines", "unpin", first], capsys)
     assert printed(["engines", "delete", first], capsys)["deleted"] == [first]
     assert printed(["engines", "list"], capsys)["engines"] == []
+
+
+@pytest.mark.slow
+def test_build_estimates_and_reports_the_whole_time(
+    tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--width", "64", "--height", "32", "--frames", "9"]
+    arguments = ["build", "--model", str(tiny("wan2.1").directory), "--backend", "text_encoder=onnxruntime", *size]
+    assert run([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    done = json.loads(out)
+    (engine,) = done["engines"]
+    assert err.startswith("1 engine to build: about ")
+    assert "1 of 1 engine ready in" in err
+    # The child's start, loading, comparison and measurements count, besides building.
+    assert 0.9 * done["seconds"] < engine["build_seconds"] <= done["seconds"]
+    assert run([*arguments, "--again", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["estimated_seconds"] == engine["build_seconds"], "the history of this machine counts"
+    assert run(arguments) == 0
+    assert "All engines are built already." in capsys.readouterr().err
 
 
 def test_an_engine_without_its_model_is_not_verified(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,19 +97,21 @@ def test_export_is_compared_with_pytorch(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(tiny("wan2.2-ti2v-5b").directory), "--width", "64", "--height", "64", "--frames", "9"]
-    out = printed(["export", "--component", "vae", "--out", str(tmp_path / "x"), *arguments], capsys)
+    with users_umask(0o022):
+        out = printed(["export", "--component", "vae", "--out", str(tmp_path / "x"), *arguments], capsys)
     files = out["files"]
     assert isinstance(files, list)
     assert [Path(file["path"]).name for file in files] == ["vae_first.onnx", "vae_next.onnx"]
     assert all(file["error"] < 1e-5 and Path(file["path"]).stat().st_size == file["bytes"] for file in files)
+    paths = [tmp_path / "x", *(Path(file["path"]) for file in files)]
+    assert [path.stat().st_mode & 0o777 for path in paths] == usual_modes(1, 2)
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("0", 0),
-        ("1", 10**9),
-        ("1.5", 1_500_000_000),
+        ("0B", 0),
+        ("1.5GB", 1_500_000_000),
         ("500MB", 5 * 10**8),
         ("2 gb", 2 * 10**9),
         (".5kb", 500),
@@ -98,7 +122,9 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "1e400", "10 GiB", "GB", "½", "1,5GB", "٣", "9" * 400])
+@pytest.mark.parametrize(
+    "text", ["", "1", "20", "-1GB", "nan", "inf", "1e400", "10 GiB", "GB", "½", "1,5GB", "٣", "9" * 400]
+)
 def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError):
         parse_size(text)

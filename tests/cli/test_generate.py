@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from runtime.cli.generate import queue_missing_engines
+from runtime.cli.main import run
 from runtime.cli.terminal import progress_text
 from runtime.core.events import Planned, StageStarted, StepDone
 from runtime.core.progress import Progress
@@ -58,7 +60,8 @@ def test_json_on_standard_output_and_text_on_standard_error(tiny: Tiny, cache_di
     assert result["peak_memory_bytes"] > 1e6
     assert isinstance(result["warnings"], list)
     assert "Denoising" in done.stderr
-    assert f"Saved {out}" in done.stderr
+    assert done.stderr.splitlines()[-1] == str(out)
+    assert "Diorama" not in done.stderr and "Time: about" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr  # libraries stay quiet
     assert read_metadata(out)["request"] == result["request"]
@@ -95,6 +98,73 @@ def test_ctrl_c_leaves_no_file(number: int, tiny: Tiny, cache_dir: Path, tmp_pat
     assert "Cancelled. Nothing was saved." in rest
     assert "Traceback" not in rest
     assert list(out.iterdir()) == []
+
+
+NATIVE = """
+import hashlib, subprocess
+from runtime.cli.exit_codes import cancel_on_signals
+with cancel_on_signals(" To resume it: x"):
+    print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no Python code runs for many minutes
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("numbers", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
+def test_a_long_native_call_can_be_ended(numbers: list[int]) -> None:
+    arguments = [sys.executable, "-c", NATIVE]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(numbers[0])
+        assert "Stopping…" in process.stderr.readline()
+        for number in numbers[1:]:
+            process.send_signal(number)
+        try:
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+        assert "To resume it: x" in process.stderr.read()
+    child.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("out", "code"), [("missing/x.mp4", "does not exist"), ("x.avi", ".mp4"), ("folder.mp4", "not a regular file")]
+)
+def test_a_bad_output_is_refused_before_the_job_exists(
+    out: str, code: str, tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.mp4").mkdir()
+    assert run(command(tiny("wan2.1"), tmp_path / out)[2:]) == 2
+    assert code in capsys.readouterr().err
+    assert not (cache_dir / "jobs.sqlite").exists()
+
+
+def test_an_ffmpeg_that_cannot_encode_is_refused_before_the_job_exists(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ffmpeg = tmp_path / "ffmpeg"
+    ffmpeg.write_text("#!/bin/sh\n[ $1 = -version ] || { echo Unknown encoder libx264 >&2; exit 1; }\n", "utf-8")
+    ffmpeg.chmod(0o755)
+    for program, says in ((ffmpeg, "Unknown encoder libx264"), (tmp_path / "none", "ffmpeg was not found")):
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
+        assert run(command(tiny("wan2.1"), tmp_path / "x.mp4")[2:]) == 2
+        assert says in capsys.readouterr().err
+    assert not (cache_dir / "jobs.sqlite").exists()
+
+
+def test_a_video_of_many_hours_is_confirmed_on_a_terminal(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.cli.generate._ASK_SECONDS", 0)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda: "n")
+    arguments = command(tiny("wan2.1"), tmp_path / "x.mp4", "--steps", "1")[2:]
+    assert run(arguments) == 130
+    assert "Time: about" in capsys.readouterr().err.partition("[y/N]")[0]
+    assert not (cache_dir / "jobs.sqlite").exists()
+    assert run([*arguments, "--yes"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'x.mp4'}\n"
 
 
 @pytest.mark.slow

@@ -15,11 +15,14 @@ from runtime.cli import terminal
 from runtime.cli.main import run
 from runtime.core.events import Failed, Planned, Warned
 from runtime.core.facts import Fact
+from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
+from runtime.planner.resolve import resolve
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.store import open_store
 from runtime.video.mp4 import find_ffmpeg, read_metadata
 from tests.cli.test_generate import command
+from tests.plans import machine
 from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
 from tests.waiting import until
 
@@ -87,7 +90,31 @@ def test_an_unknown_id_is_refused_in_two_lines(act: str, capsys: pytest.CaptureF
     assert run(["jobs", act, "1a2b3c4d"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == ["Error: There is no job '1a2b3c4d'.", "To do: Run `jobs list` to list the jobs."]
+    assert err.splitlines() == [
+        "Error: There is no job '1a2b3c4d'.",
+        "To do: Run `./install.sh jobs list` to list the jobs.",
+    ]
+
+
+def test_a_job_whose_folder_is_gone_is_resumed_with_another_file(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tiny("wan2.1")
+    request = GenerationRequest(
+        prompt="a boat", model=str(spec.directory), width=64, height=32, frames=9, steps=1, seed=1
+    )
+    plan = resolve(request, spec, machine(), tmp_path / "gone" / "x.mp4")
+    store = open_store(cache_dir)
+    job = store.add(request, plan, instance="dead")
+    store.record(job.id, Planned(plan=plan))
+    refused, _ = answer(["jobs", "resume", job.id], capsys, 2)
+    assert refused["error"]["code"] == "video.folder_missing"
+    assert "--out" in refused["error"]["remedy"]
+    assert store.find(job.id).state == "interrupted", "nothing is lost by the refusal"
+    done, _ = answer(["jobs", "resume", job.id, "--out", str(tmp_path / "y.mp4")], capsys)
+    assert done["video"] == str(tmp_path / "y.mp4")
+    assert (tmp_path / "y.mp4").is_file()
+    assert store.find(job.id).output == tmp_path / "y.mp4"
 
 
 def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

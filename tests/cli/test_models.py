@@ -188,7 +188,7 @@ def test_a_broken_connection_is_reported_with_the_received_bytes(
     listed, text = answer(["models", "list"], capsys)
     models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
     assert models["wan2.1-t2v-1.3b"]["begun_bytes"] == came
-    assert "KB already downloaded: models download wan2.1-t2v-1.3b" in text
+    assert "KB already downloaded: `./install.sh models download wan2.1-t2v-1.3b`" in text
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     assert result["fetched_bytes"] == result["bytes"] - came  # type: ignore[operator]
     assert "already downloaded; " in text

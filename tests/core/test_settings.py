@@ -219,6 +219,14 @@ def test_an_invalid_settings_file_is_refused_with_its_name(tmp_path: Path, value
     assert len(caught.value.what.splitlines()) == len(caught.value.remedy.splitlines()) == 1
 
 
+def test_names_of_unknown_settings_are_shortened(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps({f"{number}\n{'x' * 5000}": 1 for number in range(50)}))
+    with pytest.raises(SettingsError) as caught:
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path)})
+    assert "\n" not in caught.value.what
+    assert len(caught.value.what) < 500 + len(str(tmp_path))
+
+
 def test_a_password_is_not_changed(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_AUTH": "me: a:b "}
     assert settings.load({}, environ).auth == ("me", " a:b ")

@@ -31,7 +31,8 @@ if sys.argv[1:2] == ["wait"]:
         print("the program was interrupted")
         sys.exit(130)
 arguments = [os.fsencode(argument).hex() for argument in sys.argv[1:]]
-print(json.dumps({"arguments": arguments, "cwd": os.getcwd(), "prefix": sys.prefix, "tinydep": tinydep.VERSION}))
+print(json.dumps({"arguments": arguments, "cwd": os.getcwd(), "prefix": sys.prefix, "tinydep": tinydep.VERSION,
+    "program": os.environ.get("TANDEM_PROGRAM")}))
 """
 PYTEST = 'import json, os, sys\nprint(json.dumps({"pytest": sys.argv[1:], "cwd": os.getcwd()}))\n'
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,24 @@ def test_it_can_be_run_with_sh(shared: Repo) -> None:
         ["/bin/sh", shared.command, "a b"], capture_output=True, text=True, env=shared.environment, check=False
     )
     assert report(done)["arguments"] == [b"a b".hex()]
+
+
+def test_the_program_knows_how_it_was_started(shared: Repo) -> None:
+    def program(command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", f"{command} x"],
+            cwd=shared.root,
+            capture_output=True,
+            text=True,
+            env=shared.environment,
+            check=False,
+        )
+        return str(report(done)["program"])
+
+    assert program("./install.sh") == "./install.sh"
+    assert program("bash install.sh") == "bash install.sh"
+    outside = program(f"cd / && {shlex.quote(str(shared.command))}")
+    assert shlex.split(outside) == [str(shared.command)]
 
 
 # Failures.

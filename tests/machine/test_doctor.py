@@ -102,7 +102,7 @@ def test_an_installed_package_that_cannot_be_imported_is_to_be_reinstalled(tmp_p
     assert found.fact.data["cause"].data["error"].startswith("ModuleNotFoundError")
     text = found.to_json()
     assert text["detail"].startswith("0.48.0, cannot be imported: ModuleNotFoundError")
-    assert text["fix"].endswith("pip install --force-reinstall bitsandbytes==0.48.0")
+    assert text["fix"].endswith("pip install --force-reinstall bitsandbytes==0.48.0`")
 
 
 def test_an_error_of_a_check_is_a_problem() -> None:

@@ -293,10 +293,11 @@ def test_passes_are_printed_and_written(
 ) -> None:
     model = ["--model", str(tiny("wan2.1").directory), "--random", "--part", "transformer", "--part", "transformer"]
     assert main([*model, *SMALL, "--out", str(tmp_path), "--rate", "1"]) == 0
-    err = capsys.readouterr().err
+    out = capsys.readouterr().out
     written = json.loads((tmp_path / "forward.json").read_text())
     assert [one["configuration"] for one in written["configurations"]] == ["diffusers", "as planned"]
-    assert "Times the bound" in err and "random weights" in err
+    for text in ("Times the bound", "random weights", f"Saved {tmp_path / 'forward.json'}"):
+        assert text in out
     assert run(["bench", "compare", *2 * [str(tmp_path / "forward.json")]]) == 0
 
 

@@ -1,7 +1,6 @@
 """The writer, the metadata and the preview, without a model."""
 
 import io
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from PIL import Image, ImageSequence
 
 from runtime.core.errors import MachineError, OutputError
 from runtime.core.facts import Fact
-from runtime.video.mp4 import VideoWriter, find_ffmpeg, read_metadata, sweep, to_ffmetadata
+from runtime.video.mp4 import VideoWriter, find_ffmpeg, read_metadata, to_ffmetadata
 from runtime.video.preview import encode_preview
 
 ROOT = Path(__file__).parents[2]
@@ -132,12 +131,3 @@ def test_sweep_removes_scratch_folders_of_killed_writers_only(tmp_path: Path) ->
         other.kill()
     write(tmp_path / "after.mp4", np.zeros((5, 32, 32, 3), np.uint8))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after.mp4", "other.mp4"]
-
-
-def test_sweep_removes_old_scratch_folders_without_a_lock(tmp_path: Path) -> None:
-    (tmp_path / ".tandem-new").mkdir()
-    (tmp_path / ".tandem-old").mkdir()
-    (tmp_path / ".tandem-old" / "stream.mp4").write_bytes(b"half")
-    os.utime(tmp_path / ".tandem-old", (1.0, 1.0))
-    sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".tandem-new"]

@@ -15,7 +15,7 @@ MESSAGES: Mapping[str, Message] = {
     "cli.builds_queued": Message("Missing engines are queued: the web app builds them when no video waits."),
     "cli.delete_not_confirmed": Message("Deletion needs a confirmation, and there is no terminal.", "Add --yes."),
     "cli.file_unreadable": Message("FILE is empty or unreadable.", "Give the path of an engine file."),
-    "cli.flags_invalid": Message("{problem}.", "Give options as `generate` takes them."),
+    "cli.flags_invalid": Message("{problem}.", "Give options of `generate`."),
     "cli.folder_not_created": Message("The folder {folder} cannot be created: {error}.", "Give a writable folder."),
     "cli.folder_unreadable": Message("{field:setting} is empty or unreadable.", "Give the name of a folder."),
     "cli.guidance_invalid": Message("{field:setting} is {value}.", "Give a number such as 4, or two such as 4,3."),
@@ -29,13 +29,17 @@ MESSAGES: Mapping[str, Message] = {
         "The preset {preset} is for a step-distillation LoRA, and none is given.",
         "Add {set[loras]} FILE, with both files for a model with two experts.",
     ),
+    "cli.prompt_unquoted": Message(
+        "{problem}", 'Put quotes around the prompt: `{command} "a red boat"`. For help, run `{command} --help`.'
+    ),
     "cli.revision_unreadable": Message("{field:setting} is empty or unreadable.", "Give a branch, tag or commit."),
-    "cli.size_invalid": Message("{field:setting} is {value}.", "Give a size, as in 500MB or 20GB."),
+    "cli.size_invalid": Message("{field:setting} is {value}.", "Give a number with its unit, such as 500MB or 20GB."),
     "cli.trust_not_confirmed": Message(
         "Opening {file} needs a confirmation, and there is no terminal.", "Add --yes if you trust the file."
     ),
-    "cli.usage": Message("{problem}.", "See: {help}"),
+    "cli.usage": Message("{problem}", "For help, run `{help}`."),
     "cli.web_flag_before_command": Message(
-        "{flag} before a command is an option of the web app.", "Put the command's own options after it. See: {help}"
+        "{flag} before a command is an option of the web app.",
+        "Put the command's own options after it. For help, run `{help}`.",
     ),
 }

@@ -9,6 +9,7 @@ _DESCRIBE = "Describe the video in a sentence."
 MESSAGES: Mapping[str, Message] = {
     # Text that earlier versions stored, and messages of other programs.
     "text": Message("{what}", "{remedy}"),
+    "event.waits_for_disk": Message("Waiting for {wanted:bytes} of free disk space."),
     "event.waits_for_gpus": Message("Waiting for {wanted} GPUs: {free} free."),
     "event.fell_back": Message("{component:component}: PyTorch instead of {backend:backend}. {reason:advice}"),
     "event.slower": Message("About {times:.1f} times as long."),
@@ -28,6 +29,9 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "event.internal_error": Message("Internal error: {error}", "See the log for details."),
     "internal_error": Message("Internal error: {error}", "See {log} for details."),
+    "internal_error_without_log": Message(
+        "Internal error: {error}", "Make it possible to write {log} and try again: the log then has the details."
+    ),
     # Request fields.
     "request.not_an_object": Message("The request is not an object.", "Give the fields by name."),
     "request.unknown_field": Message("Unknown field {name}.", "The fields are: {known:list}."),
@@ -41,7 +45,7 @@ MESSAGES: Mapping[str, Message] = {
         "{field:setting} contains the control character {character}.", "Remove it, or type the text again."
     ),
     "request.model_name": Message(
-        "The model's name is empty or unreadable.", "Give a name from `models list`, or a folder."
+        "The model's name is empty or unreadable.", "Give a name from `{tandem} models list`, or a folder."
     ),
     "request.not_whole": Message(
         "{field:setting} is {value}, not a whole number.", "Give a number from {low:.16g} to {high:.16g}, or auto."
@@ -94,6 +98,10 @@ MESSAGES: Mapping[str, Message] = {
         "{source} does not have the form USER:PASSWORD.", "Give both, separated by a colon."
     ),
     "settings.empty": Message("{source} is empty or unreadable.", "Give a {name}."),
+    "settings.file_unreadable": Message(
+        "{file} cannot be read: it or its folder belongs to another user.",
+        "Make it readable, or set {variable} to another folder.",
+    ),
     "settings.file_invalid": Message("{file} cannot be read as JSON.", "Repair it, or delete it to use the defaults."),
     "settings.host_without_password": Message(
         "The host {host} can be reached from other machines, and no password is set.",

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 _OTHER_BACKEND = "Choose another backend. Until then, the component runs in PyTorch."
-_RUN_INSTALLER_ON_GPU = (
-    "Run install.sh (install.bat on Windows) again. If there is a GPU, it installs requirements-gpu.txt."
-)
-_RUN_INSTALLER = "Run install.sh (install.bat on Windows)."
+_RUN_INSTALLER_ON_GPU = "Run `{installer} doctor`. If there is a GPU, it installs requirements-gpu.txt."
+_RUN_INSTALLER = "Run `{installer} doctor`."
 _NO_COMPILER = "No C++ compiler was found."
 
 _MACHINE: Mapping[str, Message] = {
@@ -72,11 +70,11 @@ _DOCTOR: Mapping[str, Message] = {
     "doctor.python": Message("{version}"),
     "doctor.python_unsupported": Message(
         "{version}; Tandem supports {first} to {last}",
-        "Install Python {last} and run the installer again, or set TANDEM_PYTHON to a supported version.",
+        "Install Python {last} and run `{installer} doctor`, or set TANDEM_PYTHON to a supported version.",
     ),
     "doctor.torch": Message("{version} (CUDA {cuda})"),
     "doctor.torch_without_cuda": Message("{version} (no CUDA)"),
-    "doctor.no_torch": Message("not installed", "Run the installer again."),
+    "doctor.no_torch": Message("not installed", "Run `{installer} doctor`."),
     "doctor.no_gpu": Message("no NVIDIA GPU: everything runs on the CPU"),
     "doctor.no_gpu_unified": Message("no NVIDIA GPU: everything runs on the CPU, whose memory is shared with the GPU"),
     "doctor.gpu": Message(
@@ -103,8 +101,10 @@ _DOCTOR: Mapping[str, Message] = {
         "none: Inductor engines and compiled blocks on a CPU need a compiler", "{cause:remedy}"
     ),
     "doctor.package": Message("{version}"),
-    "doctor.package_unusable": Message("{version}, cannot be imported: {cause:sentence}", "Reinstall it: {reinstall}"),
-    "doctor.package_missing": Message("not installed: no {use}", "To install it: {install}"),
+    "doctor.package_unusable": Message(
+        "{version}, cannot be imported: {cause:sentence}", "Reinstall it: `{reinstall}`"
+    ),
+    "doctor.package_missing": Message("not installed: no {use}", "To install it: `{install}`"),
     "doctor.installer_package_missing": Message("not installed: no {use}", _RUN_INSTALLER_ON_GPU),
     "doctor.ffmpeg": Message("{path}"),
     "doctor.model": Message("{millions:,.1f} million parameters"),

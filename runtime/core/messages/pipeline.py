@@ -69,7 +69,8 @@ MESSAGES: Mapping[str, Message] = {
         "{backend:backend} engines cannot be built here: {cause:clause}.", "{cause:remedy}"
     ),
     "pipeline.outputs_folder": Message(
-        "The folder {folder} cannot be created: {reason}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
+        "Nothing can be written to the folder for videos, {folder}: {reason}.",
+        "Make the folder writable, or set TANDEM_CACHE_DIR to another folder.",
     ),
     "rerun.one_transformer": Message(
         "{model} has one transformer: there are no low-noise steps to rerun.",

@@ -176,6 +176,13 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.gpus_without_bfloat16": Message(
         "{first} and {second} cannot share a job: the second does not support bfloat16.", "Use {set[gpus=1]}."
     ),
+    "fit.runs": Message("Runs here"),
+    "fit.offload": Message("Fits with offload"),
+    "fit.quantized": Message("Fits with {quantization:weights}"),
+    "fit.too_large": Message("Too large: needs {needed:memory} of {where}, {free:memory} free"),
+    "fit.too_large_for_all": Message("Too large"),
+    "fit.unsupported": Message("Does not run here"),
+    "fit.shorter": Message("Clips of up to {frames:n frame} fit."),
     "planner.runs_here": Message("{peak:memory} of {free:memory} of {where}. {strategy}"),
     "planner.clip": Message("{model} at {width}x{height}, {frames} frames"),
     "planner.memory_short": Message("{clip} needs about {peak:gib} of {where}; {free:gib} are free.", "{remedy}"),
@@ -223,7 +230,7 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.not_compared": Message(
         "An engine is ready, but was not measured against PyTorch ({path:clause}).",
-        "Verify it on the Engines page, or with `engines verify`, to measure it.",
+        "Verify it on the Engines page, or with `{tandem} engines verify`, to measure it.",
         "its engine is not measured",
     ),
     "planner.compared_in_other_precision": Message(

@@ -7,17 +7,17 @@ from runtime.core.messages import Message
 MESSAGES: Mapping[str, Message] = {
     "queue.pytorch_broken": Message(
         "PyTorch or one of its libraries cannot be imported: {error}.",
-        "Run the installer again, then `doctor`; see the log for details.",
+        "Run `{installer} doctor`; see the log for details.",
     ),
-    "queue.no_such_job": Message("There is no job '{job}'.", "Run `jobs list` to list the jobs."),
+    "queue.no_such_job": Message("There is no job '{job}'.", "Run `{tandem} jobs list` to list the jobs."),
     "queue.ambiguous_job": Message(
-        "Several jobs start with '{beginning}'.", "Give more digits of the id: `jobs list` shows them."
+        "Several jobs start with '{beginning}'.", "Give more digits of the id: `{tandem} jobs list` shows them."
     ),
     "queue.job_queued": Message("Job {job} is already queued.", "Wait for it, or cancel it."),
     "queue.job_running": Message("Job {job} is already running.", "Watch it in the web app, or wait until it ends."),
     "queue.job_running_delete": Message("Job {job} is running.", "Cancel it first."),
     "queue.job_done": Message("Job {job} is done.", "Its video is {video}."),
-    "queue.job_deleted": Message("Job {job} is deleted.", "Run `jobs undelete {job}` to restore it first."),
+    "queue.job_deleted": Message("Job {job} is deleted.", "Run `{tandem} jobs undelete {job}` to restore it first."),
     "queue.job_not_queued": Message("Job {job} is no longer queued.", "Refresh the queue."),
     "queue.batch_too_large": Message("The batch has {videos:,} videos.", "Queue at most {maximum:,} at once."),
     "queue.job_unreadable": Message(
@@ -33,8 +33,8 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "queue.store_disk_full": Message("The disk is full: {file} cannot be written.", "Free some disk space."),
     "queue.store_read_only": Message(
-        "{file} cannot be written: it or its folder is read-only.",
-        "Make the folder writable, or set TANDEM_CACHE_DIR to another folder.",
+        "{file} cannot be written: it or its folder is read-only, or belongs to another user.",
+        "Make both writable, or set TANDEM_CACHE_DIR to another folder.",
     ),
     "queue.locks_not_writable": Message(
         "{folder} cannot be written: {error}.", "Make the folder writable, or set TANDEM_CACHE_DIR to another folder."
@@ -88,8 +88,15 @@ MESSAGES: Mapping[str, Message] = {
     "task.pruned_in_part": Message(
         "Deleted {count:n engine}; {left:bytes} are left. Pinned engines and engines in use are kept."
     ),
-    # Downloads
+    # Tasks on models
     "download.already_queued": Message("{model} is already being downloaded.", "Wait for it, or cancel it."),
-    "download.cancelled": Message("Cancelled. Received data is kept; the next download resumes from it."),
+    "download.cancelled": Message("Paused. Received data is kept; the download resumes from it."),
+    "download.stopped": Message("Cancelled."),
+    "download.busy": Message("A task on {model} is running.", "Wait for it, or cancel it."),
+    "download.found": Message("{files:n file}, {size:bytes} to download."),
+    "download.verified": Message("Verified: {files:n file}, {size:bytes}."),
+    "download.wrong_files": Message(
+        "{wrong} of {files:n file} are wrong. {cause}", "Download the model again: only these files are fetched."
+    ),
     "download.done": Message("{model} is downloaded and verified: {size:bytes}."),
 }

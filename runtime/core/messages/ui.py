@@ -6,7 +6,7 @@ from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
     "ui.interrupted": Message(
-        "Tandem ended while this video was generated.", "Resume it: ./install.sh jobs resume {job}"
+        "Tandem ended while this video was generated.", "Resume it: `{tandem} jobs resume {job}`"
     ),
     "ui.visitor_interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
     "ui.watch_ended": Message(
@@ -27,6 +27,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "ui.variations": Message("The number of variations is “{given}”.", "Enter a whole number from 1 to {maximum}."),
     "ui.video_missing": Message("One of the two videos does not exist any more.", "Select another one."),
+    "ui.repository_missing": Message("No repository is given.", "Enter OWNER/REPOSITORY, such as {example}."),
     "ui.task_exists": Message("This task is already queued or running.", "See Tasks."),
     "ui.too_many_tasks": Message(
         "{maximum} tasks are already queued or running.", "Wait until one is done, or cancel one."
@@ -41,7 +42,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "ui.engine_file_of_another_user": Message(
         "{file} belongs to another user of this machine.",
-        "Copy the file, or import it with `engines import` on the command line.",
+        "Copy the file, or import it with `{tandem} engines import` on the command line.",
     ),
     "ui.no_such_component": Message("{model} has no {component}.", "Choose another component, or Automatic."),
     # The form.

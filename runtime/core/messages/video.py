@@ -9,10 +9,18 @@ MESSAGES: Mapping[str, Message] = {
     "video.folder_missing": Message("The folder {folder} does not exist.", "Create it first, or choose another one."),
     "video.not_a_file": Message("{file} is not a regular file, so it cannot be replaced.", "Choose another file name."),
     "video.disk_full": Message("The disk is full: {file} was not saved.", "Free some disk space and try again."),
+    "video.disk_too_small": Message(
+        "Saving the video in {folder} needs about {needs:bytes} of disk space; {free:bytes} are free.",
+        "Free some disk space, or choose another folder.",
+    ),
+    "video.no_encoder": Message(
+        "{program} cannot encode H.264 videos: {line}.",
+        "Install an ffmpeg with libx264 and set IMAGEIO_FFMPEG_EXE to its path, or unset IMAGEIO_FFMPEG_EXE.",
+    ),
     "video.not_writable": Message("{file} cannot be written: {reason}.", "Choose a folder that you can write to."),
     "video.no_ffmpeg": Message(
         "ffmpeg was not found, or does not run.",
-        "Run the installer again, or install ffmpeg and set IMAGEIO_FFMPEG_EXE to its path.",
+        "Run `{installer} doctor`, or install ffmpeg and set IMAGEIO_FFMPEG_EXE to its path.",
     ),
     "video.ffmpeg_failed": Message(
         "ffmpeg could not write {file}: {line}.", "Check the folder and its free space, and try again."
