@@ -343,6 +343,26 @@ def compile_conflict(settings: ComponentSettings, machine: Machine) -> Conflict 
     return None if problem is None else Conflict(problem)
 
 
+def choice_conflict(field: str, value: str, machine: Machine) -> Conflict | None:
+    """Return why this machine does not support a value of a request field, whatever the others are; `None` if it does.
+
+    Args:
+        field: "offload", "quantization", "attention", "compile" or "vae_precision"; the values of others are possible.
+    """
+    device = "cpu" if cuda_problem(machine) else "cuda:0"
+    match field:
+        case "offload" | "quantization":
+            return lacking(value, machine)
+        case "attention" if value != AUTO:
+            return attention_conflict(value, machine)
+        case "compile" if value == "always":
+            return compile_conflict(ComponentSettings(component="transformer", backend=PYTORCH, device=device), machine)
+        case "vae_precision":
+            decoder = ComponentSettings(component="vae", backend=PYTORCH, device=device, precision=value)
+            return conflict(decoder, machine)
+    return None
+
+
 def build_conflict(ram_bytes: int, vram_bytes: int, disk_bytes: int, machine: Machine) -> Conflict | None:
     """Return why this machine's total memory or free disk space is too small for a build, `None` if it suffices.
 

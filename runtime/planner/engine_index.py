@@ -188,7 +188,7 @@ class EngineRecord:
         model, component: what it was built from.
         files: the engine file first, then the data files that belong to it.
         file_bytes: of all its files.
-        build_seconds: duration of the build.
+        build_seconds: duration of the build, with loading, comparison and measurements.
         seconds_per_call: median at the optimal size; 0 if not measured.
         pytorch_seconds_per_call: of the program in PyTorch, in the precision of the engine; 0 if not measured.
         baselines: seconds of what PyTorch would run instead of the engine, at the optimal size: the component as the

@@ -119,6 +119,8 @@ _BLOCK_BUILD_SECONDS: Mapping[str, float] = {
     "tensorrt_rtx_blocks_fp8": 8,
     "onnxruntime_blocks": 5,
 }
+# Start of the child process, loading, comparison with PyTorch and measurements, for each build.
+_CHILD_SECONDS = 5.0
 
 
 # Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of
@@ -396,7 +398,7 @@ def build_seconds(
         builder: what builds it.
         size: (latent frames, height, width) that it is built for.
         index: the engines on this machine. The latest of the same model, program and builder counts; its build time is
-            scaled by the operations of a call, except that of block engines, which serve every size.
+            scaled by the operations of a call if they are more, except that of block engines, which serve every size.
     """
     in_blocks = is_block_program(program)
     built = [
@@ -413,13 +415,14 @@ def build_seconds(
         if in_blocks:
             return last.build_seconds
         before = last.key.profiles[0].opt
-        return last.build_seconds * call_flops(spec, component, size) / call_flops(spec, component, before)
+        # Loading, exporting and compiling take as long for a smaller clip.
+        return last.build_seconds * max(call_flops(spec, component, size) / call_flops(spec, component, before), 1.0)
     if in_blocks:
-        return _BLOCK_BUILD_SECONDS[builder]
+        return _BLOCK_BUILD_SECONDS[builder] + _CHILD_SECONDS
     if component == "vae" and builder in _VAE_BUILD_SECONDS:
-        return _VAE_BUILD_SECONDS[builder]
+        return _VAE_BUILD_SECONDS[builder] + _CHILD_SECONDS
     parameters = spec.parameters[component]
-    return _BUILD_SECONDS[builder][sum(parameters > largest for largest in _BUILD_SIZES)]
+    return _BUILD_SECONDS[builder][sum(parameters > largest for largest in _BUILD_SIZES)] + _CHILD_SECONDS
 
 
 def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> history.Kind:

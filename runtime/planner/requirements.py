@@ -1,4 +1,4 @@
-"""Hardware requirements of a model: the smallest GPU for its default clip, and memory on this machine.
+"""Hardware requirements of a model: the smallest GPU for its default clip, and whether it runs on this machine.
 
 Pure: forecasts of the planner for GPUs on the market, with as much system memory (RAM) as a strategy needs.
 """
@@ -8,12 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runtime.core.errors import TandemError
+from runtime.core.errors import MemoryShortError, TandemError
+from runtime.core.estimates import Seconds
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.core.units import memory_size
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import resolve
 
@@ -22,6 +24,7 @@ _GIB = 1 << 30
 CARDS = (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 180, 288)
 _FREE_SHARE = 0.95
 _RAM_BYTES = 1 << 42
+_NOWHERE = Path("none.mp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     least = smallest_card(spec)
     resident = None if least is None else smallest_card(spec, resident=True, at_least=least.gib)
     try:
-        plan = resolve(_request(spec), spec, machine, Path("none.mp4"), history=history)
+        plan = resolve(_request(spec), spec, machine, _NOWHERE, history=history)
     except TandemError as error:
         return Needs(least=least, resident=resident, here=error.fact, runs_here=False, peak_bytes=0)
     data = {
@@ -99,6 +102,89 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     }
     here = Fact("planner.runs_here", data)
     return Needs(least=least, resident=resident, here=here, runs_here=True, peak_bytes=plan.memory_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Whether a model's default clip runs on this machine with the memory that is free now, everything on "auto".
+
+    Attributes:
+        kind: "runs", "offload" (weights wait in RAM), "quantized" (only with such weights), "too_large" (for memory)
+            or "unsupported" (for another reason).
+        verdict: the same in a few words.
+        detail: the memory strategy; if it is too large, the most frames that fit, if any; if unsupported, the reason.
+        peak_bytes: in the memory that components run in, of `free_bytes`; 0 if it does not run.
+        seconds: of the clip, without loading; `None` if it does not run.
+    """
+
+    kind: str
+    verdict: Fact
+    detail: Fact | None
+    peak_bytes: int = 0
+    free_bytes: int = 0
+    seconds: Seconds | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the clip runs."""
+        return self.seconds is not None
+
+
+def fit(spec: ModelSpec, machine: Machine, history: History = (), offers: Offers = no_offers) -> Fit:
+    """Return whether a model runs on this machine; it need not be downloaded."""
+    request = GenerationRequest(prompt="none", model=spec.name, seed=0)
+    try:
+        plan = resolve(request, spec, machine, _NOWHERE, offers, history, builds_later=True)
+    except MemoryShortError as error:
+        verdict = _too_large(error.fact)
+        return Fit(kind="too_large", verdict=verdict, detail=_shorter(request, spec, machine))
+    except TandemError as error:
+        return Fit(kind="unsupported", verdict=Fact("fit.unsupported"), detail=error.fact)
+    strategy = plan.strategy
+    kind, verdict = "runs", Fact("fit.runs")
+    if strategy.quantization != "none":
+        kind, verdict = "quantized", Fact("fit.quantized", {"quantization": strategy.quantization})
+    elif strategy.offload != "none":
+        kind, verdict = "offload", Fact("fit.offload")
+    return Fit(
+        kind=kind,
+        verdict=verdict,
+        detail=plan.forecast.title,
+        peak_bytes=plan.memory_bytes,
+        free_bytes=plan.free_bytes,
+        seconds=plan.seconds["total"],
+    )
+
+
+def _too_large(short: Fact) -> Fact:
+    """Return what a refusal for lack of memory says in a few words."""
+    found = short.data
+    if short.code == "planner.ram_short":
+        return Fact("fit.too_large", {"needed": found["ram"], "free": found["ram_free"], "where": "RAM"})
+    if "peak" in found and "free" in found:
+        return Fact("fit.too_large", {"needed": found["peak"], "free": found["free"], "where": found["where"]})
+    return Fact("fit.too_large_for_all")
+
+
+def _shorter(request: GenerationRequest, spec: ModelSpec, machine: Machine) -> Fact | None:
+    """Return how many frames of the default size fit, if fewer than by default do."""
+
+    def fits(step: int) -> bool:
+        try:
+            resolve(request.replace(frames=1 + stride * step), spec, machine, _NOWHERE)
+        except TandemError:
+            return False
+        return True
+
+    stride = spec.vae.scale_factor_temporal
+    # More frames need more memory: bisect between a length that fits and one that does not.
+    low, high = 1, (spec.defaults.frames - 1) // stride
+    if high <= low or not fits(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return Fact("fit.shorter", {"frames": 1 + stride * low})
 
 
 def smallest_card(spec: ModelSpec, *, resident: bool = False, at_least: int = 0) -> Card | None:
@@ -113,7 +199,7 @@ def smallest_card(spec: ModelSpec, *, resident: bool = False, at_least: int = 0)
             continue
         try:
             request = _request(spec, offload="none" if resident else "auto")
-            plan = resolve(request, spec, _card_machine(gib), Path("none.mp4"))
+            plan = resolve(request, spec, _card_machine(gib), _NOWHERE)
         except TandemError:
             continue
         if plan.strategy.keep_loaded or not resident:

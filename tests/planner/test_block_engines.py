@@ -20,7 +20,8 @@ from runtime.planner.engine_offers import EngineOffer, no_offers
 from runtime.planner.history import Run
 from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import resolve
-from runtime.ui.plan_preview import Preview, summarize
+from runtime.ui.plan_panel import summarize
+from runtime.ui.plan_preview import Preview
 from tests.plans import GIB, GPU_PACKAGES, machine
 from tests.published_specs import spec
 

@@ -463,7 +463,7 @@ def test_build_times_come_from_earlier_builds(tmp_path: Path) -> None:
         return build_seconds(of, "transformer", "transformer", "onnx_tensorrt", latent, index)
 
     assert seconds(built(tmp_path)) == 100
-    assert seconds(built(tmp_path), latent=(11, 60, 104)) < 60
+    assert seconds(built(tmp_path), latent=(11, 60, 104)) == 100, "most of it does not depend on the size"
     assert seconds(built(tmp_path), latent=(21, 90, 160)) > 200
     assert seconds(built(tmp_path), built(tmp_path, build_seconds=80.0, built_at=2000.0)) == 80
     guess = seconds()

@@ -1,13 +1,15 @@
 """Hardware requirements of models: the smallest GPU, and memory on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from runtime.core.errors import MemoryShortError
 from runtime.core.request import GenerationRequest
 from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import find
-from runtime.planner.requirements import CARDS, needs
+from runtime.planner.requirements import CARDS, fit, needs
 from runtime.planner.resolve import resolve
 from tests.planner.test_table import CPU_8, H200, here
 
@@ -42,3 +44,44 @@ def test_requirements_on_a_machine_without_a_gpu() -> None:
     assert small.runs_here
     assert 0 < small.peak_bytes < GIB
     assert small.to_json()["least"]["gib"] == 6
+
+
+def test_whether_a_model_runs_here() -> None:
+    specs = {known.name: known.spec(Path("none")) for known in KNOWN}
+    small = find("diorama", Path("none"))
+    assert fit(small, CPU_8).kind == "runs"
+    # GiB of video memory and RAM, and the kind for each model.
+    for vram, ram, wide, medium in (
+        (80, 256, "runs", "runs"),
+        (24, 64, "quantized", "runs"),
+        (8, 64, "too_large", "offload"),
+    ):
+        machine = here("card", (8, 9), vram, ram=ram)
+        assert fit(specs["wan2.2-t2v-a14b"], machine).kind == wide
+        found = fit(specs["wan2.2-ti2v-5b"], machine)
+        assert found.kind == medium and found.runs and found.seconds is not None
+        assert 0 < found.peak_bytes <= found.free_bytes
+
+
+def test_a_model_that_is_too_large_names_what_is_missing() -> None:
+    wide = next(known for known in KNOWN if known.name == "wan2.2-t2v-a14b").spec(Path("none"))
+    found = fit(wide, CPU_8)
+    assert (found.kind, found.runs, found.detail) == ("too_large", False, None)
+    assert str(found.verdict) == "Too large: needs 59.8 GiB of memory, 7.6 GiB free"
+    on_card = fit(wide, here("card", (8, 9), 12, ram=16))
+    assert str(on_card.verdict) == "Too large: needs 12.0 GiB of video memory, 11.4 GiB free"
+    assert str(on_card.detail) == "Clips of up to 65 frames fit."
+
+
+def test_the_most_frames_that_fit_are_named() -> None:
+    spec = next(known for known in KNOWN if known.name == "wan2.1-t2v-1.3b").spec(Path("none"))
+    least = fit(spec, here(ram=8)).verdict.data["needed"]
+    machine = replace(here(ram=64), ram_free_bytes=least - (1 << 20))
+    found = fit(spec, machine)
+    assert found.kind == "too_large"
+    assert found.detail is not None and found.detail.code == "fit.shorter"
+    frames = found.detail.data["frames"]
+    request = GenerationRequest(prompt="none", model=spec.name)
+    resolve(request.replace(frames=frames), spec, machine, Path("none.mp4"))
+    with pytest.raises(MemoryShortError):
+        resolve(request.replace(frames=frames + 4), spec, machine, Path("none.mp4"))
