@@ -25,13 +25,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from runtime.core.errors import CheckpointError, ran_out
+from runtime.core.errors import CheckpointError, ModelError, ran_out
 from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
+from runtime.models.tensor_files import read_header
 from runtime.pipeline.files import BOUNDARY, COMPUTE_FIELDS, HEADER_KEY, LATEST, LOW_NOISE_FIELD, newest_checkpoint
 from runtime.pipeline.sampling import Conditioning, SamplingState
 
@@ -368,8 +369,8 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
     if not path.is_file():
         return None
     try:
+        metadata = read_header(path).metadata
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
             # Copies, because tensors in the file have any alignment, and arithmetic may round differently there.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
         if parse_json(metadata[HEADER_KEY].encode(), infinite=True)["version"] != _VERSION:
@@ -402,7 +403,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
             timings=header.timings,
             load_seconds=header.load_seconds,
         )
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ModelError, OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError("checkpoint.damaged") from error
 
 

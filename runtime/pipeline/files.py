@@ -3,6 +3,7 @@
 import contextlib
 import re
 import secrets
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -50,10 +51,12 @@ def make_folder(outputs_dir: Path) -> None:
     """Make the folder for videos if it is missing.
 
     Raises:
-        OutputError: if it cannot be made.
+        OutputError: if it cannot be made, or nothing can be written to it.
     """
     try:
         outputs_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=outputs_dir):
+            pass
     except OSError as error:
         raise OutputError("pipeline.outputs_folder", folder=outputs_dir, reason=error.strerror) from error
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
 from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.locks import held
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO
-from runtime.core.untrusted_files import read_file
+from runtime.core.untrusted_files import read_json
 from runtime.machine.probe import Machine, gpu_index, seen_from
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner.execution_options import exact_attentions
@@ -34,7 +32,6 @@ from runtime.planner.memory_model import DTYPE_BYTES
 _VERSION: Literal[1] = 1
 # Only the newest runs are kept, a few hundred bytes each.
 _MAX_RUNS = 400
-_MAX_BYTES = 4 << 20
 _LOCK_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -78,8 +75,8 @@ class HistoryFile:
 
     def _parse(self) -> History:
         try:
-            return _Document.model_validate_json(read_file(self._path, _MAX_BYTES)).runs
-        except (OSError, ValidationError):
+            return _Document.model_validate(read_json(self._path)).runs
+        except (OSError, ValueError):
             return ()
 
     def add(self, new: Iterable[Run]) -> None:

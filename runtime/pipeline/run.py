@@ -22,7 +22,7 @@ from runtime.pipeline.oom_retry import with_oom_retry
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
 from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_prompt
-from runtime.video.mp4 import check_target, sweep
+from runtime.video.mp4 import check_output, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,9 @@ def _generate(
     job_id: str | None,
     on_frames: Callable[[np.ndarray], None] | None,
 ) -> VideoSaved:
-    check_target(context.plan.output)
-    sweep(context.plan.output.parent)
+    plan = context.plan
+    check_output(plan.output, plan.width, plan.height, plan.frames, plan.crf)
+    sweep(plan.output.parent)
     for warning in context.plan.warnings:
         context.warn(warning)
     context.resume()

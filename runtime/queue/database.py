@@ -8,6 +8,7 @@ SQLite's `user_version` holds the schema version of a file.
 import contextlib
 import json
 import logging
+import os
 import shlex
 import shutil
 import sqlite3
@@ -24,6 +25,8 @@ from runtime.core.locks import held
 _BUSY_SECONDS = 10.0
 _OPENING_SECONDS = 20.0
 _SMALL_FILES = 1 << 16
+# No file has this device and number.
+_CLOSED = (-1, -1)
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class Database:
         with self._lock, _sqlite_errors(self.path):
             if self._replaced():
                 self._connection.close()
+                self._identity = _CLOSED  # if it cannot be opened now, the next transaction tries again
                 self._open()
             connection = self._connection
             if durable is not None and durable != self._durable:
@@ -223,6 +227,13 @@ def _is_full(folder: Path) -> bool:
         return False
 
 
+def _is_writable(path: Path) -> bool:
+    """Whether this user may change a file and create others beside it."""
+    with contextlib.suppress(OSError):
+        return os.access(path.parent, os.W_OK) and (not path.exists() or os.access(path, os.R_OK | os.W_OK))
+    return False
+
+
 @contextlib.contextmanager
 def _sqlite_errors(path: Path | None) -> Iterator[None]:
     """Raise errors of SQLite and the operating system as `StoreError`."""
@@ -240,7 +251,9 @@ def _store_error(path: Path | None, reason: str) -> StoreError:
     file, lowered = path or "jobs.sqlite", reason.lower()
     if "full" in lowered or "no space" in lowered or ("i/o error" in lowered and path and _is_full(path.parent)):
         return StoreError("queue.store_disk_full", file=file)
-    if "readonly" in lowered or "read-only" in lowered or "permission" in lowered:
+    # SQLite does not say why it cannot open or write a file.
+    unwritable = ("i/o error" in lowered or "unable to open" in lowered) and path and not _is_writable(path)
+    if unwritable or any(word in lowered for word in ("readonly", "read-only", "permission")):
         return StoreError("queue.store_read_only", file=file)
     if "locked" in lowered:
         return StoreError("queue.store_locked", file=file)
@@ -375,5 +388,24 @@ def _unreadable_rows(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE jobs ADD COLUMN unreadable TEXT")
 
 
+def _stars(connection: sqlite3.Connection) -> None:
+    """Version 6: starred jobs, and an index of the few rows that cannot be read."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN starred INTEGER NOT NULL DEFAULT 0")
+    connection.execute("CREATE INDEX jobs_unreadable ON jobs (number) WHERE unreadable IS NOT NULL")
+
+
+def _gpus_of_builds(connection: sqlite3.Connection) -> None:
+    """Version 7: the index of the GPU that an idle build is for."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN gpu INTEGER")
+
+
 # Migration n upgrades a file from version n to n + 1.
-MIGRATIONS: tuple[Migration, ...] = (_create, _sentences_to_facts, _worker_processes, _idle_builds, _unreadable_rows)
+MIGRATIONS: tuple[Migration, ...] = (
+    _create,
+    _sentences_to_facts,
+    _worker_processes,
+    _idle_builds,
+    _unreadable_rows,
+    _stars,
+    _gpus_of_builds,
+)

@@ -17,6 +17,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe, seen_from
 from runtime.models.catalogue import look_up
 from runtime.models.loras import model_for
+from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.rerun_low_noise import plan_rerun
@@ -77,7 +78,7 @@ class JobQueue:
         self._registry = WorkerRegistry(store.database)
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._tasks: OrderedDict[str, Task] = OrderedDict()
-        self._titles: dict[str, str] = {}
+        self._specs: dict[str, ModelSpec] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._exit = ExitStack()
@@ -106,7 +107,7 @@ class JobQueue:
             WorkerConfig(
                 app=self.instance,
                 gpu=gpu,
-                # Tasks measure and build engines for the first GPU.
+                # Tasks measure and build engines for the first GPU; idle builds name theirs.
                 kinds=KINDS if gpu == self._gpus[0] else VIDEOS,
                 store_path=self.store.path,
                 store_problem=self.store.problem,
@@ -306,13 +307,22 @@ class JobQueue:
                 self._forget_old()
             return job
 
+    def words(self, model: str) -> Mapping[str, Sequence[str]]:
+        """Return words that a model with a small vocabulary knows, by group; empty for others and unknown models."""
+        spec = self._spec(model)
+        return {} if spec is None else spec.words
+
     def _title(self, model: str) -> str:
-        if model not in self._titles:
+        spec = self._spec(model)
+        return model if spec is None else spec.title
+
+    def _spec(self, model: str) -> ModelSpec | None:
+        if model not in self._specs:
             try:
-                self._titles[model] = look_up(model, self._weights_dir).title
+                self._specs[model] = look_up(model, self._weights_dir)
             except TandemError:  # the model was removed
-                return model
-        return self._titles[model]
+                return None
+        return self._specs[model]
 
     def _task_of(self, record: JobRecord) -> Task:
         with self._lock:
@@ -354,15 +364,17 @@ class JobQueue:
         for job_id in changed & views.keys():
             with suppress(StoreError):  # it was purged
                 views[job_id].refresh()
+        self._forget_old()
         for record in self.store.list(kinds=["build"], states=["queued", "running"]):
             self._task_of(record)
 
     def _forget_old(self) -> None:
         views: OrderedDict[str, Job] | OrderedDict[str, Task]
-        for views, most in ((self._jobs, _ENDED_JOBS), (self._tasks, _ENDED_TASKS)):
-            ended = [view.id for view in views.values() if not view.open]
-            for job_id in ended[: max(len(ended) - most, 0)]:
-                del views[job_id]
+        with self._lock:
+            for views, most in ((self._jobs, _ENDED_JOBS), (self._tasks, _ENDED_TASKS)):
+                ended = [view.id for view in views.values() if not view.open]
+                for job_id in ended[: max(len(ended) - most, 0)]:
+                    del views[job_id]
 
 
 def combined(

@@ -92,7 +92,7 @@ class Planner:
         """
         spec = model_for(record.generation_request(), self._weights_dir)
         if record.begun and record.plan is not None and record.plan.loras == spec.loras:
-            moved = move_to_gpu(record.plan, gpu, machine, others)
+            moved = move_to_gpu(record.plan.replace(output=record.output), gpu, machine, others)
             if moved is not None:
                 return spec, avoid_causes(moved, spec, deaths)
             logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
@@ -154,7 +154,10 @@ def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store:
     names = "all components" if len(later) == len(plan.components) else ", ".join(map(plan.title, later))
     title = f"Build engines for {names} of {spec.title} at {plan.width}×{plan.height}, {plan.frames} frames"
     ids = {use.id for uses in later.values() for use in uses}
-    return store.add_idle_build(title, folder, work.to_json(), ids)
+    devices = {plan.components[name].device for name in later} - {"cpu"}
+    # Components that are not on the CPU are on one GPU.
+    gpu = int(min(devices, default="cuda:0").removeprefix("cuda:"))
+    return store.add_idle_build(title, folder, work.to_json(), ids, gpu)
 
 
 class JobRecorder:

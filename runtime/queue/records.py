@@ -59,6 +59,7 @@ class JobRecord(FrozenModel):
         failure: the error of a failed job.
         idle: whether it runs only while no other work waits, and makes room for videos.
         engines: ids of the engines that an idle build is for, separated by spaces.
+        starred: whether the user marked it.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -89,6 +90,7 @@ class JobRecord(FrozenModel):
     live: str | None = None
     idle: bool = False
     engines: str = ""
+    starred: bool = False
 
     @property
     def open(self) -> bool:
@@ -201,6 +203,27 @@ def task_progress(record: JobRecord) -> TaskLive | None:
         return TaskLive.model_validate(record.live_values)
     except ValidationError:
         return None
+
+
+class BuildProgress(FrozenModel):
+    """One engine of a task that builds engines.
+
+    Attributes:
+        program, backend: see `EngineKey`.
+        expected: about how long it takes, in seconds.
+        state: "kept" if it existed already.
+        took: seconds.
+        speedup: how many times as fast as PyTorch it is; 0 if not measured.
+        problem: why it failed.
+    """
+
+    program: str
+    backend: str
+    expected: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    state: Literal["waiting", "running", "done", "kept", "failed"] = "waiting"
+    took: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    speedup: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    problem: Fact | None = None
 
 
 class BuildEngines(FrozenModel):

@@ -3,11 +3,12 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.core.files import remove_partial_files
+from runtime.core.locks import remove_scratch_folders
 from runtime.pipeline.files import CHECKPOINTS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
@@ -32,29 +33,38 @@ class DiskUsage:
         checkpoint_bytes: checkpoints of all jobs.
         finished_bytes: of these, checkpoints of finished videos, which only reruns need.
         deleted, deleted_bytes: deleted jobs that can be restored, with all their files.
+        old: the number of jobs that ended at least so many days ago and the bytes of their videos, by days.
     """
 
-    videos: int
-    video_bytes: int
-    checkpoint_bytes: int
-    finished_bytes: int
-    deleted: int
-    deleted_bytes: int
+    videos: int = 0
+    video_bytes: int = 0
+    checkpoint_bytes: int = 0
+    finished_bytes: int = 0
+    deleted: int = 0
+    deleted_bytes: int = 0
+    old: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
-def measure(store: JobStore, owner: str | None) -> DiskUsage:
-    """Measure every file of an owner's jobs."""
+def measure(store: JobStore, owner: str | None, ages: Sequence[int] = (), now: float | None = None) -> DiskUsage:
+    """Measure every file of an owner's jobs.
+
+    Args:
+        ages: in days, of the jobs in `old`; those that no job has are left out.
+        now: seconds since 1970; by default, the clock's.
+    """
     there = store.list(owner=owner)
-    videos = [size for size in (video_bytes(job) for job in there) if size]
+    videos = {job.id: video_bytes(job) for job in there}
     kept = {job.id: checkpoint_bytes(store, job.id) for job in there}
     gone = store.list(owner=owner, deleted=True)
+    old = {days: [videos[job.id] for job in there if _is_older(job, days, now)] for days in ages}
     return DiskUsage(
-        videos=len(videos),
-        video_bytes=sum(videos),
+        videos=sum(size > 0 for size in videos.values()),
+        video_bytes=sum(videos.values()),
         checkpoint_bytes=sum(kept.values()),
         finished_bytes=sum(kept[job.id] for job in there if job.state == "done"),
         deleted=len(gone),
         deleted_bytes=sum(video_bytes(job) + checkpoint_bytes(store, job.id) for job in gone),
+        old={days: (len(sizes), sum(sizes)) for days, sizes in old.items() if sizes},
     )
 
 
@@ -86,8 +96,12 @@ def remove_finished_checkpoints(store: JobStore, owner: str | None) -> int:
 
 def older_than(store: JobStore, owner: str | None, days: float, now: float | None = None) -> Sequence[JobRecord]:
     """Return the jobs that ended at least `days` days ago."""
+    return [job for job in store.list(owner=owner) if _is_older(job, days, now)]
+
+
+def _is_older(job: JobRecord, days: float, now: float | None) -> bool:
     then = (time.time() if now is None else now) - days * _DAY
-    return [job for job in store.list(owner=owner) if not job.open and (job.ended or job.created) < then]
+    return not job.open and (job.ended or job.created) < then
 
 
 def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:
@@ -117,6 +131,7 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
     Raises:
         StoreError: if the store cannot be read; no folder is removed then.
     """
+    remove_scratch_folders()
     if outputs_dir.is_dir():
         sweep(outputs_dir)
     store.check()

@@ -7,13 +7,11 @@ Increasing numbers order the jobs, never the clock.
 import json
 import logging
 import secrets
-import shutil
 import sqlite3
-import tempfile
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from types import EllipsisType
@@ -22,10 +20,11 @@ from typing import Any
 from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.locks import scratch_folder
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.queue.database import Database
-from runtime.queue.instances import Instance
+from runtime.queue.instances import Instance, app_of
 from runtime.queue.records import (
     KINDS,
     LAST_SECOND,
@@ -46,26 +45,35 @@ NAME = "jobs.sqlite"
 # Running jobs first. Queries for several jobs leave out rows that were set aside.
 _IN_QUEUE = "FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL"
 _IN_ORDER = "ORDER BY state = 'queued', idle, position"
-# What a worker may claim; the parameters are the worker, its kinds.
+# What a worker may claim. Workers are given as `:worker`, their app as `:app`.
 _CLAIMABLE = (
     "SELECT * FROM jobs WHERE state = 'queued' AND NOT held AND unreadable IS NULL "
-    "AND (instance IS NULL OR instance = ?) AND kind IN ({})"
+    "AND (instance IS NULL OR instance = :worker)"
 )
-_NEXT = f"{_CLAIMABLE} AND NOT idle ORDER BY position LIMIT 1"
-_NEXT_IDLE = f"{_CLAIMABLE} AND idle ORDER BY position LIMIT 1"
-# Videos of other processes on a worker's GPU; the CPU and the process of a command line count as the first GPU.
+_NEXT = f"{_CLAIMABLE} AND NOT idle AND kind IN (SELECT value FROM json_each(:kinds)) ORDER BY position LIMIT 1"
+# The CPU and the process of a command line count as the first GPU.
+_OWN_GPU = "coalesce((SELECT gpu FROM workers WHERE instance = :worker), 0)"
+# Of its own GPU; of GPUs without a worker, the worker that takes all builds.
+_NEXT_IDLE = (
+    f"{_CLAIMABLE} AND idle AND (jobs.gpu = {_OWN_GPU} OR 'build' IN (SELECT value FROM json_each(:kinds)) "
+    "AND NOT EXISTS (SELECT 1 FROM workers WHERE workers.app = :app AND workers.gpu = jobs.gpu)) "
+    "ORDER BY position LIMIT 1"
+)
+# Videos of other processes on a worker's GPU.
 _VIDEO_ON_GPU = (
     "SELECT 1 FROM jobs LEFT JOIN workers ON workers.instance = jobs.instance "
-    "WHERE state = 'running' AND kind = 'video' AND unreadable IS NULL AND jobs.instance != ? "
-    "AND coalesce(workers.gpu, 0) = coalesce((SELECT gpu FROM workers WHERE instance = ?), 0) LIMIT 1"
+    "WHERE state = 'running' AND kind = 'video' AND unreadable IS NULL AND jobs.instance != :worker "
+    f"AND coalesce(workers.gpu, 0) = {_OWN_GPU} LIMIT 1"
 )
 # After an idle build failed, was cancelled or found nothing to build, videos do not queue it again for a day. A worker
-# finds nothing if the engines are for another kind of GPU than its own; a day later, another one may claim the build.
+# finds nothing if the engines are for a GPU that was removed or has another index now.
 _NOT_AGAIN_SECONDS = 86_400.0
 _NOTHING_BUILT = (
     "EXISTS (SELECT 1 FROM events WHERE events.job = jobs.id AND events.event LIKE '%\"task.nothing_to_build\"%')"
 )
 _MOST_POSITION = 1 << 53
+# Between two attempts to open the store.
+_RETRY_SECONDS = 5.0
 _LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
@@ -79,7 +87,7 @@ class JobStore:
 
     Args:
         path: of the file; `None` keeps all in memory, for this process alone.
-        temporary_folder: removed when the store is closed.
+        scratch: closed with the store, to remove its folder.
 
     Attributes:
         problem: why jobs are lost with this process; `None` if they are stored.
@@ -93,18 +101,14 @@ class JobStore:
         self,
         path: Path | None,
         problem: Fact | None = None,
-        temporary_folder: Path | None = None,
+        scratch: ExitStack | None = None,
     ) -> None:
         self.database = Database(path)
         self.path = path
         self.problem = problem
         # Rows and events that were reported in the log.
         self._reported: set[tuple[str, int]] = set()
-        self._remove_folder = (
-            None
-            if temporary_folder is None
-            else weakref.finalize(self, shutil.rmtree, temporary_folder, ignore_errors=True)
-        )
+        self._remove_folder = None if scratch is None else weakref.finalize(self, scratch.close)
 
     @property
     def temporary(self) -> bool:
@@ -133,15 +137,19 @@ class JobStore:
 
     def check(self) -> None:
         """Set aside the jobs whose rows cannot be read, and take back those that can be read again."""
+        problems: dict[int, StoreError] = {}
+        repaired: list[int] = []
         with self.database.reading() as connection:
-            rows = connection.execute("SELECT * FROM jobs").fetchall()
-        jobs, problems = _read_all(rows)
+            # One row at a time: garbage collection of thousands of jobs would take most of the time.
+            for row in connection.execute("SELECT * FROM jobs"):
+                jobs, unreadable = _read_all([row])
+                problems |= unreadable
+                repaired += jobs if row["unreadable"] is not None else ()
         self._set_aside(problems)
-        repaired = [row["number"] for row in rows if row["unreadable"] is not None and row["number"] in jobs]
         if repaired:
             with self.database.writing() as connection:
-                query = f"UPDATE jobs SET unreadable = NULL WHERE number IN ({_marks(repaired)})"
-                connection.execute(query, repaired)
+                query = "UPDATE jobs SET unreadable = NULL WHERE number = ?"
+                connection.executemany(query, [(number,) for number in repaired])
 
     def _records(self, query: str, values: Sequence[Any] = ()) -> Sequence[JobRecord]:
         """Return the jobs that a query finds; rows that cannot be read are set aside."""
@@ -223,14 +231,18 @@ class JobStore:
         with self.database.writing() as connection:
             return _insert(connection, kind, values)
 
-    def add_idle_build(self, title: str, folder: Path, request: Mapping[str, Any], engines: Collection[str]) -> bool:
+    def add_idle_build(
+        self, title: str, folder: Path, request: Mapping[str, Any], engines: Collection[str], gpu: int = 0
+    ) -> bool:
         """Add a build that runs while no other work waits, unless one of the same engines is queued or failed lately.
 
         Args:
             engines: ids of the engines.
+            gpu: index of the GPU that they are for, whose worker builds them; 0 for the CPU.
         """
         ids = " ".join(sorted(engines))
-        values = {"title": title, "request": json.dumps(request), "output": str(folder), "idle": 1, "engines": ids}
+        values: dict[str, Any] = {"title": title, "request": json.dumps(request), "output": str(folder)}
+        values |= {"idle": 1, "engines": ids, "gpu": gpu}
         with self.database.writing() as connection:
             known = connection.execute(
                 "SELECT 1 FROM jobs WHERE kind = 'build' AND idle AND engines = ? AND (state IN ('queued', 'running') "
@@ -281,6 +293,7 @@ class JobStore:
         owner: str | EllipsisType | None = ...,
         kinds: Collection[Kind] = VIDEOS,
         deleted: bool = False,
+        starred: bool = False,
         limit: int = -1,
         offset: int = 0,
     ) -> Sequence[JobRecord]:
@@ -291,12 +304,15 @@ class JobStore:
             search: only jobs whose prompt contains all of these words, or whose id starts with the text.
             owner: only jobs of this owner; `...` for all owners.
             deleted: deleted jobs that can be restored, instead of the others.
+            starred: only starred jobs.
             limit: maximum number, after `offset`; negative for all.
         """
         where: dict[str, Iterable[Any]] = {
             f"kind IN ({_marks(kinds)})": kinds,
             f"deleted IS {'NOT ' if deleted else ''}NULL AND unreadable IS NULL": (),
         }
+        if starred:
+            where["starred"] = ()
         if states is not None:
             where[f"state IN ({_marks(states)})"] = states
         if not isinstance(owner, EllipsisType):
@@ -364,7 +380,8 @@ class JobStore:
     def claim(self, instance: str, kinds: Collection[Kind] = KINDS) -> JobRecord | None:
         """Claim the next queued job for exactly one process; `None` if no job of these kinds is queued.
 
-        Idle builds come last, and only while no video runs on the worker's GPU.
+        Idle builds come last, and only while no video runs on the worker's GPU. Workers of every kind claim those that
+        are for their GPU.
         """
         # Polled several times a second: a read does not block writers.
         with self.database.reading() as connection:
@@ -384,14 +401,19 @@ class JobStore:
         with self.database.reading() as connection:
             return _is_busy(connection, instance, kinds)
 
-    def start(self, job_id: str, instance: str) -> JobRecord:
+    def start(self, job_id: str, instance: str, output: Path | None = None) -> JobRecord:
         """Mark this job, which is queued or resumable, as running in the process `instance`.
+
+        Args:
+            output: another MP4 to write.
 
         Raises:
             StoreError: if it is running or done.
         """
         with self.database.writing() as connection:
             _check_resumable(_record(connection, job_id), "queued")
+            if output is not None:
+                _update(connection, job_id, output=str(output))
             return _start(connection, job_id, instance)
 
     def resume(self, job_id: str, changed: tuple[GenerationRequest, ExecutionPlan] | None = None) -> JobRecord:
@@ -598,6 +620,13 @@ class JobStore:
             _find(connection, job_id)
             _update(connection, job_id, deleted=None)
 
+    def star(self, ids: Iterable[str], starred: bool) -> None:
+        """Star jobs, or remove their stars."""
+        with self.database.writing() as connection:
+            for one in ids:
+                _find(connection, one)
+                _update(connection, one, starred=int(starred))
+
     def purge(self, older_than: float, ids: Collection[str] | None = None) -> Sequence[JobRecord]:
         """Remove deleted jobs permanently; return them, so that their files can be removed.
 
@@ -645,26 +674,46 @@ def open_store(cache_dir: Path) -> JobStore:
     except StoreError as error:
         logger.error("%s cannot be used: %s", NAME, type(error.__cause__ or error).__name__)
         problem = error.fact
+        scratch = ExitStack()
         try:
-            folder = Path(tempfile.mkdtemp(prefix="tandem-jobs-"))
-            return JobStore(folder / NAME, problem, folder)
+            folder = scratch.enter_context(scratch_folder())
+            return JobStore(folder / NAME, problem, scratch)
         except (OSError, StoreError):
+            scratch.close()
             return JobStore(None, problem)
+
+
+def open_when_usable(path: Path | None, problem: Fact | None) -> JobStore:
+    """Return the job store of the app that this process belongs to; wait while it cannot be opened.
+
+    Such as on a disk that became read-only: the process would only be started again.
+    """
+    while True:
+        try:
+            return JobStore(path, problem)
+        except StoreError as error:
+            logger.warning("The job store cannot be opened: %s", type(error.__cause__ or error).__name__)
+            time.sleep(_RETRY_SECONDS)
 
 
 def _next(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> sqlite3.Row | None:
     """Return the row that a worker claims next."""
-    wanted = (instance, *kinds)
-    row: sqlite3.Row | None = connection.execute(_NEXT.format(_marks(kinds)), wanted).fetchone()
+    wanted = _claimant(instance, kinds)
+    row: sqlite3.Row | None = connection.execute(_NEXT, wanted).fetchone()
     if row is None and not _is_busy(connection, instance, kinds):
-        row = connection.execute(_NEXT_IDLE.format(_marks(kinds)), wanted).fetchone()
+        row = connection.execute(_NEXT_IDLE, wanted).fetchone()
     return row
+
+
+def _claimant(instance: str, kinds: Collection[Kind]) -> dict[str, str]:
+    """Return the parameters of the queries for what a worker may claim."""
+    return {"worker": instance, "app": app_of(instance), "kinds": json.dumps(list(kinds))}
 
 
 def _is_busy(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> bool:
     """Return whether other work than idle builds waits for a worker, or a video runs on its GPU elsewhere."""
-    waiting = connection.execute(_NEXT.format(_marks(kinds)), (instance, *kinds)).fetchone()
-    return waiting is not None or connection.execute(_VIDEO_ON_GPU, (instance, instance)).fetchone() is not None
+    wanted = _claimant(instance, kinds)
+    return any(connection.execute(query, wanted).fetchone() is not None for query in (_NEXT, _VIDEO_ON_GPU))
 
 
 def _find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:

@@ -1,7 +1,7 @@
 """Runs one task on the engine library in a worker process: build, inspect, import, verify, delete or prune engines."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from runtime.engines.service import EngineService
 from runtime.models.catalogue import look_up
 from runtime.models.loras import model_for
 from runtime.pipeline.baselines import Baselines
-from runtime.pipeline.build_engines import build_all, wanted_engines
+from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.queue.records import (
     BuildEngines,
+    BuildProgress,
     DeleteEngine,
     ImportEngine,
     InspectEngine,
@@ -58,6 +59,11 @@ class TaskRecorder:
     def write(self, text: str) -> None:
         """Append to the log."""
         self._store.record_task_event(self.id, {"event": "TaskLog", "text": text})
+
+    def builds(self, builds: Sequence[BuildProgress]) -> None:
+        """Store the state of every build of this task; one of them has just begun, or the last has ended."""
+        values = [one.model_dump(mode="json") for one in builds]
+        self._store.record_task_event(self.id, {"event": "TaskBuilds", "builds": values})
 
     def found(self, lines: tuple[str, ...]) -> None:
         """Store what is known about an inspected file."""
@@ -125,6 +131,15 @@ class TaskRunner:
         def report(fact: Fact, share: float | None) -> None:
             self.recorder.report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
 
+        builds = [BuildProgress(program=one.use.program, backend=one.backend, expected=one.seconds) for one in wanted]
+
+        def begin(number: int) -> float:
+            if number < len(builds):
+                builds[number] = builds[number].model_copy(update={"state": "running"})
+            self.recorder.builds(builds)
+            return time.monotonic()
+
+        began = begin(0)
         for one in build_all(
             wanted,
             spec,
@@ -138,6 +153,9 @@ class TaskRunner:
             else:
                 failed.append(one.error)
                 self.recorder.write("\n".join(filter(None, (one.error.what, one.error.remedy, one.error.log))))
+            number = built + len(failed) - 1
+            builds[number] = _ended(builds[number], one, time.monotonic() - began, self.created)
+            began = begin(number + 1)
         if failed and not built:
             raise failed[0]
         self.recorder.report(Fact("task.finished"), 1.0)
@@ -195,6 +213,19 @@ class TaskRunner:
             self.free()
             freed = self.engines.store.delete(chosen.id)
         return Fact("task.deleted", {"freed": freed})
+
+
+def _ended(progress: BuildProgress, result: BuildResult, took: float, created: float) -> BuildProgress:
+    """Return the state of a build that has ended; engines from before `created` were kept."""
+    changes: dict[str, object] = {"took": took}
+    if result.record is None:
+        changes |= {"state": "failed", "problem": None if result.error is None else result.error.fact}
+    else:
+        record = result.record
+        changes["state"] = "kept" if record.built_at < created else "done"
+        if record.seconds_per_call and record.pytorch_seconds:
+            changes["speedup"] = record.pytorch_seconds / record.seconds_per_call
+    return progress.model_copy(update=changes)
 
 
 def _narrowed(request: GenerationRequest, component: str | None) -> GenerationRequest:

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from runtime.core.events import Event, Planned
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.files import PREVIEW, checkpoint_step
-from runtime.queue.records import JobRecord, State, event_from_json, task_progress
+from runtime.queue.records import RESUMABLE, BuildProgress, JobRecord, State, event_from_json, task_progress
 from runtime.queue.store import JobStore, Seen
 
 TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -97,7 +99,7 @@ class Job:
                 event = event_from_json(record.live_values, record)
                 if event is not None:
                     self._apply(event)
-            preview = self._new_preview() if record.state == "running" else None
+            preview = self._new_preview() if record.state in {"running", *RESUMABLE} else None
             if preview is not None:
                 self.progress = replace(self.progress, preview=preview)
             self.cancelling = record.state == "running" and record.pending == "cancel"
@@ -141,6 +143,7 @@ class TaskProgress:
         log: progress lines so far, and the end of a failed build's log.
         result: how it ended.
         found: lines about an inspected engine file.
+        builds: the engines that a task builds, in order; the one that runs began at `build_began`, seconds since 1970.
     """
 
     state: TaskState = "queued"
@@ -149,6 +152,8 @@ class TaskProgress:
     log: list[str] = field(default_factory=list, repr=False)
     result: Fact | None = None
     found: tuple[str, ...] = ()
+    builds: tuple[BuildProgress, ...] = ()
+    build_began: float = 0.0
 
     @property
     def open(self) -> bool:
@@ -191,9 +196,9 @@ class Task(TaskProgress):
         """
         with self._lock:
             record, events = self._store.read(self.id, self._read)
-            for number, _, values in events:
+            for number, at, values in events:
                 self._read = number
-                self._follow(values)
+                self._follow(values, at)
             live = task_progress(record)
             if live is not None and record.state != "queued":
                 self.line, self.share = str(live.fact), live.share
@@ -202,8 +207,12 @@ class Task(TaskProgress):
             self.state = "cancelled" if record.state == "interrupted" else record.state
             self.seen = (record.state, record.held, record.pending, record.live)
 
-    def _follow(self, values: Mapping[str, Any]) -> None:
+    def _follow(self, values: Mapping[str, Any], at: float) -> None:
         match values:
+            case {"event": "TaskBuilds", "builds": [*builds]}:
+                with contextlib.suppress(ValidationError):
+                    self.builds = tuple(map(BuildProgress.model_validate, builds))
+                    self.build_began = at
             case {"event": "TaskProgress", "fact": {"code": str(code), "data": dict(data)}}:
                 self.write(str(Fact(code, data)))
             case {"event": "TaskLog", "text": str(text)}:
@@ -213,4 +222,4 @@ class Task(TaskProgress):
             case {"event": "Ended", "fact": {"code": str(code), "data": dict(data)}}:
                 self.result = Fact(code, data)
             case {"event": "WorkerDied" | "PutBack"}:
-                self.line, self.share, self.log, self.found = "", None, [], ()
+                self.line, self.share, self.log, self.found, self.builds = "", None, [], (), ()

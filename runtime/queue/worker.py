@@ -19,13 +19,13 @@ import psutil
 
 from runtime.core import log
 from runtime.core.cancel import CancelledError, PausedError
-from runtime.core.errors import DEVICE_LOST, EngineError, StoreError, TandemError
-from runtime.core.events import Cancelled, Event, Failed, WaitsForGpus
+from runtime.core.errors import DEVICE_LOST, DISK_FULL, EngineError, StoreError, TandemError
+from runtime.core.events import Cancelled, Event, Failed, WaitsForDisk, WaitsForGpus
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.processes import be_killed_first, use_no_semaphores
 from runtime.engines.service import EngineService
-from runtime.machine.probe import Machine, probe
+from runtime.machine.probe import Machine, free_disk_bytes, probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.queue import job_runner
@@ -33,7 +33,7 @@ from runtime.queue.instances import WorkerEntry, WorkerRegistry, app_of
 from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner
 from runtime.queue.records import KINDS, JobRecord, Kind, State, work_of
 from runtime.queue.recovery import EXIT_DEVICE_LOST
-from runtime.queue.store import JobStore
+from runtime.queue.store import JobStore, open_when_usable
 from runtime.upstream.torch import cuda_failure
 
 if TYPE_CHECKING:  # these import torch
@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # these import torch
 _POLL_SECONDS = 0.1
 # The same after an error of the store, so that the log does not fill up.
 _RETRY_SECONDS = 5.0
+# Videos wait while less than this is free on their disk: one after another would be computed and then not saved.
+_LEAST_FREE_BYTES = 50_000_000
 # Exit code of a worker whose supervisor is gone.
 _EXIT_ORPHANED = 76
 
@@ -93,17 +95,18 @@ def main(config: WorkerConfig, supervisor: Connection) -> None:
     use_no_semaphores()
     if config.log_file is not None:
         log.start(config.log_file)
-    worker = Worker(JobStore(config.store_path, config.store_problem), config)
+    worker: Worker | None = None
 
     def obey() -> None:
         try:
             supervisor.recv_bytes()
         except (EOFError, OSError):
             os._exit(_EXIT_ORPHANED)
-        if not worker.stop():
+        if worker is None or not worker.stop():
             os._exit(0)  # it may import PyTorch, which takes seconds
 
     threading.Thread(target=obey, name="supervisor", daemon=True).start()
+    worker = Worker(open_when_usable(config.store_path, config.store_problem), config)
     worker.run()
     logging.shutdown()
     # Skips the interpreter's cleanup, which takes seconds with PyTorch imported.
@@ -218,23 +221,39 @@ class Worker:
                 recorder.record(Failed(fact=Fact("queue.pytorch_broken", {"error": str(error)})))
             else:
                 self._run_job(recorder, record)
-        try:
-            if recorder.end is None and recorder.written:
-                self._store.put_back(record.id)
-        except StoreError as error:
-            logger.warning("job %s: %s", record.id, type(error.__cause__ or error).__name__)
+            if recorder.end is None:
+                self._put_back(recorder)
+
+    def _put_back(self, recorder: JobRecorder) -> None:
+        """Put a job that has not ended back into the queue; if the store cannot be written, as soon as it can."""
+        while True:
+            error = recorder.write()
+            try:
+                if error is None:
+                    self._store.put_back(recorder.id)
+                    return
+            except StoreError as failed:
+                error = failed
+            logger.warning("job %s: %s", recorder.id, type(error.__cause__ or error).__name__)
+            if error.fact.code == "queue.no_such_job" or self._stopping.wait(_RETRY_SECONDS):
+                return
 
     def _run_job(self, recorder: JobRecorder, record: JobRecord) -> None:
         assert self._residency is not None
+        folder = record.output.parent
 
         def emit(event: Event) -> None:
             if isinstance(event, Failed) and self._device_is_lost(event):
                 logger.error("job %s: the CUDA context is broken; this worker ends", record.id)
                 logging.shutdown()
                 os._exit(EXIT_DEVICE_LOST)
-            recorder.record(event)
+            if isinstance(event, Failed) and event.fact.code in DISK_FULL and _is_full(folder):
+                logger.warning("job %s: the disk is full; it is queued again", record.id)
+            else:
+                recorder.record(event)
 
         try:
+            self._await_space(recorder, folder)
             spec, plan = self._plan(recorder, record)
         except CancelledError:
             recorder.record(Cancelled())
@@ -249,6 +268,18 @@ class Worker:
             if not record.begun:
                 self._queue_builds(record, plan, spec)
             job_runner.run(recorder, record, plan, spec, emit, self._residency, self._config.history, self._store)
+
+    def _await_space(self, recorder: JobRecorder, folder: Path) -> None:
+        """Wait until the disk of a folder has space for a video.
+
+        Raises:
+            CancelledError, PausedError: if that was requested meanwhile.
+        """
+        if _is_full(folder):
+            recorder.record(WaitsForDisk(wanted=_LEAST_FREE_BYTES))
+        while _is_full(folder):
+            recorder.cancel.check_pause()
+            self._stopping.wait(_POLL_SECONDS)
 
     def _queue_builds(self, record: JobRecord, plan: ExecutionPlan, spec: ModelSpec) -> None:
         folder = self._config.engines.store.folder
@@ -399,3 +430,10 @@ def memory_for_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) 
             free = min(gpus[index].free_bytes + held, gpus[index].total_bytes)
             gpus[index] = replace(gpus[index], free_bytes=free)
     return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + ram, seen.ram_bytes))
+
+
+def _is_full(folder: Path) -> bool:
+    """Return whether the disk of a folder has no space for a video."""
+    with contextlib.suppress(OSError):  # saving the video reports it
+        return free_disk_bytes(folder) < _LEAST_FREE_BYTES
+    return False

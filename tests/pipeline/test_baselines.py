@@ -1,8 +1,6 @@
 """What PyTorch would run instead of an engine is measured when the engine is built and verified."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,16 +152,8 @@ def test_fp8_engines_have_a_baseline_only_where_pytorch_runs_fp8(
 def test_fp8_engines_are_measured_against_torchaos_fp8(tmp_path: Path) -> None:
     # In a process of its own: importing torchao changes torch.
     torchao = wheels.unpacked(f"torchao=={wheels.pinned('torchao')}")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pipeline.fp8_baseline_on_cpu", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=wheels.ROOT,
-        env=wheels.environment_with([torchao, wheels.ROOT], tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
-    measured = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = wheels.run("tests.pipeline.fp8_baseline_on_cpu", tmp_path, packages=[torchao], libraries=tmp_path)
+    measured = [json.loads(line) for line in lines]
     assert [found["products"] for found in measured] == [["_scaled_mm"]] * 3
     assert all(found["seconds"]["eager"] > 0 for found in measured)
 

@@ -1,5 +1,6 @@
 """Jobs on several processes: the same video, and an error that names the process that fails."""
 
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from runtime.core.events import (
     VideoSaved,
 )
 from runtime.core.facts import Fact
+from runtime.core.locks import remove_scratch_folders
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.execution.residency import Residency
@@ -211,9 +213,13 @@ sys.stdin.read()
 """
 
 
-def test_no_process_outlives_the_coordinator() -> None:
+def test_no_process_outlives_the_coordinator(tmp_path: Path) -> None:
     leader = subprocess.Popen(
-        [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", LEADER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert leader.stdin is not None
     assert leader.stdout is not None
@@ -225,3 +231,7 @@ def test_no_process_outlives_the_coordinator() -> None:
         leader.kill()
         ended, left = psutil.wait_procs(descendants, timeout=SECONDS)
         assert not left, ended
+    # Nor does their folder outlive the next start of the app.
+    assert len(list(tmp_path.glob("tandem-*"))) == 1
+    remove_scratch_folders(tmp_path)
+    assert not list(tmp_path.glob("tandem-*"))

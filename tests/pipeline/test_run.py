@@ -5,8 +5,9 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import imageio_ffmpeg
 import pytest
@@ -38,6 +39,7 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Conditioning, SamplingState
 from runtime.video.mp4 import read_metadata
+from tests.full_disk import fill
 from tests.pipeline.runs import Choice, events_of, never
 from tests.plans import tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
@@ -215,28 +217,26 @@ def test_float16_that_overflows_after_block_engines_failed_is_left(tiny: Tiny, t
     assert frames_of(tmp_path / "x.mp4") == frames_of(tmp_path / "y.mp4")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a folder on a disk of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount a small disk")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_is_reported_and_leaves_no_files(small_disk: Path, tiny: Tiny) -> None:
     out = small_disk / "x.mp4"
     out.write_bytes(b"the old video")
-    end = run(tiny("wan2.1"), out, width=128, height=128, frames=49, steps=1)[-1]
+
+    def leave_64_kib(event: Event) -> bool:
+        if isinstance(event, StepDone):
+            filler = fill(small_disk)
+            os.truncate(filler, filler.stat().st_size - 65_536)
+        return False
+
+    wanted: dict[str, Any] = {"width": 128, "height": 128, "frames": 49, "steps": 1}
+    end = run(tiny("wan2.1"), out, leave_64_kib, **wanted)[-1]
     assert isinstance(end, Failed)
     assert end.fact == Fact("video.disk_full", {"file": out})
+    # A clip that certainly does not fit is refused before it is computed.
+    events = run(tiny("wan2.1"), out, **wanted | {"frames": 97})
+    assert isinstance(events[-1], Failed) and events[-1].fact.code == "video.disk_too_small"
+    assert not any(isinstance(event, StageStarted) for event in events)
     assert out.read_bytes() == b"the old video"
-    assert [path.name for path in small_disk.iterdir()] == ["x.mp4"]
+    assert {path.name for path in small_disk.iterdir()} == {"filler", "x.mp4"}
 
 
 @pytest.mark.parametrize(("pause", "drawn"), [(0.0, [True, True, True]), (3600.0, [True, False, False])])

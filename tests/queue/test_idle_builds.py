@@ -15,7 +15,7 @@ from runtime.planner.resolve import resolve
 from runtime.queue.instances import WorkerRegistry
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, queue_builds
-from runtime.queue.records import JobRecord
+from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.store import JobStore
 from tests.plans import machine
 from tests.queue.samples import add_job
@@ -231,3 +231,39 @@ def test_an_idle_build_of_a_dead_app_is_queued_again_once(store: JobStore) -> No
         assert claimed is not None
         states.append(store.interrupt(claimed.id, "dead.0", None))
     assert states == ["queued", "interrupted"]
+
+
+def test_an_idle_build_runs_on_the_gpu_that_its_engines_are_for(store: JobStore) -> None:
+    registry = WorkerRegistry(store.database)
+    for gpu in (0, 1):
+        registry.register(f"aa.{gpu}", gpu)
+    assert store.add_idle_build(*BUILD, {"e1"}, gpu=1)
+    # The worker of the first GPU takes all other builds.
+    assert store.claim("aa.0") is None
+    build = store.claim("aa.1", VIDEOS)
+    assert build is not None and build.engines == "e1"
+    assert store.add_idle_build(*BUILD, {"e2"}, gpu=0)
+    assert store.claim("aa.1", VIDEOS) is None
+    first = store.claim("aa.0")
+    assert first is not None and first.engines == "e2"
+    # The GPU was removed.
+    assert store.add_idle_build(*BUILD, {"e3"}, gpu=2)
+    assert store.claim("aa.1", VIDEOS) is None
+    last = store.claim("aa.0")
+    assert last is not None and last.engines == "e3"
+
+
+def test_a_video_queues_the_builds_for_its_gpu(
+    store: JobStore, spec: ModelSpec, engines: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = []
+    monkeypatch.setattr(store, "add_idle_build", lambda *values: queued.append(values[-1]))
+    request = small(build="idle")
+    on_cpu = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    parts = {
+        name: part.replace(device="cpu" if name == "text_encoder" else "cuda:1")
+        for name, part in on_cpu.components.items()
+    }
+    for plan in (on_cpu, on_cpu.replace(components=parts)):
+        queue_builds(store.add(request, plan), plan, spec, store, engines.store.folder)
+    assert queued == [0, 1]

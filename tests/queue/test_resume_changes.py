@@ -61,7 +61,7 @@ def test_disk_usage_is_measured_and_freed(tmp_path: Path) -> None:
     (spared / "checkpoint.safetensors").write_bytes(b"x" * 500)
     found = storage.measure(store, None)
     assert (found.checkpoint_bytes, found.finished_bytes, found.deleted) == (3500, 3000, 0)
-    assert storage.measure(store, "visitor") == storage.DiskUsage(0, 0, 0, 0, 0, 0)
+    assert storage.measure(store, "visitor") == storage.DiskUsage()
     store.delete(ids[1])
     found = storage.measure(store, None)
     assert (found.finished_bytes, found.deleted, found.deleted_bytes) == (1000, 1, 2000)
@@ -79,3 +79,4 @@ def test_age_counts_from_the_end_and_open_jobs_have_none(tmp_path: Path) -> None
     later = time.time() + 2 * 86_400
     assert [job.id for job in storage.older_than(store, None, 1, later)] == [old]
     assert storage.older_than(store, "visitor", 1, later) == []
+    assert storage.measure(store, None, (1, 7), later).old == {1: (1, 0)}

@@ -389,3 +389,20 @@ def test_a_file_that_another_process_replaced_is_opened(path: Path) -> None:
     store = JobStore(path)
     path.with_name("copy").replace(path)
     assert [job.id for job in store.list()] == [job.id for job in reversed(jobs)]
+
+
+def test_a_file_that_cannot_be_opened_for_a_while(path: Path) -> None:
+    """It is the same file afterwards."""
+    store = JobStore(path)
+    job = add_job(store)
+    away = path.with_name("away")
+    path.rename(away)
+    path.mkdir()
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            store.list()
+    path.rmdir()
+    away.rename(path)
+    assert [one.id for one in store.list()] == [job.id]
+    store.request_cancel([job.id])
+    assert store.get(job.id).state == "cancelled"

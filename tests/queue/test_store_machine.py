@@ -80,10 +80,12 @@ class TwoStores(RuleBasedStateMachine):
             if held:
                 self.stores[1 - at].hold([job], True)
             wish = self.stores[at].pending([job]).get(job)
-            held = wish == "pause"
             self.stores[at].put_back(job)
+            if wish == "cancel":
+                self._ended(job, "cancelled")
+                return
             self.state[job] = "queued"
-            if held:
+            if wish == "pause":
                 self.held.add(job)
 
     @rule(at=which, job=consumes(running))
@@ -175,3 +177,17 @@ TwoStores.TestCase.settings = settings(
     max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTwoStores = TwoStores.TestCase
+
+
+def test_a_cancelled_job_that_is_put_back_ends() -> None:
+    """The machine finds this order of calls rarely."""
+    machine = TwoStores()
+    try:
+        job = machine.add_job(0)
+        machine.claim(0)
+        machine.cancel(0, job)
+        machine.put_back(0, job, False)
+        machine.both_stores_say_what_the_model_says()
+        machine.each_job_ends_once_for_each_time_it_began()
+    finally:
+        machine.teardown()

@@ -55,6 +55,9 @@ class OneJob:
     def job(self, _: str) -> Job:
         return self._job
 
+    def worker_configs(self) -> list[None]:
+        return [None]
+
 
 @pytest.fixture
 def waiting(tiny: Callable[[str], ModelSpec], cache_dir: Path) -> Iterator[Waiting]:
@@ -110,7 +113,7 @@ def test_a_waiting_job_reports_free_gpus_and_can_be_cancelled(
     # The command line, and another process.
     (row,) = listing([], "")["jobs"]
     assert (row["state"], row["waits"]) == ("running", "Waiting for 4 GPUs: 3 free.")
-    assert "Waiting for 4 GPUs: 3 free." in capsys.readouterr().err.replace("\n", " ")
+    assert "Waiting for 4 GPUs: 3 free." in capsys.readouterr().out.replace("\n", " ")
     assert "WaitsForGpus" in str(details(job.id, with_prompt=False)["job"]["events"])
     elsewhere = Job(store.get(job.id), job.plan, "Tiny", store)
     elsewhere.refresh()

@@ -23,6 +23,7 @@ from tests.plans import GIB, machine, no_engines
 from tests.plans import gpu as a_gpu
 from tests.queue.samples import sample_plan
 from tests.thread_queue import RunningQueue
+from tests.waiting import until
 
 
 def stored(folder: Path) -> JobStore:
@@ -65,6 +66,14 @@ def test_jobs_run_in_order_and_every_watcher_sees_all_events(queue: JobQueue) ->
     assert all(video.is_file() for video in videos)
     assert queue.active() is None
     assert queue.latest() is jobs[2]
+
+
+def test_only_the_newest_ended_jobs_stay_in_memory(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.queue.job_queue._ENDED_JOBS", 2)
+    jobs = [queue.submit(small(seed=n)) for n in range(5)]
+    until(lambda: not any(job.open for job in jobs))
+    until(lambda: list(queue._jobs) == [job.id for job in jobs[-2:]])
+    assert queue.job(jobs[0].id) is not jobs[0]
 
 
 def test_an_invalid_request_is_refused_at_submission(queue: JobQueue) -> None:
