@@ -8,7 +8,7 @@ takes its place.
 import asyncio
 import json
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.settings import Settings
-from runtime.pipeline.files import POSTER
+from runtime.pipeline.files import POSTER, PREVIEW
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.support_report import report
@@ -34,7 +34,7 @@ _ID = re.compile(r"[0-9a-f]{8}")
 # The page reports the end of this many recent jobs.
 _RECENT_JOBS = 30
 _PRIVATE = {"Cache-Control": "private, no-store"}
-# A finished job's poster never changes.
+# Another picture of a job has another address.
 _CACHED = {"Cache-Control": "private, max-age=86400"}
 
 
@@ -114,16 +114,17 @@ class _JobFiles:
         return {"queue": len(queue), "percent": percent, "jobs": states}
 
     async def poster(self, request: Request) -> Response:
-        """Send a still image of a finished video."""
+        """Send a still image of a finished video, or of another job's last preview.
+
+        Addresses differ for each preview (`JobsPanel.picture`), so all can be cached.
+        """
         job = await self._job(request)
         folder = None if job is None else self._store.folder(job.id)
-        if folder is None:
-            return _not_found()
-        try:
-            picture = await asyncio.to_thread(lambda: still((folder / POSTER).read_bytes()))
-        except (OSError, ValueError):
-            return _not_found()
-        return Response(picture, media_type="image/webp", headers=_CACHED)
+        for path in () if folder is None else (folder / POSTER, folder / PREVIEW):
+            with suppress(OSError, ValueError):
+                picture = await asyncio.to_thread(_still, path)
+                return Response(picture, media_type="image/webp", headers=_CACHED)
+        return _not_found()
 
     async def copy(self, request: Request) -> Response:
         """Send a copy of a video without metadata; the copy is removed once it is sent."""
@@ -186,6 +187,15 @@ class _TemporaryFile(FileResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._stack.close()
+
+
+def _still(path: Path) -> bytes:
+    """Return the middle frame of an animated WebP.
+
+    Raises:
+        OSError, ValueError: if it cannot be read.
+    """
+    return still(path.read_bytes())
 
 
 def _not_found() -> Response:

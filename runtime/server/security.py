@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
@@ -79,6 +80,7 @@ def middleware(
         Middleware(AuthenticationMiddleware, backend=GradioLogin(visitors)),
         Middleware(AccessMiddleware, visitors=visitors),
         Middleware(ValidationMiddleware, visitors=visitors, submissions=submissions or {}),
+        Middleware(EndedStreamMiddleware),
     ]
 
 
@@ -102,6 +104,33 @@ class SecurityHeadersMiddleware:
             await send({"type": "websocket.close", "code": 1008})
         else:
             await self._app(scope, receive, send_with_headers)
+
+
+class EndedStreamMiddleware:
+    """Completes event streams that Gradio breaks off with an error after they began.
+
+    A stream that is opened again while the first one ends, as after a reset connection, loses its session. Gradio sends
+    that as an event and then raises status 404, which Starlette cannot send any more.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except RuntimeError as error:
+            if not (started and isinstance(error.__cause__, HTTPException)):
+                raise
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class CrossSiteMiddleware:

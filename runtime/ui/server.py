@@ -37,6 +37,7 @@ def start(
     visitors: Visitors | None = None,
     routes: Sequence[BaseRoute] = (),
     sockets: list[socket.socket] | None = None,
+    logins: private.Logins | None = None,
 ) -> str:
     """Serve a page until `stop`; return its address.
 
@@ -46,6 +47,7 @@ def start(
         visitors: of a visitors' page.
         routes: matched before gradio's own.
         sockets: that listen there already.
+        logins: of an earlier process with the same page.
 
     Raises:
         OSError: if the port is taken.
@@ -54,7 +56,7 @@ def start(
     url = f"http://{'localhost' if host == '0.0.0.0' else f'[{host}]' if ':' in host else host}:{port}/"
     middleware = [*security.middleware(names, visitors, submissions), Middleware(HeadMiddleware, head=theme.head())]
     try:
-        with private.served_by(server, url):
+        with private.served_by(server, url, logins):
             page.launch(
                 server_name=f"[{host}]" if ":" in host else host,
                 server_port=port,
@@ -77,7 +79,7 @@ def start(
                 state_session_capacity=_MAX_SESSIONS,
                 favicon_path=theme.ICON,
                 theme=theme.theme(),
-                app_kwargs={"middleware": middleware, "routes": list(routes)},
+                app_kwargs={"middleware": middleware, "routes": [theme.fonts(), *routes]},
             )
     except BaseException:
         server.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import gradio as gr
 
+from runtime.core.request import FIELDS
 from runtime.core.settings import ROOT, Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
@@ -51,7 +52,7 @@ def build(
         gr.HTML(header(icon, form.BASIC), elem_id="top")
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
-        add_make(page, handlers, lambda prompt: form.basic_settings(models, chosen, prompt, values), {"limits": limits})
+        add_make(page, handlers, chosen, form.sampling_section, {"limits": limits})
     return page, {"generate": api.visitors_submission(visitors, handlers.audience), SUBMITS: handlers.submit}
 
 
@@ -59,7 +60,7 @@ class VisitorHandlers(Handlers):
     """The handlers of the visitors' page. The request identifies the visitor."""
 
     names = form.BASIC
-    others = ("limits", "size")
+    others = ("limits", *form.OTHERS)
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class VisitorHandlers(Handlers):
         self._visitors = visitors
 
     def _submit(self, values: Sequence[Any], visitor: str) -> Job:
-        return self._visitors.submit(form.read_basics(values, self._models), visitor)
+        return self._visitors.submit(form.read_basics(values, self.models), visitor)
 
     def _owner(self, request: gr.Request) -> str:
         return visitor_of(request)
@@ -90,18 +91,18 @@ class VisitorHandlers(Handlers):
     def _limited(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         limits = limits_of(self._settings, spec)
         own = defaults_within(spec, limits)
+        # A value that is restored stays as it is; if it is above the limit, Generate refuses it and says why.
         for name, highest in (("frames", most_frames(spec, limits)), ("steps", limits.steps)):
-            # A slider needs two ends.
-            values[name]["maximum"] = max(highest, 2)
-            values[name]["value"] = min(values[name]["value"], highest)
-        size = (values["width"]["value"], values["height"]["value"])
-        if not allows_size(size, limits):
-            size = (own["width"], own["height"])
-        values["width"]["value"], values["height"]["value"] = size
-        fitting = {f"{w}x{h}" for w, h in spec.sizes if allows_size((w, h), limits)} | {form.CUSTOM}
-        chosen = form.size_value(spec, *size)
-        choices = [choice for choice in values["size"]["choices"] if choice[1] in fitting]
-        values["size"] |= {"choices": choices, "value": chosen if chosen in fitting else form.CUSTOM}
+            info = values[name].get("info", FIELDS[name].help)
+            values[name]["info"] = f"{info} At most {highest}."
+        for name, within in own.items():
+            if values[name]["value"] == getattr(spec.defaults, name):
+                values[name]["value"] = within
+        sizes = [size for size in spec.sizes if allows_size(size, limits)]
+        lengths = [count for count in spec.frame_counts if count <= most_frames(spec, limits)]
+        values["card"] = {"value": form.card_html(spec, panels=False)}
+        values["sizes"] = {"value": form.sizes_html(sizes)}
+        values["lengths"] = {"value": form.lengths_html(lengths, spec.defaults.fps)}
         values["limits"] = {"value": render("visitor_limits.html", limits=describe_limits(limits))}
         return values
 

@@ -2,7 +2,7 @@
 
 The owner's process listens on the port, passes the socket on, and starts the process again if it ends. The process ends
 with the owner's, even if that is killed. Both use the same job store; a pipe carries the link's address to the process,
-and the number of visitors back.
+and the number of visitors and their logins back: these stay valid when the process is started again.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from runtime.core.processes import be_killed_first, describe_exit, use_no_semaph
 from runtime.core.settings import Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.store import JobStore
+from runtime.queue.store import open_when_usable
 from runtime.queue.worker import WorkerConfig
 from runtime.server.connections import listen
 from runtime.server.gradio_requests import VIDEO
@@ -38,11 +38,14 @@ from runtime.server.job_files import video_response
 from runtime.server.security import LOOPBACK
 from runtime.server.visitors import Visitors
 from runtime.ui import server, visitor_page
+from runtime.upstream import gradio as private
 
 _HOST = "127.0.0.1"
 _LOGIN_MESSAGE = "Someone shares Tandem with you. Enter the user and password that came with the link."
 _REPORT_SECONDS = 0.5
 _CLOSE_SECONDS = 5.0
+# The newest ones are kept: each is sent to the owner's process.
+_MOST_LOGINS = 2_000
 # The delay before a restart doubles each time that the process ends sooner after its start than this.
 _SHORT_LIFE_SECONDS = 10.0
 _MOST_DELAY_SECONDS = 30.0
@@ -80,6 +83,7 @@ class VisitorProcess:
         self._config = config
         self._sockets: list[socket.socket] = []
         self._link = ""
+        self._logins: private.Logins | None = None
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._lock = threading.Lock()
@@ -152,7 +156,7 @@ class VisitorProcess:
         """Run the process until it ends; return how it ended."""
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(
-            target=main, args=(self._config, self._sockets, theirs), name="visitors", daemon=False
+            target=main, args=(self._config, self._sockets, theirs, self._logins), name="visitors", daemon=False
         )
         with ours:
             with self._lock:
@@ -170,7 +174,7 @@ class VisitorProcess:
                     self._send(self._link)
             try:
                 while True:
-                    self.visitors = ours.recv()
+                    self.visitors, self._logins = ours.recv()
                     self._served = True
                     self._settled.set()
             except (EOFError, OSError):
@@ -180,8 +184,14 @@ class VisitorProcess:
         return describe_exit(process.exitcode or 0)
 
 
-def main(config: VisitorsConfig, sockets: list[socket.socket], owner: Connection) -> None:
-    """Serve the visitors' page in this process until the owner's process sends `None` or ends."""
+def main(
+    config: VisitorsConfig, sockets: list[socket.socket], owner: Connection, logins: private.Logins | None
+) -> None:
+    """Serve the visitors' page in this process until the owner's process sends `None` or ends.
+
+    Args:
+        logins: of an earlier process.
+    """
     # Ctrl-C reaches all processes of a terminal; the owner's decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     be_killed_first()
@@ -189,7 +199,7 @@ def main(config: VisitorsConfig, sockets: list[socket.socket], owner: Connection
     app = config.app
     if app.log_file is not None:
         log.start(app.log_file)
-    store = JobStore(app.store_path, app.store_problem)
+    store = open_when_usable(app.store_path, app.store_problem)
     worker = JobQueue(app.weights_dir, config.settings.outputs_dir, app.engines, app.history, store, app=app.app)
     visitors = Visitors(worker, config.settings, config.models)
     closing = threading.Event()
@@ -225,15 +235,16 @@ def main(config: VisitorsConfig, sockets: list[socket.socket], owner: Connection
         visitors,
         [Route(f"{VIDEO}{{name}}", video), Route("/robots.txt", _robots)],
         sockets,
+        logins,
     )
     logger.info("The visitors' page is served by process %d", os.getpid())
     reported = None
     while not closing.wait(_REPORT_SECONDS if reported is not None else 0):
-        present = visitors.present()
-        if present != reported:
-            reported = present
+        found = (visitors.present(), private.logins(page.app, _MOST_LOGINS))
+        if found != reported:
+            reported = found
             with suppress(OSError):  # the owner's process ends
-                owner.send(present)
+                owner.send(found)
     server.stop(page)
     worker.close()
     logging.shutdown()

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -32,11 +33,13 @@ class PageFunction:
 
 
 def load() -> None:
-    """Import gradio without analytics, and without its interface files, which take half of the import's time.
+    """Import gradio without analytics, interface files, and a copy of the page's configuration for each session.
 
     Reason: `gradio.component_meta` parses the source of each component class and writes a .pyi file for editors, unless
-    `inspect.getfile` raises `OSError` for the class. The queue computes statistics with pandas after every call, which
-    nothing here shows; the variables are undocumented.
+    `inspect.getfile` raises `OSError` for the class; that takes half of the import's time. The queue computes
+    statistics with pandas after every call, which nothing here shows; the variables are undocumented. Every page and
+    every call of `/generate` is a session. Its copy of the configuration, 0.2 MB, serves only gradio's deep links,
+    whose route is closed.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(sys.maxsize)  # calls between two statistics
@@ -53,6 +56,25 @@ def load() -> None:
         importlib.import_module("gradio")
     finally:
         vars(inspect)["getfile"] = find_file
+    _keep_small_sessions()
+
+
+def _keep_small_sessions() -> None:
+    from gradio import state_holder
+
+    class SmallSession(state_holder.SessionState):  # type: ignore[misc]  # gradio has no types
+        """What gradio stores of a session, without the configuration of the page's components."""
+
+        def __init__(self, blocks: Any) -> None:
+            super().__init__(SimpleNamespace(blocks=(), default_config=blocks.default_config))
+
+        def _update_config(self, key: int) -> None:
+            pass
+
+        def _update_value_in_config(self, key: int, value: Any) -> None:
+            pass
+
+    vars(state_holder)["SessionState"] = SmallSession
 
 
 def requires_login(app: Any) -> bool:
@@ -70,6 +92,27 @@ def login_token(app: Any, cookies: Mapping[str, str]) -> str | None:
     """
     names = (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}")
     return next((cookies[name] for name in names if cookies.get(name) in app.tokens), None)
+
+
+@dataclass(frozen=True)
+class Logins:
+    """The logins of a page: the id in the names of its cookies, and the user of each token."""
+
+    cookie_id: str
+    tokens: Mapping[str, str]
+
+
+def logins(app: Any, most: int) -> Logins:
+    """Return the newest logins of a page; the others end.
+
+    Args:
+        most: number of logins.
+
+    Reason: as for `login_token`; gradio keeps every login until its process ends.
+    """
+    for token in list(app.tokens)[:-most]:
+        app.tokens.pop(token, None)
+    return Logins(app.cookie_id, dict(app.tokens))
 
 
 def functions(app: Any) -> dict[int, PageFunction]:
@@ -114,6 +157,24 @@ def has_event(app: Any, event: str) -> bool:
     )
 
 
+def forget_unread(app: Any, most: int) -> None:
+    """Forget the unread results of calls that ended, except for those of the newest sessions.
+
+    Args:
+        most: number of sessions whose results are kept.
+
+    Reason: `Blocks._queue` is private; gradio keeps the unread results of 2,000 sessions, and the names of all.
+    """
+    queue = app.get_blocks()._queue
+    busy = {event.session_hash for event in queue.event_ids_to_events.values()}
+    unread = [name for name, found in queue.pending_messages_per_session.items() if not found.empty()]
+    ended = [session for session in unread if session not in busy]
+    for session in ended[: max(len(ended) - most, 0)]:
+        del queue.pending_messages_per_session[session]
+    for session in queue.pending_event_ids_session.keys() - queue.pending_messages_per_session.keys() - busy:
+        del queue.pending_event_ids_session[session]
+
+
 def open_calls(app: Any, user: str) -> int:
     """Return how many calls of a user are queued or run.
 
@@ -124,19 +185,23 @@ def open_calls(app: Any, user: str) -> int:
 
 
 @contextlib.contextmanager
-def served_by(server: Any, url: str) -> Iterator[None]:
+def served_by(server: Any, url: str, earlier: Logins | None = None) -> Iterator[None]:
     """Have the page that is launched in this block served by another server than gradio's.
 
     Args:
         server: has the methods `start(app)`, which returns once requests are answered, and `close()`.
         url: its address.
+        earlier: logins that are valid from the first request on.
 
-    Reason: `launch` has no parameter for the server, and gradio's own limits neither connections nor the time that a
-    request takes to arrive.
+    Reason: `launch` has no parameter for the server and for logins, and gradio's own server limits neither connections
+    nor the time that a request takes to arrive.
     """
     from gradio import http_server
 
     def start_server(app: Any, server_name: str, server_port: int, **_: object) -> tuple[str, int, str, Any]:
+        if earlier is not None:
+            app.cookie_id = earlier.cookie_id
+            app.tokens |= earlier.tokens
         server.start(app)
         return server_name, server_port, url, server
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import DESKTOP, PHONE, ready, start, state, wait_for_state
+from tests.browser.conftest import DESKTOP, PHONE, customize, ready, start, state, wait_for_state
 from tests.browser.conftest import ask as fill_form
 from tests.browser.test_page import PLAYING, UNNAMED_INPUTS
 from tests.sharing_app import HOST, link_of
@@ -76,11 +76,11 @@ def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit, viewp
     text = page.inner_text("#limits")
     for word in ("visitor", "At most 9 frames, 192×192 and 400 steps", "one video at a time, 20 an hour"):
         assert word in text
-    for absent in ("#tab-engines", "#acceleration", "#sharing", "#plan-summary", "[data-action]"):
+    for absent in ("#tab-engines", "#presets", "#sharing", "#plan-summary", "#get-models", "[data-action]"):
         assert page.query_selector(absent) is None, absent
     assert "Engines" not in page.inner_text("body")
     assert page.is_visible("#actions-more label:has-text('Settings from a video')")
-    assert page.get_attribute("#field-frames input[type=range]", "max") == "9"
+    assert page.text_content("#field-frames .info-text").endswith("At most 9.")
     ask(page, "a red boat")
     wait_for_state(page, "done")
     page.wait_for_function(PLAYING)
@@ -97,7 +97,7 @@ def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit, viewp
 def test_an_exceeded_limit_is_shown_next_to_the_picture(visit: Visit) -> None:
     page = visit()
     page.fill("#field-prompt textarea", "a red boat")
-    page.fill("#field-width input", "208")
+    customize(page, width="208")
     page.click("#generate")
     page.wait_for_selector('#status .status[data-state="failed"]')
     assert "208×32 is larger than visitors may use. Choose at most 192×192." in page.inner_text(

@@ -24,14 +24,14 @@ import socket
 import sqlite3
 import statistics
 import struct
-import subprocess
 import threading
 import time
 import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ import psutil
 
 from tests.app_server import Server, make_cache, serving
 from tests.chaos import CLOCK
+from tests.full_disk import mounted
+from tests.fuzz.raw_http import TIMEOUT_SECONDS, Answer, send
+from tests.server.test_flood import visitors_port
 from tests.sharing_app import link_of
 from tests.waiting import until
 
@@ -48,14 +51,11 @@ FLAGS = (
 )
 GENERATE = "/gradio_api/call/generate"
 # Visitors' videos need half a gigabyte of free space.
-_DISK = "800m"
+_DISK = "size=800m"
 _ACTIONS_AT_ONCE = 4
 _PROBE_PAUSE = 0.25
-_PROBE_TIMEOUT = 20.0
 # Videos that wait: more are not submitted.
 _MOST_OPEN = 300
-_INDEX = '{"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}'
-_CONFIG = '{"num_layers": Infinity, "num_attention_heads": 1e999}'
 _OPEN = ("queued", "running")
 _LEFTOVERS = re.compile(r"\.tmp$|\.part$|\.partial$|\.new$|^\.building-|\.writing")
 _HOUR, _YEAR = 3600.0, 365 * 86_400.0
@@ -78,6 +78,20 @@ class Face:
         form = urllib.parse.urlencode(dict(zip(("username", "password"), self.login, strict=True))).encode()
         with contextlib.suppress(OSError), opener.open(f"http://127.0.0.1:{self.port}/login", form, timeout=30):
             self.cookie = "; ".join(f"{cookie.name}={cookie.value}" for cookie in jar)
+
+    def send(self, method: str, target: str, body: bytes = b"") -> Answer:
+        """Send a request and return the answer, with status 0 if there is none.
+
+        A connection may be closed before its request is read if hundreds are opened at once.
+        """
+        fields = {b"Cookie": self.cookie.encode()} if self.cookie else {}
+        if body:
+            fields[b"Content-Type"] = b"application/json"
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            answer = send(self.port, method.encode(), target.encode(), fields, body)
+            return replace(answer, seconds=time.monotonic() - began)
+        return Answer(0, b"", b"", TIMEOUT_SECONDS)
 
     def head(self, method: str, target: str, **fields: str) -> bytes:
         """Return the head of a request, without the blank line."""
@@ -119,52 +133,22 @@ class Chaos:
             with self._lock:
                 self._number += 1
                 prompt = f"chaos {self._number:05}"
-            body = json.dumps({"data": [prompt]}).encode()
-            fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
-            head = face.head("POST", GENERATE, **fields)
-            answer = self._exchange(face, head + b"\r\n" + body)
-            status = answer.partition(b" ")[2][:3].decode(errors="replace")
-            self.answers[f"generate: {status or 'closed'}"] += 1
-            if status == "200":
-                event = json.loads(answer.partition(b"\r\n\r\n")[2])["event_id"]
+            answer = face.send("POST", GENERATE, json.dumps({"data": [prompt]}).encode())
+            self.answers[f"generate: {answer.status or 'closed'}"] += 1
+            if answer.status == HTTPStatus.OK:
                 with self._lock:
-                    self.accepted[prompt] = event
-            elif status == "401":  # the visitors' page was killed, and with it its logins
+                    self.accepted[prompt] = json.loads(answer.body)["event_id"]
+            elif answer.status == HTTPStatus.UNAUTHORIZED:  # the visitors' page was killed right after the login
                 face.log_in()
-            elif status == "429":
+            elif answer.status == HTTPStatus.TOO_MANY_REQUESTS:
                 return
 
-    def _exchange(self, face: Face, request: bytes) -> bytes:
-        with contextlib.suppress(OSError), face.connect() as connection:
-            connection.sendall(request)
-            answer = b""
-            while data := connection.recv(65_536):
-                answer += data
-                head, blank, body = answer.partition(b"\r\n\r\n")
-                length = re.search(rb"(?i)content-length: (\d+)", head)
-                if blank and length and len(body) >= int(length[1]):
-                    break
-            return answer
-        return b""
-
     def probe(self) -> None:
-        """Load the owner's page again and again, and keep the seconds that it took; without an answer, the timeout.
-
-        A connection may be closed before its request is read if hundreds are opened at once.
-        """
-        request = self.owner.head("GET", "/", Connection="close") + b"\r\n"
+        """Load the owner's page again and again, and keep the seconds that it took; without an answer, the timeout."""
         while not self.ended.is_set():
-            began = time.monotonic()
-            try:
-                with self.owner.connect(_PROBE_TIMEOUT) as connection:
-                    connection.sendall(request)
-                    answer = b""
-                    while data := connection.recv(262_144):
-                        answer += data
-                answered = answer.startswith(b"HTTP/1.1 200") and b"</html>" in answer
-            except OSError:
-                answered = False
-            self.latencies.append(time.monotonic() - began if answered else _PROBE_TIMEOUT)
+            answer = self.owner.send("GET", "/")
+            answered = answer.status == HTTPStatus.OK and b"</html>" in answer.body
+            self.latencies.append(answer.seconds if answered else TIMEOUT_SECONDS)
             self.unanswered += not answered
             time.sleep(_PROBE_PAUSE)
 
@@ -249,7 +233,7 @@ class Chaos:
             for path in made[2:]:
                 path.parent.mkdir(exist_ok=True)
                 path.write_bytes(self.rng.randbytes(5000))
-        self._exchange(self.owner, self.owner.head("GET", "/config", Connection="close") + b"\r\n")
+        self.owner.send("GET", "/config")
         self._wait(self.rng.uniform(2, 8))
         for path in made:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -318,15 +302,19 @@ class Chaos:
         self.ended.wait(seconds)
 
     def jobs(self) -> list[tuple[str, str]]:
-        """Return prompt and state of each video in the job store."""
+        """Return the prompt of each video in the job store, and its state with the code of its failure."""
         for _ in range(50):
             try:
                 with contextlib.closing(sqlite3.connect(self.store, timeout=10)) as connection:
-                    rows = connection.execute("SELECT request, state FROM jobs WHERE kind = 'video'").fetchall()
+                    query = "SELECT request, state, failure FROM jobs WHERE kind = 'video'"
+                    rows = connection.execute(query).fetchall()
             except sqlite3.Error:
                 time.sleep(0.2)
                 continue
-            return [(json.loads(request)["prompt"], state) for request, state in rows]
+            return [
+                (json.loads(request)["prompt"], f"{state}: {json.loads(failure)['fact']['code']}" if failure else state)
+                for request, state, failure in rows
+            ]
         raise AssertionError("the job store cannot be read")
 
     @property
@@ -347,8 +335,19 @@ class Chaos:
             "threads": first.num_threads(),
             "processes": 1 + len(self.children()),
             "memory_mb": first.memory_info().rss >> 20,
+            "visitors_memory_mb": self._visitors_memory() >> 20,
             "log_kb": sum(path.stat().st_size for path in logs if path.is_file()) >> 10,
         }
+
+    def _visitors_memory(self) -> int:
+        """Return the memory of the process of the visitors' page; 0 while it is started again."""
+        port = visitors_port(self.server)
+        for child in self.children():
+            with contextlib.suppress(psutil.Error):
+                listens = {one.laddr.port for one in child.net_connections() if one.status == psutil.CONN_LISTEN}
+                if port in listens:
+                    return int(child.memory_info().rss)
+        return 0
 
 
 ACTIONS: tuple[Callable[[Chaos], None], ...] = (
@@ -366,27 +365,12 @@ ACTIONS: tuple[Callable[[Chaos], None], ...] = (
 
 
 @contextlib.contextmanager
-def _own_disk(folder: Path) -> Iterator[bool]:
-    """Mount a small file system on a folder, if this user may; yield whether it was done."""
-    if shutil.which("mount") is None or os.geteuid() != 0:
-        yield False
-        return
-    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, check=False).returncode == 0
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", folder], check=False)
-
-
-@contextlib.contextmanager
 def _started(folder: Path, seed: int) -> Iterator[Chaos]:
     cache, clock = folder / "cache", folder / "clock"
     cache.mkdir()
     clock.write_text("0", encoding="ascii")
     os.environ[CLOCK] = str(clock)
-    with _own_disk(cache) as full_disk:
+    with mounted(cache, _DISK) as full_disk:
         make_cache(cache)
         with serving(cache, *FLAGS, program=("-m", "tests.chaos.app")) as server:
             port, user, password = link_of(cache)
@@ -478,6 +462,7 @@ def problems(found: dict[str, Any], page_seconds: float = 1.0) -> list[str]:
         "threads": before["threads"] + 64,
         "processes": before["processes"],
         "memory_mb": before["memory_mb"] + 20,
+        "visitors_memory_mb": before["visitors_memory_mb"] + 20,
         "log_kb": 5000,
     }
     wrong = [f"{name}: {before[name]}, then {after[name]}" for name, most in limits.items() if after[name] > most]

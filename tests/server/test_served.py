@@ -1,10 +1,11 @@
 """The web app over HTTP: the endpoint for programs, which files are served, and what is shut."""
 
+import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,9 +13,17 @@ from urllib.parse import quote
 import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
+from runtime.server import security
 from tests.app_server import DEFAULTS, MODEL, ROOT, Server, free_port, make_cache, serving
 from tests.waiting import until
 
@@ -53,6 +62,20 @@ def test_generate_streams_events_and_gives_the_video(server: Server, client: Any
     assert final["request"] | DEFAULTS == final["request"]
     assert set(final["plan"]["components"]) == {"text_encoder", "transformer", "transformer_2", "vae"}
     assert set(final["timings"]) == {"encode", "denoise", "decode", "mux", "total"}
+
+
+def test_the_documented_example_prints_the_video_and_raises_a_refusal(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    text = (Path(__file__).parents[2] / "docs" / "programs.md").read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0].replace("http://127.0.0.1:7860", server.url)
+    exec(example, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert "VideoSaved" in printed
+    assert Path(printed[-1]).read_bytes()[4:8] == b"ftyp"
+    with pytest.raises(AppError, match="steps is 0"):
+        exec(example.replace("seed=7", "steps=0"), {})
 
 
 def test_predict_returns_the_last_event(client: Any) -> None:
@@ -288,3 +311,18 @@ def test_a_host_of_another_machine_is_rejected(host: str, tmp_path: Path) -> Non
         pass
     assert host in refused.value.what
     assert "127.0.0.1" in refused.value.remedy
+
+
+def test_a_stream_that_breaks_off_with_an_http_error_ends_quietly() -> None:
+    async def events() -> AsyncIterator[str]:
+        yield "data: the session does not exist\n\n"
+        raise HTTPException(404)
+
+    async def fails(_request: Request) -> StreamingResponse:
+        raise RuntimeError("another error")
+
+    routes = [Route("/ends", lambda _request: StreamingResponse(events())), Route("/fails", fails)]
+    client = TestClient(Starlette(routes=routes, middleware=[Middleware(security.EndedStreamMiddleware)]))
+    assert client.get("/ends").text == "data: the session does not exist\n\n"
+    with pytest.raises(RuntimeError, match="another error"):
+        client.get("/fails")

@@ -4,10 +4,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ import psutil
 import pytest
 from gradio_client import Client
 
+from runtime.core.settings import Settings
+from runtime.models.catalogue import look_up
+from runtime.models.spec import ModelSpec
+from runtime.queue.worker import WorkerConfig
+from runtime.ui.visitor_process import VisitorProcess, VisitorsConfig
 from tests.app_server import Server, make_cache, serving
 from tests.fuzz.raw_http import send
+from tests.plans import no_engines
 from tests.server.test_flood import visitors_port
 from tests.sharing_app import link_of
 from tests.waiting import until
@@ -71,6 +78,31 @@ def test_a_killed_process_is_started_again_and_ends_with_the_owners(server: Serv
     server.process.wait()
 
     until(lambda: refused(port), pause=0.1)
+
+
+def test_logins_stay_valid_when_the_process_is_started_again(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    shutil.copytree(tiny("wan2.1").directory, folder / "tiny")
+    app = WorkerConfig(
+        app="0" * 8, store_path=tmp_path / "jobs.sqlite", weights_dir=folder, engines=no_engines(tmp_path)
+    )
+    settings = Settings(cache_dir=tmp_path)
+    page = VisitorProcess(VisitorsConfig(app, settings, {"tiny": look_up("tiny", folder)}, ("visitor", "secret")))
+    page.start()
+    try:
+        page.wait()
+        client: Any = Client(f"http://127.0.0.1:{page.port}/", auth=("visitor", "secret"), verbose=False)
+        cookies = {b"Cookie": "; ".join(f"{name}={value}" for name, value in client.cookies.items()).encode()}
+        client.close()
+        until(lambda: page._logins is not None and page._logins.tokens)
+        process = page._process
+        assert process is not None
+        process.kill()
+        until(lambda: page._process not in (process, None))
+        assert send(page.port, b"GET", b"/config", cookies).status == 200
+        assert send(page.port, b"GET", b"/config").status == 401
+    finally:
+        page.close()
 
 
 def test_the_owner_stops_sharing(server: Server) -> None:

@@ -1,5 +1,6 @@
 """Gradio's private names that `runtime.upstream.gradio` uses: each test names what broke."""
 
+import asyncio
 import inspect
 import subprocess
 import sys
@@ -41,12 +42,21 @@ assert not [source for source in parsed if "class Textbox" in source]
 assert inspect.getfile(gradio.Textbox).endswith("textbox.py")
 gradio.component_meta.extract_class_source_code(inspect.getsource(gradio.Textbox), "Textbox")
 assert [source for source in parsed if "class Textbox" in source]
-queue = gradio.Blocks()._queue
+page = gradio.Blocks()
+with page:
+    box, state = gradio.Textbox("hello"), gradio.State([5])
+app = gradio.routes.App.create_app(page)
+session = app.state_holder["one"]
+session._update_value_in_config(box._id, "a large value")
+session[state._id] = [6]
+assert not list(session.components)[1:]
+assert (app.state_holder["one"][state._id], app.state_holder["two"][state._id]) == ([6], [5])
+queue = page._queue
 assert (queue.ANAYLTICS_CACHE_FREQUENCY, queue.ANALYTICS_MAX_EVENTS) == (sys.maxsize, 1)
 """
 
 
-def test_gradio_is_loaded_without_parsing_the_source_of_its_components_and_computes_no_statistics() -> None:
+def test_gradio_is_loaded_without_what_takes_time_and_memory() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", _LOADS], check=True, timeout=120, cwd=ROOT)
 
 
@@ -70,6 +80,14 @@ def test_log_in_tokens_are_read_from_cookies(app: routes.App) -> None:
         assert name.replace(app.cookie_id, "{app.cookie_id}") in inspect.getsource(routes)
 
 
+def test_the_newest_logins_are_kept(app: routes.App) -> None:
+    app.tokens = {name: "me" for name in "abc"}
+    kept = private.logins(app, most=2)
+    assert kept == private.Logins(app.cookie_id, {"b": "me", "c": "me"}) and app.tokens == kept.tokens
+    assert private.logins(app, most=2) == kept
+    assert "app.tokens[token] = username" in inspect.getsource(routes)
+
+
 def test_sessions_and_events_are_found_in_the_queue(app: routes.App) -> None:
     assert not private.has_session(app, "one") and not private.has_event(app, "0" * 32)
     queue = app.get_blocks()._queue
@@ -78,6 +96,22 @@ def test_sessions_and_events_are_found_in_the_queue(app: routes.App) -> None:
     source = inspect.getsource(Queue)
     for name in ("pending_messages_per_session", "event_ids_to_events", "pending_event_ids_session"):
         assert f"self.{name}" in source, name
+
+
+def test_old_results_that_nobody_read_are_forgotten(app: routes.App) -> None:
+    queue = app.get_blocks()._queue
+    names = ["running", *"abcd", "read"]
+    for name in names:
+        queue.pending_messages_per_session[name] = asyncio.Queue()
+        queue.pending_event_ids_session[name] = {f"event of {name}"}
+    for name in names[:-1]:
+        queue.pending_messages_per_session[name].put_nowait("a result")
+    queue.pending_event_ids_session["forgotten by gradio"] = set()
+    queue.event_ids_to_events = {"event of running": SimpleNamespace(session_hash="running")}
+    private.forget_unread(app, most=3)
+    assert list(queue.pending_messages_per_session) == ["running", *"bcd", "read"]
+    assert list(queue.pending_event_ids_session) == ["running", *"bcd", "read"]
+    assert not private.has_event(app, "event of a") and private.has_event(app, "event of b")
 
 
 def test_the_open_calls_of_a_user_are_counted(app: routes.App) -> None:
@@ -100,10 +134,12 @@ def test_a_page_is_served_by_another_server() -> None:
             self.closed = True
 
     server, before = Server(), http_server.start_server
-    with private.served_by(server, "http://127.0.0.1:9/"):
+    app = routes.App.create_app(page())
+    with private.served_by(server, "http://127.0.0.1:9/", private.Logins("id", {"a": "me"})):
         assert http_server.start_server is not before
-        assert http_server.start_server("the app", "127.0.0.1", 9)[2:] == ("http://127.0.0.1:9/", server)
-    assert http_server.start_server is before and server.app == "the app"
+        assert http_server.start_server(app, "127.0.0.1", 9)[2:] == ("http://127.0.0.1:9/", server)
+    assert http_server.start_server is before and server.app is app
+    assert private.login_token(app, {"access-token-id": "a"}) == "a"
     assert "http_server.start_server(" in inspect.getsource(Blocks.launch)
     assert "self.server.close()" in inspect.getsource(Blocks.close)
     assert "verbose" in inspect.signature(Blocks.close).parameters
