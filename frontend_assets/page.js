@@ -1,9 +1,8 @@
-// What the page does without the server: stores the form and this tab's job, synchronizes size and length, switches
-// between light and dark, and reports a lost connection. Requests only this server's own pages.
+// What the page does without the server: stores the form and this tab's job, switches between light and dark, and
+// reports a lost connection. Requests only this server's own pages.
 (() => {
   "use strict";
   const WORDS = ["prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
-  const PARTS = ["text_encoder", "transformer", "transformer_2", "vae"];
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
   const CHECK_MS = 4000;      // how often the connection is checked
   const REST_MS = 30;        // delay from a change of the form to the plan preview
@@ -18,14 +17,15 @@
   const tandem = window.tandem = {
     read, write,
     used: {},
-    strategy: ["auto", "auto"],
     values: [],   // of the form, in the order of the server's form
     restored: false,
     job: () => read("sessionStorage", JOB) || "",
     remember: (id) => { if (id) write("sessionStorage", JOB, id); },
+    rememberOnly: (id) => write("sessionStorage", JOB, id),
     // Until the stored form is filled in, the page's defaults must not overwrite it.
     save: (values) => {
       tandem.values = values;
+      tandem.showForm();
       if (!tandem.restored) return;
       const names = $("#top header").dataset.fields.split(" ");
       const form = Object.fromEntries(names.map((name, i) => [name, values[i]]));
@@ -35,25 +35,11 @@
       if (settings !== previewed) { previewed = settings; previewSoon(); }
     },
     stored: () => read("localStorage", FORM) || "",
-    startKeeping: (values) => { tandem.values = values; tandem.restored = true; previewSoon(); },
-    use: (request) => { tandem.used = JSON.parse(request); },
+    startKeeping: (values) => { tandem.values = values; tandem.restored = true; tandem.showForm(); previewSoon(); },
+    use: (request) => { tandem.used = JSON.parse(request); tandem.uncustomized(); },
     notice: null,   // shown in the browser tab's title until the page is visible
     percent: null,  // of a job that Make does not show
     tidy: () => observe(),
-    sizeChosen: (size, width, height) => {
-      const match = /^(\d+)x(\d+)$/.exec(size);
-      return match ? [Number(match[1]), Number(match[2])] : [width, height];
-    },
-    sizeTyped: (width, height) => {
-      const own = [...document.querySelectorAll("#size input[type=radio]")].map((radio) => radio.value);
-      const typed = `${width}x${height}`;
-      return own.includes(typed) ? typed : "custom";
-    },
-    length: (frames, fps) => {
-      const known = frames >= 1 && fps > 0;
-      const seconds = known ? ` · ${(frames / fps).toFixed(1)} s at ${fps} fps` : "";
-      return known ? `${frames} frame${frames === 1 ? "" : "s"}${seconds}` : "&nbsp;";
-    },
   };
 
   const previewSoon = () => {
@@ -95,8 +81,7 @@
   document.addEventListener("click", (event) => {
     const button = event.target.closest(".strategies button");
     if (!button || button.disabled) return;
-    tandem.strategy = [button.dataset.offload, button.dataset.quantization];
-    $("#choose-strategy")?.click();
+    tandem.apply({ offload: button.dataset.offload, quantization: button.dataset.quantization });
   });
 
   // Generate and Cancel have the same place, and the focus stays there. If a button of a panel disappears with its item,
@@ -121,54 +106,24 @@
     }
     if (inActions && document.activeElement === document.body) {
       const button = [...document.querySelectorAll("#actions button")].find((b) => b.offsetParent);
-      if (button && !button.disabled) button.focus();
+      if (button && !button.disabled) button.focus({ preventScroll: true });
     }
   };
 
-  // The field of an error is marked as invalid until it changes.
-  let marked = null;
-  const unmark = () => { marked?.removeAttribute("aria-invalid"); marked = null; };
-  const mark = () => {
-    const field = $("#status .status")?.dataset.field;
-    const input = field && $(`#field-${field} :is(textarea, input)`);
-    if (!input) { unmark(); return; }
-    if (input === marked) return;
-    unmark();
-    marked = input;
-    input.setAttribute("aria-invalid", "true");
-  };
-  document.addEventListener("input", (event) => { if (event.target === marked) unmark(); });
-
-  // Attributes for screen readers and keyboards that Gradio leaves out: descriptions of fields, radio groups as one tab
-  // stop, and whether an accordion is open.
+  // Attributes for screen readers that Gradio leaves out: descriptions of fields, and whether an accordion is open.
   const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const describe = () => {
     for (const info of document.querySelectorAll(".block[id] .info-text")) {
       const block = info.closest(".block[id]");
       if (!info.id) info.id = `${block.id}-info`;
-      for (const input of block.querySelectorAll("textarea, input:not([type=radio])")) {
-        set(input, "aria-describedby", info.id);
-      }
-      if (block.tagName === "FIELDSET") {
-        set(block, "role", "radiogroup");
-        set(block, "aria-label", block.querySelector("[data-testid=block-info]").textContent.trim());
-        set(block, "aria-describedby", info.id);
-        for (const radio of block.querySelectorAll("input[type=radio]")) set(radio, "name", block.id);
+      for (const input of block.querySelectorAll("textarea, input")) {
+        set(input, "aria-describedby", info.id + tandem.marked(input));
       }
     }
     for (const fold of document.querySelectorAll(".fold:not(details)")) {
       const button = fold.querySelector(":scope > button");
       const content = fold.querySelector("[data-testid=accordion-content]");
       if (button) set(button, "aria-expanded", String(Boolean(content) && content.style.display !== "none"));
-    }
-    for (const part of PARTS) {
-      const title = $(`#field-backend_${part} [data-testid=block-info]`)?.textContent.trim();
-      const choice = $(`#field-backend_${part} input`), toggle = $(`#tensorrt-${part} input`);
-      if (choice) set(choice, "aria-describedby", `why-${part}`);
-      if (toggle) {
-        set(toggle, "aria-label", `TensorRT for the ${title}`);
-        set(toggle, "aria-describedby", toggle.disabled ? "no-tensorrt" : `why-${part}`);
-      }
     }
   };
 
@@ -177,6 +132,11 @@
     target.style.setProperty("--stage-height", `${target.offsetHeight}px`);
   });
   let stage = null;
+
+  const mark = () => {
+    const status = $("#status .status"), name = status.dataset.field;
+    tandem.mark(name, name ? $("#status .alert").textContent.trim() : "");
+  };
 
   let changedAt = Date.now(), shownStatus = "", endedState = "";
   const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
@@ -193,6 +153,12 @@
     const state = status?.dataset.state;
     if (state !== endedState && ["done", "failed", "cancelled"].includes(state) && tandem.restored) previewSoon();
     endedState = state;
+    const busy = ["queued", "running", "stopping"].includes(state);
+    if (document.body.classList.contains("busy") !== busy) {
+      document.body.classList.toggle("busy", busy);
+      // The form folds away or unfolds on phones, or Advanced is open: the picture is brought into view.
+      if (tandem.restored) $("#picture").scrollIntoView({ block: "nearest" });
+    }
     const bar = $("#status .bar:not([hidden])"), percent = bar?.getAttribute("aria-valuenow") ?? tandem.percent;
     const title = tandem.notice ?? (percent ? `${percent}% · Tandem` : "Tandem");
     if (document.title !== title) document.title = title;
@@ -202,7 +168,9 @@
     if (!stage && $("#stage")) { stage = $("#stage"); sizes.observe(stage); }
     keepFocus();
     applyTheme();
+    tandem.tidyForm();
     describe();
+    tandem.tidyStage();
   };
 
   // The connection is checked regularly. Without it, the page reports that and hides the progress.

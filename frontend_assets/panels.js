@@ -1,9 +1,9 @@
 // The panels Queue, History, Engines, Models and the plan preview: requests to the server, and the HTML of its answers;
-// messages at the foot of the page; the sound and the title when a job ends.
+// messages at the foot of the page; the sound and the title when a job ends. `gallery.js` and `queue.js` use it.
 (() => {
   "use strict";
   const tandem = window.tandem;
-  const PICKS = "tandem.picks", SOUND = "tandem.sound";
+  const SOUND = "tandem.sound";
   const POLL_MS = 1000;       // visible panels with data-poll
   const STATES_MS = 2000;     // states of the jobs, whatever is visible
   const AGAIN_MS = 700;       // until the preview is asked for again while engines are not known
@@ -14,8 +14,7 @@
   const { read, write } = tandem;
   const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
 
-  const view = { search: "", state: "all", page: 0, open: "", pair: [] };  // of the history
-  let picks = parse(read("sessionStorage", PICKS), []);
+  const view = { search: "", state: "all", pages: 1, open: "", pair: [] };  // of the history
 
   // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
   let readers = [];
@@ -23,8 +22,11 @@
   const formValues = () => new Promise((resolve) => {
     readers.push(resolve);
     setTimeout(() => resolve(tandem.values), FORM_MS);
-    $("#read-form").click();
+    $("#read-form")?.click();  // not there yet while the page loads
   });
+
+  const needsForm = (panel, action) => panel === "queue" ? ["add", "save"].includes(action)
+    : !["history", "results"].includes(panel);
 
   // Requests: one at a time for each panel. A request for changes is dropped if another one waits.
   const queues = {};
@@ -37,15 +39,15 @@
   const run = async (panel, queue) => {
     if (queue.busy || !queue.calls.length) return;
     queue.busy = true;
+    const call = queue.calls.shift();
     try {
-      const form = panel === "models" || panel === "history" ? [] : await formValues();
-      const call = queue.calls.shift();
+      const form = needsForm(panel, call.action) ? await formValues() : [];
       const answer = await fetch(`tandem/panels/${panel}`, {
         method: "POST", headers: { "Content-Type": "application/json" }, cache: "no-store",
         body: JSON.stringify({ ...call, view, form, drawn: drawnParts(panel) }),
       });
-      if (answer.ok) receive(panel, await answer.json());
-      else if (call.action !== "refresh") notify(await answer.text(), null, true);
+      if (answer.ok) receive(panel, call, await answer.json());
+      else if (call.action !== "refresh") notify(await answer.text(), { error: true, panel });
     } catch { /* the page says that Tandem does not answer */ }
     queue.busy = false;
     run(panel, queue);
@@ -56,7 +58,7 @@
   const drawnParts = (panel) => Object.fromEntries(
     parts(panel).filter((part) => part.dataset.digest).map((part) => [part.dataset.part, part.dataset.digest]));
 
-  const receive = (panel, reply) => {
+  const receive = (panel, call, reply) => {
     for (const part of parts(panel)) {
       const name = part.dataset.part;
       if (!(name in reply.parts)) continue;
@@ -66,22 +68,28 @@
       part.dataset.digest = reply.digests[name];
     }
     if (panel === "preview") preview(reply);
-    if ("open" in reply) { view.open = reply.open; if (reply.open) show("[data-detail] h2"); }
-    if (reply.message) notify(reply.message, reply.undo, reply.error);
+    if (reply.message) notify(reply.message, { undo: reply.undo, error: reply.error, panel });
+    if (reply.announce) announce(reply.announce);
     if (reply.edit) edit(reply.edit);
     if (reply.saved) leave();
     if (reply.watch) watch(reply.watch);
+    if ("show" in reply) tandem.show(reply.show);
     if (reply.added) { $("#queue-add form")?.reset(); watch(reply.added[0]); }
-    if (reply.compare) { show("[data-compare] h2"); request("history", "measure"); }
-    if (reply.models) models(reply.models);
-    showPicks();
+    if (reply.models) tandem.modelsChanged(reply);
+    document.dispatchEvent(new CustomEvent("tandem:reply", { detail: { panel, call, reply } }));
     tandem.tidy();
-    if (panel !== "preview" && panel !== "models") setTimeout(states, 0);
+    if (!["preview", "models", "loras"].includes(panel)) setTimeout(states, 0);
   };
 
   // Patches new HTML into an element: nodes with the same data-key or place stay the same nodes, so that focus, typed
   // text, open details and scroll positions stay as they are.
   const keyOf = (node) => node.nodeType === Node.ELEMENT_NODE ? node.dataset.key : undefined;
+  // A node that is moved loses the focus; the next key must not go to the page.
+  const move = (node, parent, before) => {
+    const focused = node.contains(document.activeElement) ? document.activeElement : null;
+    parent.insertBefore(node, before);
+    focused?.focus({ preventScroll: true });
+  };
   const patch = (old, fresh) => {
     const keyed = new Map([...old.children].filter(keyOf).map((node) => [keyOf(node), node]));
     let place = old.firstChild;
@@ -90,7 +98,7 @@
       let same = key ? keyed.get(key) : place;
       if (same && (same.nodeName !== next.nodeName || keyOf(same) !== key)) same = null;
       if (!same) { old.insertBefore(next, place); continue; }
-      if (same === place) place = place.nextSibling; else old.insertBefore(same, place);
+      if (same === place) place = place.nextSibling; else move(same, old, place);
       if (same.nodeType !== Node.ELEMENT_NODE) {
         if (same.nodeValue !== next.nodeValue) same.nodeValue = next.nodeValue;
         continue;
@@ -104,27 +112,18 @@
     while (place) { const removed = place; place = place.nextSibling; removed.remove(); }
   };
 
-  const preview = ({ line, complete }) => {
-    const label = $("#acceleration > button > span");
-    if (line && label) label.textContent = `Acceleration · ${line}`;
-    if (complete === false) setTimeout(() => request("preview"), AGAIN_MS);
+  const preview = (reply) => {
+    tandem.planned(reply);
+    if (reply.complete === false) setTimeout(() => request("preview"), AGAIN_MS);
   };
-  tandem.preview = () => { if ($("#acceleration")) request("preview"); };
-
-  const models = (count) => {
-    const panel = $('[data-panel="models"]');
-    if (Number(panel.dataset.models) === count) return;
-    panel.dataset.models = count;
-    $("#refresh-models").click();
-  };
+  tandem.preview = () => { if (tandem.restored && $("[data-panel=preview]")) request("preview"); };
 
   // Buttons. Actions that cannot be undone are confirmed first; Escape or Keep cancels them.
   const LOCAL = {
+    menu: () => {},
+    use: (target) => { tandem.useModel(target); goTo(TITLES.make); },
     dismiss: () => notify(""),
     leave: () => leave(),
-    page: (target) => { view.page = Number(target); request("history"); },
-    close: () => { view.open = ""; request("history"); },
-    "close-compare": () => { view.pair = []; request("history"); },
   };
   const ask = (question, title, then) => {
     const dialog = document.createElement("dialog");
@@ -142,13 +141,15 @@
     dialog.showModal();
     no.focus();
   };
+  // In a form, a list with data-target has the target, and its options have the questions.
   const press = (button) => {
-    const { action, target, confirm } = button.dataset;
     const panel = button.closest("[data-panel]").dataset.panel, form = button.closest("form");
+    const list = form?.querySelector("select[data-target]");
+    const { action, target, confirm } = list
+      ? { ...button.dataset, target: list.value, confirm: list.selectedOptions[0].dataset.confirm } : button.dataset;
     const values = form ? Object.fromEntries(new FormData(form)) : {};
     const act = () => {
       if (action in LOCAL) { LOCAL[action](target); return; }
-      if (action === "compare") view.pair = [...picks];
       request(panel, action, target, values);
     };
     if (confirm) ask(confirm, button.textContent, act); else act();
@@ -157,7 +158,11 @@
     const button = event.target.closest("[data-action]");
     if (button && button.getAttribute("aria-disabled") !== "true") press(button);
     const reuse = event.target.closest("[data-reuse]");
-    if (reuse) { fill(parse(reuse.dataset.reuse, {})); goTo("Make"); }
+    if (reuse) {
+      $("#lightbox")?.close();
+      goTo(TITLES.make);
+      fill(parse(reuse.dataset.reuse, {}), reuse.dataset.only);
+    }
     const report = event.target.closest("[data-report]");
     if (report) copyReport(report.dataset.report, report.closest(".report").querySelector(".with-prompts").checked);
     if (event.target.closest(".fold > button")) setTimeout(() => refresh(), 60);
@@ -178,16 +183,16 @@
     }
   });
 
-  const TITLES = { make: "Make", queue: "Queue", history: "History", engines: "Engines" };
+  const TITLES = { make: "Make", queue: "Queue", history: "History", models: "Models", engines: "Engines" };
   const tab = () => $("#tabs [role=tab][aria-selected=true]")?.textContent.trim() ?? TITLES.make;
-  const goTo = (title) => {
+  const goTo = tandem.goTo = (title) => {
     [...document.querySelectorAll("#tabs [role=tab]")].find((one) => one.textContent.trim() === title)?.click();
   };
   const isVisible = (element) => element.offsetParent !== null;
   // Asks visible panels for changes; those without data-poll only when they are opened or a job has ended.
   const refresh = (all = false) => {
-    // Gradio creates the content of an accordion when it is opened.
-    if ($('[data-panel="preview"]:not([data-digest])')) tandem.preview();
+    // A part that Gradio has replaced is empty.
+    if ($('[data-panel="preview"][data-part]:not([data-digest])')) tandem.preview();
     for (const panel of document.querySelectorAll(".gradio-container [data-panel]:not([data-part])")) {
       const polled = "poll" in panel.dataset || (all && panel.dataset.panel === "history");
       if (polled && isVisible(panel)) request(panel.dataset.panel);
@@ -210,9 +215,9 @@
   };
 
   // Fills the form as the buttons below a video do.
-  const fill = tandem.fill = (request) => {
+  const fill = tandem.fill = (request, what = "all") => {
     const carrier = document.createElement("button");
-    carrier.dataset.use = "all";
+    carrier.dataset.use = what;
     carrier.dataset.request = JSON.stringify(request);
     carrier.hidden = true;
     $("#facts .prose").append(carrier);
@@ -224,7 +229,8 @@
   const foot = document.createElement("div");
   foot.id = "foot";
   foot.dataset.panel = "queue";
-  foot.innerHTML = '<div id="editing" hidden><p></p><span class="acts"></span></div>'
+  foot.innerHTML = '<p class="unseen" role="status" aria-live="polite"></p>'
+    + '<div id="editing" hidden><p></p><span class="acts"></span></div>'
     + '<div id="message" hidden><p role="status" aria-live="polite"></p><span class="acts"></span></div>';
   const button = (title, action, target = "", strong = false) => {
     const made = document.createElement("button");
@@ -234,10 +240,14 @@
     Object.assign(made.dataset, { action, target, confirm: "" });
     return made;
   };
+  // Outside a modal dialog, messages could be neither pressed nor heard.
+  const raise = () => ([...document.querySelectorAll("dialog.viewer[open]")].at(-1) ?? document.body).append(foot);
   let hiding = 0;
-  const notify = (text, undo = null, error = false) => {
+  const notify = (text, { undo = null, error = false, panel = "queue" } = {}) => {
     const message = foot.querySelector("#message");
     clearTimeout(hiding);
+    raise();
+    foot.dataset.panel = panel;
     message.hidden = !text;
     message.classList.toggle("error", Boolean(error));
     message.querySelector("p").textContent = text;
@@ -245,6 +255,8 @@
     message.querySelector(".acts").replaceChildren(...acts, button("Dismiss", "dismiss"));
     if (text && !undo && !error) hiding = setTimeout(() => notify(""), MESSAGE_MS);
   };
+  // Says something to screen readers only.
+  const announce = (text) => { raise(); foot.querySelector(".unseen").textContent = text; };
   const edit = ({ id, title, request }) => {
     const bar = foot.querySelector("#editing");
     bar.hidden = false;
@@ -256,35 +268,9 @@
   };
   const leave = () => { foot.querySelector("#editing").hidden = true; };
 
-  // Two videos are selected for comparison.
-  const showPicks = () => {
-    for (const box of document.querySelectorAll("[data-pick]")) box.checked = picks.includes(box.dataset.pick);
-    const compare = $("#history-finder [data-action=compare]"), picked = $("#picked");
-    if (!compare) return;
-    compare.setAttribute("aria-disabled", String(picks.length !== 2));
-    const words = ["Select two videos to compare.", "One video is selected: select another.", "Two videos are selected."];
-    if (picked.textContent !== words[picks.length]) picked.textContent = words[picks.length];
-  };
-  document.addEventListener("change", (event) => {
-    const box = event.target.closest("[data-pick]");
-    if (box) {
-      picks = picks.filter((id) => id !== box.dataset.pick);
-      if (box.checked) picks = [...picks, box.dataset.pick].slice(-2);
-      write("sessionStorage", PICKS, JSON.stringify(picks));
-      showPicks();
-    }
-    if (event.target.id === "history-state") {
-      Object.assign(view, { state: event.target.value, page: 0 });
-      request("history");
-    }
-  });
-  let typing = 0;
   document.addEventListener("input", (event) => {
     // The confirmation is for one file only.
     if (event.target.id === "import-file") $("#import-trusted").checked = false;
-    if (event.target.id !== "history-search") return;
-    clearTimeout(typing);
-    typing = setTimeout(() => { Object.assign(view, { search: event.target.value, page: 0 }); request("history"); }, 200);
   });
 
   const copyReport = async (id, prompts) => {
@@ -304,7 +290,7 @@
         notify("The report is saved as a file because this page cannot access the clipboard.");
       }
     } catch {
-      notify("There is no report: Tandem does not answer, or the job does not exist any more.", null, true);
+      notify("There is no report: Tandem does not answer, or the job does not exist any more.", { error: true });
     }
   };
 
@@ -382,13 +368,14 @@
     made.textContent = sounding() ? "Sound on" : "Sound off";
   };
 
+  tandem.panels = { view, request, notify, announce, raise, goTo, tab };
+
   const begin = () => {
     document.body.append(foot);
     const ready = setInterval(() => {
       if (!$("#theme") || !$("#tabs, #generate")) return;
       clearInterval(ready);
       sound();
-      showPicks();
       states();
     }, 100);
     setInterval(() => { if (!document.hidden) refresh(); }, POLL_MS);

@@ -1,8 +1,9 @@
 // Settings from a video: an MP4 of Tandem has its request as JSON in the comment. The browser reads it, a few bytes at
-// a time; nothing is uploaded.
+// a time; nothing is uploaded. JSON files with a request are read too.
 (() => {
   "use strict";
   const MAX_BYTES = 32 * 1024 * 1024;  // of a file's index, which holds the comment
+  const MAX_TEXT = 1024 * 1024;        // of a JSON file
   const $ = (selector) => document.querySelector(selector);
   class Damaged extends Error {}
 
@@ -67,19 +68,36 @@
     } catch { return null; }
   };
 
+  // Returns the request in a JSON file: one of Tandem's own objects that have it, or the request itself.
+  const requestIn = async (file) => {
+    if (file.size > MAX_TEXT) throw new Damaged();
+    let found;
+    try { found = JSON.parse(await file.text()); } catch { throw new Damaged(); }
+    const request = found?.tandem?.request ?? found?.request ?? found;
+    return request && typeof request.prompt === "string" ? request : null;
+  };
+
+  // Fills the form and shows it; the server lists the values that it does not take. Without settings, the reason
+  // appears where the user is.
   const restore = async (file) => {
-    let text;
+    const { panels } = window.tandem;
+    const isText = /\.json$/i.test(file.name) || file.type === "application/json";
+    const choose = "Choose an MP4 that Tandem generated, or a JSON file with its request.";
+    let text, request = null;
     try {
-      const request = await requestOf(file);
-      if (request) window.tandem.fill(request);
-      text = request ? `Settings of “${file.name}” are filled in.`
-        : `“${file.name}” has no settings. Choose an MP4 that Tandem generated.`;
+      request = await (isText ? requestIn(file) : requestOf(file));
+      text = request ? `Settings of “${file.name}”:` : `“${file.name}” has no settings. ${choose}`;
     } catch {
-      text = `“${file.name}” is damaged or not an MP4. Choose an MP4 that Tandem generated.`;
+      text = `“${file.name}” is damaged or not ${isText ? "JSON" : "an MP4"}. ${choose}`;
     }
+    if (!request && panels.tab() !== "Make") { panels.notify(text, { error: true }); return; }
+    for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
+    panels.goTo("Make");
     const line = $("#restored");
-    if (line) line.textContent = text;
-    line?.scrollIntoView({ block: "nearest" });
+    line.textContent = text;
+    $("#refused .restored")?.replaceChildren();
+    if (request) window.tandem.fill(request);
+    setTimeout(() => line.scrollIntoView({ block: "nearest" }), 0);
   };
 
   document.addEventListener("change", (event) => {

@@ -1,9 +1,8 @@
 """Selection of tests, their requirements, and shared fixtures."""
 
+import gc
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +14,9 @@ from runtime.machine.probe import cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import tiny_models
+from tests.full_disk import mounted
+
+os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
 
 Result = TypeVar("Result")
 DESELECTED = ("slow", "browser", "gpu")
@@ -43,6 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=deselected)
         dropped = set(deselected)
         items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage skip the objects of modules and tests, hundreds of thousands that stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
@@ -92,12 +100,10 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte; see `full_disk.fill`."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting needs root on Linux")
+    """A disk of two megabytes; see `full_disk.fill`."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
-        pytest.skip("no file system can be mounted")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with mounted(folder, "size=2m") as done:
+        if not done:
+            pytest.skip("mounting a small disk needs root on Linux")
+        yield folder

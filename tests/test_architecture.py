@@ -50,7 +50,7 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.torch_tensorrt",
     "runtime.queue.recovery",
     "runtime.queue.job_queue",
-    "runtime.queue.downloads",
+    "runtime.queue.model_tasks",
     "runtime.bench.configurations",
     "runtime.bench.statistics",
     "runtime.bench.render",

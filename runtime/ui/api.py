@@ -25,7 +25,11 @@ from runtime.server.visitors import Visitors
 from runtime.ui import form, job_view
 from runtime.ui.fields import by_name
 from runtime.ui.watchers import Watch, Watchers
+from runtime.upstream import gradio as private
 
+# Sessions whose calls have ended and whose results wait to be read. A program may make many calls before it reads the
+# first result; one that never reads must not fill the memory.
+_MOST_UNREAD = 100
 # Types of the lists and mappings in the endpoint's schema; null stands for the default.
 _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
 
@@ -66,9 +70,9 @@ def endpoint(default_model: str) -> Callable[..., Any]:
         weights/loras, as ["style:0.8"]. The job continues when the stream is closed.
         """
         async for event in _events(
-            _submitted(request),
+            request,
             Watch(),
-            lambda saved: {"path": str(saved.video), "meta": {"_type": "gradio.FileData"}},
+            lambda _, saved: {"path": str(saved.video), "meta": {"_type": "gradio.FileData"}},
         ):
             yield event
 
@@ -86,9 +90,8 @@ def visitors_endpoint(
         Its "video" is the MP4's address below the link, which needs your login. "auto" uses the model's default or the
         limit, and a random seed. The job continues when the stream is closed.
         """
-        job = _submitted(request)
         with watchers.watching(visitor_of(request)) as watch:
-            async for event in _events(job, watch, lambda _: audience.address(job), audience.redact):
+            async for event in _events(request, watch, lambda job, _: audience.address(job), audience.redact):
                 yield event
 
     return _with_parameters(generate, form.BASIC, default_model)
@@ -158,23 +161,27 @@ def _with_parameters(function: Callable[..., Any], names: Iterable[str], default
 
 
 async def _events(
-    job: Job, watch: Watch, video: Callable[[VideoSaved], Any], redact: Callable[[str], str] = str
+    request: gr.Request, watch: Watch, video: Callable[[Job, VideoSaved], Any], redact: Callable[[str], str] = str
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield a job's events as JSON values, with every text redacted.
+    """Yield the events of a call's job as JSON values, with every text redacted.
 
     Args:
         video: returns the value of the last event's "video".
 
     Raises:
-        gr.Error: if the job fails, or newer pages and programs end the watch.
+        gr.Error: if the job was refused or fails, or newer pages and programs end the watch.
     """
-    async for event in job_view.follow_events(job, watch):
-        if isinstance(event, Failed):
-            raise _error(redact(f"{event.what} {event.remedy}"))
-        values = to_json(event) | {"job": job.id}
-        if isinstance(event, VideoSaved):
-            values["video"] = video(event)
-        yield _redacted(values, redact)
+    job = _submitted(request)
+    try:
+        async for event in job_view.follow_events(job, watch):
+            if isinstance(event, Failed):
+                raise _error(redact(f"{event.what} {event.remedy}"))
+            values = to_json(event) | {"job": job.id}
+            if isinstance(event, VideoSaved):
+                values["video"] = video(job, event)
+            yield _redacted(values, redact)
+    finally:
+        private.forget_unread(request.request.app, _MOST_UNREAD)
     if watch.reason is not None:
         raise _error(_text(watch.reason))
 

@@ -18,10 +18,11 @@ from runtime.core.errors import MachineError
 from runtime.core.facts import render
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.machine.probe import probe
+from runtime.machine.probe import has_screen, probe
+from runtime.pipeline.files import make_folder
 from runtime.pipeline.history_file import HistoryFile
-from runtime.queue.downloads import Downloads
 from runtime.queue.job_queue import JobQueue
+from runtime.queue.model_tasks import ModelTasks
 from runtime.queue.store import open_store
 from runtime.server import job_files
 from runtime.server.security import LOOPBACK
@@ -43,6 +44,7 @@ def launch(settings: Settings) -> None:
     Raises:
         MachineError: for a host or port that cannot be listened on.
         ModelError: if the settings' model cannot be used.
+        OutputError: if nothing can be written to the folder for videos.
     """
     stop = threading.Event()
 
@@ -53,7 +55,7 @@ def launch(settings: Settings) -> None:
     try:
         with serve(settings, _print) as url:
             _print(f"Tandem is at {url} - Ctrl-C stops it.")
-            if settings.browser and _has_screen():
+            if settings.browser and has_screen():
                 webbrowser.open(url)
             # On Windows a wait without a timeout cannot be interrupted.
             while not stop.wait(0.5):
@@ -76,8 +78,10 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
     Raises:
         MachineError: for a host or port that cannot be listened on.
         ModelError: if the settings' model cannot be used.
+        OutputError: if nothing can be written to the folder for videos.
     """
     _check_address(settings.host, settings.port)
+    make_folder(settings.outputs_dir)
     _prepare_environment(settings)
     engines = EngineService.from_settings(settings, probe())
     store = open_store(settings.cache_dir)
@@ -91,15 +95,14 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
     waiting = sum(not one.held for one in store.queue())
     if waiting:
         sys.stderr.write(f"Queued jobs of an earlier start: {waiting}. They run now.\n")
-    downloads = Downloads(settings)
+    model_tasks = ModelTasks(settings)
     sharing: Sharing | None = None
     page: gr.Blocks | None = None
     try:
-        settings.outputs_dir.mkdir(parents=True, exist_ok=True)
         # Without this, Gradio copies each video whose path it sends to a program.
         gr.set_static_paths([settings.outputs_dir])
         sharing = Sharing(worker, settings, notify) if settings.share else None
-        page, submissions, panel_routes = build(worker, engines, settings, sharing, downloads)
+        page, submissions, panel_routes = build(worker, engines, settings, sharing, model_tasks)
         names = LOOPBACK if settings.host in LOOPBACK else None
         try:
             url = server.start(
@@ -125,7 +128,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
                 closing.callback(server.stop, page)
             # Before the page, so that the page still shows that its job was cancelled.
             closing.callback(worker.close)
-            closing.callback(downloads.close)
+            closing.callback(model_tasks.close)
             if sharing is not None:
                 closing.callback(sharing.end)
 
@@ -171,8 +174,3 @@ def _check_address(host: str, port: int) -> None:
 def _port_taken(port: int) -> MachineError:
     other = port + 1 if port < 65_535 else port - 1  # noqa: PLR2004 - the last port
     return MachineError("ui.port_taken", port=port, other=other)
-
-
-def _has_screen() -> bool:
-    """Return whether a browser would open in a window; without one, webbrowser may start one inside the terminal."""
-    return sys.platform in {"win32", "darwin"} or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -21,16 +21,15 @@ class BreakEven:
     saved_seconds: float
 
     def __str__(self) -> str:
-        """Return "18 min 0 s to build, saves 40 s a video: after 27 videos"."""
+        """Return "saves 40 s a video; building took 18 min 0 s, made up for after 27 videos"."""
         saved = f"saves {_brief(self.saved_seconds)} a video" if self.saved_seconds > 0 else "saves no time"
         if not self.build_seconds:
             return saved
-        built = f"{formatting.duration(self.build_seconds)} to build"
+        built = f"{saved}; building took {formatting.duration(self.build_seconds)}"
         if self.saved_seconds <= 0:
-            return f"{built}, {saved}"
+            return built
         videos = ceil(self.build_seconds / self.saved_seconds)
-        after = "after 1 video" if videos <= 1 else f"after {videos:,} videos"
-        return f"{built}, {saved}: {after}"
+        return f"{built}, made up for after {'1 video' if videos <= 1 else f'{videos:,} videos'}"
 
 
 def break_even_of_offer(

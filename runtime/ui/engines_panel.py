@@ -1,8 +1,10 @@
 """The Engines panel: engines of each component at the current settings, tasks, the engine library, imports."""
 
+import contextlib
 import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,14 @@ from typing import Any
 
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.messages.components import TITLES
+from runtime.core.messages.components import TITLES, title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, LatentSize, is_block_program
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
+from runtime.engines.builders import builders_of
 from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
 from runtime.engines.service import EngineService
+from runtime.machine.probe import Machine
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile, serves_any_clip
@@ -23,6 +27,7 @@ from runtime.planner.engine_offers import EngineOffer
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import (
     BuildEngines,
+    BuildProgress,
     DeleteEngine,
     ImportEngine,
     InspectEngine,
@@ -33,9 +38,10 @@ from runtime.queue.records import (
 from runtime.queue.views import Task
 from runtime.ui import form, formatting
 from runtime.ui.break_even import BreakEven, break_even_of_offer, break_even_of_record
-from runtime.ui.formatting import lowered, paragraph, render
+from runtime.ui.formatting import lowered, page_text, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
-from runtime.ui.plan_preview import PlanPreview, Preview, summarize
+from runtime.ui.plan_panel import summarize
+from runtime.ui.plan_preview import PlanPreview, Preview
 
 PROGRAM_TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",
@@ -109,6 +115,7 @@ class EnginesPanel:
         return drawn(
             {
                 "components": lambda: _components_html(preview, problem),
+                "choices": lambda: self._choices(call.form),
                 "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in self._worker.tasks()]),
                 "storage": lambda: self._storage(records),
                 "table": lambda: table_html(self._entries(records, preview)),
@@ -127,11 +134,17 @@ class EnginesPanel:
                 return {"message": f"{'Pinned' if action == 'pin' else 'Unpinned'}: {title}."}
         return self._add(work, f"{action.title()} {title} {record.id}")
 
-    def _build(self, component: str, values: Sequence[Any]) -> tuple[Work, str]:
+    def _build(self, target: str, values: Sequence[Any]) -> tuple[Work, str]:
+        """Return the task of a target: "all", a component, or "component=backend"."""
+        component, _, backend = target.partition("=")
         request = form.read_settings(values, self._models)
         spec = self._models[request.model]
         if component != _ALL and component not in spec.component_names:
             raise unknown_action()
+        if backend:
+            if component == _ALL or backend not in BACKEND_TITLES or backend == PYTORCH:
+                raise unknown_action()
+            request = request.replace(backends={**request.backends, component: backend})
         preview = self._preview.preview(request, spec)
         if preview.error is not None:
             raise preview.error
@@ -139,7 +152,8 @@ class EnginesPanel:
         assert plan is not None, "neither a plan nor an error"
         size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames"
         components = "all components" if component == _ALL else plan.title(component)
-        title = f"Build engines for {components} of {spec.title} at {size}"
+        how = f" with {BACKEND_TITLES[backend]}" if backend else ""
+        title = f"Build engines for {components} of {spec.title} at {size}{how}"
         return BuildEngines(request=request.to_json(), component=None if component == _ALL else component), title
 
     def _import(self, call: Call) -> tuple[Work, str]:
@@ -169,6 +183,13 @@ class EnginesPanel:
         (record,) = self._engines.store.choose([engine_id])
         return record
 
+    def _choices(self, values: Sequence[Any]) -> str:
+        """Return the components that an engine file can be imported for."""
+        names: Sequence[str] = tuple(TITLES)
+        with contextlib.suppress(TandemError):
+            names = form.read_model(values, self._models).component_names
+        return render("engines_choices.html", components=[(name, title_of(name, names)) for name in names])
+
     def _storage(self, records: Sequence[EngineRecord]) -> str:
         store = self._engines.store
         return storage_html(store.total_bytes(), store.max_bytes, len(records))
@@ -190,6 +211,12 @@ class EnginesPanel:
             stale = self._engines.why_stale(record, models)
             entries.append(Entry(record, spec, stale, break_even_of_record(record, preview)))
         return entries
+
+
+def plan_problem(machine: Machine) -> Fact | None:
+    """Return why TensorRT engines cannot run on this machine; `None` if they can."""
+    problems = [builder.unavailable(machine) for builder in builders_of("tensorrt")]
+    return None if None in problems else problems[0]
 
 
 def read_path(value: object) -> Path:
@@ -256,8 +283,12 @@ def storage_html(total_bytes: int, max_bytes: int, count: int) -> str:
 
 
 def table_html(entries: Sequence[Entry]) -> str:
-    """Return the HTML of the engines, one row each."""
-    return render("engines_table.html", rows=[_row(entry) for entry in entries])
+    """Return the HTML of the engines by model, one row each."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        row = _row(entry)
+        groups.setdefault(row["model"], []).append(row)
+    return render("engines_table.html", groups=groups)
 
 
 def supported_sizes(record: EngineRecord, spec: ModelSpec | None) -> str:
@@ -299,16 +330,15 @@ def _row(entry: Entry) -> dict[str, Any]:
         "pinned": record.pinned,
         "imported": key.builder == IMPORTED,
         "size": size,
+        "backend": f"{backend}, {key.precision}" if known else "",
         "cells": (
             ("Sizes", supported_sizes(record, entry.spec)),
-            ("Backend", f"{backend}, {key.precision}" if known else ""),
-            ("On disk", size),
             ("Speed", _speed(record)),
             ("Error", _error(record)),
             ("Build", _built(record)),
             ("Pays off", str(entry.break_even) if entry.break_even else ""),
-            ("Last used", formatting.clock_time(record.last_used)),
         ),
+        "used": formatting.clock_time(record.last_used),
     }
 
 
@@ -350,11 +380,12 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
     elif task.state == "queued":
         line = f"{ahead} ahead in the queue." if ahead else "Starting."
     elif task.state == "running":
-        line = task.line
+        line = _builds_line(task) or task.line
     else:
         line = "" if task.result is None else paragraph(task.result)
     return {
         "task": task,
+        "builds": [_build_row(one, task) for one in task.builds],
         "state": "stopping" if task.cancelling else task.state,
         "line": line,
         "percent": None if task.share is None else round(100 * task.share),
@@ -363,47 +394,142 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
     }
 
 
+def _build_row(one: BuildProgress, task: Task) -> dict[str, str]:
+    """Return the template's values for one build of a task."""
+    name = f"{PROGRAM_TITLES.get(one.program, one.program)}, {BACKEND_TITLES.get(one.backend, one.backend)}"
+    state, gained = one.state, f", {one.speedup:.2f} times PyTorch" if one.speedup else ""
+    match state:
+        case "waiting" if task.open:
+            text = f"waiting, {about(one.expected)}" if one.expected else "waiting"
+        case "running" if task.open:
+            text = f"running for {formatting.duration(_running(task))}"
+        case "done":
+            text = f"built in {formatting.duration(one.took)}{gained}"
+        case "kept":
+            text = f"existed already{gained}"
+        case "failed":
+            text = f"failed: {'' if one.problem is None else paragraph(one.problem)}"
+        case _:
+            text = "not built"
+    return {"name": name, "state": state, "text": text}
+
+
+def _builds_line(task: Task) -> str:
+    """Return how many builds have ended, the time so far, and about how long the others take; empty without builds."""
+    if not task.builds:
+        return ""
+    ended = [one for one in task.builds if one.state not in {"waiting", "running"}]
+    running = _running(task)
+    so_far = sum(one.took for one in ended) + running
+    # A build that takes longer than expected may end at any moment.
+    left = sum(
+        max(one.expected - (running if one.state == "running" else 0.0), 0.0)
+        for one in task.builds
+        if one.state in {"waiting", "running"}
+    )
+    count = f"{len(ended)} of {formatting.count(len(task.builds), 'engine')} done"
+    return f"{count}, {formatting.duration(so_far)} so far, {formatting.time_left(left)} of {about(so_far + left)}."
+
+
+def _running(task: Task) -> float:
+    """Return for how many seconds the build that runs has been running."""
+    return max(time.time() - task.build_began, 0.0) if any(one.state == "running" for one in task.builds) else 0.0
+
+
 def _components_html(preview: Preview | None, problem: str) -> str:
     """Return the HTML of the components at the current settings; `problem` states why there is no plan."""
     if preview is None or preview.plan is None:
-        return render("engines_components.html", rows=[], what="", total="", problem=problem)
+        return render("engines_components.html", rows=[], what="", total="", problem=problem, build=False)
     plan = preview.plan
     badges = summarize(preview, tuple(plan.components)).badges
-    rows: list[tuple[str, str, str, str]] = []  # component, title, badge, break-even
+    rows: list[dict[str, Any]] = []
     known: list[BreakEven] = []
-    used_ids: set[str] = set()
+    tried_ids: set[str] = set()
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
         fastest = max((offer for offer in offered if offer.speedup), key=lambda offer: offer.speedup, default=None)
         pays_off = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
         if fastest is not None and pays_off is not None:
             known.append(pays_off)
-            used_ids |= {use.id for use in fastest.uses}
-        unbuilt = _unbuilt(plan.asked.backend(name), offered) if preview.complete else ""
-        rows.append((name, plan.title(name), badges[name].text, str(pays_off or unbuilt)))
+            tried_ids |= {use.id for offer in offered for use in offer.uses if not use.build}
+        asked = plan.asked.backend(name)
+        tried = _tried(asked, offered) if preview.complete else []
+        state = _unbuilt(asked, offered) if preview.complete else ""
+        if pays_off is not None:
+            state = f"{pays_off}; {_missing(tried)}" if tried else str(pays_off)
+        rows.append(
+            {
+                "component": name,
+                "title": plan.title(name),
+                "badge": badges[name],
+                "state": state,
+                "build": bool(tried),
+                "backends": _backends(offered) if preview.complete else [],
+            }
+        )
     size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
     total = ""
     if known:
-        # Several components may use the same engine, which was built once.
-        built = sum(record.build_seconds for record in preview.records if record.id in used_ids)
+        # Building tried every backend. Several components may use the same engine, which was built once.
+        built = sum(record.build_seconds for record in preview.records if record.id in tried_ids)
         combined = BreakEven(built, sum(max(one.saved_seconds, 0.0) for one in known))
         total = f"{'In total' if len(known) == len(rows) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
-    what = (
-        f"{preview.spec.title}, {size}. "
-        "Build creates missing engines of the chosen backends, or of all backends where the choice is automatic."
-    )
-    return render("engines_components.html", rows=rows, what=what, total=total, problem=problem)
+    missing = [
+        offer
+        for name, part in plan.components.items()
+        for offer in _tried(plan.asked.backend(name), preview.offers(name, plan.latent_size, part.device))
+    ]
+    if missing and preview.complete:
+        # Components may share engines.
+        seconds = sum({tuple(use.id for use in offer.uses): offer.build_seconds for offer in missing}.values())
+        total = f"{total} Building what is missing takes {about(seconds)}." if seconds else total
+    what = f"For {preview.spec.title} at {size}, the settings in Make."
+    build = any(row["build"] for row in rows)
+    return render("engines_components.html", rows=rows, what=what, total=total, problem=problem, build=build)
+
+
+def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:
+    """Return name and title of each backend of a component, and why no engines can be built with it, if so."""
+    found: dict[str, str] = {}
+    for offer in offered:
+        reason = "" if offer.problem is None else page_text(offer.problem).what
+        if offer.ready:
+            reason = "Built already."
+        if found.get(offer.backend, "-"):  # one of a backend's two kinds is enough
+            found[offer.backend] = reason
+    return [(name, BACKEND_TITLES[name], reason) for name, reason in found.items()]
+
+
+def _tried(asked: str, offered: Sequence[EngineOffer]) -> list[EngineOffer]:
+    """Return the offers that Build builds for the requested backend."""
+    tried = [
+        offer
+        for offer in offered
+        if asked in {AUTO, offer.backend} and asked != PYTORCH and offer.problem is None and not offer.ready
+    ]
+    if asked != AUTO:
+        return tried[:1]
+    tried = [offer for offer in tried if not offer.on_request]
+    # Of engines of whole transformers and of their blocks, one kind for each backend is built.
+    kinds = {offer.backend: offer.in_blocks for offer in reversed(tried)}
+    return [offer for offer in tried if offer.in_blocks == kinds[offer.backend]]
+
+
+def _missing(tried: Sequence[EngineOffer]) -> str:
+    titles = " and ".join(dict.fromkeys(BACKEND_TITLES[offer.backend] for offer in tried))
+    return f"not built yet with {titles}"
 
 
 def _unbuilt(asked: str, offered: Sequence[EngineOffer]) -> str:
-    """Return how long the preferred engines of the requested backend take to build."""
+    """Return how long the engines of the requested backend, or of all that are tried, take to build."""
     if asked == PYTORCH:
         return "none needed"
     wanted = [offer for offer in offered if asked in {AUTO, offer.backend}]
-    first = next((offer for offer in wanted if offer.problem is None and not offer.ready), None)
-    if first is None:
+    tried = _tried(asked, offered)
+    if not tried:
         return "not measured" if any(offer.ready for offer in wanted) else "none can be built on this machine"
-    duration = f", {about(first.build_seconds)} to build with {BACKEND_TITLES[first.backend]}"
-    return f"not built yet{duration if first.build_seconds else ''}"
+    seconds = sum(offer.build_seconds for offer in tried)
+    titles = " and ".join(dict.fromkeys(BACKEND_TITLES[offer.backend] for offer in tried))
+    return f"not built yet{f', {about(seconds)} to build with {titles}' if seconds else ''}"

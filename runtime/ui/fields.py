@@ -10,7 +10,7 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError
 from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
-from runtime.core.request_fields import AUTO, Backends, Choice, Loras, Number, Prompt, StepCache
+from runtime.core.request_fields import AUTO, Backends, Choice, Loras, Name, Number, Prompt, StepCache
 
 BACKEND = "backend_"
 _LONGEST_LORAS = 4_000
@@ -27,25 +27,27 @@ def control(name: str, **properties: Any) -> gr.components.Component:
     """
     declared = FIELDS[name]
     shared: dict[str, Any] = {"label": declared.label, "info": declared.help, "elem_id": f"field-{name}", **properties}
-    if isinstance(declared, Choice | StepCache):
-        titles = [(title, value) for value, title in declared.choices.items()]
-        shared = {"choices": titles, "value": next(iter(declared.choices)), **shared}
-    if "choices" in shared:
-        typed = isinstance(declared, StepCache)  # a strength can be typed
-        return gr.Dropdown(filterable=typed, allow_custom_value=typed, **shared)
     match declared:
+        case Name():
+            return gr.Dropdown(filterable=False, **shared)
         case Prompt():
             return gr.Textbox(lines=2, max_lines=6, **shared)
         case Number(placeholder=str(placeholder)) if placeholder:
             # A text field, because Gradio's number fields show 0 if they are empty.
             return gr.Textbox(placeholder=placeholder, max_lines=1, **shared)
-        case Number() if "maximum" in properties:
-            return gr.Slider(buttons=[], **shared)
         case Number():
             return gr.Number(**({"step": declared.step} if declared.step else {}), **shared)
         case Loras():
             return gr.Textbox(placeholder="name:0.8", lines=2, max_lines=MAX_LORAS, **shared)
     raise AssertionError(f"the field {name} has no control")
+
+
+def unchanged(name: str) -> str:
+    """Return the stored value of a choice that was not changed."""
+    declared = FIELDS[name]
+    if isinstance(declared, Choice | StepCache):
+        return next(iter(declared.choices))
+    return declared.unset
 
 
 def read(name: str, value: Any) -> Any:

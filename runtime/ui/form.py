@@ -1,34 +1,28 @@
-"""The web form: the layout of its controls, the acceleration panel, reading its values into a request.
+"""The web form: its controls and their layout, and reading its values into a request.
 
 Values come from a browser and can be of any type: `GenerationRequest` and the planner validate them and name the field,
-so Gradio's own checks are left out.
+so Gradio's own checks are left out. Choices that Gradio has no control for, such as sizes with their proportions, are
+HTML; `form.js` writes what is chosen into the controls, some of which are hidden.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.facts import Fact
-from runtime.core.messages.components import TITLES, title_of
-from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
+from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
-from runtime.engines.builders import builders_of
-from runtime.machine.probe import Machine
 from runtime.models.catalogue import check_offered, published
+from runtime.models.folder import read_vocabulary
 from runtime.models.spec import ModelSpec
-from runtime.planner.placement import VAE_PSNR, usable_gpus
-from runtime.ui import fields, formatting
-from runtime.ui.formatting import page_text, render
+from runtime.ui import fields, formatting, theme
+from runtime.ui.formatting import render
 from runtime.ui.watchers import MOST_WATCHERS
 
-TENSORRT = "tensorrt"
 CUSTOM = "custom"
-# Sliders end at this many steps, and at this many times the model's longest clip.
-_STEPS_SHOWN = 100
-_LENGTHS_SHOWN = 2
 NAMES = tuple(
     control
     for name in FIELDS
@@ -39,11 +33,14 @@ BASIC = tuple(name for name, declared in FIELDS.items() if declared.group in {"p
 # The controls that a change of model sets to its defaults.
 FOLLOWING_MODEL = (
     "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2", "shift",
-    *(f"{fields.BACKEND}{name}" for name in COMPONENTS),
 )  # fmt: skip
-# The rows of the acceleration panel, which are visible where the model has the component.
-ROWS = tuple(f"row_{name}" for name in COMPONENTS)
-
+# The other elements that depend on the model.
+OTHERS = ("card", "sizes", "lengths")
+# Proportions that have a name; a size is called by one that is this close.
+_PROPORTIONS = ((16, 9), (9, 16), (4, 3), (3, 4), (1, 1), (3, 2), (2, 3), (21, 9))
+_CLOSE = 0.04
+# The longer side of a drawn proportion, in pixels.
+_DRAWN = 22
 
 # Events that the browser handles alone.
 LOCAL: dict[str, Any] = {"fn": None, "show_progress": "hidden", "api_visibility": "private", "queue": False}
@@ -61,132 +58,116 @@ class Form:
     """A form, or a part of one.
 
     Attributes:
-        controls: by name, in the order of `NAMES` or `BASIC`.
-        others: what else depends on the model, by name: the choice of sizes, the rows of the acceleration panel.
+        controls: by name.
+        others: what else depends on the model, by name, see `OTHERS`.
     """
 
     controls: dict[str, Any]
     others: dict[str, Any]
 
 
-def acceleration_panel(spec: ModelSpec, machine: Machine, backends: Mapping[str, str]) -> Form:
-    """Create the acceleration panel.
-
-    Args:
-        backends: initial backends by component.
-    """
-    values = model_values(spec)
-    unavailable = tensorrt_problem(machine)
-    controls: dict[str, Any] = {}
-    rows: dict[str, Any] = {}
-    with gr.Accordion("Acceleration", open=False, elem_id="acceleration", elem_classes="fold"):
-        for name in COMPONENTS:
-            backend, chosen = f"{fields.BACKEND}{name}", backends.get(name, AUTO)
-            with gr.Row(elem_classes="part", elem_id=f"part-{name}", **values[f"row_{name}"]) as rows[f"row_{name}"]:
-                choice = controls[backend] = gr.Dropdown(
-                    choices=[(title, value) for value, title in BACKENDS.items()],
-                    value=chosen,
-                    filterable=False,
-                    elem_id=f"field-{backend}",
-                    **values[backend],
-                )
-                toggle = gr.Checkbox(
-                    label="TensorRT",
-                    value=chosen == TENSORRT,
-                    interactive=unavailable is None,
-                    elem_id=f"tensorrt-{name}",
-                    elem_classes="toggle",
-                )
-                gr.HTML(render("plan_part.html", part=name), elem_classes="badge-line", apply_default_css=False)
-            toggle.input(**LOCAL, inputs=toggle, outputs=choice, js=f"(on) => on ? '{TENSORRT}' : '{AUTO}'")
-            choice.change(**LOCAL, inputs=choice, outputs=toggle, js=f"(name) => name === '{TENSORRT}'")
-        if unavailable is not None:
-            gr.HTML(render("no_tensorrt.html", reason=page_text(unavailable).what), apply_default_css=False)
-        psnr = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
-        properties = {"gpus": _gpus(machine), "vae_precision": {"info": f"{FIELDS['vae_precision'].help} {psnr}"}}
-        for name, declared in FIELDS.items():
-            if declared.group == "acceleration" and name != "backends":
-                controls[name] = fields.control(name, **properties.get(name, {}))
-        gr.HTML(render("plan_part.html", part="summary"), elem_id="plan-summary", apply_default_css=False)
-        # Pressed by the script when a memory strategy is selected.
-        gr.Button("Choose a strategy", visible="hidden", elem_id="choose-strategy").click(
-            **LOCAL, outputs=[controls["offload"], controls["quantization"]], js="() => window.tandem.strategy"
-        )
-    return Form(controls, rows)
-
-
-def _gpus(machine: Machine) -> dict[str, Any]:
-    """Return the properties of the choice of GPUs."""
-    count = len(usable_gpus(machine))
-    titles = {"1": "One", AUTO: "All identical GPUs", **{str(n): str(n) for n in range(2, count + 1)}}
-    return {"choices": [(title, value) for value, title in titles.items()], "value": "1", "visible": count > 1}
-
-
-def tensorrt_problem(machine: Machine) -> Fact | None:
-    """Return why TensorRT engines cannot be built or run on this machine, `None` if they can."""
-    problems = [builder.unavailable(machine) for builder in builders_of(TENSORRT)]
-    return None if None in problems else problems[0]
-
-
-def all_settings(
-    models: Mapping[str, ModelSpec],
-    chosen: str,
-    prompt: gr.Textbox,
-    machine: Machine,
-    backends: Mapping[str, str],
+def prompt_section(
+    models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]], *, panels: bool
 ) -> Form:
-    """Create the settings of the owner's page.
+    """Create the model's card, the prompt and the suggestions.
 
     Args:
-        prompt: the prompt's control.
-        backends: the initial backends by component; "auto" for those not named.
+        values: the properties of what depends on the model, see `model_values`.
+        panels: whether the page has the panels, which download models.
     """
-    basics = basic_settings(models, chosen, prompt, model_values(models[chosen]))
-    panel = acceleration_panel(models[chosen], machine, backends)
-    with gr.Accordion(FIELDS["loras"].label, open=False, elem_id="loras", elem_classes="fold"):
-        info = "One a line: name:weight from weights/loras in the cache folder; high= or low= selects one expert."
-        loras = fields.control("loras", label="Names", info=info)
-    created = basics.controls | panel.controls | {"loras": loras}
-    return Form({name: created[name] for name in NAMES}, basics.others | panel.others)
-
-
-def basic_settings(
-    models: Mapping[str, ModelSpec], chosen: str, prompt: gr.Textbox, values: Mapping[str, Mapping[str, Any]]
-) -> Form:
-    """Create the settings that visitors have too; size, length and seed react in the browser, without the server.
-
-    Args:
-        prompt: the prompt's control.
-        values: the properties of the controls that depend on the model, see `model_values`.
-    """
-    made: dict[str, Any] = {"prompt": prompt}
-    info = "Determines the sizes, the length and the defaults below."
-    choices = model_choices(models)
-    made["model"] = fields.control("model", choices=choices, value=chosen, info=info, visible=len(models) > 1)
-    size = gr.Radio(
-        **values["size"], label="Size", info="A size the model was trained on, or a custom one.", elem_id="size"
+    with gr.Column(elem_id="model"):
+        card = gr.HTML(**values["card"], elem_id="card", apply_default_css=False)
+        choices = model_choices(models)
+        model = fields.control("model", choices=choices, value=chosen, info=None, visible=len(models) > 1)
+        if panels:
+            gr.HTML(render("get_models.html"), elem_id="get-models", apply_default_css=False)
+    prompt = gr.Textbox(
+        label=FIELDS["prompt"].label,
+        info=FIELDS["prompt"].help,
+        placeholder="a red boat sails to the right on a calm sea at sunset",
+        lines=3,
+        max_lines=8,
+        elem_id="field-prompt",
     )
-    with gr.Row(elem_classes="pair"):
+    suggestions = render("suggestions.html", suggestions=theme.examples())
+    gr.HTML(suggestions, elem_id="suggestions", apply_default_css=False)
+    return Form({"model": model, "prompt": prompt}, {"card": card})
+
+
+def video_section(values: Mapping[str, Mapping[str, Any]], *, panels: bool) -> Form:
+    """Create presets, size, length, playback speed and seed; all react in the browser, without the server.
+
+    Args:
+        values: the properties of what depends on the model, see `model_values`.
+        panels: whether the page has the panels, which know what presets cost.
+    """
+    made: dict[str, Any] = {}
+    if panels:
+        gr.HTML(render("plan_part.html", part="presets"), elem_id="presets", apply_default_css=False)
+    sizes = gr.HTML(**values["sizes"], elem_id="size", apply_default_css=False)
+    with gr.Row(elem_id="sides", elem_classes="pair"):
         for name in ("width", "height"):
             made[name] = fields.control(name, **values[name])
-    made["frames"] = fields.control("frames", **values["frames"])
-    with gr.Row(elem_id="speed-row"):
-        made["fps"] = fields.control("fps", **values["fps"])
-        length = gr.HTML(formatting.length(values["frames"]["value"], values["fps"]["value"]), elem_id="length")
-    with gr.Row(elem_id="seed-row"):
-        made["seed"] = fields.control("seed")
-        random = gr.Button("Random", elem_id="random-seed", min_width=90)
-    random.click(**LOCAL, outputs=made["seed"], js="() => ''")
-    with gr.Accordion("More settings", open=False, elem_id="more", elem_classes="fold"):
-        for name in (name for name, declared in FIELDS.items() if declared.group == "more"):
-            made[name] = fields.control(name, **values.get(name, {}))
-    sides, timing = [made["width"], made["height"]], [made["frames"], made["fps"]]
-    size.input(**LOCAL, inputs=[size, *sides], outputs=sides, js="(size, w, h) => window.tandem.sizeChosen(size, w, h)")
-    for side in sides:
-        side.change(**LOCAL, inputs=[size, *sides], outputs=size, js="(size, w, h) => window.tandem.sizeTyped(w, h)")
-    for part in timing:
-        part.change(**LOCAL, inputs=timing, outputs=length, js="(frames, fps) => window.tandem.length(frames, fps)")
-    return Form({name: made[name] for name in BASIC}, {"size": size})
+    lengths = gr.HTML(**values["lengths"], elem_id="length", apply_default_css=False)
+    with gr.Column(elem_id="custom-length"):
+        made["frames"] = fields.control("frames", **values["frames"])
+    with gr.Row(elem_id="playback", elem_classes="pair"):
+        made["fps"] = fields.control("fps", **values["fps"], info="Changes no frames.")
+        made["seed"] = fields.control("seed", info="Empty: a new one each time.")
+    gr.HTML(render("make_actions.html"), elem_id="actions-more", apply_default_css=False)
+    return Form(made, {"sizes": sizes, "lengths": lengths})
+
+
+def sampling_section(values: Mapping[str, Mapping[str, Any]]) -> Form:
+    """Create the controls that change how the model makes the video.
+
+    Args:
+        values: the properties of what depends on the model, see `model_values`.
+    """
+    gr.HTML(render("section.html", title="Sampling"), apply_default_css=False)
+    with gr.Row(elem_id="sampling", elem_classes="fields"):
+        names = [name for name, declared in FIELDS.items() if declared.group == "more"]
+        return Form({name: fields.control(name, **values.get(name, {})) for name in sorted(names, key=_is_text)}, {})
+
+
+def _is_text(name: str) -> bool:
+    return name == "negative_prompt"
+
+
+def acceleration_section(backends: Mapping[str, str]) -> Form:
+    """Create what says how the machine makes the video; the panel of the plan draws the choices.
+
+    Args:
+        backends: initial backends by component; "auto" for those not named.
+    """
+    gr.HTML(render("section.html", title="Acceleration"), apply_default_css=False)
+    made: dict[str, Any] = {}
+    for name, declared in FIELDS.items():
+        if declared.group == "acceleration":
+            stored = {f"{fields.BACKEND}{one}": backends.get(one, AUTO) for one in COMPONENTS}
+            for control, value in (stored if name == "backends" else {name: fields.unchanged(name)}).items():
+                made[control] = gr.Textbox(value, visible="hidden", label=declared.label, elem_id=f"stored-{control}")
+    for part in ("summary", "components", "options"):
+        gr.HTML(render("plan_part.html", part=part), elem_id=f"plan-{part}", apply_default_css=False)
+    return Form(made, {})
+
+
+def loras_section() -> Form:
+    """Create the choice of LoRAs."""
+    gr.HTML(render("section.html", title=FIELDS["loras"].label), apply_default_css=False)
+    gr.HTML(render("loras.html"), elem_id="panel-loras", apply_default_css=False)
+    info = "One a line: name:strength. high= or low= before the name selects one expert."
+    return Form({"loras": fields.control("loras", label="By hand", info=info)}, {})
+
+
+def joined(parts: Iterable[Form]) -> Form:
+    """Return a form of several parts, with its controls in the order of `NAMES`."""
+    created: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for part in parts:
+        created |= part.controls
+        others |= part.others
+    return Form({name: created[name] for name in NAMES if name in created}, others)
 
 
 def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
@@ -195,32 +176,67 @@ def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    """Return the properties of the controls that follow the model, by name."""
+    """Return the properties of the controls and elements that follow the model, by name."""
     defaults, stride = spec.defaults, spec.vae.scale_factor_temporal
-    titles = {name: title_of(name, spec.component_names) for name in TITLES}
     wide, high = spec.strides
-    sizes: list[tuple[str, str]] = [(formatting.size(w, h), f"{w}x{h}") for w, h in spec.sizes]
     second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale
     return {
-        "size": {"choices": [*sizes, ("Custom", CUSTOM)], "value": size_value(spec, defaults.width, defaults.height)},
+        "card": {"value": card_html(spec)},
+        "sizes": {"value": sizes_html(spec.sizes)},
+        "lengths": {"value": lengths_html(spec.frame_counts, defaults.fps)},
         "width": {"value": defaults.width, "step": wide, "info": f"A multiple of {wide}."},
         "height": {"value": defaults.height, "step": high, "info": f"A multiple of {high}."},
-        "frames": {
-            "info": f"A multiple of {stride}, plus 1. More frames take more time and memory.",
-            "value": defaults.frames,
-            "minimum": 1,
-            "maximum": _LENGTHS_SHOWN * max(*spec.frame_counts, defaults.frames) // stride * stride + 1,
-            "step": stride,
-        },
+        "frames": {"info": f"A multiple of {stride}, plus 1.", "value": defaults.frames, "minimum": 1, "step": stride},
         "fps": {"value": defaults.fps},
         "negative_prompt": {"value": defaults.negative_prompt},
-        "steps": {"value": defaults.steps, "minimum": 1, "maximum": max(_STEPS_SHOWN, defaults.steps), "step": 1},
+        "steps": {"value": defaults.steps},
         "guidance_scale": {"value": defaults.guidance_scale},
         "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
         "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},
-        **{f"row_{name}": {"visible": name in spec.component_names} for name in COMPONENTS},
-        **{f"{fields.BACKEND}{name}": {"label": title} for name, title in titles.items()},
     }
+
+
+def card_html(spec: ModelSpec, *, panels: bool = True) -> str:
+    """Return the card of a model: what it is called, shows and knows, and what it costs.
+
+    Args:
+        panels: whether the page has the panels, which know what it costs.
+    """
+    return render(
+        "model_card.html",
+        spec=spec,
+        panels=panels,
+        picture=theme.picture_of(spec),
+        words=list(spec.words.items()),
+        vocabulary=" ".join(sorted(read_vocabulary(spec.directory))),
+    )
+
+
+def sizes_html(sizes: Sequence[tuple[int, int]]) -> str:
+    """Return the choice of sizes, each with its proportion drawn."""
+    shown = [(f"{w}x{h}", proportion(w, h), formatting.size(w, h), *_drawn(w, h)) for w, h in sizes]
+    return render("sizes.html", sizes=shown, custom=CUSTOM)
+
+
+def lengths_html(frame_counts: Sequence[int], fps: int) -> str:
+    """Return the choice of lengths, in seconds at a playback speed and in frames."""
+    return render("lengths.html", lengths=[(count, f"{count / fps:.1f} s") for count in frame_counts], custom=CUSTOM)
+
+
+def proportion(width: int, height: int) -> str:
+    """Return the proportion of a size: "16:9" for one that is close to it, else the exact one if it is short."""
+    ratio = width / height
+    close = min(_PROPORTIONS, key=lambda one: abs(one[0] / one[1] / ratio - 1))
+    if abs(close[0] / close[1] / ratio - 1) <= _CLOSE:
+        return f"{close[0]}:{close[1]}"
+    shared = gcd(width, height)
+    return f"{width // shared}:{height // shared}"
+
+
+def _drawn(width: int, height: int) -> tuple[int, int]:
+    """Return the sides of the small rectangle that stands for a size."""
+    longer = max(width, height)
+    return round(_DRAWN * width / longer), round(_DRAWN * height / longer)
 
 
 def _own_shift(spec: ModelSpec) -> str:
@@ -235,7 +251,7 @@ def _own_shift(spec: ModelSpec) -> str:
 def filled(
     stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str = "", gpus: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """Return properties for the choice of sizes and every control that restore stored values.
+    """Return properties for every control and for what else depends on the model that restore stored values.
 
     The stored values come from a browser. Skipped are values that a control cannot show, a model that is no longer
     offered with all values that depend on it, and backends that were stored under other launch flags.
@@ -257,10 +273,9 @@ def filled(
             values[field]["value"] = value
         elif field == "prompt":
             values[field]["value"] = ""
-    if stored.get("gpus") in ("1", AUTO, *map(str, range(2, gpus + 1))):
-        values["gpus"]["value"] = stored["gpus"]
+    if str(stored.get("gpus")) in ("1", AUTO, *map(str, range(2, gpus + 1))):  # a number in requests
+        values["gpus"]["value"] = str(stored["gpus"])
     values |= _filled_backends(stored, values, preset)
-    values["size"]["value"] = size_value(models[name], values["width"]["value"], values["height"]["value"])
     return values
 
 
@@ -285,18 +300,13 @@ def preset_name(backends: Mapping[str, str]) -> str:
     return ",".join(f"{name}={backend}" for name, backend in sorted(backends.items()))
 
 
-def size_value(spec: ModelSpec, width: object, height: object) -> str:
-    """Return the choice of sizes for a width and a height."""
-    return f"{width}x{height}" if (width, height) in spec.sizes else CUSTOM
-
-
 def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
     """Read the controls' values, in the order of `NAMES`.
 
     Raises:
         TandemError: for an invalid value, with its field.
     """
-    given = _by_name(values)
+    given = by_name(values)
     spec = check_offered(given["model"], models)
     backends = {name: given.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
     request = {name: fields.read(name, value) for name, value in given.items()}
@@ -330,7 +340,7 @@ def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> Genera
     Raises:
         TandemError: for an invalid value, with its field.
     """
-    given = _by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
+    given = by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
     return read([given[name] for name in NAMES], models)
 
 
@@ -345,10 +355,15 @@ def read_model(values: Sequence[Any], models: dict[str, ModelSpec]) -> ModelSpec
     Raises:
         TandemError: if it is not offered.
     """
-    return check_offered(_by_name(values)["model"], models)
+    return check_offered(by_name(values)["model"], models)
 
 
-def _by_name(values: Sequence[Any]) -> dict[str, Any]:
+def by_name(values: Sequence[Any]) -> dict[str, Any]:
+    """Return the controls' values by name.
+
+    Raises:
+        InvalidRequestError: if they are not of one form.
+    """
     if len(values) != len(NAMES):
         raise InvalidRequestError("form", "form.incomplete")
     return dict(zip(NAMES, values, strict=True))

@@ -134,6 +134,7 @@ _ENVIRONMENT.filters |= {
     "quoted": lambda text: f"“{text}”",
     "lower_first": lambda text: f"{text[:1].lower()}{text[1:]}",
     "json": json.dumps,
+    "dict": dict,
 }
 
 

@@ -1,6 +1,6 @@
-"""The panel History: finished jobs with details, storage, and the comparison of two videos."""
+"""The panel History: a gallery of finished jobs, their details, disk usage, and the comparison of two videos."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,28 +11,41 @@ from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
 from runtime.core.units import byte_size
-from runtime.pipeline.files import POSTER
+from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view
 from runtime.ui.formatting import paragraph, render
-from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named
+from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named, proportions
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.video.similarity import Similarity
 from runtime.video.similarity import similarity as measured_similarity
 
-ALL, DELETED = "all", "deleted"
+ALL, STARRED, DELETED = "all", "starred", "deleted"
 # The states that can be filtered for, with their titles.
 FILTERS: Mapping[str, str] = {
-    ALL: "All", "done": "Done", "failed": "Failed", "cancelled": "Cancelled", "interrupted": "Interrupted",
-    DELETED: "Deleted",
+    ALL: "All", STARRED: "Starred", "done": "Done", "failed": "Failed", "cancelled": "Cancelled",
+    "interrupted": "Interrupted", DELETED: "Deleted",
 }  # fmt: skip
 # Ages in days of which jobs can be deleted together.
 AGES = (7, 30, 90, 365)
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
-_PAGE = 24
-_MAX_SEARCH, _MAX_PAGE = 200, 1_000_000
+_PAGE = 48
+_MAX_SEARCH, _MAX_PAGES = 200, 10_000
 _PAIR = 2
+# The parts that actions change; by default, all but the comparison.
+_DRAWN: Mapping[str, Collection[str]] = {
+    "refresh": ("gallery", "detail"),
+    "more": (),
+    "open": ("detail",),
+    "star": ("detail",),
+    "unstar": ("detail",),
+    "again": (),
+    "resume": ("gallery", "detail"),
+    "measure-storage": ("storage",),
+    "compare": ("comparison",),
+    "measure": ("comparison",),
+}
 
 
 @dataclass(frozen=True)
@@ -40,16 +53,38 @@ class View:
     """What the panel shows.
 
     Attributes:
-        search, state, page: filters of the gallery; pages count from 0.
+        search, state: filters of the gallery.
+        pages: how many pages of the gallery are shown.
         open: the job whose details are shown.
         pair: the ids of the two jobs whose videos are compared, or none.
     """
 
     search: str = ""
     state: str = ALL
-    page: int = 0
+    pages: int = 1
     open: str = ""
     pair: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Card:
+    """One job in the gallery.
+
+    Attributes:
+        picture: address of its still image; empty without one.
+        video: address of its video; empty if that cannot be played.
+        width, height: of the video, in pixels.
+        size: of the video on disk, in bytes.
+        problem: why there is no video, or where it is.
+    """
+
+    job: JobRecord
+    picture: str
+    video: str
+    width: int
+    height: int
+    size: int
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -59,6 +94,7 @@ class Clip:
     Attributes:
         video: its address.
         request: every value as used.
+        model: the model's title.
         seconds: duration of the job.
         places: backends and devices with their components, as one line.
     """
@@ -66,6 +102,7 @@ class Clip:
     id: str
     video: str
     request: Mapping[str, Any]
+    model: str
     seconds: float
     places: str
 
@@ -78,23 +115,23 @@ class HistoryPanel(JobsPanel):
     """The panel; see `panels.Panel`."""
 
     def draw(self, call: Call, reply: Reply) -> dict[str, str]:
-        """Return gallery, storage, details and comparison; the similarity only after it was measured."""
+        """Return the parts that an action changes; the similarity only after it was measured."""
         try:
             view = read_view(call.view)
         except TandemError:  # `act` has reported it
             view = View()
-        view = replace(view, open=reply.get("open", view.open))
         parts: dict[str, Callable[[], str]] = {
-            "comparison": lambda: self._comparison(view.pair, "history_comparison.html"),
-            "settings": lambda: self._comparison(view.pair, "history_settings.html"),
-            "detail": lambda: self._detail(view.open),
             "gallery": lambda: self._gallery(view),
+            "detail": lambda: self._detail(view.open),
+            "comparison": lambda: self._comparison(view.pair),
             "storage": self._storage,
         }
-        if "similarity" in reply or not view.pair:
-            line = reply.pop("similarity", "")
-            parts["similarity"] = lambda: render("history_similarity.html", line=line)
-        return drawn(parts)
+        names = _DRAWN.get(call.action, ("gallery", "detail", "storage"))
+        found = {name: draw for name, draw in parts.items() if name in names}
+        if "similarity" in reply:
+            line = reply.pop("similarity")
+            found["similarity"] = lambda: render("history_similarity.html", line=line)
+        return drawn(found)
 
     def act(self, call: Call) -> Reply:
         """Carry out an action."""
@@ -104,6 +141,8 @@ class HistoryPanel(JobsPanel):
     def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
         return {
             **super()._actions(),
+            "more": self._more,
+            "measure-storage": lambda _: {},
             "compare": self._start_comparison,
             "measure": self._measure,
             "remove-checkpoints": self._remove_checkpoints,
@@ -112,27 +151,31 @@ class HistoryPanel(JobsPanel):
         }
 
     def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
-        return {
-            **super()._job_actions(),
-            "open": lambda job, _: {"open": job.id},
-            "rerun": self._rerun,
-        }
+        return {**super()._job_actions(), "open": lambda _job, _call: {"opened": True}, "rerun": self._rerun}
+
+    def _more(self, call: Call) -> Reply:
+        """Return the cards of the view's last page, which the script appends."""
+        view = read_view(call.view)
+        cards, more = self._cards(view, first=view.pages - 1)
+        return {"cards": render("history_cards.html", cards=cards, titles=FILTERS), "more": more}
 
     def _start_comparison(self, call: Call) -> Reply:
-        return {"compare": True, "similarity": "Measuring the similarity…"} if read_view(call.view).pair else {}
+        clips = [self._clip(self._job(one)) for one in read_view(call.view).pair]
+        if not clips:
+            return {}
+        measured = same_picture(*clips)
+        return {"compare": True, "measure": measured, "similarity": "Measuring the similarity…" if measured else ""}
 
     def _measure(self, call: Call) -> Reply:
         jobs = [self._job(one) for one in read_view(call.view).pair]
-        if not jobs:
+        clips = [self._clip(job) for job in jobs]
+        if not clips or not same_picture(*clips):
             return {"similarity": ""}
-        one, other = (self._clip(job) for job in jobs)
-        found = None
-        if one.size == other.size:
-            try:
-                found = _similarity(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
-            except OSError as error:  # it was deleted meanwhile
-                raise _video_missing() from error
-        return {"similarity": similarity(one, other, found)}
+        try:
+            found = _similarity(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
+        except OSError as error:  # it was deleted meanwhile
+            raise _video_missing() from error
+        return {"similarity": similarity(clips[0].request["frames"], found)}
 
     def _remove_checkpoints(self, _call: Call) -> Reply:
         freed = storage.remove_finished_checkpoints(self._store, self._owner)
@@ -155,40 +198,47 @@ class HistoryPanel(JobsPanel):
         return {"message": "The low-noise steps run again.", "watch": new.id}
 
     def _gallery(self, view: View) -> str:
-        found = self._store.list(
-            states=tuple(state for state in _ENDED if view.state in {state, ALL, DELETED}),
-            search=view.search,
-            owner=self._owner,
-            deleted=view.state == DELETED,
-            limit=_PAGE + 1,
-            offset=_PAGE * view.page,
-        )
-        cards = [(job, self._poster(job), storage.video_bytes(job)) for job in found[:_PAGE]]
-        filtered = bool(view.search.strip() or view.page) or view.state != ALL
-        more = len(found) > _PAGE
+        cards, more = self._cards(view)
+        searched = bool(view.search.strip())
         unreadable = self._store.unreadable if self._owner is None else None
         return render(
             "history_gallery.html",
             cards=cards,
-            page=view.page,
             more=more,
-            filtered=filtered,
+            searched=searched,
+            filtered=searched or view.state != ALL,
+            state=view.state,
             titles=FILTERS,
             problem="" if unreadable is None else paragraph(unreadable),
         )
 
-    def _poster(self, job: JobRecord) -> str:
-        """Return the address of a job's still image; empty if there is none."""
-        folder = self._store.folder(job.id)
-        return f"tandem/poster/{job.id}.webp" if folder is not None and (folder / POSTER).is_file() else ""
+    def _cards(self, view: View, first: int = 0) -> tuple[list[Card], bool]:
+        """Return the cards of a view from page `first` on, and whether there are more."""
+        count = _PAGE * (view.pages - first)
+        found = self._store.list(
+            states=tuple(state for state in _ENDED if view.state in {state, ALL, STARRED, DELETED}),
+            search=view.search,
+            owner=self._owner,
+            deleted=view.state == DELETED,
+            starred=view.state == STARRED,
+            limit=count + 1,
+            offset=_PAGE * first,
+        )
+        return [self._card(job) for job in found[:count]], len(found) > count
+
+    def _card(self, job: JobRecord) -> Card:
+        plays, size = self._plays(job), storage.video_bytes(job)
+        video = job_view.file_url(job.output) if plays else ""
+        return Card(job, self._picture(job), video, *proportions(job), size, self._problem(job, plays, size))
+
+    def _problem(self, job: JobRecord, plays: bool, size: int) -> str:
+        """Return why a job has no video that can be played; empty if it has one."""
+        if job.state != "done" or plays:
+            return failure(job)
+        return f"Saved outside the outputs folder: {job.output}" if size else "The video file is missing."
 
     def _storage(self) -> str:
-        old = []
-        for days in AGES:
-            jobs = storage.older_than(self._store, self._owner, days)
-            if jobs:
-                old.append((days, len(jobs), sum(storage.video_bytes(job) for job in jobs)))
-        return render("history_storage.html", usage=storage.measure(self._store, self._owner), old=old)
+        return render("history_storage.html", usage=storage.measure(self._store, self._owner, AGES))
 
     def _detail(self, job_id: str) -> str:
         try:
@@ -206,21 +256,17 @@ class HistoryPanel(JobsPanel):
         rows += [("Video on disk", byte_size(size))] if size else []
         rows += [("Checkpoints", byte_size(checkpoints))] if checkpoints else []
         rows += [("Low-noise steps of", job.parent)] if job.parent else []
-        plays, problem = self._plays(job), failure(job)
-        if job.state == "done" and not plays:
-            problem = f"The video is outside the outputs folder: {job.output}" if size else "The video file is missing."
         status = self._resume_status(job) if job.resumable else None
         return render(
             "history_detail.html",
             job=job,
             request=job.request if saved is None else saved.request,
             rows=rows,
-            video=job_view.file_url(job.output) if plays else "",
+            card=self._card(job),
             warning_lines=[]
             if saved is None
             else [paragraph(one, saved.plan.get("components", ())) for one in saved.warnings],
             reasons="" if saved is None else job_view.backend_reasons(saved),
-            problem=problem,
             resume_line="" if status is None else f"{status.memory} {status.checkpoint}".strip(),
             rerun=self._rerun_settings(job) if checkpoints and job.state == "done" and job.deleted is None else {},
             titles=FILTERS,
@@ -237,19 +283,20 @@ class HistoryPanel(JobsPanel):
         backend = plan.asked.backend("transformer_2")
         return {"guidance_scale_2": plan.guidance_scale_2, "fps": plan.fps, "backend": backend}
 
-    def _comparison(self, pair: Sequence[str], template: str) -> str:
+    def _comparison(self, pair: Sequence[str]) -> str:
         try:
             clips = [self._clip(self._job(one)) for one in pair]
         except TandemError:  # one was deleted
             return ""
-        return comparison_html(template, *clips) if clips else ""
+        return comparison_html(*clips) if clips else ""
 
     def _clip(self, job: JobRecord) -> Clip:
-        saved = job.saved
-        if saved is None or not self._plays(job) or job.plan is None:
+        saved, live = job.saved, self._worker.job(job.id)
+        if saved is None or not self._plays(job) or job.plan is None or live is None:
             raise _video_missing()
         places = "; ".join(value for name, value in job_view.result_rows(saved, job.plan, "") if name == "Ran on")
-        return Clip(job.id, job_view.file_url(job.output), saved.request, saved.timings["total"], places)
+        video, seconds = job_view.file_url(job.output), saved.timings["total"]
+        return Clip(job.id, video, saved.request, live.model_title, seconds, places)
 
 
 def read_view(view: Mapping[str, Any]) -> View:
@@ -259,46 +306,49 @@ def read_view(view: Mapping[str, Any]) -> View:
         InvalidRequestError: if the page's script does not send such a view.
     """
     match view:
-        case {"search": str(search), "state": str(state), "page": int(page), "open": opened, "pair": [*pair]} if (
-            state in FILTERS and 0 <= page <= _MAX_PAGE and len(search) <= _MAX_SEARCH
+        case {"search": str(search), "state": str(state), "pages": int(pages), "open": opened, "pair": [*pair]} if (
+            state in FILTERS and 1 <= pages <= _MAX_PAGES and len(search) <= _MAX_SEARCH
         ):
             ids = tuple(one for one in pair if is_job_id(one))
-            return View(search, state, page, opened if is_job_id(opened) else "", ids if len(ids) == _PAIR else ())
+            return View(search, state, pages, opened if is_job_id(opened) else "", ids if len(ids) == _PAIR else ())
     raise unknown_action()
 
 
-def comparison_html(template: str, one: Clip, other: Clip) -> str:
-    """Return two videos with shared controls, or their settings."""
+def comparison_html(one: Clip, other: Clip) -> str:
+    """Return two videos with shared controls, and what differs."""
     frames = max(one.request["frames"], other.request["frames"])
+    rows, same = differences(one, other)
     clips = [("A", one), ("B", other)]
-    return render(template, clips=clips, frames=frames, timing=timing(one, other), rows=compared_settings(one, other))
+    return render(
+        "history_comparison.html", clips=clips, frames=frames, timing=timing(one, other), rows=rows, same=same
+    )
 
 
-def similarity(one: Clip, other: Clip, found: Similarity | None) -> str:
-    """Return how similar two videos are as a sentence.
+def same_picture(one: Clip, other: Clip) -> bool:
+    """Return whether two requests differ only in how the video is computed, which should not change its frames."""
+    names = {*one.request, *other.request}.difference(COMPUTE_FIELDS)
+    return all(_value(one, name) == _value(other, name) for name in names)
 
-    Args:
-        found: the measurement; `None` if the sizes differ.
-    """
-    if found is None:
-        sizes = f"{formatting.size(*one.size)} and {formatting.size(*other.size)}"
-        return f"{sizes}: videos of different sizes cannot be measured."
-    first, second = one.request["frames"], other.request["frames"]
-    over = f"over {first} frames" if first == second else f"over the first {min(first, second)} frames"
+
+def similarity(frames: int, found: Similarity) -> str:
+    """Return how similar two videos are as a sentence."""
+    over = f"over {formatting.count(frames, 'frame')}"
     if found.identical:
         return f"All pixels are equal, {over}."
     return f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.3f}, {over}."
 
 
-def compared_settings(one: Clip, other: Clip) -> list[tuple[str, str, str]]:
-    """Return each setting with its two values; those that differ come first."""
-    names = dict.fromkeys((*one.request, *other.request))
-    rows = [(_label(name), _value(one.request, name), _value(other.request, name)) for name in names]
-    rows += [
+def differences(one: Clip, other: Clip) -> tuple[list[tuple[str, str, str]], int]:
+    """Return each difference with its two values in the form's words, and the number of equal settings."""
+    names = list(dict.fromkeys((*one.request, *other.request)))
+    rows = [(_label(name), _value(one, name), _value(other, name)) for name in names]
+    found = [row for row in rows if row[1] != row[2]]
+    same = len(rows) - len(found)
+    results = [
         ("Ran on", one.places, other.places),
         ("Time", formatting.duration(one.seconds), formatting.duration(other.seconds)),
     ]
-    return sorted(rows, key=lambda row: row[1] == row[2])
+    return found + [row for row in results if row[1] != row[2]], same
 
 
 def timing(one: Clip, other: Clip) -> str:
@@ -337,9 +387,11 @@ def _label(name: str) -> str:
     return FIELDS[name].label if name in FIELDS else name.replace("_", " ").capitalize()
 
 
-def _value(request: Mapping[str, Any], name: str) -> str:
+def _value(clip: Clip, name: str) -> str:
     """Return a setting as the form shows it."""
-    value = request.get(name)
+    value = clip.request.get(name)
+    if name == "model":
+        return clip.model
     declared = FIELDS.get(name)
     if isinstance(declared, Loras):
         return fields.loras_text(value).replace("\n", ", ") or "none"

@@ -32,6 +32,7 @@ from runtime.core.step_cache import NONE
 from runtime.core.units import duration, memory_size
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
+from runtime.server.job_files import find_output
 from runtime.ui import fields, formatting
 from runtime.ui.formatting import lowered, page_text, render
 from runtime.ui.watchers import Watch
@@ -52,12 +53,14 @@ class Audience:
         address: returns the address of a finished job's video.
         redact: removes from a text what the audience must not see.
         panels: whether their page has the panels, which add to the queue and resume jobs.
+        opens_folders: whether their browser runs on this machine, which has a screen.
     """
 
     details: str
     address: Callable[[Job], str]
     redact: Callable[[str], str] = str
     panels: bool = True
+    opens_folders: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,19 @@ class Line:
     alternative: str = ""
 
 
+# Below a preview, and without one.
+_ENDED_WITHOUT_VIDEO = {"failed": "Failed: last preview", "cancelled": "Cancelled: last preview"}
+_WITHOUT_PICTURE = {
+    "idle": "Your video will appear here.",
+    "queued": "Waiting.",
+    "running": "The first preview will appear soon.",
+    "stopping": "The first preview will appear soon.",
+    "failed": "No video.",
+    "cancelled": "Cancelled.",
+}
+# Of the frame before there is a job, in pixels.
+_USUAL_SIZE = (192, 112)
+
 IDLE = Line("idle", "Ready", "Describe a scene, then press Generate or Ctrl + Enter.")
 
 
@@ -111,7 +127,9 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
     line = status_line(job, progress, worker, audience, now)
     address = audience.address(job) if line.state == "done" else ""
     return View(
-        picture=picture_html(progress, line.state, icon, address),
+        picture=picture_html(
+            progress, line.state, icon, address, _poster(job, audience), (job.plan.width, job.plan.height)
+        ),
         status=status_html(line, job.id, panels=audience.panels),
         facts=_facts(job, progress, address, audience),
         busy=progress.end is None and job.state != "interrupted",
@@ -161,7 +179,7 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
     """Return the status line of a job."""
     end = progress.end
     if isinstance(end, VideoSaved):
-        return Line("done", "Done", f"The video is ready. Seed {end.request['seed']}.", fraction=1.0)
+        return _done(end, job, worker, audience)
     if isinstance(end, Cancelled):
         return _resumable(Line("cancelled", "Cancelled.", "Nothing was saved."), job)
     if isinstance(end, Failed):
@@ -184,28 +202,37 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
     return _running(progress.at(now))
 
 
-def picture_html(progress: Progress | None, state: str, icon: str, address: str = "") -> str:
-    """Return the frame with the preview and, once it is saved, the video.
+def picture_html(
+    progress: Progress | None,
+    state: str,
+    icon: str,
+    address: str = "",
+    poster: str = "",
+    size: tuple[int, int] = _USUAL_SIZE,
+) -> str:
+    """Return the frame with the video, or else with the last preview: dimmed if the job ended without a video.
 
     Args:
-        address: where the video is served.
+        address: where the video is served; empty without one.
+        poster: address of a finished video's still image, for a video that is not served.
+        size: width and height of the video in pixels.
     """
-    preview = progress.preview if progress and state not in {"failed", "cancelled"} else None
-    saved = progress.end if progress and state == "done" else None
-    words = {
-        "idle": "Your video will appear here.",
-        "queued": "Waiting.",
-        "failed": "No video.",
-        "cancelled": "Cancelled.",
-    }
+    preview = progress.preview if progress else None
+    still = f"data:image/webp;base64,{base64.b64encode(preview).decode()}" if preview else ""
+    if state == "done":
+        still = "" if address else still or poster
+    saved = progress.end if progress else None
+    words = _ENDED_WITHOUT_VIDEO.get(state, "") if still else _WITHOUT_PICTURE.get(state, "")
     return render(
         "player_picture.html",
         state=state,
-        preview=base64.b64encode(preview).decode() if preview else "",
+        still=still,
+        alt="Last preview of the video" if state in _ENDED_WITHOUT_VIDEO else "Preview of the video so far",
         address=address,
-        prompt=saved.request["prompt"] if isinstance(saved, VideoSaved) else None,
+        prompt=saved.request["prompt"] if isinstance(saved, VideoSaved) else "",
         icon=icon,
-        text="" if preview or saved else words.get(state, "The first preview will appear soon."),
+        text=words,
+        size=size,
     )
 
 
@@ -231,9 +258,33 @@ def status_html(line: Line, job_id: str = "", *, panels: bool = True) -> str:
     )
 
 
+def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> Line:
+    """Return the status line of a finished video: what is wrong with it comes first."""
+    seed = f"Seed {saved.request['seed']}."
+    if not audience.address(job):
+        where = "is not in the outputs folder" if saved.video.exists() else "does not exist any more"
+        return Line("done", "Done", f"The file {where}: {saved.video}", fraction=1.0)
+    unknown = next((fact for fact in saved.warnings if _is_unknown_words(fact)), None)
+    if unknown is not None:
+        # The largest group has the things.
+        known = max(worker.words(job.plan.model).values(), key=len, default=())
+        detail = f"It knows: {', '.join(known)}. {seed}" if known else seed
+        return Line("done", f"{job.model_title} cannot draw: {', '.join(unknown.data['words'])}.", detail, fraction=1.0)
+    return Line("done", "Done", f"The video is ready. {seed}", fraction=1.0)
+
+
+def _is_unknown_words(fact: Fact) -> bool:
+    return fact.code == "pipeline.unknown_words" and fact.data.get("field") == "prompt"
+
+
+def _poster(job: Job, audience: Audience) -> str:
+    """Return the address of a finished job's still image; only the owner's page serves them."""
+    return f"tandem/poster/{job.id}.webp" if audience.panels else ""
+
+
 def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> str:
     if isinstance(progress.end, VideoSaved):
-        return audience.redact(result_html(progress.end, job.plan, job.model_title, address))
+        return audience.redact(result_html(progress.end, job, address, audience))
     # Warnings matter most while the job can still be stopped.
     lines = [page_text(fact, job.plan.components).what for fact in progress.warnings] if job.open else []
     return audience.redact(render("warnings.html", lines=lines)) if lines else ""
@@ -270,27 +321,52 @@ def file_url(path: Path) -> str:
     return f"gradio_api/file={quote(path.as_posix())}"
 
 
-def video_address(job: Job) -> str:
-    """Return the address of a finished job's video on the owner's page; empty without one."""
+def video_address(job: Job, outputs_dir: Path) -> str:
+    """Return the address of a finished job's video on the owner's page; empty if it is not in the outputs folder."""
     saved = job.progress.end
-    return file_url(saved.video) if isinstance(saved, VideoSaved) else ""
+    if not isinstance(saved, VideoSaved) or find_output(str(saved.video), outputs_dir) is None:
+        return ""
+    return file_url(saved.video)
 
 
-def result_html(saved: VideoSaved, plan: ExecutionPlan, model: str, address: str) -> str:
+def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -> str:
     """Return the block below a finished video.
 
     Args:
-        model: the model's title.
-        address: where the video is served.
+        address: where the video is served; empty if it is not.
     """
+    rows = result_rows(saved, job.plan, job.model_title)
     return render(
         "result.html",
+        job=job.id,
         request=dict(saved.request),
         name=saved.video.name,
         address=address,
-        warning_lines=[page_text(fact, plan.components).what for fact in saved.warnings],
-        rows=result_rows(saved, plan, model),
+        panels=audience.panels,
+        opens_folders=audience.opens_folders,
+        # The status line states the unknown words.
+        warning_lines=[
+            page_text(fact, job.plan.components).what for fact in saved.warnings if not _is_unknown_words(fact)
+        ],
+        summary=_summary(saved),
+        rows=rows,
         reasons=backend_reasons(saved),
+    )
+
+
+def _summary(saved: VideoSaved) -> str:
+    """Return the most important facts of a video as one line."""
+    request = saved.request
+    places = dict.fromkeys(part["backend"] for part in saved.plan["components"].values())
+    return " · ".join(
+        (
+            f"Seed {request['seed']}",
+            formatting.size(request["width"], request["height"]),
+            f"{request['frames'] / request['fps']:.1f} s",
+            formatting.count(request["steps"], "step"),
+            f"made in {formatting.duration(saved.timings['total'])}",
+            ", ".join(BACKEND_TITLES.get(name, name) for name in places),
+        )
     )
 
 
@@ -403,7 +479,7 @@ def _kept(reached: int, of: int, step: int | None) -> str:
     if not reached:
         return "Denoising had not started." if of else ""
     if reached == of:
-        stopped = f"All {of} steps were done."
+        stopped = f"All {of} steps were done." if of > 1 else "Its only step was done."
         if step == of:
             return f"{stopped} Only decoding remains."
     else:

@@ -1,19 +1,27 @@
 """Base of the panels Queue and History: access to jobs, and the actions that both panels have."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import POSTER, PREVIEW
 from runtime.queue import storage
-from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.records import JobRecord
 from runtime.server.job_files import find_output
+from runtime.ui import formatting
 from runtime.ui.formatting import paragraph, shown
 from runtime.ui.job_view import ResumeStatus, resume_status
 from runtime.ui.panels import Call, Reply, unknown_action
 
+# The button Variations adds this many videos with other seeds.
+VARIATIONS = 4
 _ID_LENGTH = 8
 _TITLE_LENGTH = 60
+# Of a job whose size is not known.
+_USUAL_SIZE = (192, 112)
 
 
 class JobsPanel:
@@ -44,11 +52,22 @@ class JobsPanel:
 
     def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
         """Return the actions by name."""
-        return {"refresh": lambda _: {}, "delete": self._delete, "restore": self._restore}
+        return {
+            "refresh": lambda _: {},
+            "delete": self._delete,
+            "restore": self._restore,
+            "star": lambda call: self._star(call, True),
+            "unstar": lambda call: self._star(call, False),
+        }
 
     def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
         """Return the actions on one job by name."""
-        return {"resume": self._resume, "resume-alternative": self._resume_alternative}
+        return {
+            "resume": self._resume,
+            "resume-alternative": self._resume_alternative,
+            "again": lambda job, _: self._add_again(job, 1),
+            "variations": lambda job, _: self._add_again(job, VARIATIONS),
+        }
 
     def _job(self, job_id: object) -> JobRecord:
         """Return a job that the panel's user may change: their own; for the owner also any queued or running job.
@@ -73,13 +92,18 @@ class JobsPanel:
         jobs = self._jobs(call.target)
         for job in jobs:
             self._store.delete(job.id)
-        return {"message": f"Deleted: {named(jobs)}.", "undo": [job.id for job in jobs], "open": ""}
+        return {"message": f"Deleted: {named(jobs)}.", "undo": [job.id for job in jobs]}
 
     def _restore(self, call: Call) -> Reply:
         jobs = self._jobs(call.target)
         for job in jobs:
             self._store.undelete(job.id)
         return {"message": f"Restored: {named(jobs)}."}
+
+    def _star(self, call: Call, starred: bool) -> Reply:
+        jobs = self._jobs(call.target)
+        self._store.star([job.id for job in jobs], starred)
+        return {"announce": f"{'Starred' if starred else 'Star removed'}: {named(jobs)}."}
 
     def _purge(self, jobs: Sequence[JobRecord]) -> None:
         for job in self._store.purge(0, [job.id for job in jobs]):
@@ -93,6 +117,14 @@ class JobsPanel:
         self._worker.resume(job.id, self._resume_status(job).changes)
         return {"message": f"Resumed: {title(job)}.", "watch": job.id}
 
+    def _add_again(self, job: JobRecord, count: int) -> Reply:
+        """Queue a job's request with new seeds."""
+        if job.kind != "video" or job.owner != self._owner:  # the owner may cancel visitors' jobs, but not copy them
+            raise unknown_action()
+        request = GenerationRequest.model_validate({**job.request, "seed": AUTO})
+        added = self._worker.submit_all(combined(request, [], [AUTO] * count), self._owner)
+        return {"message": f"Added to the queue: {formatting.count(len(added), 'video')}.", "watch": added[0].id}
+
     def _resume_status(self, record: JobRecord) -> ResumeStatus:
         """Return from where a job that ended without a video can be resumed."""
         job = self._worker.job(record.id)
@@ -101,6 +133,26 @@ class JobsPanel:
     def _plays(self, job: JobRecord) -> bool:
         """Return whether a job's video exists and is served."""
         return job.state == "done" and find_output(str(job.output), self._outputs_dir) is not None
+
+    def _picture(self, job: JobRecord) -> str:
+        """Return the address of a job's still image, which differs for each preview; empty if there is none."""
+        folder = self._store.folder(job.id)
+        for path in () if folder is None or job.owner is not None else (folder / POSTER, folder / PREVIEW):
+            with suppress(OSError):
+                return f"tandem/poster/{job.id}.webp?{path.stat().st_mtime_ns:x}"
+        return ""
+
+
+def proportions(job: JobRecord) -> tuple[int, int]:
+    """Return width and height of a job's video, in pixels."""
+    saved = None if job.result is None else job.result.get("request")
+    request = saved if isinstance(saved, Mapping) else job.request
+    width, height = request.get("width"), request.get("height")
+    if not (isinstance(width, int) and isinstance(height, int)) and job.plan is not None:  # "auto"
+        width, height = job.plan.width, job.plan.height
+    if isinstance(width, int) and isinstance(height, int) and width > 0 and height > 0:
+        return width, height
+    return _USUAL_SIZE
 
 
 def is_job_id(value: object) -> bool:

@@ -12,12 +12,11 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
-from runtime.core.request import FIELDS
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
-from runtime.ui import form, job_view, theme
+from runtime.ui import form, job_view, restored
 from runtime.ui.form import LOCAL, SERVED, WATCHING, Form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.job_view import Audience
@@ -44,44 +43,45 @@ logger = logging.getLogger(__name__)
 def add_make(
     page: gr.Blocks,
     handlers: "Handlers",
-    settings: Callable[[gr.Textbox], Form],
+    chosen: str,
+    advanced: Callable[[Mapping[str, Mapping[str, Any]]], Form],
     others: Mapping[str, Any] | None = None,
 ) -> Form:
-    """Create prompt, player and settings in columns, and connect them with the handlers.
+    """Create form, picture and status, and connect them with the handlers.
 
     Args:
-        settings: creates the settings; it is given the prompt.
+        chosen: the model that is selected at start.
+        advanced: creates the controls of the panel Advanced; it is given the properties of what depends on the model.
         others: more outputs that depend on the model, by name; `handlers.others` has the names of all.
     """
-    panels = handlers.audience.panels
+    panels, models = handlers.audience.panels, handlers.models
+    values = handlers.model_values(models[chosen])
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="compose"):
-            prompt = gr.Textbox(
-                label=FIELDS["prompt"].label,
-                info=FIELDS["prompt"].help,
-                placeholder="a red boat sails to the right on a calm sea at sunset",
-                lines=3,
-                max_lines=8,
-                elem_id="field-prompt",
-            )
-            with gr.Row(elem_id="examples"):
-                for example in theme.examples():
-                    button = gr.Button(example["title"], size="sm", elem_classes="example")
-                    button.click(**LOCAL, outputs=prompt, js=f"() => {json.dumps(example['prompt'])}")
+            words = form.prompt_section(models, chosen, values, panels=panels)
+        # Next to the prompt in the order of the tab key; the style puts it at the foot of the window.
+        with gr.Row(elem_id="bar"):
             with gr.Row(elem_id="actions"):
                 generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
                 cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
-            gr.HTML(render("make_actions.html", panels=panels), elem_id="actions-more", apply_default_css=False)
+            gr.HTML(render("bar.html", panels=panels), elem_id="forecast", apply_default_css=False)
+        with gr.Column(elem_id="basics"):
+            video = form.video_section(values, panels=panels)
+            refused = gr.HTML(render("restored.html", refused=None), elem_id="refused", apply_default_css=False)
         with gr.Column(elem_id="stage"):
             picture = gr.HTML(job_view.picture_html(None, "idle", handlers.icon), elem_id="picture")
             status = gr.HTML(job_view.status_html(job_view.IDLE, panels=panels), elem_id="status")
             facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
+            if panels:
+                gr.HTML(render("results.html"), elem_id="recent", apply_default_css=False)
         with gr.Column(elem_id="settings"):
-            created = settings(prompt)
+            more = advanced(values)
+    created = form.joined([words, video, more])
     # The job that this page shows: on the server for Cancel, and in the browser tab for reloads.
     watched = gr.State(None)
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
     attach = gr.Button("Watch again", visible="hidden", elem_id="attach")
+    show = gr.Button("Show a video", visible="hidden", elem_id="show")
 
     controls, inputs = created.controls, list(created.controls.values())
     shown = [picture, status, facts, generate, cancel, watched, remembered]
@@ -93,14 +93,19 @@ def add_make(
     page.load(handlers.attach, **stored_job, **WATCHING)
     # A lost answer must not block the next attempt.
     attach.click(handlers.attach, **stored_job, trigger_mode="multiple", **WATCHING)
+    show.click(handlers.show, **stored_job, trigger_mode="multiple", **WATCHING)
     remembered.change(**LOCAL, inputs=remembered, js="(id) => window.tandem.remember(id)")
     outputs = {**(others or {}), **created.others, **controls}
     dependent = [outputs[name] for name in handlers.following_model]
     controls["model"].input(handlers.choose_model, controls["model"], dependent, preprocess=False, **SERVED)
     facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
+    # Pressed by the script when something that is no control of Gradio's changes the form; see `apply` in form.js.
+    apply = gr.Button("Apply", visible="hidden", elem_id="apply")
+    apply.click(**LOCAL, outputs=inputs, js="() => window.tandem.applied()")
     # Both fill the whole form, including the model's sizes and limits.
     fill: dict[str, Any] = {"inputs": remembered, "outputs": list(outputs.values()), "preprocess": False}
-    facts.submit(handlers.fill, **fill, js="() => JSON.stringify(window.tandem.used)", **SERVED)
+    restore: dict[str, Any] = fill | {"outputs": [*outputs.values(), refused]}
+    facts.submit(handlers.restore, **restore, js="() => JSON.stringify(window.tandem.used)", **SERVED)
     page.load(handlers.fill, **fill, js="() => window.tandem.stored()", **SERVED).then(
         **LOCAL, inputs=inputs, js="(...values) => window.tandem.startKeeping(values)"
     )
@@ -127,6 +132,7 @@ class Handlers:
         others: names of the other outputs that depend on the model, in order.
 
     Args:
+        models: what the page offers, by name.
         audience: of the page; it says where details of internal errors are.
         preset: the launch flags' backends, see `form.preset_name`.
         gpus: returns how many GPUs can be chosen.
@@ -134,7 +140,7 @@ class Handlers:
     """
 
     names: Sequence[str] = form.NAMES
-    others: Sequence[str] = ("size", *form.ROWS)
+    others: Sequence[str] = form.OTHERS
 
     def __init__(
         self,
@@ -147,7 +153,7 @@ class Handlers:
         watchers: Watchers | None = None,
     ) -> None:
         self._worker = worker
-        self._models = models
+        self.models = models
         self.audience = audience
         self.icon = icon
         self._preset = preset
@@ -202,6 +208,21 @@ class Handlers:
         async for updates in self._follow(job, request):
             yield updates
 
+    async def show(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
+        """Show one job, even while another runs; without one, show that there is none."""
+        try:
+            job = await asyncio.to_thread(self._job, remembered, request)
+        except TandemError as error:
+            yield self._alert(error)
+            return
+        if job is None:  # the last one was deleted
+            picture = job_view.picture_html(None, "idle", self.icon)
+            status = job_view.status_html(job_view.IDLE, panels=self.audience.panels)
+            yield (picture, status, "", gr.update(visible=True), gr.update(visible=False), "", "")
+            return
+        async for updates in self._follow(job, request):
+            yield updates
+
     def cancel(self, request: gr.Request, watched: Any) -> Any:
         """Cancel the job that this page watches; return the update of the button."""
         job = self._job(watched, request)
@@ -213,30 +234,42 @@ class Handlers:
     def choose_model(self, name: Any) -> Updates:
         """Set size, length and the other controls that depend on the model to its defaults."""
         try:
-            values = self.model_values(check_offered(name, self._models))
+            values = self.model_values(check_offered(name, self.models))
         except TandemError:
             return _unchanged(len(self.following_model))
         return tuple(gr.update(**values[output]) for output in self.following_model)
 
     def fill(self, stored: Any) -> Updates:
-        """Fill the form with stored values or the settings of a result: JSON by control or field of the request."""
-        outputs = (*self.others, *self.names)
-        try:
-            values = json.loads(stored)
-        except (TypeError, ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
-            return _unchanged(len(outputs))
-        filled = form.filled(values, self._models, self._preset, self._gpus())
-        filled = self._limited(self._models[filled["model"]["value"]], filled)
-        return tuple(gr.update(**filled[output]) for output in outputs)
+        """Fill the form with stored values: JSON by control or field of the request. What it cannot show is skipped."""
+        values = _read_object(stored)
+        return _unchanged(len(self._outputs)) if values is None else self._filled(values)[0]
+
+    def restore(self, stored: Any) -> Updates:
+        """Fill the form with the settings of a video or a file, and list those that were not applied."""
+        values = _read_object(stored)
+        if values is None:
+            return _unchanged(len(self._outputs) + 1)
+        found, refused = restored.usable(values, self.models)
+        updates, filled = self._filled(found)
+        refused += restored.replaced(found, filled, self.names)
+        return (*updates, render("restored.html", refused=refused))
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return (*self.others, *self.names)
+
+    def _filled(self, values: Mapping[str, Any]) -> tuple[Updates, Mapping[str, Mapping[str, Any]]]:
+        """Return the updates that fill the form, and the controls' properties by name."""
+        filled = form.filled(values, self.models, self._preset, self._gpus())
+        filled = self._limited(self.models[filled["model"]["value"]], filled)
+        return tuple(gr.update(**filled[output]) for output in self._outputs), filled
 
     def model_values(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
         """Return the properties of all outputs that depend on the model."""
         return self._limited(spec, form.model_values(spec))
 
     def _submit(self, values: Sequence[Any], _visitor: str) -> Job:
-        return self._worker.submit(form.read(values, self._models))
+        return self._worker.submit(form.read(values, self.models))
 
     def _owner(self, _request: gr.Request) -> str | None:
         """Return whose jobs the sender of a request sees; `None` stands for the owner of this Tandem."""
@@ -285,6 +318,15 @@ def _updates(view: job_view.View, before: job_view.View | None) -> Updates:
             gr.update(visible=view.busy, value=title, interactive=not view.stopping),
         )
     return (changed("picture"), changed("status"), changed("facts"), *buttons, changed("job_id"), changed("job_id"))
+
+
+def _read_object(stored: Any) -> dict[str, Any] | None:
+    """Return the object in a JSON text; `None` if there is none."""
+    try:
+        values = json.loads(stored)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def _unchanged(count: int) -> Updates:

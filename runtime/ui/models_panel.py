@@ -1,61 +1,211 @@
-"""The Models panel: downloads models of the catalogue; shows their license, size and minimum hardware."""
+"""The Models panel: installed and published models, whether each runs here, downloads, verification, deletion."""
 
+import contextlib
 import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.core.errors import TandemError
+from runtime.core.errors import InvalidRequestError, ModelError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.settings import Settings
-from runtime.machine.probe import free_disk_bytes
-from runtime.models.catalogue import add_usable, download_bytes, known_models, not_downloaded
+from runtime.core.units import byte_size, memory_size
+from runtime.machine.probe import Machine, free_disk_bytes
+from runtime.models.catalogue import (
+    EMBEDDED,
+    add_usable,
+    download_bytes,
+    folders,
+    known_models,
+    not_downloaded,
+    unusable,
+)
 from runtime.models.hub.client import check_online
+from runtime.models.hub.download import delete_model, discard_partial, partial_bytes, partial_downloads
+from runtime.models.hub.files import MANIFEST, read_manifest
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
-from runtime.planner.requirements import smallest_card
-from runtime.queue.downloads import Downloads, ModelDownload
+from runtime.planner.requirements import Fit, smallest_card
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.model_tasks import ModelTask, ModelTasks
+from runtime.ui import form, formatting
 from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
+from runtime.ui.plan_preview import PlanPreview
+
+_HUB_PAGE = "https://huggingface.co/"
+_MAX_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Card:
+    """One model as the template shows it.
+
+    Attributes:
+        key: identifies the card and is the target of its actions.
+        facts: names and values.
+        state: "installed", "unusable", "absent", "partial", or the state of an open or ended task.
+        actions: names of the buttons; `others` are in the menu, each with the reason if it is disabled.
+        frees: what deletion frees.
+        confirm: the question before a download.
+        line, percent: progress or result of the last task.
+    """
+
+    key: str
+    title: str
+    state: str
+    about: str = ""
+    kind: str = ""
+    verdict: str = ""
+    detail: str = ""
+    problem: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    actions: Sequence[str] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    selected: bool = False
+    frees: str = ""
+    confirm: str = ""
+    line: str = ""
+    failed: bool = False
+    percent: int | None = None
+    offer: str = "Download"
 
 
 class ModelsPanel:
-    """The Models panel; see `panels.Panel`. Actions accept names of catalogue models only, no URLs.
+    """The Models panel; see `panels.Panel`.
 
     Args:
-        models: the models that the page offers, by name; the panel adds downloaded models.
+        models: the models that the page offers, by name; the panel adds and removes models.
+        preview: forecasts for this machine.
+        worker: whose jobs use models.
     """
 
-    def __init__(self, downloads: Downloads, models: dict[str, ModelSpec], settings: Settings) -> None:
-        self._downloads = downloads
+    def __init__(
+        self,
+        tasks: ModelTasks,
+        models: dict[str, ModelSpec],
+        settings: Settings,
+        preview: PlanPreview,
+        worker: JobQueue,
+    ) -> None:
+        self._tasks = tasks
         self._models = models
+        self._weights_dir = settings.weights_dir
         self._settings = settings
+        self._preview = preview
+        self._worker = worker
+        self._fits: dict[str, Fit] = {}
+        self._fits_of: Machine | None = None
 
     def act(self, call: Call) -> Reply:
         """Carry out an action; the reply contains the number of models that the page offers."""
+        target, reply = call.target, Reply()
         match call.action:
             case "refresh":
                 pass
+            case "look":
+                self._tasks.look(read_repository(call.values.get("repository")))
             case "download":
-                self._downloads.add(_known(call.target))
-            case "cancel":
-                self._downloads.cancel(_known(call.target).name)
+                self._tasks.download(self._repository(target))
+            case "pause" | "cancel":
+                self._tasks.cancel(self._folder(target))
+            case "discard":
+                reply = self._discard(self._folder(target))
+            case "verify" if self._is_downloaded(target):
+                self._tasks.verify(target)
+            case "delete":
+                reply = self._delete(target)
             case _:
                 raise unknown_action()
-        add_usable(self._models, self._settings.weights_dir)
-        return {"models": len(self._models)}
+        self._follow_disk()
+        return reply | {"models": len(self._models)}
 
-    def draw(self, _call: Call, _reply: Reply) -> dict[str, str]:
-        """Return the HTML of the list of models."""
-        return drawn({"list": self._list})
+    def draw(self, call: Call, _reply: Reply) -> dict[str, str]:
+        """Return the HTML of the installed models, and of those that can be downloaded."""
+        return drawn({"installed": lambda: self._installed_html(call), "available": self._available_html})
 
-    def _list(self) -> str:
-        known = [(one, self._downloads.of(one.name)) for one in known_models()]
-        absent = {spec.name: spec for spec in not_downloaded(self._settings.weights_dir)}
+    def _follow_disk(self) -> None:
+        """Offer the models that are in the weights folder now."""
+        add_usable(self._models, self._weights_dir)
+        for name, spec in tuple(self._models.items()):
+            if len(self._models) > 1 and not spec.directory.is_dir():
+                self._models.pop(name, None)
+
+    def _discard(self, folder: str) -> Reply:
+        self._tasks.forget(folder)
+        freed = discard_partial(self._weights_dir, folder)
+        return {"message": f"Removed from the list; {byte_size(freed)} freed." if freed else "Removed from the list."}
+
+    def _delete(self, name: str) -> Reply:
+        if name not in {*folders(self._weights_dir), *unusable(self._weights_dir, ())}:
+            raise unknown_action()
+        spec = self._models.get(name)
+        title = spec.title if spec else name
+        if not _in_folder(self._weights_dir, name):
+            raise ModelError("model.not_deletable", model=title, folder=EMBEDDED)
+        jobs = sum(record.request.get("model") == name for record in self._worker.store.queue())
+        if jobs:
+            raise ModelError("model.in_use", model=title, jobs=jobs)
+        self._tasks.forget(name)
+        freed = delete_model(self._weights_dir, name)
+        if len(self._models) > 1:
+            self._models.pop(name, None)
+        return {
+            "message": f"Deleted: {title}. {byte_size(freed)} freed.",
+            "gone": name,
+            "first": next(iter(self._models)),
+        }
+
+    def _repository(self, target: str) -> str:
+        """Return the name to download: of a published model, or the repository of a card."""
+        known = _known(target)
+        if known is not None:
+            return known.name
+        task, partial = self._tasks.of(target), partial_downloads(self._weights_dir).get(target)
+        if task is not None and task.source is not None:
+            return task.source.repository
+        if partial is None and self._is_downloaded(target):
+            partial = read_manifest(self._weights_dir / target)
+        if partial is None:
+            raise unknown_action()
+        return partial.repository
+
+    def _folder(self, target: str) -> str:
+        """Return the folder of a card's model."""
+        known = _known(target)
+        if known is None and self._tasks.of(target) is None and target not in partial_downloads(self._weights_dir):
+            raise unknown_action()
+        return target if known is None else known.folder
+
+    def _is_downloaded(self, name: str) -> bool:
+        return name in folders(self._weights_dir) and (self._weights_dir / name / MANIFEST).is_file()
+
+    def _installed_html(self, call: Call) -> str:
+        selected = ""
+        with contextlib.suppress(TandemError):
+            selected = form.read_model(call.form, self._models).name
+        models = tuple(self._models.items())
+        cards = [self._installed(name, spec, selected) for name, spec in models]
+        cards += [
+            self._unusable(name, error)
+            for name, error in unusable(self._weights_dir, [spec.directory.name for _, spec in models]).items()
+        ]
+        shipped = all(spec.directory.parent == EMBEDDED for _, spec in models)
+        return render("models_installed.html", cards=cards, shipped=shipped, weights_dir=self._weights_dir)
+
+    def _available_html(self) -> str:
+        installed = {*folders(self._weights_dir)}
+        absent = {spec.directory.name: spec for spec in not_downloaded(self._weights_dir)}
+        named = {task.folder: task for task in self._tasks.all() if task.source is not None}
+        others = {*named, *partial_downloads(self._weights_dir)} - {*absent, *installed}
+        cards = [self._known(spec) for spec in absent.values()]
+        cards += [self._other(folder) for folder in sorted(others)]
         return render(
-            "models_list.html",
-            rows=[_row(absent[one.name], task) for one, task in known if one.name in absent],
-            done=[_result(task) for _, task in known if task is not None and task.state == "done"],
+            "models_available.html",
+            cards=cards,
             offline=self._offline_reason(),
-            free_bytes=free_disk_bytes(self._settings.weights_dir),
+            free_bytes=free_disk_bytes(self._weights_dir),
         )
 
     def _offline_reason(self) -> str:
@@ -66,39 +216,187 @@ class ModelsPanel:
             return page_text(error.fact).what
         return ""
 
+    def _fit(self, spec: ModelSpec) -> Fit:
+        """Return whether a model runs here; computed again when the machine was probed again."""
+        machine = self._preview.machine()
+        if machine is not self._fits_of:
+            self._fits, self._fits_of = {}, machine
+        if spec.name not in self._fits:
+            self._fits[spec.name] = self._preview.fit(spec)
+        return self._fits[spec.name]
 
-def _row(spec: ModelSpec, task: ModelDownload | None) -> dict[str, Any]:
-    """Return the template's values for a model that can be downloaded; "size" is the largest download in bytes."""
-    if task is None:
-        state, line, percent = "absent", "", None
-    else:
-        state = "stopping" if task.cancelling else task.state
-        line = task.line if state == "running" else _result(task)
-        percent = None if task.share is None else round(100 * task.share)
-    card = _smallest_card(spec.name)
+    def _installed(self, name: str, spec: ModelSpec, selected: str) -> _Card:
+        others = {}
+        folder = spec.directory
+        in_folder = _in_folder(self._weights_dir, name)
+        task = self._tasks.of(folder.name) if in_folder else None
+        busy = task is not None and task.open
+        if in_folder:
+            others["verify"] = "" if self._is_downloaded(name) else "Tandem did not download it and has no hashes."
+            others["delete"] = ""
+            if task is not None and task.kind == "verify" and task.state == "failed" and self._is_downloaded(name):
+                others["repair"] = self._offline_reason()
+        size = sum(_bytes_of(folder))
+        own = [("Folder", folder.name)] if in_folder and folder.name != spec.title else []
+        return _Card(
+            key=name,
+            title=spec.title,
+            state="installed",
+            facts=[("License", spec.license), ("On disk", byte_size(size)), *own, *_clip(spec, self._fit(spec))],
+            actions=("use", *(("cancel",) if busy else ())),
+            others={} if busy else others,
+            selected=spec.name == selected,
+            frees="only the link" if folder.is_symlink() else byte_size(size),
+            **_verdict(spec, self._fit(spec)),
+            **_progress(task),
+        )
+
+    def _unusable(self, name: str, error: TandemError) -> _Card:
+        plain = name if name.isprintable() else ascii(name)
+        size = byte_size(sum(_bytes_of(self._weights_dir / name)))
+        return _Card(
+            key=plain,
+            title=plain,
+            state="unusable",
+            verdict="Cannot be used",
+            kind="unsupported",
+            problem=paragraph(error.fact),
+            facts=[("On disk", size)],
+            others={"delete": ""} if plain == name else {},
+            frees=size,
+        )
+
+    def _known(self, spec: ModelSpec) -> _Card:
+        size, fit = download_bytes(spec), self._fit(spec)
+        folder = spec.directory.name
+        task, begun = self._tasks.of(folder), partial_bytes(self._weights_dir, folder)
+        looked = None if task is None or task.plan is None else task.plan.listing.total_bytes
+        most = f"up to {byte_size(size)}" if looked is None else byte_size(looked)
+        received = [("Received", byte_size(begun))] if begun else []
+        verdict, least = _verdict(spec, fit), _smallest_card(spec.name)
+        free = free_disk_bytes(self._weights_dir)
+        if fit.runs and (looked or size) - begun > free:
+            verdict["detail"] += f" The disk may be too small: {most}, {byte_size(free)} free."
+        return _Card(
+            key=spec.name,
+            title=spec.title,
+            state=_state(task, begun),
+            facts=[("License", spec.license), ("Download", most), *received, *_clip(spec, fit), ("Minimum", least)],
+            confirm=f"Download {spec.title}? License: {spec.license}. Size: {most}.",
+            **self._transfer(task, begun),
+            **verdict,
+            **_progress(task),
+        )
+
+    def _other(self, folder: str) -> _Card:
+        task, begun = self._tasks.of(folder), partial_bytes(self._weights_dir, folder)
+        partial = partial_downloads(self._weights_dir).get(folder)
+        repository = task.source.repository if task and task.source else partial.repository if partial else folder
+        facts = []
+        listing = None if task is None or task.plan is None else task.plan.listing
+        license_name = listing.license if listing else partial.license if partial else ""
+        if listing or partial:
+            facts = [("License", license_name or "none stated; see the repository")]
+        if listing:
+            facts.append(("Download", byte_size(listing.total_bytes)))
+        if begun:
+            facts.append(("Received", byte_size(begun)))
+        transfer = self._transfer(task, begun)
+        if not listing and not begun and task is not None and not task.open:
+            transfer["actions"] = ()  # the look-up failed
+        return _Card(
+            key=folder,
+            title=repository,
+            state=_state(task, begun),
+            facts=facts,
+            confirm=f"Download {repository}? License: {license_name or 'none stated'}."
+            + (f" Size: {byte_size(listing.total_bytes)}." if listing else ""),
+            **transfer,
+            **_progress(task),
+        )
+
+    def _transfer(self, task: ModelTask | None, begun: int) -> dict[str, Any]:
+        """Return the actions of a model that is not complete."""
+        if task is not None and task.open:
+            return {"actions": ("pause",) if task.kind == "download" else ("cancel",)}
+        others = {"discard": ""} if begun or (task is not None and task.source is not None) else {}
+        return {"actions": ("download",), "others": others, "offer": "Resume" if begun else "Download"}
+
+
+def read_repository(value: object) -> str:
+    """Read a repository's name or the address of its page.
+
+    Raises:
+        InvalidRequestError: if none is given.
+    """
+    given = value.strip().removeprefix(_HUB_PAGE).rstrip("/") if isinstance(value, str) else ""
+    if not given or len(given) > _MAX_NAME:
+        raise InvalidRequestError("repository", "ui.repository_missing", example=next(known_models()).repository)
+    return given
+
+
+def _verdict(spec: ModelSpec, fit: Fit) -> dict[str, Any]:
+    detail = "" if fit.detail is None else page_text(fit.detail).what
     return {
-        "spec": spec,
-        "state": state,
-        "busy": state in {"queued", "running", "stopping"},
-        "size": download_bytes(spec),
-        "needs": f"Minimum hardware: {card}." if card else "It needs more memory than one graphics card has.",
-        "percent": percent,
-        "line": line,
+        "about": spec.about or f"{spec.total_parameters / 1e9:,.1f} billion weights.",
+        "kind": fit.kind,
+        "verdict": str(fit.verdict),
+        "detail": detail,
     }
 
 
-def _result(download: ModelDownload) -> str:
-    return "" if download.result is None else paragraph(download.result)
+def _clip(spec: ModelSpec, fit: Fit) -> list[tuple[str, str]]:
+    """Return the facts on the default clip: size and length, and time and memory on this machine."""
+    defaults = spec.defaults
+    seconds = f"{defaults.frames / defaults.fps:.1f} s at {defaults.fps} fps"
+    facts = [("Default clip", f"{formatting.size(defaults.width, defaults.height)}, {seconds}")]
+    if fit.seconds is not None:
+        how = "measured here" if fit.seconds.measured else "estimated"
+        facts.append(("Time", f"about {formatting.duration(max(fit.seconds.likely, 0.1))} ({how})"))
+        facts.append(("Memory", f"{memory_size(fit.peak_bytes)} of {memory_size(fit.free_bytes)} free"))
+    return facts
 
 
 @functools.cache
 def _smallest_card(name: str) -> str:
-    return str(smallest_card(_known(name).spec(Path("none"))) or "")
+    """Return the smallest hardware for a published model's default clip."""
+    known = next(one for one in known_models() if one.name == name)
+    return str(smallest_card(known.spec(Path("none"))) or "more memory than one graphics card has")
 
 
-def _known(name: str) -> KnownModel:
-    """Return a model of the catalogue by name."""
-    found = next((one for one in known_models() if one.name == name), None)
-    if found is None:
-        raise unknown_action()
-    return found
+def _progress(task: ModelTask | None) -> dict[str, Any]:
+    if task is None:
+        return {}
+    return {
+        "line": task.line if task.state == "running" else _result(task.result),
+        "failed": task.state == "failed",
+        "percent": None if task.share is None else round(100 * task.share),
+    }
+
+
+def _result(result: Fact | None) -> str:
+    return "" if result is None else paragraph(result)
+
+
+def _state(task: ModelTask | None, begun: int) -> str:
+    if task is None or (task.state == "done" and task.kind == "look"):
+        return "partial" if begun else "absent"
+    return "stopping" if task.cancelling else task.state
+
+
+def _in_folder(weights_dir: Path, name: str) -> bool:
+    """Return whether a folder of that name is in the weights folder."""
+    return Path(name).name == name and (weights_dir / name).is_dir()
+
+
+def _bytes_of(folder: Path) -> list[int]:
+    sizes = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            sizes.append(path.lstat().st_size if path.is_file() else 0)
+    return sizes
+
+
+def _known(target: str) -> KnownModel | None:
+    """Return a model of the catalogue by name or folder."""
+    return next((one for one in known_models() if target in {one.name, one.folder}), None)

@@ -6,25 +6,28 @@ from typing import Any
 import gradio as gr
 from starlette.routing import BaseRoute
 
-from runtime.core.messages.components import TITLES
 from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
+from runtime.machine.probe import has_screen
 from runtime.models.catalogue import add_usable, offered
 from runtime.planner.placement import usable_gpus
-from runtime.queue.downloads import Downloads
 from runtime.queue.job_queue import JobQueue
-from runtime.server.security import Submit
+from runtime.queue.model_tasks import ModelTasks
+from runtime.server.security import LOOPBACK, Submit
 from runtime.ui import api, form, panels, theme
-from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel
+from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
 from runtime.ui.form import LOCAL, SERVED
-from runtime.ui.formatting import paragraph, render
+from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
 from runtime.ui.job_view import Audience, video_address
+from runtime.ui.loras_panel import LorasPanel
 from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
 from runtime.ui.models_panel import ModelsPanel
-from runtime.ui.plan_preview import PlanPreview, PreviewPanel
+from runtime.ui.plan_panel import PreviewPanel
+from runtime.ui.plan_preview import PlanPreview
 from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
+from runtime.ui.results_panel import ResultsPanel
 from runtime.ui.sharing import Sharing, add_sharing_bar
 
 # Gradio checks its own temporary files hourly and keeps them a day; videos are not among them.
@@ -32,7 +35,7 @@ _TIDY_SECONDS = (3600, 86_400)
 
 
 def build(
-    worker: JobQueue, engines: EngineService, settings: Settings, sharing: Sharing | None, downloads: Downloads
+    worker: JobQueue, engines: EngineService, settings: Settings, sharing: Sharing | None, model_tasks: ModelTasks
 ) -> tuple[gr.Blocks, Mapping[str, Submit], list[BaseRoute]]:
     """Return the page, with `/generate` for programs, what submits its jobs, and the routes of its panels.
 
@@ -46,9 +49,14 @@ def build(
     icon = theme.icon_svg()
     preview = PlanPreview(engines, worker.machine, worker.history, settings.weights_dir)
     preset = form.preset_name(settings.backends)
-    audience = Audience(f"The log has the details: {settings.log_file}", video_address)
+    opens_folders = settings.host in LOOPBACK and has_screen()
+    audience = Audience(
+        f"The log has the details: {settings.log_file}",
+        lambda job: video_address(job, settings.outputs_dir),
+        opens_folders=opens_folders,
+    )
     handlers = Handlers(worker, models, audience, icon, preset, lambda: len(usable_gpus(preview.machine())))
-    models_panel = ModelsPanel(downloads, models, settings)
+    models_panel = ModelsPanel(model_tasks, models, settings, preview, worker)
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
@@ -57,21 +65,28 @@ def build(
         if sharing is not None:
             add_sharing_bar(page, sharing)
 
-        def settings_column(prompt: gr.Textbox) -> form.Form:
-            column = form.all_settings(models, settings.model, prompt, preview.machine(), settings.backends)
-            with gr.Accordion("More models", open=False, elem_id="more-models", elem_classes="fold"):
-                _panel("models", count=len(models))
-            return column
+        def advanced(values: Mapping[str, Mapping[str, Any]]) -> form.Form:
+            parts = [form.sampling_section(values), form.acceleration_section(settings.backends), form.loras_section()]
+            return form.joined(parts)
 
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Make", id="make", elem_id="tab-make"):
-                fields = add_make(page, handlers, settings_column).controls
+                created = add_make(page, handlers, settings.model, advanced)
+                fields = created.controls
             with gr.Tab("Queue", id="queue", elem_id="tab-queue"):
                 _panel("queue", max_variations=MAX_VARIATIONS)
             with gr.Tab("History", id="history", elem_id="tab-history"):
                 _panel("history", filters=FILTERS)
+            with gr.Tab("Models", id="models", elem_id="tab-models"):
+                _panel("models", count=len(models), weights_dir=settings.weights_dir)
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
-                _panel("engines", kinds=FILE_KINDS, components=TITLES, warning=paragraph(WARNING))
+                lacks = plan_problem(preview.machine())
+                _panel(
+                    "engines",
+                    kinds=FILE_KINDS,
+                    lacks="" if lacks is None else page_text(lacks).what,
+                    warning=paragraph(WARNING),
+                )
         # The panels' script reads the form with this button; see `formValues` in panels.js.
         gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
             **LOCAL, inputs=list(fields.values()), js="(...values) => window.tandem.formRead(values)"
@@ -86,14 +101,31 @@ def build(
         refresh = gr.Button("List the models", visible="hidden", elem_id="refresh-models")
         refresh.click(model_choices, None, fields["model"], **SERVED)
         page.load(model_choices, None, fields["model"], **SERVED)
+
+        def use_model(name: Any) -> tuple[Any, ...]:
+            chosen = {"value": name} if isinstance(name, str) and name in models else {}  # a page may send anything
+            return (model_choices() | chosen, *handlers.choose_model(name))
+
+        # Pressed by the script for "Use" in Models.
+        outputs = created.others | fields
+        gr.Button("Choose the model", visible="hidden", elem_id="choose-model").click(
+            use_model,
+            fields["model"],
+            [fields["model"], *(outputs[name] for name in handlers.following_model)],
+            js="() => window.tandem.chosenModel",
+            preprocess=False,
+            **SERVED,
+        )
     submissions = {"generate": api.submission(worker, models), SUBMITS: handlers.submit}
     routes = panels.routes(
         {
             "preview": PreviewPanel(preview, models),
             "queue": QueuePanel(worker, models, settings.outputs_dir),
+            "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
             "engines": EnginesPanel(worker, engines, models, preview),
             "models": models_panel,
+            "loras": LorasPanel(models, settings.weights_dir),
         }
     )
     return page, submissions, routes

@@ -2,19 +2,21 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO, Auto
+from runtime.core.units import about
 from runtime.queue.job_queue import combined
 from runtime.queue.records import JobRecord, State
 from runtime.ui import form, formatting
 from runtime.ui.formatting import paragraph, render
 from runtime.ui.job_view import ResumeStatus
-from runtime.ui.jobs_panel import JobsPanel, failure, title
-from runtime.ui.panels import Call, Reply, drawn
+from runtime.ui.jobs_panel import JobsPanel, failure, proportions, title
+from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
 MAX_VARIATIONS = 100
 _MAX_RESUMABLE = 10
@@ -28,12 +30,16 @@ class Row:
     Attributes:
         title: the prompt, or the title of a task.
         state: running, pausing, stopping, waiting or paused.
-        video: whether it generates a video; only those can be edited and paused.
+        video: whether it generates a video; only those can be edited, paused and duplicated.
         line: progress as text.
         percent: progress of a running one, if it is known.
         visitor: whether a visitor submitted it.
-        needs_gpus: whether it was started and waits for other GPUs.
+        waits: whether it was started and waits for GPUs or disk space.
         idle: whether it runs only while nothing else waits; it has no place in the order.
+        picture: address of its last preview; empty without one.
+        width, height: of the video, in pixels.
+        facts: seed, size and length of the video.
+        seconds: estimated time until its video is saved once it runs, if it is known.
     """
 
     id: str
@@ -43,8 +49,13 @@ class Row:
     line: str = ""
     percent: int | None = None
     visitor: bool = False
-    needs_gpus: bool = False
+    waits: bool = False
     idle: bool = False
+    picture: str = ""
+    width: int = 16
+    height: int = 9
+    facts: str = ""
+    seconds: float | None = None
 
     @property
     def runs(self) -> bool:
@@ -73,6 +84,9 @@ class QueuePanel(JobsPanel):
             **super()._job_actions(),
             "up": self._move,
             "down": self._move,
+            "front": self._move,
+            "move": self._move,
+            "duplicate": self._duplicate,
             "pause": self._hold,
             "unpause": self._hold,
             "cancel": self._cancel,
@@ -107,14 +121,25 @@ class QueuePanel(JobsPanel):
         return {"message": f"Cancelled: {len(ids)}."}
 
     def _move(self, job: JobRecord, call: Call) -> Reply:
-        """Move a waiting job past its neighbour."""
-        waiting = [one.id for one in self._store.queue() if one.state == "queued"]
-        place = waiting.index(job.id) if job.id in waiting else 0
-        if call.action == "down":
-            self._store.move(job.id, next(iter(waiting[place + 2 :]), None))
-        elif place > 0:
-            self._store.move(job.id, waiting[place - 1])
-        return {}
+        """Move a waiting job: by one place, to the front, or to a place that counts from 1."""
+        waiting = [one.id for one in self._store.queue() if one.state == "queued" and not one.idle]
+        old = waiting.index(job.id) if job.id in waiting else 0
+        places = {"up": old - 1, "down": old + 1, "front": 0}
+        new = places[call.action] if call.action in places else _place(call.values.get("place")) - 1
+        others = [one for one in waiting if one != job.id]
+        new = min(max(new, 0), len(others))
+        if job.id not in waiting or new != old:
+            self._store.move(job.id, others[new] if new < len(others) else None)
+        return {"announce": f"{title(job)} is number {new + 1} of {len(waiting)}."}
+
+    def _duplicate(self, job: JobRecord, _call: Call) -> Reply:
+        """Queue the same video with a new seed, behind the job."""
+        reply = self._add_again(job, 1)
+        waiting = [one.id for one in self._store.queue() if one.state == "queued" and not one.idle]
+        if job.id in waiting:
+            with suppress(StoreError):  # it has started meanwhile
+                self._store.move(reply["watch"], waiting[waiting.index(job.id) + 1])
+        return reply
 
     def _hold(self, job: JobRecord, call: Call) -> Reply:
         self._worker.hold([job.id], call.action == "pause")
@@ -137,30 +162,42 @@ class QueuePanel(JobsPanel):
     def _list(self) -> str:
         rows = [self._row(job) for job in self.jobs()]
         problems = (self._store.problem, self._store.unreadable if self._owner is None else None)
-        return queue_html(rows, " ".join(paragraph(problem) for problem in problems if problem is not None))
+        workers = len(self._worker.worker_configs())
+        return queue_html(rows, workers, " ".join(paragraph(problem) for problem in problems if problem is not None))
 
     def _row(self, record: JobRecord) -> Row:
         state = {"cancel": "stopping", "pause": "pausing"}.get(record.pending, "running")
-        line, percent, needs_gpus = "", None, False
+        line, facts, percent, waits, seconds = "", "", None, False, None
         if record.state == "queued":
             state = "paused" if record.held else "waiting"
         job = self._worker.job(record.id) if record.kind == "video" else None
         if job is not None and record.state == "running":
             progress = job.progress.at(time.monotonic())
             percent = round(100 * progress.fraction)
-            needs_gpus = progress.waits is not None and state == "running"
+            waits = progress.waits is not None and state == "running"
             step = f"step {progress.step} of {progress.steps}" if progress.steps else ""
-            line = ", ".join(filter(None, (progress.title, step, formatting.time_left(progress.seconds_left))))
+            seconds = progress.seconds_left
+            line = ", ".join(filter(None, (progress.title, step, formatting.time_left(seconds))))
             memory = [event.fact for event in job.events if isinstance(event, OutOfMemory)]
             line = f"{line}. {paragraph(memory[-1])}" if memory else line
         elif job is not None:
             progress = job.progress
-            line = f"stopped after step {progress.step} of {progress.steps}" if record.begun and progress.step else ""
+            begun = record.begun and progress.step
+            total = job.plan.seconds["total"].likely if job.plan.seconds else None
+            seconds = None if total is None else total * (1 - progress.fraction if begun else 1)
+            stopped = f"stopped after step {progress.step} of {progress.steps}" if begun else ""
+            takes = "" if seconds is None else f"{'needs' if begun else 'takes'} {about(seconds)}"
+            line = ", ".join(filter(None, (stopped, takes)))
         else:
             task = next((one for one in self._worker.tasks() if one.id == record.id), None)
-            waits = "Starts when nothing else is queued." if record.idle and state == "waiting" else ""
-            line = (task.line if task is not None else "") or waits
+            later = "Starts when nothing else is queued." if record.idle and state == "waiting" else ""
+            line = (task.line if task is not None else "") or later
             percent = None if task is None or task.share is None else round(100 * task.share)
+        if job is not None:
+            plan = job.plan
+            size = formatting.size(plan.width, plan.height)
+            facts = f"Seed {plan.seed} · {size} · {formatting.length(plan.frames, plan.fps)}"
+        width, height = proportions(record) if job is None else (job.plan.width, job.plan.height)
         return Row(
             id=record.id,
             title=record.prompt or record.title,
@@ -169,8 +206,13 @@ class QueuePanel(JobsPanel):
             line=line,
             percent=percent,
             visitor=record.owner is not None and self._owner is None,
-            needs_gpus=needs_gpus,
+            waits=waits,
             idle=record.idle,
+            picture=self._picture(record),
+            width=width,
+            height=height,
+            facts=facts,
+            seconds=seconds,
         )
 
     def _resumable(self) -> str:
@@ -178,12 +220,38 @@ class QueuePanel(JobsPanel):
         return resumable_html([(job, self._resume_status(job)) for job in found])
 
 
-def queue_html(rows: Sequence[Row], problem: str = "") -> str:
-    """Return the queue in order; `problem` is why jobs cannot be stored or read."""
+def queue_html(rows: Sequence[Row], workers: int = 1, problem: str = "") -> str:
+    """Return the queue, what runs first.
+
+    Args:
+        workers: how many run at once.
+        problem: why jobs cannot be stored or read.
+    """
     videos = [row for row in rows if row.video]
     paused = bool(videos) and all(row.state in {"paused", "pausing"} for row in videos)
     waiting = [row.id for row in rows if not row.runs and not row.idle]
-    return render("queue_list.html", rows=rows, waiting=waiting, problem=problem, videos=bool(videos), paused=paused)
+    return render(
+        "queue_list.html",
+        rows=rows,
+        waiting=waiting,
+        problem=problem,
+        videos=bool(videos),
+        paused=paused,
+        total=_total(rows, workers),
+    )
+
+
+def _total(rows: Sequence[Row], workers: int) -> str:
+    """Return how much is in the queue and how long it takes, without what is paused."""
+    if not rows:
+        return ""
+    count = formatting.count(len(rows), "video" if all(row.video for row in rows) else "job")
+    seconds = [row.seconds for row in rows if row.video and row.state in {"running", "waiting"}]
+    known = [one for one in seconds if one is not None]
+    if not known:
+        return count
+    rest = "" if len(known) == len(seconds) else " or more"
+    return f"{count}, {about(sum(known) / workers)}{rest} in total"
 
 
 def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:
@@ -196,3 +264,9 @@ def _variations(given: Any) -> int:
     if not text_given.isascii() or not text_given.isdigit() or not 1 <= int(text_given[:9]) <= MAX_VARIATIONS:
         raise InvalidRequestError("variations", "ui.variations", given=text_given[:20], maximum=MAX_VARIATIONS)
     return int(text_given)
+
+
+def _place(given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise unknown_action()
+    return given

@@ -1,29 +1,44 @@
 """Colors, style and script of the page, from `frontend_assets/`. Everything is local: no font or file is fetched."""
 
+import base64
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.spec import ModelSpec
+from runtime.server.gradio_requests import OWN
 from runtime.ui.formatting import render
 
 ASSETS = Path(__file__).parents[2] / "frontend_assets"
 ICON = ASSETS / "icon.svg"
 # In this order; the later ones use the first.
-_SCRIPTS = ("page.js", "panels.js", "restore.js", "compare.js")
-_STYLES = ("style.css", "panels.css")
+_SCRIPTS = (
+    "page.js", "form.js", "stage.js", "panels.js", "gallery.js", "queue.js", "restore.js", "compare.js", "menus.js",
+    "models.js", "loras.js",
+)  # fmt: skip
+_STYLES = ("style.css", "form.css", "stage.css", "panels.css", "engines.css")
 
-_SANS = ("ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
+# `style.css` declares the first; the others serve scripts that it lacks.
+_SANS = ("Tandem Sans", "ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
 
 
 def theme() -> gr.themes.Base:
-    """Return the theme: gradio's base with the colors of `theme.json`, in system fonts."""
+    """Return the theme: gradio's base with the colors of `theme.json`, in its own fonts."""
     values = _values()
     dark = {f"{name}_dark": value for name, value in values["dark"].items()}
     return gr.themes.Base(font=_SANS, font_mono=_MONO).set(**values["both"], **values["light"], **dark)
+
+
+def fonts() -> Mount:
+    """Return the route of the font files that `style.css` names; no login is needed for them."""
+    return Mount(f"{OWN}fonts", StaticFiles(directory=ASSETS / "fonts"))
 
 
 def head() -> str:
@@ -41,8 +56,16 @@ def icon_svg() -> str:
 
 
 def examples() -> list[dict[str, Any]]:
-    """Return the example prompts: title and prompt each."""
+    """Return the suggestions: title and prompt, and the seed of one whose clip was looked at."""
     return list(json.loads(_text("examples.json")))
+
+
+def picture_of(spec: ModelSpec) -> str:
+    """Return a frame of a model that ships with Tandem as a data URI, empty for other models."""
+    path = ASSETS / "models" / f"{spec.name}.webp"
+    if spec.directory.parent != EMBEDDED or not path.is_file():
+        return ""
+    return f"data:image/webp;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def _values() -> dict[str, dict[str, str]]:

@@ -25,6 +25,7 @@ ARGUMENTS = [
 ]
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
+SMALL = {"width": 320, "height": 568}
 
 OpenPage = Callable[..., Any]
 
@@ -106,12 +107,24 @@ def ask(page: Any, prompt: str = "a red boat on the sea", *, long: bool = False,
     """Fill the form; a long job has many steps of a larger clip, seconds of work."""
     page.fill("#field-prompt textarea", prompt)
     if long:
-        page.fill("#field-width input", "192")
-        page.fill("#field-height input", "192")
-        if page.get_attribute("#more > button", "aria-expanded") == "false":
-            page.click("#more > button")
-        page.fill("#field-steps input[type=number]", str(steps))
-        page.press("#field-steps input[type=number]", "Tab")
+        customize(page, width="192", height="192")
+        advance(page)
+        page.fill("#field-steps input", str(steps))
+        page.press("#field-steps input", "Tab")
+
+
+def customize(page: Any, **sides: str) -> None:
+    """Choose a custom size or length, and fill in its fields."""
+    page.check(f"#{'length' if 'frames' in sides else 'size'} input[value=custom]")
+    for name, value in sides.items():
+        page.fill(f"#field-{name} input", value)
+
+
+def advance(page: Any) -> None:
+    """Open the panel Advanced."""
+    if page.get_attribute("#advanced", "aria-expanded") == "false":
+        page.click("#advanced")
+    page.wait_for_selector("#field-steps", state="visible")
 
 
 def start(page: Any) -> None:

@@ -1,12 +1,23 @@
-"""The acceleration panel in a browser: it follows the settings and is restored with the form."""
+"""The plan in a browser: forecast and acceleration follow the settings and are restored with the form."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
+from tests.browser.conftest import (
+    DESKTOP,
+    PHONE,
+    OpenPage,
+    advance,
+    ask,
+    customize,
+    ready,
+    start,
+    wait_for_state,
+)
 from tests.browser.test_page import UNNAMED_INPUTS
 
 pytestmark = pytest.mark.browser
@@ -15,16 +26,22 @@ ROWS = ("text_encoder", "transformer", "transformer_2", "vae")
 
 
 def unfold(page: Any) -> None:
-    """Open the panel and wait until its chips are there."""
-    page.wait_for_function("() => /Auto|As chosen/.test(document.querySelector('#acceleration > button').innerText)")
-    page.click("#acceleration > button")
+    """Open the panel Advanced and wait until the badges are there."""
+    advance(page)
     page.wait_for_selector("#part-vae .badge:has-text(':')")
 
 
-def choose(page: Any, field: str, title: str) -> None:
-    """Choose an entry of a list."""
-    page.click(f"#field-{field} input")
-    page.click(f"[role=option]:has-text('{title}')")
+def choose(page: Any, field: str, value: str) -> None:
+    """Choose a backend or another value."""
+    if field.startswith("backend_"):
+        page.check(f"#plan-components [name={field}][value={value}]")
+    else:
+        page.select_option(f"#field-{field}", value)
+
+
+def chosen(page: Any, part: str) -> str:
+    """Return the backend that is chosen for a component."""
+    return str(page.get_attribute(f"#part-{part} input:checked", "value"))
 
 
 def wait_for_chip(page: Any, part: str, words: str) -> None:
@@ -32,33 +49,37 @@ def wait_for_chip(page: Any, part: str, words: str) -> None:
     page.wait_for_selector(f"#part-{part} .badge:has-text('{words}')")
 
 
-def test_the_closed_panel_shows_the_summary(open_page: OpenPage) -> None:
+def test_the_forecast_is_in_view(open_page: OpenPage) -> None:
     page = open_page()
-    page.wait_for_function("() => document.querySelector('#acceleration > button').innerText.includes('Auto')")
-    assert page.get_attribute("#acceleration > button", "aria-expanded") == "false"
+    page.wait_for_selector("#forecast .forecast:has-text('About')")
+    assert page.get_attribute("#advanced", "aria-expanded") == "false"
+    assert re.search(r"A 1\.1 s clip takes about .* s and .* here", page.inner_text("#card"))
 
 
 def test_a_choice_changes_only_its_own_badge(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
-    choose(page, "backend_vae", "PyTorch")
+    choose(page, "backend_vae", "pytorch")
     wait_for_chip(page, "vae", "PyTorch: as requested")
-    choose(page, "backend_vae", "ONNX Runtime")
+    choose(page, "backend_vae", "onnxruntime")
     wait_for_chip(page, "vae", "PyTorch: ONNX Runtime engine is built when idle")
     assert "as requested" not in page.inner_text("#part-text_encoder .badge")
-    assert "2 engines to build when no video waits" in page.inner_text("#acceleration > button")
-    choose(page, "build", "Never")
+    assert "2 engines to build when no video waits" in page.inner_text("#plan-summary .plan-line")
+    choose(page, "build", "never")
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
 
 
 def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
+    page.check("#size input[value=custom]")
     for width in ("32", "33", "48", "49", "65", "64"):
         page.fill("#field-width input", width)
-    page.wait_for_function("() => !document.querySelector('#part-vae .badge').innerText.includes('Invalid')")
+    page.wait_for_function("() => !document.querySelector('#forecast').innerText.includes('Invalid')")
     page.fill("#field-width input", "65")
-    wait_for_chip(page, "vae", "Invalid setting")
+    page.wait_for_selector("#forecast .forecast:has-text('Invalid setting')")
+    # It is no component's fault.
+    wait_for_chip(page, "vae", "No plan")
     assert "multiples of 16" in page.inner_text("#plan-summary .trouble")
     assert page.is_hidden("#plan-summary .memory")
     # Nothing else of the page complains.
@@ -67,32 +88,36 @@ def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     page.wait_for_selector("#plan-summary .memory", state="visible")
 
 
-def test_without_a_gpu_tensorrt_is_disabled_with_the_reason(open_page: OpenPage) -> None:
+def test_what_the_machine_lacks_is_disabled_with_the_reason(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
     for part in ROWS:
-        assert page.is_disabled(f"#tensorrt-{part} input")
-    assert page.get_attribute("#tensorrt-vae input", "aria-describedby") == "no-tensorrt"
-    assert "No NVIDIA GPU was found" in page.inner_text("#no-tensorrt")
+        cell = page.locator(f"#part-{part} td:has([value=tensorrt])")
+        assert cell.locator("input").is_disabled()
+        assert cell.inner_text().strip() == "no NVIDIA GPU was found"
+        described = cell.locator("input").get_attribute("aria-describedby")
+        assert page.inner_text(f"#{described}") == "no NVIDIA GPU was found"
+    assert page.inner_text("#field-quantization option[value=fp8]") == "FP8: no NVIDIA GPU was found"
+    assert page.locator("#field-quantization option:disabled").count() == 3
 
 
 def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
-    choose(page, "backend_vae", "PyTorch")
-    choose(page, "build", "Never")
+    choose(page, "backend_vae", "pytorch")
+    choose(page, "build", "never")
     page.wait_for_function("() => localStorage.getItem('tandem.form').includes('\"build\":\"never\"')")
     page.reload()
     ready(page)
     unfold(page)
-    assert page.input_value("#field-backend_vae input") == "PyTorch"
-    assert page.input_value("#field-build input") == "Never"
+    assert chosen(page, "vae") == "pytorch"
+    assert page.input_value("#field-build") == "never"
     ask(page, "a red ball")
     start(page)
     wait_for_state(page, "done")
-    choose(page, "backend_vae", "Automatic")
+    choose(page, "backend_vae", "auto")
     page.click("#facts [data-use=all]")
-    page.wait_for_function("() => document.querySelector('#field-backend_vae input').value === 'PyTorch'")
+    page.wait_for_selector("#part-vae [value=pytorch]:checked")
     wait_for_chip(page, "vae", "PyTorch: as requested")
 
 
@@ -109,21 +134,10 @@ def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage, viewport:
     unfold(page)
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(UNNAMED_INPUTS) == []
-    assert page.get_attribute("#field-backend_vae input", "aria-describedby") == "why-vae"
-    assert "NVIDIA" in str(page.text_content("#why-vae"))
+    assert "NVIDIA" in page.inner_text("#part-vae .why")
     assert page.locator("#plan-summary [aria-live]").count() == 1
     assert page.locator("#part-vae [aria-live]").count() == 0
     assert page.complaints == []
-
-
-def test_a_badge_does_not_move_the_page(open_page: OpenPage) -> None:
-    page = open_page()
-    unfold(page)
-    place = "() => document.querySelector('#field-build').getBoundingClientRect().y + scrollY"
-    before = page.evaluate(place)
-    choose(page, "backend_vae", "PyTorch")
-    wait_for_chip(page, "vae", "as requested")
-    assert page.evaluate(place) == before
 
 
 def test_launch_flags_are_defaults_until_the_user_chooses(
@@ -132,19 +146,16 @@ def test_launch_flags_are_defaults_until_the_user_chooses(
     with serving(make_cache(tmp_path_factory.mktemp("preset")), "--enable-tensorrt", "--tensorrt-transformer") as other:
         page = open_page(url=other.url)
         unfold(page)
-        shown = [page.input_value(f"#field-backend_{part} input") for part in ROWS]
-        assert shown == ["Automatic", "TensorRT", "TensorRT", "Automatic"]
-        assert page.is_checked("#tensorrt-transformer input") and not page.is_checked("#tensorrt-vae input")
+        assert [chosen(page, part) for part in ROWS] == ["auto", "tensorrt", "tensorrt", "auto"]
         wait_for_chip(page, "transformer", "PyTorch: no NVIDIA GPU was found")
-        choose(page, "backend_transformer", "PyTorch")
+        choose(page, "backend_transformer", "pytorch")
         page.wait_for_function(
             "() => localStorage.getItem('tandem.form').includes('\"backend_transformer\":\"pytorch\"')"
         )
         page.reload()
         ready(page)
         unfold(page)
-        assert page.input_value("#field-backend_transformer input") == "PyTorch"
-        assert page.input_value("#field-backend_transformer_2 input") == "TensorRT"
+        assert [chosen(page, part) for part in ROWS] == ["auto", "pytorch", "tensorrt", "auto"]
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +168,8 @@ def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 def ask_for_much(page: Any) -> None:
     """Ask for a clip for which memory is short, and wait until the ways there are are shown."""
-    page.fill("#field-width input", "128")
-    page.fill("#field-height input", "128")
-    page.fill("#field-frames input[type=number]", "17")
-    page.press("#field-frames input[type=number]", "Tab")
+    customize(page, width="128", height="128")
+    customize(page, frames="17")
     page.wait_for_selector(".strategies .strategy[aria-pressed=true]")
 
 
@@ -184,8 +193,8 @@ def test_a_strategy_can_be_selected_if_memory_is_short(
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_selector(".strategy[data-offload=model][aria-pressed=true]")
-    assert page.input_value("#field-offload input") == "By component"
-    assert page.input_value("#field-quantization input") == "None"
+    assert page.input_value("#field-offload") == "model"
+    assert page.input_value("#field-quantization") == "none"
     assert page.evaluate("() => document.activeElement.dataset.offload") == "model"
     assert page.locator(".strategy[aria-pressed=true]").count() == 1
     assert page.evaluate(place) == before
@@ -195,7 +204,7 @@ def test_a_strategy_can_be_selected_if_memory_is_short(
     wait_for_chip(page, "transformer", "offload sequential excludes TensorRT")
     assert page.evaluate(place) == before
     page.click(".strategies button:has-text('Choose automatically')")
-    page.wait_for_function("() => document.querySelector('#field-offload input').value === 'Automatic'")
+    page.wait_for_function("() => document.querySelector('#field-offload').value === 'auto'")
     page.wait_for_selector(".strategy[data-offload=none][aria-pressed=true]")
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.complaints == []
@@ -204,24 +213,22 @@ def test_a_strategy_can_be_selected_if_memory_is_short(
 def test_a_form_that_does_not_fit_lists_all_strategies(open_page: OpenPage, short_of_memory: Server) -> None:
     page = open_page(url=short_of_memory.url)
     unfold(page)
-    page.fill("#field-width input", "1024")
-    page.fill("#field-height input", "1024")
-    # As it is typed: once the field is left, it goes down to the most that the model is for.
-    page.fill("#field-frames input[type=number]", "253")
+    customize(page, width="1024", height="1024")
+    customize(page, frames="253")
     page.wait_for_selector(".strategies:has-text('No strategy fits into memory')")
     assert "video memory" in page.inner_text("#plan-summary .trouble")
     assert page.locator(".strategy:enabled").count() == 0
     assert page.locator(".strategy").count() == 9
 
 
-def test_each_badge_follows_its_toggle(open_page: OpenPage, short_of_memory: Server) -> None:
+def test_each_badge_follows_its_backend(open_page: OpenPage, short_of_memory: Server) -> None:
     page = open_page(url=short_of_memory.url)
     unfold(page)
     for part in ROWS:
         planned = page.inner_text(f"#part-{part} .badge")
-        for _ in range(2):
+        for backend in ("tensorrt", "auto"):
             before = page.inner_text(f"#part-{part} .badge")
-            page.click(f"#tensorrt-{part} input")
+            choose(page, f"backend_{part}", backend)
             page.wait_for_function(
                 "([part, before]) => document.querySelector(`#part-${part} .badge`).innerText !== before",
                 arg=[part, before],

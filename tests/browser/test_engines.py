@@ -16,6 +16,16 @@ from tests.ui.test_plan_preview import insert
 
 pytestmark = pytest.mark.browser
 
+SMALL = {"width": 320, "height": 640}
+CUT_OFF = """
+() => [...document.querySelectorAll('[data-panel="engines"] *')]
+  .filter((node) => node.checkVisibility() && !node.closest('.unseen'))
+  .filter((node) => {
+    const { left, right } = node.getBoundingClientRect();
+    return left < -1 || right > document.documentElement.clientWidth + 1;
+  }).map((node) => node.outerHTML.slice(0, 120))
+"""
+
 
 def go(page: Any) -> None:
     """Open the tab and wait until the library is there."""
@@ -32,15 +42,20 @@ def test_an_engine_is_deleted_by_keyboard_after_confirmation(open_page: OpenPage
     kept, gone = stock(server, 1), stock(server, 2)
     page = open_page()
     go(page)
-    delete = f"[data-action=delete][data-target='{gone}']"
-    page.wait_for_selector(delete)
-    page.focus(delete)
+    menu = f"[data-engine='{gone}'] .menu"
+    page.wait_for_selector(menu)
+    page.focus(f"{menu} > summary")
+    # Up from the menu's button leads to its last action.
+    page.keyboard.press("ArrowUp")
+    page.wait_for_function("() => document.activeElement.dataset.action === 'delete'")
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open]")
+    assert "This frees " in page.inner_text("dialog")
     assert page.evaluate("() => document.activeElement.textContent") == "Keep"
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog", state="detached")
     assert page.evaluate("() => document.activeElement.dataset.target") == gone
+    page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open]")
     page.keyboard.press("Tab")
@@ -55,16 +70,17 @@ def test_pinning_is_shown_in_another_tab(open_page: OpenPage, server: Server) ->
     page, other = open_page(), open_page()
     go(page)
     go(other)
+    page.click(f"[data-engine='{engine}'] .menu > summary")
     page.click(f"[data-action=pin][data-target='{engine}']")
-    page.wait_for_selector(f"[data-action=unpin][data-target='{engine}']")
-    other.wait_for_selector(f"[data-action=unpin][data-target='{engine}']")
+    page.wait_for_selector(f"[data-engine='{engine}'] .tag:text('pinned')")
+    other.wait_for_selector(f"[data-engine='{engine}'] .tag:text('pinned')")
     assert "Pinned: transformer." in page.inner_text("#message")
 
 
 def test_a_build_survives_a_reload_and_is_cancelled(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
-    choose(page, "backend_text_encoder", "ONNX Runtime")
+    choose(page, "backend_text_encoder", "onnxruntime")
     go(page)
     page.click("#engines-components [data-action=build][data-target=text_encoder]")
     page.wait_for_selector("#engines-tasks li[data-kind=build][data-state=running]")
@@ -74,7 +90,9 @@ def test_a_build_survives_a_reload_and_is_cancelled(open_page: OpenPage) -> None
     other = open_page()
     go(other)
     for watching in (page, other):
-        watching.wait_for_selector("#engines-tasks li[data-kind=build][data-state=running] pre:has-text('Building')")
+        watching.wait_for_selector(
+            "#engines-tasks li[data-kind=build][data-state=running] .builds li[data-state=running]"
+        )
     other.click("#engines-tasks li[data-kind=build] [data-action=cancel]")
     page.wait_for_selector("#engines-tasks li[data-kind=build][data-state=cancelled]")
     assert "Cancelled." in page.inner_text("#engines-tasks")
@@ -83,11 +101,17 @@ def test_a_build_survives_a_reload_and_is_cancelled(open_page: OpenPage) -> None
 def test_a_build_adds_an_engine_and_changes_its_badge(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
-    choose(page, "backend_text_encoder", "ONNX Runtime")
+    choose(page, "backend_text_encoder", "onnxruntime")
     go(page)
     page.click("#engines-components [data-action=build][data-target=text_encoder]")
-    page.wait_for_selector("#engines-table tr[data-state=ready]:has-text('Text encoder')")
-    assert "any size" in page.inner_text("#engines-table tr[data-state=ready]")
+    row = "#engines-table li[data-state=ready]:has-text('Text encoder')"
+    page.wait_for_selector(row)
+    page.click(f"{row} .technical summary")
+    assert "any size" in page.inner_text(row)
+    builds = page.inner_text("#engines-tasks li[data-kind=build] .builds >> nth=0")
+    assert "Text encoder, ONNX Runtime" in builds and "times PyTorch" in builds
+    # Nothing is left to build for it.
+    page.wait_for_selector("[data-component=text_encoder] > .acts > [data-action=build]", state="detached")
     page.click("[role=tab]:has-text('Make')")
     page.wait_for_selector("#part-text_encoder .badge[data-kind=ready]")
 
@@ -123,13 +147,14 @@ def test_an_engine_file_is_inspected_trusted_and_imported(open_page: OpenPage, s
     page.click("#import [data-action=import]")
     page.wait_for_selector("#engines-tasks li[data-kind=import][data-state=done]")
     assert "Imported as " in page.inner_text("#engines-tasks li[data-kind=import] .line")
-    row = "#engines-table tr[data-state=ready]:has-text('imported')"
+    row = "#engines-table li[data-state=ready]:has(dd:text('imported'))"
     page.wait_for_selector(row)
     assert "Stale" not in page.inner_text(row)
     # Another file has to be trusted again.
     file.press_sequentially("x")
     page.wait_for_function("() => !document.querySelector('#import-trusted').checked")
     # It goes again: other tests share the library.
+    page.click(f"{row} .menu > summary")
     page.click(f"{row} [data-action=delete]")
     assert "It can be imported again from its file." in page.inner_text("dialog")
     page.click("dialog .strong")
@@ -137,14 +162,18 @@ def test_an_engine_file_is_inspected_trusted_and_imported(open_page: OpenPage, s
     assert page.complaints == []
 
 
-@pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")], ids=["phone", "desktop"])
+@pytest.mark.parametrize(
+    ("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark"), (SMALL, "light")], ids=["phone", "desktop", "320"]
+)
 def test_the_layout_fits_and_has_accessible_names(
     open_page: OpenPage, server: Server, viewport: dict[str, int], scheme: str
 ) -> None:
     stock(server, 4)
     page = open_page(viewport, color_scheme=scheme)
     go(page)
+    page.click("#engines-table .menu >> nth=0")
     page.wait_for_selector("#engines-table [data-action=delete]")
+    assert page.evaluate(CUT_OFF) == []
     page.click("#import > summary")
     page.wait_for_selector("#import [data-action=import]", state="visible")
     assert page.get_attribute("#import-trusted", "aria-describedby") == "import-warning"

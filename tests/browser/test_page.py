@@ -1,6 +1,7 @@
 """The page in a browser: what people do with it, from the first word to the video."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -8,9 +9,12 @@ from tests.app_server import Server
 from tests.browser.conftest import (
     DESKTOP,
     PHONE,
+    SMALL,
     OpenPage,
+    advance,
     ask,
     await_job_after,
+    customize,
     ready,
     saved_videos,
     start,
@@ -30,9 +34,29 @@ UNNAMED_INPUTS = """
     return !names.some((name) => name && name.trim());
   }).map((node) => node.outerHTML)
 """
+# Texts and controls that reach beyond the window or are wider than their box.
+CUT_OFF = """
+() => ['button', 'label', 'legend', 'input', 'select', 'textarea', 'p', 'small', 'h2', 'td', 'th']
+  .flatMap((tag) => [...document.querySelectorAll(`#columns ${tag}`)])
+  .filter((node) => node.checkVisibility() && !node.closest('.unseen') && node.getBoundingClientRect().width > 1)
+  .filter((node) => !node.closest('.recent'))  // a strip that is scrolled
+  .filter((node) => {
+    const box = node.getBoundingClientRect();
+    return box.left < -1 || box.right > innerWidth + 1
+      || (getComputedStyle(node).overflowX !== 'visible' && node.scrollWidth > node.clientWidth + 2);
+  }).map((node) => node.outerHTML.slice(0, 200))
+"""
 PLAYING = (
     "() => { const v = document.querySelector('#picture video'); return v && v.videoWidth > 0 && v.currentTime > 0.2 }"
 )
+
+
+def choose_diorama(page: Any) -> None:
+    """Choose the shipped model."""
+    page.click("#field-model input")
+    page.click("[role=option]:has-text('Diorama')")
+    page.wait_for_function("() => document.querySelector('#field-width input').value === '192'")
+    page.wait_for_selector("#card h2:has-text('Diorama')")
 
 
 def test_a_prompt_becomes_a_playing_video(open_page: OpenPage, server: Server) -> None:
@@ -56,6 +80,8 @@ def test_a_prompt_becomes_a_playing_video(open_page: OpenPage, server: Server) -
         page.click("#facts a[download]")
     assert download.value.suggested_filename.endswith(".mp4")
     assert download.value.path().read_bytes()[4:8] == b"ftyp"
+    assert "192 × 192 · 1.1 s · " in page.inner_text("#facts summary")
+    page.click("#facts summary")
     facts = page.inner_text("#facts")
     for expected in (
         "a red boat on the calm sea",
@@ -141,10 +167,10 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
         "Describe the video in a sentence.",
     ]
     ask(page, "a red ball")
-    page.fill("#field-width input", "190")
-    assert page.is_checked("#size input[value=custom]")
+    customize(page, width="190")
     page.click("#generate")
     page.wait_for_selector("#field-width input[aria-invalid=true]")
+    page.wait_for_selector("#status [role=alert]:has-text('Width')")  # the forecast marks the field too
     assert page.inner_text("#status [role=alert]").split("\n") == [
         "“Width” is 190; Tiny supports multiples of 16.",
         "Use 176 or 192.",
@@ -164,6 +190,63 @@ def test_hostile_text_is_shown_as_text(open_page: OpenPage) -> None:
     assert page.evaluate("() => window.hit") is None
 
 
+def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_page: OpenPage) -> None:
+    page = open_page()
+
+    def shown() -> str:
+        return str(page.get_attribute("#status .status", "data-job"))
+
+    made = []
+    for prompt in ("a red boat", "a very long boat " * 60):
+        ask(page, prompt)
+        start(page)
+        wait_for_state(page, "done")
+        made.append(shown())
+    page.wait_for_selector(f'#recent [data-show="{made[1]}"][aria-current=true]')
+    # A long prompt is cut, and shown on request.
+    cut = page.locator("#facts .clamp").bounding_box()["height"]
+    page.click("#facts .show-all")
+    assert page.locator("#facts .clamp").bounding_box()["height"] > 2 * cut
+    # A small video is enlarged only on request, and stays so.
+    small = page.locator("#picture video").bounding_box()["width"]
+    page.click("#picture .enlarge")
+    assert page.locator("#picture video").bounding_box()["width"] > 1.5 * small
+    page.reload()
+    ready(page)
+    page.wait_for_selector("#picture video")
+    assert page.locator("#picture video").bounding_box()["width"] > 1.5 * small
+    page.click("#picture .enlarge")
+    # While another video runs, an older one can be shown, and the running one again.
+    ask(page, "a slow boat", long=True)
+    start(page)
+    wait_for_state(page, "running")
+    running = shown()
+    page.click(f'#recent [data-show="{made[0]}"]')
+    page.wait_for_selector(f'#status .status[data-job="{made[0]}"][data-state=done]')
+    page.click(f'#recent [data-show="{running}"]')
+    page.wait_for_selector(f'#status .status[data-job="{running}"]')
+    wait_for_state(page, "done")
+    page.click("#facts [data-action=again]")
+    await_job_after(page, running)
+    wait_for_state(page, "done")
+    again = shown()
+    page.click("#facts [data-action=delete]")
+    page.wait_for_selector(f'#status .status[data-job="{running}"]')
+    assert page.locator(f'#recent [data-show="{again}"]').count() == 0
+    assert page.complaints == []
+
+
+def test_the_last_preview_stays_after_a_cancellation(open_page: OpenPage) -> None:
+    page = open_page()
+    ask(page, "a slow boat", long=True, steps=100)
+    start(page)
+    page.wait_for_selector("#picture img.preview[src^='data:image/webp']")
+    page.click("#cancel")
+    wait_for_state(page, "cancelled")
+    assert page.is_visible("#picture img.preview") and "Cancelled: last preview" in page.inner_text("#picture")
+    assert page.is_visible("#status [data-action=resume]")
+
+
 def test_the_seed_used_can_be_used_again(open_page: OpenPage) -> None:
     page = open_page()
     ask(page)
@@ -171,8 +254,7 @@ def test_the_seed_used_can_be_used_again(open_page: OpenPage) -> None:
     start(page)
     wait_for_state(page, "done")
     assert "Seed 1234." in page.inner_text("#status")
-    page.click("#random-seed")
-    assert page.input_value("#field-seed textarea, #field-seed input") == ""
+    page.fill("#field-seed textarea, #field-seed input", "")
     page.click("#facts [data-use=seed]")
     page.wait_for_function("() => document.querySelector('#field-seed :is(input, textarea)').value === '1234'")
 
@@ -180,7 +262,7 @@ def test_the_seed_used_can_be_used_again(open_page: OpenPage) -> None:
 def test_the_settings_used_can_be_used_again(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "a red ball rolls")
-    page.fill("#field-height input", "48")
+    customize(page, height="48")
     start(page)
     wait_for_state(page, "done")
     ask(page, "something else")
@@ -191,24 +273,99 @@ def test_the_settings_used_can_be_used_again(open_page: OpenPage) -> None:
     assert page.is_checked("#size input[value=custom]")
 
 
-def test_examples_and_sizes_fill_the_form(open_page: OpenPage) -> None:
+def test_suggestions_sizes_and_lengths_fill_the_form(open_page: OpenPage) -> None:
     page = open_page()
-    page.click("#examples button >> nth=0")
+    page.focus("#suggestions [data-suggestion] >> nth=0")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("() => document.activeElement === document.querySelectorAll('[data-suggestion]')[1]")
+    page.keyboard.press("Enter")
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.length > 10")
-    page.click("#size input[value='32x64']")
+    page.check("#size input[value='32x64']")
     page.wait_for_function("() => document.querySelector('#field-height input').value === '64'")
     assert page.input_value("#field-width input") == "32"
+    assert not page.is_visible("#field-width")
     page.fill("#field-fps input", "4")
-    page.wait_for_function("() => document.querySelector('#length').textContent.includes('2.3 s at 4 fps')")
+    page.wait_for_selector("#length .tile:has-text('2.3 s')")
+    assert page.inner_text("#length legend") == "Length 2.3 s, 9 frames at 4 fps"
+    page.check("#size input[value=custom]")
+    page.fill("#field-width input", "64")
+    # A size in the list stays open while it is typed.
+    assert page.is_visible("#field-width") and page.is_checked("#size input[value=custom]")
+
+
+def test_a_typed_number_is_never_changed(open_page: OpenPage) -> None:
+    page = open_page()
+    ask(page, "a red boat")
+    customize(page, frames="100001")
+    page.press("#field-frames input", "Tab")
+    page.wait_for_selector("#forecast :text('Invalid setting')")
+    assert page.input_value("#field-frames input") == "100001"
+    page.click("#generate")
+    page.wait_for_selector("#field-frames input[aria-invalid=true]")
+    error = page.inner_text("#field-frames .field-error")
+    assert "100001" in error and "from 1 to 4001" in error
+    assert page.get_attribute("#field-frames input", "aria-describedby") == "field-frames-info error-frames"
+    assert page.input_value("#field-frames input") == "100001"
+    page.fill("#field-frames input", "9")
+    assert page.query_selector(".field-error") is None
+    page.wait_for_selector("#forecast :text('About')")
+
+
+def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: OpenPage) -> None:
+    page = open_page()
+    page.fill("#field-prompt textarea", "")
+    choose_diorama(page)
+    for group, word, sentence in (
+        ("Colors", "orange", "an orange"),
+        ("Times of day", "at night", "an orange at night"),
+        ("Things", "boat", "an orange boat at night"),
+        ("Places", "on the sea", "an orange boat on the sea at night"),
+        ("Colors", "red", "a red boat on the sea at night"),
+    ):
+        page.click(f"#card label:text-is('{group}')")
+        page.click(f"#card [data-word='{word}']")
+        page.wait_for_function(
+            "(text) => document.querySelector('#field-prompt textarea').value === text", arg=sentence
+        )
+    page.fill("#field-prompt textarea", "a red boat on a calm sea at night")
+    page.click("#card label:text-is('Places')")
+    page.click("#card [data-word='over the hills']")
+    page.wait_for_function(
+        "() => document.querySelector('#field-prompt textarea').value.includes('boat over the hills')"
+    )
+    page.fill("#field-prompt textarea", "Two Dragons, a café-castle: RED boats")
+    page.wait_for_selector("#suggestions .unknown:has-text('Diorama does not know: Dragons, café, castle.')")
+    assert page.locator("#field-prompt .marks mark").all_inner_texts() == ["Dragons", "café", "castle"]
+    assert page.get_attribute("#suggestions .unknown", "aria-live") == "polite"
+    page.fill("#field-prompt textarea", "a red boat")
+    page.wait_for_function("() => !document.querySelector('#suggestions .unknown').textContent")
+    page.click("#get-models button")
+    page.wait_for_selector("[role=tab][aria-selected=true]:has-text('Models')")
+
+
+def test_presets_set_several_fields_and_name_a_change(open_page: OpenPage) -> None:
+    page = open_page()
+    page.wait_for_selector("#presets input[value=balanced]:checked")
+    # The costs are there once the model's engines are known.
+    page.wait_for_selector("#presets .tile:has([value=balanced]) small:text-matches('^[0-9.]+ s, [0-9]+')")
+    page.check("#presets input[value=best]")
+    page.wait_for_function("() => document.querySelector('#field-steps input').value === '8'")
+    page.wait_for_selector("#presets fieldset[data-chosen=best]")
+    advance(page)
+    assert page.input_value("#field-vae_precision") == "float32"
+    page.fill("#field-steps input", "5")
+    page.wait_for_selector("#presets .tag:has-text('Custom')")
+    assert page.locator("#presets input:checked").count() == 0
+    page.check("#presets input[value=balanced]")
+    page.wait_for_function("() => document.querySelector('#field-steps input').value === '4'")
+    page.wait_for_function("() => document.querySelector('#field-vae_precision').value === 'auto'")
 
 
 def test_the_form_follows_the_model_and_is_restored_with_it(open_page: OpenPage) -> None:
     page = open_page()
     page.fill("#field-prompt textarea", "a green kite")
     page.fill("#field-fps input", "4")
-    page.click("#field-model input")
-    page.click("[role=option]:has-text('Diorama')")
-    page.wait_for_function("() => document.querySelector('#field-width input').value === '192'")
+    choose_diorama(page)
     # Fields are set one after the other: what is typed before its field has its turn would give way.
     page.wait_for_function("() => document.querySelector('#field-fps input').value === '16'")
     page.wait_for_selector("#size input[value='192x112']:checked")
@@ -228,7 +385,7 @@ def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page.focus("#field-prompt textarea")
     page.keyboard.type("a red boat")
     stops = []
-    for _ in range(15):
+    for _ in range(5):
         page.keyboard.press("Tab")
         stops.append(page.evaluate("() => document.activeElement.id || document.activeElement.className"))
         if stops[-1] == "generate":
@@ -245,8 +402,11 @@ def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page.wait_for_function("() => document.querySelector('#facts').innerText.includes('a red boat at night')")
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("viewport", "scheme"),
+    [(SMALL, "dark"), (PHONE, "light"), (PHONE, "dark"), (DESKTOP, "light")],
+    ids=["small", "phone", "phone-dark", "desktop"],
+)
 def test_the_page_fits_every_width_in_both_color_schemes(
     open_page: OpenPage, viewport: dict[str, int], scheme: str
 ) -> None:
@@ -255,7 +415,16 @@ def test_the_page_fits_every_width_in_both_color_schemes(
     edges = "['#theme', '#top header'].map((one) => document.querySelector(one).getBoundingClientRect().right)"
     button, header = page.evaluate(f"() => {edges}")
     assert button <= header + 1
-    assert page.locator("#generate").bounding_box()["y"] < viewport["height"] - 50
+    assert page.evaluate(CUT_OFF) == []
+    # Generate is in view wherever the page is scrolled to, and covers no field that has the focus.
+    advance(page)
+    for field in ("#field-prompt textarea", "#field-seed textarea, #field-seed input", "#field-loras textarea"):
+        page.focus(field)
+        box, bar = page.locator(field).bounding_box(), page.locator("#bar").bounding_box()
+        assert page.locator("#generate").bounding_box()["y"] < viewport["height"] - 50
+        covered = box["x"] < bar["x"] + bar["width"] and box["y"] + box["height"] > bar["y"] + 1
+        assert not covered, field
+    assert page.evaluate(CUT_OFF) == []
     lightness = page.evaluate(
         "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     )
@@ -268,13 +437,12 @@ def test_the_page_fits_every_width_in_both_color_schemes(
 
 def test_the_page_has_accessible_names(open_page: OpenPage) -> None:
     page = open_page()
-    page.click("#more > button")
+    advance(page)
     assert page.evaluate("() => document.documentElement.lang") == "en"
     assert page.title() == "Tandem"
     assert page.locator("h1").count() == 1
     assert page.evaluate(UNNAMED_INPUTS) == []
-    page.wait_for_selector("#more > button[aria-expanded=true]")
-    assert page.get_attribute("#size", "role") == "radiogroup"
+    assert page.get_attribute("#advanced", "aria-expanded") == "true"
     described = page.get_attribute("#field-width input", "aria-describedby")
     assert page.inner_text(f"#{described}") == "A multiple of 16."
     page.focus("#size input[value='64x32']")
@@ -289,10 +457,26 @@ def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) ->
       const box = document.querySelector(s).getBoundingClientRect(); return [box.x, box.y, box.width, box.height] })"""
     before = page.evaluate(places)
     ask(page, long=True)
-    page.fill("#field-width input", "64")
+    page.check("#size input[value='64x32']")
+    page.click("#advanced")
     page.evaluate("() => scrollTo(0, 0)")
     start(page)
     wait_for_state(page, "running")
     assert page.evaluate(places) == before
     wait_for_state(page, "done")
     assert page.evaluate(places) == before
+
+
+def test_the_form_folds_away_on_a_phone_while_a_job_runs(open_page: OpenPage) -> None:
+    page = open_page(SMALL)
+    ask(page, long=True)
+    start(page)
+    wait_for_state(page, "running")
+    page.wait_for_selector("#compose", state="hidden")
+    for seen in ("#picture .mat", "#status .line", "#cancel"):
+        box = page.locator(seen).bounding_box()
+        assert box["y"] >= 0 and box["y"] + box["height"] <= SMALL["height"], seen
+    page.click("#cancel")
+    wait_for_state(page, "cancelled")
+    page.wait_for_selector("#compose", state="visible")
+    assert page.input_value("#field-prompt textarea") == "a red boat on the sea"

@@ -13,6 +13,13 @@ pytestmark = pytest.mark.browser
 
 TITLES = "() => [...document.querySelectorAll('#queue-list .title strong')].map((node) => node.textContent)"
 
+# Counts in `window.lost` how often the focus is nowhere when the queue has changed.
+COUNT_LOST = """() => {
+  window.lost = 0;
+  const count = () => { window.lost += document.activeElement === document.body ? 1 : 0; };
+  new MutationObserver(count).observe(document.querySelector('#queue-list'), { childList: true, subtree: true });
+}"""
+
 
 def go(page: Any, tab: str = "Queue") -> None:
     """Open a tab and wait until it shows something."""
@@ -38,6 +45,17 @@ def act(page: Any, prompt: str, name: str) -> str:
     return f"#queue-list li:has(bdi:text-is('{prompt}')) [data-action='{name}']"
 
 
+def drag(page: Any, of: int, onto: int) -> None:
+    """Drag a row by its number below another one."""
+    grips = page.locator("#queue-list [data-grip]")
+    start, end = grips.nth(of).bounding_box(), grips.nth(onto).bounding_box()
+    page.mouse.move(start["x"] + 5, start["y"] + start["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(end["x"] + 5, end["y"] + end["height"], steps=4)
+    page.wait_for_selector("#queue-list .drop-after, #queue-list .drop-before")
+    page.mouse.up()
+
+
 def cancel_all(page: Any) -> None:
     """Cancel what runs and waits, after being asked."""
     page.click("#queue-list [data-action=cancel-all]")
@@ -57,12 +75,29 @@ def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None
     go(other)
     page.focus(act(page, "a boat at night", "up"))
     page.keyboard.press("Enter")
+    page.wait_for_selector("#foot .unseen:has-text('“a boat at night” is number 3 of 4.')", state="attached")
     titles(page, "a red boat", "a blue ball", "a boat at night", "a calm sea")
     titles(other, "a red boat", "a blue ball", "a boat at night", "a calm sea")
     # The focus goes with the job: pressed once more, it is that one which moves on.
     page.wait_for_function("() => document.activeElement.ariaLabel === 'Move up: “a boat at night”'")
     page.keyboard.press("Enter")
     titles(page, "a red boat", "a boat at night", "a blue ball", "a calm sea")
+    # From any button of the row; the focus stays on it, also in the moment in which the row moves.
+    page.focus(act(page, "a calm sea", "duplicate"))
+    page.evaluate(COUNT_LOST)
+    page.keyboard.press("Alt+ArrowUp")
+    titles(page, "a red boat", "a boat at night", "a calm sea", "a blue ball")
+    page.keyboard.press("Alt+Home")
+    titles(page, "a calm sea", "a red boat", "a boat at night", "a blue ball")
+    page.wait_for_function("() => document.activeElement.ariaLabel === 'Duplicate with a new seed: “a calm sea”'")
+    assert page.evaluate("window.lost") == 0
+    drag(page, 0, 3)
+    titles(page, "a red boat", "a boat at night", "a blue ball", "a calm sea")
+    page.click(act(page, "a blue ball", "duplicate"))
+    titles(page, "a red boat", "a boat at night", "a blue ball", "a blue ball", "a calm sea")
+    page.click("#queue-list li:nth-child(4) [data-action=cancel]")
+    titles(page, "a red boat", "a boat at night", "a blue ball", "a calm sea")
+    assert "Seed " in page.inner_text("#queue-list li") and "4 videos" in page.inner_text("#queue-list")
     page.click(act(page, "a blue ball", "edit"))
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'a blue ball'")
     page.fill("#field-prompt textarea", "a blue ball rolls")
@@ -110,7 +145,7 @@ def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: 
     wait_for_state(page, "running")
     page.wait_for_function("() => /^[0-9]+% · Tandem$/.test(document.title)")
     page.fill("#field-prompt textarea", "a blue boat")
-    page.click("#actions-more [data-action=add]")
+    page.click("#bar [data-action=add]")
     page.wait_for_selector("#message:has-text('1 video')")
     wait_for_state(page, "done")
     page.wait_for_function("() => window.tandem.chimes >= 1")
@@ -119,15 +154,19 @@ def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: 
     page.wait_for_selector("#history-gallery .title:has-text('a blue boat')")
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage, viewport: dict[str, int]) -> None:
-    page = open_page(viewport)
+def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:
+    page = open_page(DESKTOP)
     ask(page, "a red boat on the sea", long=True)
     go(page)
-    add(page, "a red boat on the calm sea at night", "a blue ball rolls right")
-    page.wait_for_selector("#queue-list li >> nth=1")
-    assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert page.evaluate(UNNAMED_INPUTS) == []
+    add(page, "a red boat on the calm sea at night", "x" * 300, "סירה \u202eאדומה")
+    page.wait_for_selector("#queue-list li >> nth=2")
+    page.wait_for_function("() => document.querySelector('#queue-list .thumb img')?.naturalWidth > 10")
+    for width in (DESKTOP["width"], PHONE["width"], 320):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth"), (
+            width
+        )
+        assert page.evaluate(UNNAMED_INPUTS) == []
     assert page.get_attribute("#queue-list .bar", "aria-label") == "Progress of “a red boat on the calm sea at night”"
     cancel_all(page)
 

@@ -10,7 +10,7 @@ import pytest
 from runtime.models.catalogue import folders
 from runtime.ui import theme
 
-READABLE = 4.5
+READABLE, VISIBLE = 4.5, 3.0
 PAIRS = (
     ("body_text_color", "body_background_fill"),
     ("body_text_color_subdued", "body_background_fill"),
@@ -23,6 +23,16 @@ PAIRS = (
     ("checkbox_label_text_color_selected", "checkbox_label_background_fill_selected"),
     ("error_text_color", "error_background_fill"),
 )
+BORDERS = tuple(
+    (border, ground)
+    for border in (
+        "input_border_color",
+        "checkbox_border_color",
+        "checkbox_label_border_color",
+        "button_secondary_border_color",
+    )
+    for ground in ("body_background_fill", "input_background_fill")
+)
 
 
 def luminance(colour: str) -> float:
@@ -32,23 +42,30 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def pairs() -> Iterator[tuple[str, str, str]]:
+def pairs() -> Iterator[tuple[str, str, str, float]]:
     for scheme in ("light", "dark"):
-        for text, ground in PAIRS:
-            yield scheme, text, ground
+        for color, ground in PAIRS:
+            yield scheme, color, ground, READABLE
+        for color, ground in BORDERS:
+            yield scheme, color, ground, VISIBLE
 
 
-@pytest.mark.parametrize(("scheme", "text", "ground"), list(pairs()))
-def test_text_can_be_read(scheme: str, text: str, ground: str) -> None:
+@pytest.mark.parametrize(("scheme", "color", "ground", "least"), list(pairs()))
+def test_contrast_follows_wcag(scheme: str, color: str, ground: str, least: float) -> None:
     colors = json.loads((theme.ASSETS / "theme.json").read_text(encoding="utf-8"))[scheme]
-    light, dark = sorted((luminance(colors[text]), luminance(colors[ground])), reverse=True)
-    assert (light + 0.05) / (dark + 0.05) >= READABLE
+    light, dark = sorted((luminance(colors[color]), luminance(colors[ground])), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= least
 
 
 def test_assets_name_no_other_host() -> None:
-    for path in theme.ASSETS.iterdir():
+    for path in filter(Path.is_file, theme.ASSETS.iterdir()):
         addresses = re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]+", path.read_text(encoding="utf-8"))
         assert [address for address in addresses if "www.w3.org" not in address] == [], path
+
+
+def test_style_names_the_font_files_and_no_others() -> None:
+    named = set(re.findall(r'url\("tandem/fonts/([^"]+)"\)', (theme.ASSETS / "style.css").read_text(encoding="utf-8")))
+    assert named == {path.name for path in (theme.ASSETS / "fonts").glob("*.woff2")}
 
 
 def test_the_theme_loads() -> None:

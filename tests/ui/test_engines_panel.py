@@ -14,10 +14,10 @@ import pytest
 from runtime.core.facts import Fact
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.machine.probe import probe
+from runtime.machine.probe import cpp_compiler, probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import UNREADABLE_KEY, ShapeProfile
-from runtime.queue.records import InspectEngine, PruneEngines
+from runtime.queue.records import BuildProgress, InspectEngine, PruneEngines
 from runtime.queue.store import JobStore
 from runtime.queue.views import Task
 from runtime.ui import form
@@ -278,11 +278,11 @@ def test_the_number_of_open_tasks_is_limited(tab: Tab) -> None:
 def test_unchanged_parts_are_not_sent_again(tab: Tab) -> None:
     insert(tab.store, 1)
     end = time.monotonic() + 60
-    drawn: dict[str, str] = {}
-    while (reply := respond(tab.panel, Call(form=VALUES, drawn=drawn)))["parts"]:
+    while "Looking" in tab.parts()["components"]:
         assert time.monotonic() < end
-        drawn |= reply["digests"]
-    assert set(drawn) == {"components", "tasks", "storage", "table"}
+    drawn = respond(tab.panel, Call(form=VALUES))["digests"]
+    assert set(drawn) == {"components", "choices", "tasks", "storage", "table"}
+    assert respond(tab.panel, Call(form=VALUES, drawn=drawn))["parts"] == {}
     # A task that proceeds leaves the other parts alone.
     tab.worker.add_task(PRUNE, "Quick")
     tab.settle()
@@ -293,19 +293,83 @@ def test_unchanged_parts_are_not_sent_again(tab: Tab) -> None:
 
 
 def test_each_component_shows_its_build_time(tab: Tab) -> None:
-    chosen = GOOD | {"backend_vae": "pytorch", "backend_transformer": "onnxruntime"}
+    chosen = GOOD | {"backend_vae": "pytorch", "backend_transformer": "onnxruntime", "backend_text_encoder": "auto"}
     values = [chosen[name] for name in form.NAMES]
     end = time.monotonic() + 60
     while "Looking" in (parts := tab.parts(values)["components"]):
         assert time.monotonic() < end
-    expected = re.findall(r'data-label="Engines">([^<]*)<', parts)
+    expected = re.findall(r'class="state">([^<]*)<', parts)
     assert [words.split(",")[0] for words in expected] == ["not built yet"] * 3 + ["none needed"]
     assert re.fullmatch(r"not built yet, about \d+ s to build with ONNX Runtime", expected[1])
+    # Build tries every backend where the choice is automatic.
+    tried = "ONNX Runtime and Inductor" if cpp_compiler() else "ONNX Runtime"
+    assert re.fullmatch(rf"not built yet, about \d+ (s|min) to build with {tried}", expected[0])
+
+
+def test_only_what_is_missing_is_offered_to_build(tab: Tab) -> None:
+    chosen = GOOD | {"backend_vae": "pytorch"}
+    values = [chosen[name] for name in form.NAMES]
+    end = time.monotonic() + 60
+    while "Looking" in (parts := tab.parts(values)["components"]):
+        assert time.monotonic() < end
+    rows = dict(re.findall(r'data-component="([a-z_0-9]+)">(.*?)</li>', parts, re.DOTALL))
+    assert 'aria-label="Build engines for the Text encoder"' in rows["text_encoder"]
+    assert 'data-target="vae" ' not in rows["vae"].split("<details")[0]
+    # A backend that this machine lacks is listed with the reason.
+    if not probe().gpus:
+        assert re.search(r'aria-disabled="true">Build with TensorRT<small>[^<]*GPU[^<]*</small>', rows["vae"])
+    assert 'aria-label="Build all"' in parts and "Building what is missing takes about " in parts
+    assert tab.press("build", "vae=onnxruntime", values).endswith(": started.")
+    assert tab.worker.tasks()[-1].title.endswith(" with ONNX Runtime")
+
+
+@pytest.mark.parametrize("target", ["all=inductor", "vae=pytorch", "vae=x", "eyes=inductor", "vae=inductor=x"])
+def test_backends_to_build_with_are_known(tab: Tab, target: str) -> None:
+    assert tab.press("build", target) == NOWHERE
+    assert tab.worker.tasks() == []
+
+
+def test_an_import_offers_the_components_of_the_model(tab: Tab) -> None:
+    for model, expected in (("wan2.2-a14b", True), ("wan2.1", False)):
+        values = [model if name == "model" else GOOD[name] for name in form.NAMES]
+        options = tab.parts(values)["choices"]
+        assert 'value="auto"' in options and 'value="vae"' in options
+        assert ('value="transformer_2"' in options) is expected
+
+
+def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
+    store = JobStore(None)
+    added = store.add_work("task", "Build", tmp_path, PRUNE.model_dump(mode="json"))
+    store.claim("00000000.0")
+    failed = Fact("engine.file_missing", {"file": "x"})
+    builds = [
+        BuildProgress(program="text_encoder", backend="inductor", expected=30, state="done", took=42, speedup=2.5),
+        BuildProgress(program="transformer", backend="inductor", state="failed", took=9, problem=failed),
+        BuildProgress(program="vae_first", backend="onnxruntime", expected=30, state="running"),
+        BuildProgress(program="vae_next", backend="onnxruntime", expected=80),
+    ]
+    event = {"event": "TaskBuilds", "builds": [one.model_dump(mode="json") for one in builds]}
+    store.record_task_event(added.id, event)
+    task = Task(added, store)
+    task.refresh()
+    drawn = tasks_html([(task, 0)])
+    for expected in (
+        "<span>Text encoder, Inductor</span> <span>built in 42 s, 2.50 times PyTorch</span>",
+        "<span>Transformer, Inductor</span> <span>failed: x is missing.",
+        "<span>VAE decoder, first step, ONNX Runtime</span> <span>running for 0.",
+        "<span>waiting, about 1 min</span>",
+        "2 of 4 engines done, 51 s so far, about 110 s left of about 3 min.",
+    ):
+        assert expected in drawn, expected
+    # Of another version.
+    store.record_task_event(added.id, {"event": "TaskBuilds", "builds": [{"x": 1}]})
+    task.refresh()
+    assert len(task.builds) == 4
 
 
 @pytest.mark.parametrize("drawn", [{"table": 5}, {"table": None}, {"": []}, {"table": "abc"}], ids=repr)
 def test_invalid_digests_are_ignored(tab: Tab, drawn: dict[str, Any]) -> None:
-    assert len(tab.parts(drawn=drawn)) == 4
+    assert len(tab.parts(drawn=drawn)) == 5
 
 
 def test_a_row_shows_every_property(tiny: Callable[[str], ModelSpec]) -> None:
@@ -332,7 +396,7 @@ def test_a_row_shows_every_property(tiny: Callable[[str], ModelSpec]) -> None:
         "3.00 times PyTorch",
         "1e-06 of 1e-04",
         "in 1 min 0 s",
-        "after 30 videos",
+        "made up for after 30 videos",
         "pinned",
         "Unpin",
         "Stale: It was built with PyTorch 2.0; 2.1 is installed.",

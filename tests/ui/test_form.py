@@ -1,6 +1,7 @@
 """From the controls' values, whatever the browser sent, to a request."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
 from runtime.core.request import AUTO, GenerationRequest
-from runtime.models.catalogue import known_as
+from runtime.models.catalogue import find, known_as
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, make_tab, theme
 
@@ -197,16 +198,17 @@ def test_only_offered_models_are_accepted(models: dict[str, ModelSpec], value: A
 def test_controls_follow_the_model(models: dict[str, ModelSpec]) -> None:
     two, one = form.model_values(models["wan2.2-a14b"]), form.model_values(models["wan2.1"])
     assert two["guidance_scale_2"]["visible"] and not one["guidance_scale_2"]["visible"]
-    assert two["size"]["value"] == "832x480"
+    assert 'value="832x480"' in two["sizes"]["value"]
     assert two["frames"]["step"] == 4
-    assert (two["frames"]["maximum"] - 1) % 4 == 0
+    # Gradio would change a number above its maximum, and without a word.
+    assert "maximum" not in two["frames"] and "maximum" not in two["steps"]
+    assert f"<span>{81 / two['fps']['value']:.1f} s</span> <small>81 frames</small>" in two["lengths"]["value"]
     assert set(form.FOLLOWING_MODEL) <= set(two)
 
 
 def test_a_stored_form_is_restored(models: dict[str, ModelSpec]) -> None:
     stored = {"model": "wan2.1", "prompt": "a kite", "width": 64, "height": 32, "fps": 5, "seed": 7, "steps": 3}
     values = form.filled(stored, models)
-    assert values["size"]["value"] == form.CUSTOM
     assert {name: values[name]["value"] for name in stored} == stored | {"seed": "7"}
     assert values["guidance_scale_2"]["visible"] is False
 
@@ -301,15 +303,35 @@ def test_choices_are_restored_from_the_browser_and_from_a_result(models: dict[st
 
 
 def test_no_more_gpus_are_restored_than_exist(models: dict[str, ModelSpec]) -> None:
-    for kept, gpus, wanted in (("2", 2, "2"), ("4", 2, None), ("auto", 2, "auto"), ("2", 1, None), (4, 4, None)):
+    for kept, gpus, wanted in (("2", 2, "2"), ("4", 2, None), ("auto", 2, "auto"), ("2", 1, None), (4, 4, "4")):
         assert form.filled({"model": "wan2.1", "gpus": kept}, models, gpus=gpus)["gpus"].get("value") == wanted
 
 
-def test_rows_follow_the_model(models: dict[str, ModelSpec]) -> None:
-    two, one = form.model_values(models["wan2.2-a14b"]), form.model_values(models["wan2.1"])
-    assert two["row_transformer_2"]["visible"] and not one["row_transformer_2"]["visible"]
-    assert two["backend_transformer"]["label"] == "High-noise transformer"
-    assert one["backend_transformer"]["label"] == "Transformer"
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        ((192, 112), "16:9"), ((832, 480), "16:9"), ((1280, 704), "16:9"), ((720, 1280), "9:16"), ((128, 128), "1:1"),
+        ((160, 96), "5:3"), ((64, 32), "2:1"), ((640, 480), "4:3"), ((16, 1024), "1:64"),
+    ],
+)  # fmt: skip
+def test_sizes_are_called_by_their_proportion(size: tuple[int, int], name: str) -> None:
+    assert form.proportion(*size) == name
+
+
+def test_only_a_model_with_a_small_vocabulary_lists_its_words(models: dict[str, ModelSpec]) -> None:
+    shipped = find("diorama", Path("none"))
+    card = form.card_html(shipped)
+    vocabulary = re.search('data-vocabulary="([^"]*)"', card)
+    assert vocabulary is not None
+    known = set(vocabulary[1].split())
+    assert {"boat", "sunset", "a"} <= known and not {"dragon", "<unk>", "</s>"} & known
+    # Each word that can be clicked is one of them.
+    shown = re.findall('data-word="([^"]*)"', card)
+    assert len(shown) > 30
+    assert {part for word in shown for part in word.split()} <= known
+    assert 'src="data:image/webp;base64,' in card
+    other = form.card_html(replace(shipped, directory=models["wan2.1"].directory, words={}))
+    assert "<img" not in other and "data-word" not in other
 
 
 def test_launch_flags_override_stored_backends(models: dict[str, ModelSpec]) -> None:

@@ -8,8 +8,9 @@ import pytest
 from runtime.core.events import FellBack, OutOfMemory
 from runtime.core.facts import Fact, Words, render
 from runtime.models.spec import ModelSpec
-from runtime.ui import fields, form, formatting
-from tests.plans import tiny_plan
+from runtime.ui import formatting
+from runtime.ui.plan_panel import PlanSummary, components_html
+from tests.plans import machine, tiny_plan
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,11 @@ def test_components_have_the_same_titles_everywhere(
     model: str, titles: list[str], tiny: Callable[[str], ModelSpec]
 ) -> None:
     spec = tiny(model)
-    plan, controls = tiny_plan(spec, Path("x.mp4")), form.model_values(spec)
+    plan = tiny_plan(spec, Path("x.mp4"))
+    table = components_html(spec, PlanSummary(""), None, machine())
     for name, title in zip(plan.components, titles, strict=True):
         assert plan.title(name) == title
-        assert controls[f"{fields.BACKEND}{name}"]["label"] == title
+        assert f'id="part-{name}"><th scope="row">{title}</th>' in table
         fell_back = FellBack(
             component=name, backend="inductor", reason=Fact("text", {"what": "It failed.", "remedy": ""})
         )

@@ -19,13 +19,13 @@ from runtime.ui.history_panel import HistoryPanel, read_view
 from runtime.ui.panels import Call, read_call, respond
 from runtime.ui.queue_panel import QueuePanel
 from tests.plans import no_engines
-from tests.queue.samples import sample_result
+from tests.queue.samples import add_job, sample_result
 from tests.queue.test_worker import small
 from tests.thread_queue import RunningQueue
 from tests.ui.test_form import GOOD
 
 UNKNOWN = "There is no such action or item. Reload the page."
-VIEW: dict[str, Any] = {"search": "", "state": "all", "page": 0, "open": "", "pair": []}
+VIEW: dict[str, Any] = {"search": "", "state": "all", "pages": 1, "open": "", "pair": []}
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ def act(desk: Panels, name: str, of: str = "", **changes: Any) -> tuple[dict[str
     return reply["parts"], reply
 
 
+def panel_call(action: str, target: str = "") -> Call:
+    """Return what a button without a form sends."""
+    return Call(action, target, {}, VIEW, [], {})
+
+
 def add(worker: JobQueue, prompt: str, owner: str | None = None) -> str:
     return worker.submit(small(prompt=prompt, seed=1), owner).id
 
@@ -110,10 +115,24 @@ def test_malformed_requests_are_rejected(body: bytes) -> None:
         read_call(body)
 
 
+@pytest.mark.parametrize(("action", "count"), [("again", 1), ("variations", 4)])
+def test_a_video_is_repeated_with_new_seeds(desk: Panels, worker: JobQueue, action: str, count: int) -> None:
+    first = add(worker, "a red boat")
+    finish(worker, first)
+    _, says = act(desk, action, first, tab="history")
+    added = worker.store.queue()
+    assert [job.prompt for job in added] == ["a red boat"] * count
+    assert says["watch"] == added[0].id
+    asked, before = [dict(job.request) for job in added], dict(worker.store.get(first).request)
+    seeds = {request.pop("seed") for request in asked}
+    assert before.pop("seed") == 1 and 1 not in seeds and len(seeds) == count
+    assert asked == [before] * count
+
+
 @pytest.mark.parametrize(
     ("panel", "changes"),
     [
-        ("history", {"view": {}}), ("history", {"view": VIEW | {"page": -1}}),
+        ("history", {"view": {}}), ("history", {"view": VIEW | {"pages": 0}}),
         ("history", {"view": VIEW | {"state": "running"}}), ("history", {"view": VIEW | {"search": "x" * 201}}),
         ("queue", {"action": "explode"}), ("queue", {"action": "cancel", "target": "../../etc"}),
         ("queue", {"action": "delete"}), ("history", {"action": "delete-old", "target": "0"}),
@@ -128,8 +147,8 @@ def test_unknown_actions_are_rejected(desk: Panels, worker: JobQueue, panel: str
 
 
 def test_invalid_ids_are_ignored() -> None:
-    view = read_view(VIEW | {"open": "../x", "pair": ["01234567", 5], "page": 3})
-    assert (view.open, view.pair, view.page) == ("", (), 3)
+    view = read_view(VIEW | {"open": "../x", "pair": ["01234567", 5], "pages": 3})
+    assert (view.open, view.pair, view.pages) == ("", (), 3)
 
 
 def test_several_prompts_and_variations_are_added_together(desk: Panels, worker: JobQueue) -> None:
@@ -167,12 +186,35 @@ def test_invalid_requests_add_nothing(
     [
         ("up", "b", "bacd"), ("up", "a", "abcd"), ("up", "d", "abdc"),
         ("down", "a", "bacd"), ("down", "c", "abdc"), ("down", "d", "abcd"),
+        ("front", "d", "dabc"), ("front", "a", "abcd"),
     ],
 )  # fmt: skip
 def test_a_job_moves_past_one_neighbor(desk: Panels, worker: JobQueue, move: str, of: str, order: str) -> None:
     ids = {prompt: add(worker, prompt) for prompt in "abcd"}
     act(desk, move, ids[of])
     assert "".join(prompts(worker)) == order
+
+
+@pytest.mark.parametrize(
+    ("of", "place", "order"),
+    [("a", 3, "bcad"), ("d", 1, "dabc"), ("b", 2, "abcd"), ("b", 99, "acdb"), ("c", -5, "cabd")],
+)
+def test_a_job_is_dragged_to_a_place(desk: Panels, worker: JobQueue, of: str, place: int, order: str) -> None:
+    ids = {prompt: add(worker, prompt) for prompt in "abcd"}
+    _, says = act(desk, "move", ids[of], values={"place": place})
+    assert "".join(prompts(worker)) == order
+    assert says["announce"] == f"“{of}” is number {order.index(of) + 1} of 4."
+    for wrong in ("1", None, True, 1.5):
+        assert act(desk, "move", ids[of], values={"place": wrong})[1]["message"] == UNKNOWN
+    assert "".join(prompts(worker)) == order
+
+
+def test_a_duplicate_follows_its_job_with_a_new_seed(desk: Panels, worker: JobQueue) -> None:
+    first, _ = add(worker, "a red boat"), add(worker, "a blue ball")
+    act(desk, "duplicate", first)
+    assert prompts(worker) == ["a red boat", "a red boat", "a blue ball"]
+    seeds = [job.request["seed"] for job in worker.store.queue()]
+    assert seeds[0] == 1 != seeds[1]
 
 
 def test_an_edited_job_keeps_its_place_and_seed(desk: Panels, worker: JobQueue) -> None:
@@ -216,8 +258,8 @@ def test_deleted_jobs_can_be_restored_until_they_are_purged(desk: Panels, worker
     finish(worker, job)
     output = worker.store.get(job).output
     drawn, says = act(desk, "delete", job, tab="history", open=job)
-    assert says["undo"] == [job] and says["open"] == "" and drawn["detail"] == ""
-    assert "No videos yet" in drawn["gallery"] and output.is_file()
+    assert says["undo"] == [job] and "Restore" in drawn["detail"]
+    assert "No clips yet" in drawn["gallery"] and output.is_file()
     drawn, _ = act(desk, "restore", job, tab="history")
     assert "a red boat" in drawn["gallery"] and "1 video, 1.0 KB" in drawn["storage"]
     act(desk, "delete", job, tab="history")
@@ -233,14 +275,16 @@ def test_users_cannot_change_jobs_of_others(
     mine, theirs = add(worker, "a red boat"), add(worker, "a blue ball", "visitor")
     drawn, _ = act(visitor, "refresh")
     assert "a blue ball" in drawn["list"] and "a red boat" not in drawn["list"]
-    for name in ("cancel", "up", "edit", "save", "open", "delete", "resume", "rerun"):
-        _, says = act(visitor, name, mine, tab="history" if name in {"open", "rerun"} else "queue")
+    history = {"open", "rerun", "again", "star", "unstar"}
+    for name in (*history, "cancel", "up", "front", "duplicate", "edit", "save", "delete", "resume"):
+        _, says = act(visitor, name, mine, tab="history" if name in history else "queue")
         assert says["message"] == UNKNOWN, name
     act(visitor, "cancel-all")
     assert prompts(worker) == ["a red boat"]
     # Whose machine it is may stop what waits on it, and sees no more of it.
     other = add(worker, "a calm sea", "visitor")
     assert "visitor" in act(desk, "refresh")[0]["list"]
+    assert act(desk, "duplicate", other)[1]["message"] == UNKNOWN
     act(desk, "cancel", other)
     assert prompts(worker) == ["a red boat"]
     drawn, _ = act(desk, "refresh", tab="history")
@@ -248,22 +292,46 @@ def test_users_cannot_change_jobs_of_others(
     assert act(desk, "open", theirs, tab="history")[1]["error"]
 
 
-def test_history_is_searched_and_paged(desk: Panels, worker: JobQueue) -> None:
-    for number in range(26):
-        worker.cancel([add(worker, f"boat {number}")])
+def test_history_is_searched_and_loaded_in_pages(desk: Panels, worker: JobQueue) -> None:
+    for number in range(50):
+        worker.store.request_cancel([add_job(worker.store, f"boat {number}").id])
     drawn, _ = act(desk, "refresh", tab="history")
-    assert drawn["gallery"].count("<li") == 24 and "boat 25" in drawn["gallery"]
-    drawn, _ = act(desk, "page", tab="history", page=1)
-    assert drawn["gallery"].count("<li") == 2 and "boat 0" in drawn["gallery"]
+    assert drawn["gallery"].count("<li") == 48 and "boat 49" in drawn["gallery"]
+    assert 'data-key="more">' in drawn["gallery"]
+    drawn, says = act(desk, "more", tab="history", pages=2)
+    assert drawn == {} and says["cards"].count("<li") == 2 and "boat 0" in says["cards"] and not says["more"]
+    # A refresh keeps all that is shown.
+    drawn, _ = act(desk, "refresh", tab="history", pages=2)
+    assert drawn["gallery"].count("<li") == 50 and 'data-key="more" hidden' in drawn["gallery"]
     drawn, _ = act(desk, "refresh", tab="history", search="17 BOAT")
     assert drawn["gallery"].count("<li") == 1
-    assert "Nothing found." in act(desk, "refresh", tab="history", state="done")[0]["gallery"]
+    assert "No clip matches." in act(desk, "refresh", tab="history", state="done")[0]["gallery"]
+
+
+def test_starred_clips_are_kept_at_hand(desk: Panels, worker: JobQueue) -> None:
+    first, second = (add(worker, prompt) for prompt in ("a red boat", "a blue ball"))
+    worker.cancel([first, second])
+    assert "No starred clips." in act(desk, "refresh", tab="history", state="starred")[0]["gallery"]
+    drawn, says = act(desk, "star", first, tab="history")
+    assert "gallery" not in drawn and says["announce"] == "Starred: “a red boat”."
+    drawn, _ = act(desk, "refresh", tab="history", state="starred")
+    assert "a red boat" in drawn["gallery"] and "a blue ball" not in drawn["gallery"]
+    assert 'data-action="unstar"' in drawn["gallery"] and 'aria-pressed="true"' in drawn["gallery"]
+    act(desk, "unstar", f"{first} {second}", tab="history")
+    assert not any(job.starred for job in worker.store.list())
 
 
 def test_a_missing_or_moved_video_is_reported(desk: Panels, worker: JobQueue) -> None:
     job = add(worker, "a red boat")
     finish(worker, job)
     worker.store.get(job).output.unlink()
-    drawn, _ = act(desk, "open", job, tab="history")
+    drawn, _ = act(desk, "open", job, tab="history", open=job)
     assert "The video file is missing." in drawn["detail"] and "<video" not in drawn["detail"]
+    outside = worker.store.get(job).output.parents[1] / "elsewhere.mp4"
+    outside.write_bytes(b"x")
+    with worker.store.database.writing() as connection:
+        connection.execute("UPDATE jobs SET output = ?", (str(outside),))
+    drawn, _ = act(desk, "refresh", tab="history", open=job)
+    for part in (drawn["gallery"], drawn["detail"]):
+        assert f"Saved outside the outputs folder: {outside}" in part and "<video" not in part
     assert "does not exist" in act(desk, "measure", tab="history", pair=[job, job])[1]["message"]

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -25,10 +26,13 @@ AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda 
 
 
 class EmptyQueue:
-    """Stands in for the worker where only the place in its line is asked for."""
+    """Stands in for the worker where its line is empty."""
 
     def ahead(self, job: Job) -> dict[str, str]:
         return {}
+
+    def words(self, model: str) -> dict[str, tuple[str, ...]]:
+        return {"Colors": ("red",), "Things": ("boat", "ball")}
 
 
 @pytest.fixture
@@ -148,6 +152,50 @@ def test_a_finished_job_shows_video_and_details(job: Job, store: JobStore) -> No
     assert "&lt;b&gt;red&lt;/b&gt; &amp; blue" in view.facts
     assert "<b>red" not in view.facts + view.picture + view.status
     assert "<i>" not in view.facts
+
+
+def test_a_video_elsewhere_is_named_and_not_played(job: Job, store: JobStore) -> None:
+    """`generate --out` writes anywhere, and files disappear; neither may show a player without a video."""
+    steps = StepDone(step=1, of=1, seconds=1.0, part="transformer", preview=b"webp")
+    show(job, store, Planned(plan=job.plan), steps)
+    owner = replace(AUDIENCE, address=lambda job: job_view.video_address(job, job.plan.output.parent))
+    append_events(job, store, saved(job))
+    missing = job_view.view(job, cast(JobQueue, EmptyQueue()), owner, "", 0.0)
+    assert f"The file does not exist any more: {job.plan.output}" in missing.status
+    job.plan.output.write_bytes(b"a video")
+    assert "<video" in job_view.view(job, cast(JobQueue, EmptyQueue()), owner, "", 0.0).picture
+    elsewhere = replace(owner, address=lambda job: job_view.video_address(job, job.plan.output.parent / "outputs"))
+    view = job_view.view(job, cast(JobQueue, EmptyQueue()), elsewhere, "", 0.0)
+    assert f"The file is not in the outputs folder: {job.plan.output}" in view.status
+    assert "<video" not in view.picture and "data:image/webp;base64,d2VicA==" in view.picture
+    assert "download=" not in view.facts
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (Cancelled(), "Cancelled: last preview"),
+        (Failed(fact=Fact("text", {"what": "a", "remedy": "b"})), "Failed: last preview"),
+    ],
+)
+def test_the_last_preview_stays_when_a_job_ends_without_video(
+    job: Job, store: JobStore, end: Event, words: str
+) -> None:
+    step = StepDone(step=1, of=4, seconds=1.0, part="transformer", preview=b"webp")
+    view = show(job, store, Planned(plan=job.plan), step, end)
+    assert "data:image/webp;base64,d2VicA==" in view.picture and words in view.picture
+    # Also on a page that is opened later.
+    record = store.get(job.id)
+    later = Job(record, job.plan, job.model_title, store)
+    later.refresh()
+    assert job_view.view(later, cast(JobQueue, EmptyQueue()), AUDIENCE, "<svg></svg>", 0.0).picture == view.picture
+
+
+def test_unknown_words_are_stated_first(job: Job, store: JobStore) -> None:
+    view = show(job, store, Planned(plan=job.plan), saved(job))
+    assert f"{job.model_title} cannot draw: &lt;i&gt;." in view.status and "It knows: boat, ball." in view.status
+    assert "The video is ready" not in view.status
+    assert "encoded without these words" not in view.facts
 
 
 def test_a_finished_job_shows_loras_step_cache_and_shift(job: Job) -> None:

@@ -1,5 +1,7 @@
 """The panel Models, and the thread behind it."""
 
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,16 +11,26 @@ from typing import Any
 
 import pytest
 
+from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.families.wan.known import KNOWN
+from runtime.machine.probe import probe
 from runtime.models.catalogue import find, folders
+from runtime.models.hub.download import partial_bytes
 from runtime.models.spec import ModelSpec
-from runtime.queue.downloads import Downloads
+from runtime.queue.model_tasks import ModelTasks
 from runtime.ui.models_panel import ModelsPanel
 from runtime.ui.panels import Call, respond
+from runtime.ui.plan_preview import PlanPreview
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
+from tests.planner.test_table import here
+from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
+MACHINE = here("card", vram=24, ram=64)
+OTHER = "someone/Style-Diffusers"
 NAME, FOLDER = "wan2.1-t2v-1.3b", "Wan2.1-T2V-1.3B-Diffusers"
 VAE = "vae/diffusion_pytorch_model.safetensors"
 UNKNOWN = "There is no such action or item. Reload the page."
@@ -26,51 +38,95 @@ UNKNOWN = "There is no such action or item. Reload the page."
 
 @dataclass
 class Shown:
-    """The block over a thread and a hub of their own."""
+    """The panel over tasks, a queue and a hub of their own."""
 
     panel: ModelsPanel
-    downloads: Downloads
+    tasks: ModelTasks
     models: dict[str, ModelSpec]
     settings: Settings
     hub: LoopbackHub
+    worker: RunningQueue
 
-    def press(self, action: str = "refresh", target: str = "", drawn: dict[str, str] | None = None) -> dict[str, Any]:
+    @property
+    def weights(self) -> Path:
+        """The folder of models."""
+        return self.settings.weights_dir
+
+    def press(
+        self, action: str = "refresh", target: str = "", drawn: dict[str, str] | None = None, **values: Any
+    ) -> dict[str, Any]:
         """Press a button; return the reply."""
-        return respond(self.panel, Call(action, target, drawn=drawn or {}))
+        return respond(self.panel, Call(action, target, values=values, drawn=drawn or {}))
 
     def view(self, action: str = "refresh", target: str = "") -> str:
         """Press a button; return the panel, with its message."""
         reply = self.press(action, target)
-        return unescape(f"{reply['parts']['list']} {reply.get('message', '')}")
+        return unescape(f"{' '.join(reply['parts'].values())} {reply.get('message', '')}")
+
+    def card(self, key: str) -> str:
+        """Return the HTML of one card."""
+        cards = re.split(r"(?=<li )", self.view())
+        return next(card for card in cards if f'data-model="{key}"' in card)
 
     def settle(self) -> str:
-        """Wait until no download is open; return the panel."""
-        until(lambda: not any(task.open for task in filter(None, (self.downloads.of(one.name) for one in KNOWN))))
+        """Wait until no task is open; return the panel."""
+        until(lambda: not any(task.open for task in self.tasks.all()))
         return self.view()
+
+
+def panel_of(settings: Settings, tasks: ModelTasks, models: dict[str, ModelSpec], worker: RunningQueue) -> ModelsPanel:
+    engines = EngineService(EngineStore(settings.engines_dir, 10**9), probe(), settings.cache_dir)
+    preview = PlanPreview(engines, lambda: MACHINE, worker.history, settings.weights_dir)
+    return ModelsPanel(tasks, models, settings, preview, worker)
 
 
 @pytest.fixture
 def shown(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Shown]:
     with served(**{FOLDER: of_folder(tiny("wan2.1").directory)}) as hub:
+        hub.repositories[OTHER] = of_folder(tiny("wan2.1").directory)
         settings = Settings(cache_dir=tmp_path, hub=hub.address)
         models = {"diorama": find("diorama", settings.weights_dir)}
-        downloads = Downloads(settings)
-        yield Shown(ModelsPanel(downloads, models, settings), downloads, models, settings, hub)
-        downloads.close()
+        tasks = ModelTasks(settings)
+        engines = EngineService(EngineStore(settings.engines_dir, 10**9), probe(), tmp_path)
+        worker = RunningQueue(settings.weights_dir, settings.outputs_dir, engines, start=False)
+        yield Shown(panel_of(settings, tasks, models, worker), tasks, models, settings, hub, worker)
+        tasks.close()
+        worker.close()
 
 
 def test_known_models_show_license_size_and_hardware(shown: Shown) -> None:
     reply = shown.press()
-    view = unescape(reply["parts"]["list"])
+    view = unescape(reply["parts"]["available"])
     for known in KNOWN:
         assert f'data-model="{known.name}" data-state="absent"' in view
-        assert known.title in view
-    assert "License: Apache-2.0. Download: up to 28.9 GB. Minimum hardware: 6 GB card" in view
+        assert known.title in view and known.about in view
+    card = shown.card(NAME)
+    for expected in (
+        "<dd>Apache-2.0</dd>",
+        "<dd>up to 28.9 GB</dd>",
+        "<dd>6 GB card and",
+        "832 × 480, 5.1 s",
+    ):
+        assert expected in card, expected
     assert "Free disk space: " in view
     assert 'data-confirm="Download Wan2.1 T2V-1.3B? License: Apache-2.0.' in view
     assert reply["models"] == 1
     # What the page shows already is not sent again.
     assert shown.press(drawn=reply["digests"])["parts"] == {}
+
+
+def test_each_card_says_whether_the_model_runs_here(shown: Shown) -> None:
+    assert "Runs here" in shown.card("diorama") and "Selected" not in shown.card("diorama")
+    assert "<strong>Fits with offload</strong> <span>Blocks offloaded to RAM" in shown.card("wan2.1-t2v-14b")
+    big = shown.card("wan2.2-t2v-a14b")
+    assert 'data-fit="quantized"' in big and "Fits with 8-bit weights" in big
+    assert re.search(r"<dd>about \d+ (min|h) .*\(estimated\)</dd>", big)
+    assert "GiB of 22.8 GiB free</dd>" in big
+
+
+def test_a_model_that_fills_the_disk_is_marked(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.ui.models_panel.free_disk_bytes", lambda _: 10**10)
+    assert "The disk may be too small: up to 28.9 GB, 10.0 GB free." in shown.card(NAME)
 
 
 def test_a_model_is_downloaded_and_can_be_chosen(shown: Shown) -> None:
@@ -79,6 +135,7 @@ def test_a_model_is_downloaded_and_can_be_chosen(shown: Shown) -> None:
     view = shown.settle()
     assert "Wan2.1 T2V-1.3B is downloaded and verified" in view
     assert f'data-model="{NAME}"' not in view
+    assert 'data-state="installed"' in shown.card(FOLDER)
     assert list(shown.models) == ["diorama", FOLDER]
     assert shown.press()["models"] == 2
 
@@ -99,10 +156,11 @@ def test_progress_is_shown_and_a_cancelled_download_resumes(shown: Shown) -> Non
     view = shown.view()
     assert "10/10 vae/" in view
     assert " of 46" in view
-    assert 'data-action="cancel"' in view
-    shown.press("cancel", NAME)
+    assert 'data-action="pause"' in shown.card(NAME)
+    shown.press("pause", NAME)
     view = shown.settle()
-    assert "Cancelled. Received data is kept" in view
+    assert "Paused. Received data is kept" in view
+    assert "Resume</button>" in shown.card(NAME) and "<dt>Received</dt>" in shown.card(NAME)
     assert list(folders(shown.settings.weights_dir)) == ["diorama"]
     shown.press("download", NAME)
     assert "downloaded and verified" in shown.settle()
@@ -113,14 +171,14 @@ def test_downloads_run_in_turn_and_queued_ones_are_cancelled_at_once(shown: Show
     shown.hub.faults["api"] = Fault("stall", times=9)
     shown.press("download", NAME)
     shown.press("download", "wan2.1-t2v-14b")
-    waiting = shown.downloads.of("wan2.1-t2v-14b")
+    waiting = shown.tasks.of("Wan2.1-T2V-14B-Diffusers")
     assert waiting is not None and waiting.open and waiting.result is None
     shown.press("cancel", "wan2.1-t2v-14b")
     assert waiting.state == "cancelled"
     began = time.monotonic()
-    shown.downloads.close()
+    shown.tasks.close()
     assert time.monotonic() - began < 10
-    first = shown.downloads.of(NAME)
+    first = shown.tasks.of(FOLDER)
     assert first is not None and first.state == "cancelled"
 
 
@@ -133,13 +191,106 @@ def test_a_failed_download_shows_the_reason(shown: Shown) -> None:
 
 
 def test_offline_downloads_are_refused(shown: Shown) -> None:
-    panel = ModelsPanel(Downloads(shown.settings.replace(offline="--offline")), shown.models, shown.settings)
-    reply = respond(panel, Call("download", NAME))
-    assert reply["error"] and "Downloads are disabled: --offline is set." in reply["message"]
     offline = shown.settings.replace(offline="--offline")
-    view = respond(ModelsPanel(Downloads(offline), shown.models, offline), Call())["parts"]["list"]
+    panel = panel_of(offline, ModelTasks(offline), shown.models, shown.worker)
+    for call in (Call("download", NAME), Call("look", values={"repository": OTHER})):
+        reply = respond(panel, call)
+        assert reply["error"] and "Downloads are disabled: --offline" in reply["message"]
+    view = respond(panel, Call())["parts"]["available"]
     assert view.count('aria-disabled="true">Download') == len(KNOWN)
+    assert "Downloads are disabled" in view and "Installed models work." in view
     assert not shown.hub.requests
+
+
+def test_a_repository_is_looked_up_before_it_is_downloaded(shown: Shown) -> None:
+    assert "No repository is given" in shown.press("look", repository=" ")["message"]
+    assert "is not a model's name" in shown.press("look", repository="../x")["message"]
+    shown.press("look", repository=f"https://huggingface.co/{OTHER}/")
+    shown.settle()
+    card = shown.card("Style-Diffusers")
+    assert OTHER in card and "<dd>apache-2.0</dd>" in card and "<dt>Download</dt>" in card
+    assert not any(path.endswith(".safetensors") for path in shown.hub.sent)
+    shown.press("download", "Style-Diffusers")
+    shown.settle()
+    assert 'data-state="installed"' in shown.card("Style-Diffusers")
+    shown.press("look", repository="nobody/Nothing")
+    shown.settle()
+    card = shown.card("Nothing")
+    assert "The hub has no such repository" in card and 'data-action="download"' not in card
+    shown.press("discard", "Nothing")
+    assert 'data-model="Nothing"' not in shown.view()
+
+
+def test_an_interrupted_download_is_offered_after_a_restart(shown: Shown) -> None:
+    shown.hub.faults[VAE] = Fault("stall", after=30_000)
+    shown.press("look", repository=OTHER)
+    shown.settle()
+    shown.press("download", "Style-Diffusers")
+    until(lambda: partial_bytes(shown.weights, "Style-Diffusers") > 30_000)
+    shown.press("pause", "Style-Diffusers")
+    shown.settle()
+    after = panel_of(shown.settings, ModelTasks(shown.settings), shown.models, shown.worker)
+    view = unescape(respond(after, Call())["parts"]["available"])
+    assert f"<bdi>{OTHER}</bdi>" in view and f'aria-label="Resume {OTHER}"' in view
+    reply = respond(after, Call("discard", "Style-Diffusers"))
+    assert "freed" in reply["message"] and OTHER not in reply["parts"]["available"]
+    assert partial_bytes(shown.weights, "Style-Diffusers") == 0
+
+
+def test_files_are_verified_and_wrong_ones_downloaded_again(shown: Shown) -> None:
+    shown.press("download", NAME)
+    shown.settle()
+    shown.press("verify", FOLDER)
+    shown.settle()
+    assert "Verified: 10 files" in shown.card(FOLDER)
+    path = shown.weights / FOLDER / VAE
+    path.write_bytes(bytes(path.stat().st_size))
+    shown.press("verify", FOLDER)
+    shown.settle()
+    card = shown.card(FOLDER)
+    assert "1 of 10 files are wrong. " in card and "Download wrong files" in card
+    shown.press("download", FOLDER)
+    shown.settle()
+    shown.press("verify", FOLDER)
+    shown.settle()
+    assert "Verified: 10 files" in shown.card(FOLDER)
+
+
+def test_a_model_is_deleted_unless_a_job_uses_it(shown: Shown, tiny: Callable[[str], ModelSpec]) -> None:
+    shutil.copytree(tiny("wan2.1").directory, shown.weights / "mine")
+    card = shown.card("mine")
+    assert "Delete mine? This frees " in card
+    # Verification needs hashes.
+    assert "Tandem did not download it and has no hashes." in card
+    assert shown.press("verify", "mine")["message"] == UNKNOWN
+    job = shown.worker.submit(GenerationRequest(prompt="x", model="mine", width=64, height=32, frames=9, steps=1))
+    assert "mine is used by 1 job in the queue." in shown.press("delete", "mine")["message"]
+    job.request_cancel()
+    until(lambda: not shown.worker.store.queue())
+    reply = shown.press("delete", "mine")
+    assert reply["message"].startswith("Deleted: mine. ") and (reply["gone"], reply["first"]) == ("mine", "diorama")
+    assert list(shown.models) == ["diorama"] and not (shown.weights / "mine").exists()
+
+
+def test_a_link_is_deleted_without_the_folder_behind_it(shown: Shown, tiny: Callable[[str], ModelSpec]) -> None:
+    behind = tiny("wan2.1").directory
+    shown.weights.mkdir(parents=True)
+    (shown.weights / "linked").symlink_to(behind)
+    assert "This frees only the link." in shown.card("linked")
+    shown.press("delete", "linked")
+    assert (behind / "model_index.json").exists() and "linked" not in shown.models
+
+
+def test_an_unusable_folder_is_listed_with_its_reason(shown: Shown) -> None:
+    for name, index in (("flux", '{"_class_name": "FluxPipeline"}'), ("original", None), ("loras", None)):
+        (shown.weights / name).mkdir(parents=True)
+        if index:
+            (shown.weights / name / "model_index.json").write_text(index, encoding="utf-8")
+    assert "flux is a FluxPipeline, which Tandem does not support." in shown.card("flux")
+    assert "no readable original/model_index.json" in shown.card("original")
+    assert 'data-model="loras"' not in shown.view()
+    shown.press("delete", "original")
+    assert not (shown.weights / "original").exists()
 
 
 @pytest.mark.parametrize(
@@ -150,13 +301,27 @@ def test_offline_downloads_are_refused(shown: Shown) -> None:
         ("download", "Wan-AI/Other"),
         ("download", "../x"),
         ("download", "A14B"),
-        ("cancel", "x"),
+        ("pause", "x"),
+        ("discard", "../.."),
+        ("verify", "diorama"),
+        ("verify", "../x"),
         ("delete", NAME),
+        ("delete", "../weights"),
+        ("delete", ".."),
+        ("delete", "loras"),
         ("DOWNLOAD", NAME),
     ],
 )
 def test_invalid_requests_do_nothing(shown: Shown, action: str, target: str) -> None:
+    (shown.weights / "loras").mkdir(parents=True)
     reply = shown.press(action, target)
     assert reply["error"] and reply["message"] == UNKNOWN
-    assert not any(shown.downloads.of(one.name) for one in KNOWN)
+    assert not shown.tasks.all()
     assert not shown.hub.requests
+    assert (shown.weights / "loras").is_dir()
+
+
+def test_the_shipped_model_cannot_be_deleted(shown: Shown) -> None:
+    assert "More actions: Diorama" not in shown.view()
+    assert "not in the models folder" in shown.press("delete", "diorama")["message"]
+    assert find("diorama", shown.weights).is_downloaded

@@ -12,10 +12,12 @@ from runtime.queue.storage import DiskUsage
 from runtime.ui.formatting import render
 from runtime.ui.history_panel import (
     FILTERS,
+    Card,
     Clip,
-    compared_settings,
     comparison_html,
+    differences,
     rerun_changes,
+    same_picture,
     similarity,
     timing,
 )
@@ -33,10 +35,9 @@ def detail(job: Any, text: str = "", request: Any = None) -> str:
         job=job,
         request=request or {"prompt": text},
         rows=[(text, text)],
-        video=text,
+        card=Card(job, text, text, 16, 9, 5, text),
         warning_lines=[text],
         reasons=text,
-        problem=text,
         resume_line=text,
         rerun={},
         titles=FILTERS,
@@ -58,89 +59,133 @@ def test_only_waiting_jobs_move_within_the_queue() -> None:
     assert "The queue is empty." in queue_html([])
 
 
+def test_the_queue_shows_what_each_job_and_all_of_them_take() -> None:
+    rows = [
+        Row("a" * 8, "a", "running", True, "Denoising", 40, facts="Seed 1", seconds=50.0),
+        Row("b" * 8, "b", "waiting", True, "takes about 2 min", seconds=130.0),
+        Row("c" * 8, "c", "paused", True, seconds=1000.0),
+    ]
+    assert "3 videos, about 3 min in total" in queue_html(rows)
+    assert "3 videos, about 2 min in total" in queue_html(rows, 2)
+    unknown = Row("d" * 8, "d", "waiting", True)
+    assert "about 3 min or more in total" in queue_html([*rows, unknown])
+    assert "4 jobs, about 3 min in total" in queue_html([*rows, Row("e" * 8, "Build", "waiting", False)])
+    assert "Seed 1 · Denoising" in queue_html(rows)
+
+
 def test_visitors_jobs_cannot_be_edited_and_builds_cannot_be_paused() -> None:
     shown = queue_html([Row("a" * 8, "x", "waiting", True, visitor=True), Row("b" * 8, "Build", "waiting", False)])
-    assert 'data-action="edit"' not in shown and shown.count('data-action="pause"') == 1 and "visitor" in shown
+    assert 'data-action="edit"' not in shown and 'data-action="duplicate"' not in shown
+    assert shown.count('data-action="pause"') == 1 and "visitor" in shown
 
 
 def test_all_text_is_escaped() -> None:
     job: Any = SimpleNamespace(
         id="a" * 8, prompt=HOSTILE, state="failed", failure=None, output=Path(HOSTILE), resumable=True, deleted=None,
-        ended=0.0, created=0.0,
+        ended=0.0, created=0.0, starred=False, request={"prompt": HOSTILE},
     )  # fmt: skip
     status = ResumeStatus(HOSTILE, None, HOSTILE, HOSTILE, {})
-    pair = [Clip("a" * 8, "x", {"prompt": HOSTILE, "frames": 9, "fps": 8, "width": 1, "height": 1}, 1, HOSTILE)]
-    gallery: dict[str, Any] = {"page": 0, "more": False, "filtered": False, "titles": FILTERS}
+    pair = [
+        Clip(
+            letter * 8,
+            "x",
+            {"prompt": HOSTILE + letter, "frames": 9, "fps": 8, "width": 1, "height": 1},
+            HOSTILE,
+            1,
+            HOSTILE,
+        )
+        for letter in "ab"
+    ]
+    gallery: dict[str, Any] = {"more": False, "filtered": False, "searched": False, "state": "all", "titles": FILTERS}
+    card = Card(job, HOSTILE, HOSTILE, 16, 9, 5, HOSTILE)
     for shown in (
-        queue_html([Row("a" * 8, HOSTILE, "running", True, HOSTILE)], HOSTILE),
+        queue_html([Row("a" * 8, HOSTILE, "running", True, HOSTILE, picture=HOSTILE, facts=HOSTILE)], 1, HOSTILE),
         resumable_html([(job, status)]),
-        render("history_gallery.html", cards=[(job, HOSTILE, 5)], problem=HOSTILE, **gallery),
+        render("history_gallery.html", cards=[card], problem=HOSTILE, **gallery),
         detail(job, HOSTILE),
-        "".join(comparison_html(f"history_{part}.html", *pair * 2) for part in ("comparison", "settings")),
+        comparison_html(*pair),
     ):
         assert "<img src=x" not in shown and "&lt;img" in shown
         assert 'onerror=hit()> "' not in shown
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "found", "expected"),
-    [
-        ({}, {"width": 32}, None, "64 × 32 and 32 × 32: videos of different sizes cannot be measured."),
-        ({}, {}, Similarity(float("inf"), 1.0), "All pixels are equal, over 9 frames."),
-        ({}, {"frames": 5}, Similarity(31.25, 0.9126), "PSNR 31.2 dB, SSIM 0.913, over the first 5 frames."),
-    ],
-)
-def test_similarity_names_the_compared_frames(
-    one: dict[str, Any], other: dict[str, Any], found: Similarity | None, expected: str
-) -> None:
-    base = {"prompt": "x", "frames": 9, "fps": 8, "width": 64, "height": 32}
-    clips = [Clip("a" * 8, "x", base | values, 1.0, "here") for values in (one, other)]
-    assert expected in similarity(clips[0], clips[1], found)
+BASE: dict[str, Any] = {"prompt": "x", "frames": 9, "fps": 8, "width": 64, "height": 32, "seed": 1}
 
 
-def test_differing_settings_come_first() -> None:
-    base: dict[str, Any] = {"prompt": "x", "frames": 9, "fps": 8, "backends": {}, "negative_prompt": ""}
-    one, other = (Clip("a" * 8, "x", base | values, 1.0, "CPU") for values in ({}, {"fps": 4, "frames": 5}))
-    rows = compared_settings(one, other)
-    assert [row[0] for row in rows[:2]] == ["Frames", "Frames per second"] and rows[2][1] == rows[2][2]
-    assert timing(one, other).endswith(
+def clip(places: str = "CPU", **values: Any) -> Clip:
+    """Return a clip with `values` of its request changed."""
+    return Clip("a" * 8, "x", BASE | values, "Tiny", 1.0, places)
+
+
+def test_the_similarity_is_one_sentence() -> None:
+    assert similarity(9, Similarity(float("inf"), 1.0)) == "All pixels are equal, over 9 frames."
+    assert similarity(9, Similarity(31.25, 0.9126)) == "PSNR 31.2 dB, SSIM 0.913, over 9 frames."
+
+
+def test_only_videos_that_should_be_equal_are_measured() -> None:
+    equal: tuple[dict[str, Any], ...] = (
+        {"backends": {"vae": "onnxruntime"}}, {"offload": "model"}, {"vae_precision": "float16"}, {"fps": 4},
+        {"crf": 0}, {"loras": [], "step_cache": "none", "shift": None},
+    )  # fmt: skip
+    for same in equal:
+        assert same_picture(clip(), clip(**same)), same
+    different: tuple[dict[str, Any], ...] = (
+        {"prompt": "y"}, {"width": 32}, {"seed": 2}, {"frames": 5}, {"steps": 3}, {"step_cache": "first-block"},
+    )  # fmt: skip
+    for other in different:
+        assert not same_picture(clip(), clip(**other)), other
+
+
+def test_only_differences_are_shown_in_the_words_of_the_form() -> None:
+    first = clip(backends={}, offload="none", negative_prompt="")
+    second = clip("GPU", fps=4, frames=5, backends={"vae": "onnxruntime"}, offload="group", negative_prompt="")
+    rows, same = differences(first, second)
+    assert rows == [
+        ("Frames", "9", "5"),
+        ("Frames per second", "8", "4"),
+        ("Backend", "Automatic", "VAE decoder: ONNX Runtime"),
+        ("Offload", "None", "By block"),
+        ("Ran on", "CPU", "GPU"),
+    ]
+    assert same == 5
+    assert timing(first, second).endswith(
         "B was made for 4 fps and plays at A's 8 fps. B is shorter and stops on its last frame."
     )
-    assert "shorter" not in timing(one, one)
+    assert "shorter" not in timing(first, first)
+    assert differences(first, first)[0] == [] and "All settings are equal." in comparison_html(first, first)
 
 
 def test_loras_and_step_caches_are_shown_as_given() -> None:
-    base: dict[str, Any] = {"prompt": "x", "frames": 9, "fps": 8}
     lora = {"file": "<style>", "weight": 0.8, "expert": "high"}
-    extras = {"loras": [lora, {"file": "b", "weight": 1.0, "expert": "both"}], "step_cache": "first-block:0.05"}
+    extras: dict[str, Any] = {
+        "loras": [lora, {"file": "b", "weight": 1.0, "expert": "both"}],
+        "step_cache": "first-block:0.05",
+    }
     # The first was made before there were any.
-    one, other = (Clip("a" * 8, "x", base | values, 1.0, "CPU") for values in ({}, extras))
-    assert compared_settings(one, other)[:2] == [
+    assert differences(clip(), clip(**extras))[0] == [
         ("LoRAs", "none", "high=<style>:0.8, b:1"),
         ("Step cache", "None", "first-block:0.05"),
     ]
-    plain = Clip("a" * 8, "x", base | {"loras": [], "step_cache": "none", "shift": None}, 1.0, "CPU")
-    moved = Clip("a" * 8, "x", base | {"shift": 5.0}, 1.0, "CPU")
-    assert compared_settings(one, moved)[0] == ("Shift", "the model's default", "5")
-    assert all(a == b for _, a, b in compared_settings(one, plain))
-    rounded = Clip("a" * 8, "x", base | {"vae_precision": "float16"}, 1.0, "CPU")
-    assert compared_settings(one, rounded)[0] == ("VAE precision", "Automatic", "float16")
+    assert differences(clip(), clip(shift=5.0))[0] == [("Shift", "the model's default", "5")]
+    assert differences(clip(), clip(loras=[], step_cache="none", shift=None))[0] == []
+    assert differences(clip(), clip(vae_precision="float16"))[0] == [("VAE precision", "Automatic", "float16")]
 
 
 def test_storage_offers_only_what_can_be_removed() -> None:
-    nothing = render("history_storage.html", usage=DiskUsage(0, 0, 0, 0, 0, 0), old=[])
-    assert "data-action" not in nothing
-    offered = render(
-        "history_storage.html", usage=DiskUsage(3, 3_000_000, 500_000, 400_000, 1, 10), old=[(30, 1, 1_000_000)]
-    )
+    assert "data-action" not in render("history_storage.html", usage=DiskUsage())
+    usage = DiskUsage(3, 3_000_000, 500_000, 400_000, 1, 10, {30: (1, 1_000_000)})
+    offered = render("history_storage.html", usage=usage)
     for expected in (
         "3 videos, 3.0 MB",
-        "finished videos: 400.0 KB",
-        "1 job older than 30 days: 1.0 MB",
-        "1 deleted job",
+        "of finished videos 400.0 KB",
+        "older than 30 days (1, 1.0 MB)",
+        "1 clip, 10 B",
+        "Delete 1 clip older than 30 days (1.0 MB)? It can be restored for 7 days",
+        "their low-noise steps can no longer be run again",
+        "This cannot be undone.",
     ):
         assert expected in offered
-    assert offered.count('data-confirm=""') == 0
+    assert offered.count("data-action") == 3
 
 
 @pytest.mark.parametrize(
@@ -160,7 +205,9 @@ def test_a_rerun_changes_what_differs(given: dict[str, Any], changes: dict[str, 
 
 
 def test_settings_are_complete_on_the_page() -> None:
-    job = SimpleNamespace(id="a" * 8, prompt="x", state="done", output=Path("x"), resumable=False, deleted=None)
+    job = SimpleNamespace(
+        id="a" * 8, prompt="x", state="done", output=Path("x"), resumable=False, deleted=None, starred=False
+    )
     shown = detail(job, request={"prompt": 'a "red" <boat>', "seed": 7})
     assert json.loads(unescape(shown.split('data-reuse="')[1].split('"')[0])) == {"prompt": 'a "red" <boat>', "seed": 7}
 
@@ -172,6 +219,6 @@ def test_text_does_not_turn_what_follows_it() -> None:
     assert not set(shown) & set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
     # The settings that the page restores keep every character.
     reused = detail(SimpleNamespace(
-        id="a" * 8, prompt=turned, state="done", output=Path("x"), resumable=False, deleted=None,
+        id="a" * 8, prompt=turned, state="done", output=Path("x"), resumable=False, deleted=None, starred=False,
     ), "x", {"prompt": turned})  # fmt: skip
     assert json.loads(unescape(reused.split('data-reuse="')[1].split('"')[0])) == {"prompt": turned}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.errors import InvalidRequestError, MachineError, TandemError
+from runtime.core.errors import MachineError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse, LatentSize
 from runtime.core.request import GenerationRequest
@@ -16,11 +16,21 @@ from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
+from runtime.planner.presets import presets
 from runtime.planner.resolve import resolve
-from runtime.ui import form
 from runtime.ui.break_even import BreakEven, break_even_of_record
 from runtime.ui.formatting import WORDS
-from runtime.ui.plan_preview import PlanSummary, Preview, badge_html, panel_html, summarize
+from runtime.ui.plan_panel import (
+    PlanSummary,
+    cells,
+    components_html,
+    options_html,
+    preset_tile,
+    presets_html,
+    summarize,
+    summary_html,
+)
+from runtime.ui.plan_preview import Preview
 from tests.engines.engine_files import key, record
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine, why
 
@@ -155,7 +165,7 @@ def test_strategies_are_listed_if_memory_is_short() -> None:
     assert [way.title for way in short.strategies if way.in_use] == ["One component at a time"]
     assert short.strategies[0].verdict == "too little video memory"
     assert short.strategies[-1].verdict == "fits" and short.strategies[-1].needs.endswith("times as long")
-    html = panel_html(short)
+    html = summary_html(short)
     assert html.count('aria-pressed="true"') == 1
     assert 'data-offload="none" data-quantization="none"><span>One component at a time</span>' in html
     assert html.count(" disabled>") == sum(not way.offered for way in short.strategies) == 5
@@ -170,7 +180,7 @@ def test_strategies_are_listed_if_memory_is_short() -> None:
     assert len(refused.strategies) == len(short.strategies)
     assert not any(way.in_use or way.offered for way in refused.strategies)
     assert "too little video memory" in refused.strategies[-1].verdict
-    html = panel_html(refused)
+    html = summary_html(refused)
     assert "No strategy fits into memory:" in html and html.count(" disabled>") == len(refused.strategies)
     # What was asked for does not fit; something else does, and can be chosen.
     other = on(24, offload="model")
@@ -181,19 +191,66 @@ def test_strategies_are_listed_if_memory_is_short() -> None:
 def test_warnings_of_a_plan_are_shown(spec: ModelSpec) -> None:
     seen = summary_of(spec, here=machine(), offload="group")
     assert "“Offload: By block” has no effect on the CPU" in seen.notes
-    assert escape(seen.notes) in panel_html(seen)
+    assert escape(seen.notes) in summary_html(seen)
 
 
-def test_an_invalid_form_is_reported_in_every_badge(spec: ModelSpec) -> None:
+def test_an_invalid_value_is_reported_once_and_marks_no_component(spec: ModelSpec) -> None:
     seen = summary_of(spec, width=65)
-    assert isinstance(preview(spec, width=65).error, InvalidRequestError)
-    assert set(seen.badges) == set(spec.component_names)
-    assert {badge.kind for badge in seen.badges.values()} == {"stopped"}
+    assert seen.field == "width"
+    assert {badge.kind for badge in seen.badges.values()} == {"plain"}
     assert "multiples of 16" in seen.problem and seen.problem.endswith("Use 64 or 80.")
     assert seen.memory is None
+
+
+def test_a_conflict_marks_the_component_that_has_it(spec: ModelSpec) -> None:
+    seen = summary_of(spec, offload="group", backends={"transformer": "tensorrt"})
+    assert seen.line == "Invalid setting"
+    marked = {name for name, badge in seen.badges.items() if badge.kind == "stopped"}
+    assert marked == {"transformer"}
+    html = summary_html(seen) + components_html(spec, seen, None, GPU)
+    assert "“Offload: None”" in html and "--offload" not in html
+
+
+def test_too_little_memory_concerns_all_components(spec: ModelSpec) -> None:
     full = summary_of(spec, here=machine(ram_free_gib=0.1))
     assert isinstance(preview(spec, here=machine(ram_free_gib=0.1)).error, MachineError)
     assert full.line == "Does not fit"
+    assert {badge.kind for badge in full.badges.values()} == {"stopped"}
+
+
+def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) -> None:
+    here = machine()
+    by_backend = {cell.backend: cell for cell in cells("vae", None, here)}
+    assert not by_backend["tensorrt"].usable and by_backend["tensorrt"].state == "no NVIDIA GPU was found"
+    assert by_backend["onnxruntime"].usable and by_backend["auto"].usable and by_backend["pytorch"].usable
+    html = components_html(spec, summary_of(spec, here=here), preview(spec, here=here), here)
+    assert html.count(" disabled>") == len(spec.component_names) * sum(not cell.usable for cell in by_backend.values())
+    ready = {cell.backend: cell for cell in cells("vae", preview(spec, offers=offering(offer("vae"))), GPU)}
+    assert ready["tensorrt"].state == "engine ready, 3.0× as fast"
+
+
+def test_choices_that_the_machine_lacks_are_disabled_with_the_reason() -> None:
+    html = options_html({"step_cache": "first-block:0.17"}, machine())
+    assert '<option value="fp8" disabled>FP8: no NVIDIA GPU was found</option>' in html
+    assert '<option value="group" disabled>By block: no NVIDIA GPU was found</option>' in html
+    assert '<option value="auto">Automatic</option>' in html
+    # A strength that another page or a video has is not lost.
+    assert '<option value="first-block:0.17">' in html
+    assert 'value="group">By block</option>' in options_html({}, GPU)
+
+
+def test_a_preset_that_does_not_fit_is_disabled_with_the_reason(spec: ModelSpec) -> None:
+    fast, balanced, best = presets(spec, GPU)
+    tile = preset_tile(balanced, preview(spec, here=machine(ram_free_gib=0.1)))
+    assert "free" in tile.problem
+    assert " disabled>" in presets_html([tile], "balanced")
+    # An invalid width is no fault of a preset's.
+    assert preset_tile(fast, preview(spec, width=65)).problem == ""
+    shown = preset_tile(best, preview(spec, **best.changes))
+    assert shown.cost and shown.means.endswith("full precision")
+    html = presets_html([shown], "")
+    assert ">Custom</span>" in html and " disabled>" not in html
+    assert ">Custom</span>" not in presets_html([shown], "best")
 
 
 def test_badges_wait_until_engines_are_known(spec: ModelSpec) -> None:
@@ -209,14 +266,13 @@ def test_every_summary_has_the_same_elements(spec: ModelSpec) -> None:
         return [part.split(">")[0].split(" ")[0] for part in html.split("<")[1:]]
 
     views = [PlanSummary(""), summary_of(spec), summary_of(spec, width=65)]
-    assert len({tuple(tags(panel_html(view))) for view in views}) == 1
-    assert len({tuple(tags(badge_html("vae", badge))) for badge in summary_of(spec).badges.values()}) == 1
+    assert len({tuple(tags(summary_html(view))) for view in views}) == 1
 
 
 def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
     hostile = machine(gpu=replace(gpu(), name='<img src=x onerror="hit()">'), torch_cuda="13.0")
     seen = summary_of(spec, here=hostile)
-    html = panel_html(seen) + "".join(badge_html(name, badge) for name, badge in seen.badges.items())
+    html = summary_html(seen) + components_html(spec, seen, preview(spec, here=hostile), hostile)
     assert "<img" not in html
     assert "&lt;img" in html
 
@@ -224,11 +280,11 @@ def test_reasons_are_shown_as_text(spec: ModelSpec) -> None:
 @pytest.mark.parametrize(
     ("build", "saved", "words"),
     [
-        (1080.0, 40.0, "18 min 0 s to build, saves 40 s a video: after 27 videos"),
-        (8.0, 20.0, "8.0 s to build, saves 20 s a video: after 1 video"),
-        (74.0, 0.011, "1 min 14 s to build, saves 11 ms a video: after 6,728 videos"),
-        (8.0, 0.0001, "8.0 s to build, saves less than 1 ms a video: after 80,000 videos"),
-        (8.0, -1.0, "8.0 s to build, saves no time"),
+        (1080.0, 40.0, "saves 40 s a video; building took 18 min 0 s, made up for after 27 videos"),
+        (8.0, 20.0, "saves 20 s a video; building took 8.0 s, made up for after 1 video"),
+        (74.0, 0.011, "saves 11 ms a video; building took 1 min 14 s, made up for after 6,728 videos"),
+        (8.0, 0.0001, "saves less than 1 ms a video; building took 8.0 s, made up for after 80,000 videos"),
+        (8.0, -1.0, "saves no time; building took 8.0 s"),
         # Imported.
         (0.0, 2.0, "saves 2.0 s a video"),
         (0.0, -2.0, "saves no time"),
@@ -258,10 +314,6 @@ def test_the_break_even_of_a_block_engine_counts_its_calls(spec: ModelSpec) -> N
     assert saved.saved_seconds == pytest.approx(0.2 * calls)
 
 
-def test_tensorrt_needs_a_gpu() -> None:
-    assert form.tensorrt_problem(machine()) == Fact("machine.no_gpu")
-
-
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -278,10 +330,3 @@ def test_tensorrt_needs_a_gpu() -> None:
 )
 def test_facts_name_settings_by_their_labels(setting: tuple[str, ...], words: str) -> None:
     assert WORDS.setting(*setting) == words
-
-
-def test_errors_name_settings_by_their_labels(spec: ModelSpec) -> None:
-    seen = summary_of(spec, offload="group", backends={"transformer": "tensorrt"})
-    assert seen.line == "Invalid setting"
-    html = panel_html(seen) + badge_html("vae", seen.badges["vae"])
-    assert "“Offload: None”" in html and "--offload" not in html

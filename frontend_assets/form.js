@@ -1,0 +1,236 @@
+// The form of Make without the server: choices that are no controls of Gradio's (sizes, lengths, presets, backends),
+// suggestions and words, the words that the model does not know, the panel Advanced, and errors at their fields.
+(() => {
+  "use strict";
+  const tandem = window.tandem;
+  const CUSTOM = "custom", ADVANCED = "tandem.advanced";
+  const TYPING_MS = 700;   // a word that is being typed is not reported before this rest
+  const WORD = /[\p{L}\p{N}\p{M}]+/gu;
+  const $ = (selector, parent = document) => parent.querySelector(selector);
+  const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
+  const names = () => $("#top header").dataset.fields.split(" ");
+  const value = (name) => tandem.values[names().indexOf(name)];
+
+  // Changes controls of Gradio's, by name: a hidden button hands them over.
+  let pending = {};
+  const apply = tandem.apply = (changes) => { Object.assign(pending, changes); $("#apply").click(); };
+  tandem.applied = () => {
+    const now = pending;
+    pending = {};
+    return names().map((name) => name in now ? now[name] : { __type__: "update" });
+  };
+
+  // Choices show the form's values; a custom size or length stays open while it is typed.
+  const custom = { size: false, length: false };
+  const check = (radio) => { if (radio && !radio.checked) radio.checked = true; };
+  const showTile = (name, text) => {
+    const radios = $$(`input[name=${name}]`);
+    const same = radios.find((radio) => radio.value === text);
+    check(!custom[name] && same ? same : radios.find((radio) => radio.value === CUSTOM));
+  };
+  tandem.uncustomized = () => { custom.size = custom.length = false; };
+  tandem.showForm = () => {
+    if (!tandem.values.length) return;
+    const frames = value("frames"), fps = value("fps");
+    showTile("size", `${value("width")}x${value("height")}`);
+    showTile("length", String(frames));
+    const seconds = (count) => `${(count / fps).toFixed(1)} s`;
+    for (const radio of $$("input[name=length]")) {
+      if (radio.value !== CUSTOM && fps > 0) write($("span", radio.parentNode), seconds(radio.value));
+    }
+    const known = frames >= 1 && fps > 0;
+    write($("[data-length]"), known ? `${seconds(frames)}, ${frames} frame${frames === 1 ? "" : "s"} at ${fps} fps` : "");
+    for (const control of $$("[data-field]:not(.status)")) {
+      const now = value(control.dataset.field);
+      if (control.type === "radio") { if (control.value === now) check(control); }
+      else if (control.value !== now && $$("option", control).some((one) => one.value === now)) control.value = now;
+    }
+    const presets = $("#presets fieldset");
+    for (const radio of $$("input", presets ?? document.createElement("i"))) {
+      if (radio.checked !== (radio.value === presets.dataset.chosen)) radio.checked = !radio.checked;
+    }
+  };
+  const write = (node, text) => { if (node && node.textContent !== text) node.textContent = text; };
+
+  document.addEventListener("change", ({ target }) => {
+    if (target.name === "size") {
+      custom.size = target.value === CUSTOM;
+      const [width, height] = target.value.split("x").map(Number);
+      if (!custom.size) apply({ width, height });
+    } else if (target.name === "length") {
+      custom.length = target.value === CUSTOM;
+      if (!custom.length) apply({ frames: Number(target.value) });
+    } else if (target.name === "words") {
+      for (const row of $$("#card [data-group]")) row.hidden = row.dataset.group !== target.value;
+    } else if (target.name === "preset") {
+      $("#presets fieldset").dataset.chosen = target.value;
+      apply(JSON.parse(target.dataset.changes));
+    } else if (target.matches("input[data-field], select[data-field]")) apply({ [target.dataset.field]: target.value });
+  });
+  document.addEventListener("input", ({ target }) => {
+    if (target.closest("#sides")) custom.size = true;
+    if (target.closest("#custom-length")) custom.length = true;
+  });
+
+  // One tab stop for a row of buttons; arrow keys move in it.
+  const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+  const settle = (button) => {
+    for (const one of $$("button", button.closest("[data-roving]"))) one.tabIndex = one === button ? 0 : -1;
+  };
+  document.addEventListener("keydown", (event) => {
+    const row = event.target.closest("[data-roving]");
+    if (!row || event.ctrlKey || event.metaKey || event.altKey) return;
+    const buttons = $$("button", row), at = buttons.indexOf(event.target);
+    const next = { Home: 0, End: buttons.length - 1 }[event.key] ?? at + (STEPS[event.key] ?? 0);
+    if (next === at) return;
+    event.preventDefault();
+    const to = buttons[(next + buttons.length) % buttons.length];
+    settle(to);
+    to.focus();
+  });
+  document.addEventListener("focusin", ({ target }) => { if (target.matches("[data-roving] button")) settle(target); });
+
+  // A word of the model's is put where it belongs in the sentence; one of the same group gives way.
+  const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const group = (row) => {
+    const words = $$("button", row).map((button) => button.dataset.word);
+    const first = [...new Set(words.map((word) => word.split(" ")[0]))].map(escaped).join("|");
+    // "on the sea" also stands for "on a calm sea".
+    const loose = words.map((word) => word.split(" ")).map((parts) => parts.length < 3 ? escaped(parts.join(" "))
+      : `(?:${first})(?:\\s+\\p{L}+){0,3}?\\s+${escaped(parts.at(-1))}`);
+    return new RegExp(`(?<![\\p{L}\\p{N}])(?:${loose.join("|")})(?![\\p{L}\\p{N}])`, "iu");
+  };
+  const withWord = (text, word, row) => {
+    const rows = $$("[data-group]", row.parentNode), at = rows.indexOf(row);
+    const own = group(row).exec(text);
+    if (own) return text.slice(0, own.index) + word + text.slice(own.index + own[0].length);
+    const later = rows.slice(at + 1).map((one) => group(one).exec(text)?.index).filter((index) => index !== undefined);
+    const place = later.length ? Math.min(...later) : text.length;
+    const before = text.slice(0, place).trimEnd(), after = text.slice(place).trimStart();
+    return [before || (after || at > 1 ? "" : "a"), word, after].filter(Boolean).join(" ");
+  };
+  const articles = (text) => text.replace(/\b(an?)(?=\s+(\p{L}))/giu, (article, _, next) =>
+    /[aeiou]/i.test(next) ? `${article[0]}n` : article[0]);
+  const prompt = () => $("#field-prompt textarea");
+  document.addEventListener("click", ({ target }) => {
+    const suggestion = target.closest("[data-suggestion]"), word = target.closest("[data-word]");
+    if (suggestion) {
+      const { prompt, seed } = JSON.parse(suggestion.dataset.suggestion);
+      apply({ prompt, seed: seed === undefined ? "" : String(seed) });
+    }
+    if (word) apply({ prompt: articles(withWord(prompt().value, word.dataset.word, word.closest("[data-group]"))) });
+    if (target.closest("[data-get-models]")) tandem.goTo("Models");
+    if (target.closest("#advanced")) toggle(!isOpen());
+  });
+  // Words that the model does not know, as its tokenizer splits them. A model without a list knows pieces of all words.
+  const plain = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
+  let known = { list: null, words: null };
+  const unknownWords = (text) => {
+    const list = $("#card .model")?.dataset.vocabulary ?? "";
+    if (known.list !== list) known = { list, words: new Set(list.split(" ")) };
+    if (!list) return [];
+    return [...text.matchAll(WORD)].filter(([word]) => !(plain(word).match(/[\p{L}\p{N}]+/gu) ?? [])
+      .every((part) => known.words.has(part)));
+  };
+  let resting = 0;
+  const markWords = () => {
+    const area = prompt();
+    if (!area) return;
+    let layer = $("#field-prompt .marks");
+    if (!layer) {
+      layer = document.createElement("div");
+      layer.className = "marks";
+      layer.setAttribute("aria-hidden", "true");
+      area.after(layer);
+      area.addEventListener("scroll", () => { layer.scrollTop = area.scrollTop; });
+    }
+    const found = unknownWords(area.value), key = `${area.value}\n${found.join(" ")}`;
+    if (layer.dataset.of !== key) {
+      layer.dataset.of = key;
+      const pieces = [];
+      let at = 0;
+      for (const match of found) {
+        const mark = document.createElement("mark");
+        mark.textContent = match[0];
+        pieces.push(area.value.slice(at, match.index), mark);
+        at = match.index + match[0].length;
+      }
+      layer.replaceChildren(...pieces, `${area.value.slice(at)}\n`);
+      clearTimeout(resting);
+      resting = setTimeout(() => reportWords(found), TYPING_MS);
+    }
+    layer.scrollTop = area.scrollTop;
+  };
+  const reportWords = (found) => {
+    const words = [...new Set(found.map(([word]) => word))];
+    write($("#suggestions .unknown"), words.length
+      ? `${$("#card .model").dataset.title} does not know: ${words.join(", ")}.` : "");
+  };
+  document.addEventListener("input", ({ target }) => { if (target === prompt()) markWords(); });
+
+  // Advanced: a panel as wide as the page, below the columns.
+  const isOpen = () => $("#settings").classList.contains("open");
+  const toggle = (open, move = true) => {
+    const settings = $("#settings");
+    if (!settings || isOpen() === open) return;
+    settings.classList.toggle("open", open);
+    tandem.write("sessionStorage", ADVANCED, open ? "open" : "");
+    if (open && move) setTimeout(() => settings.scrollIntoView({ block: "nearest" }), 30);
+    tandem.tidy();
+  };
+  let restored = false;
+
+  // An error is shown at its field, until the field changes.
+  let marked = null;
+  const fieldOf = (name) => {
+    const block = $(`#field-${name}`);
+    return block?.matches("select") ? block : block && $("textarea, input", block);
+  };
+  const reveal = (name) => {
+    if (name === "width" || name === "height") { custom.size = true; tandem.showForm(); }
+    if (name === "frames") { custom.length = true; tandem.showForm(); }
+    if (fieldOf(name)?.closest("#settings")) toggle(true, false);
+  };
+  tandem.unmark = () => {
+    if (!marked) return;
+    marked.input.removeAttribute("aria-invalid");
+    marked.line.remove();
+    marked = null;
+  };
+  tandem.mark = (name, text, found = false) => {
+    const input = name && fieldOf(name);
+    if (marked && marked.input === input && marked.line.textContent === text) return;
+    tandem.unmark();
+    if (!input) return;
+    if (!found) reveal(name);
+    const line = document.createElement("p");
+    line.className = "field-error";
+    line.id = `error-${name}`;
+    line.textContent = text;
+    (input.closest(".block") ?? input.parentNode).append(line);
+    input.setAttribute("aria-invalid", "true");
+    marked = { input, line };
+  };
+  document.addEventListener("input", ({ target }) => { if (marked && target === marked.input) tandem.unmark(); });
+  tandem.marked = (input) => marked?.input === input ? ` ${marked.line.id}` : "";
+  // The plan names the field too, but not while it is being typed.
+  tandem.planned = ({ field, problem }) => {
+    tandem.showForm();
+    const input = field && fieldOf(field);
+    if (input && document.activeElement !== input) tandem.mark(field, problem, true);
+    else if (!field && marked && marked.input.closest("#columns") && !$("#status .status[data-state=failed]")) tandem.unmark();
+  };
+
+  tandem.tidyForm = () => {
+    if (!restored && $("#settings")) {
+      restored = true;
+      if (tandem.read("sessionStorage", ADVANCED)) toggle(true, false);
+    }
+    const button = $("#advanced");
+    if (button && button.getAttribute("aria-expanded") !== String(isOpen())) {
+      button.setAttribute("aria-expanded", String(isOpen()));
+    }
+    tandem.showForm();
+    markWords();
+  };
+})();

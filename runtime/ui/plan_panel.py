@@ -1,0 +1,490 @@
+"""The panel of the plan in Make: the forecast, the presets, and the table and choices of Advanced.
+
+Parts of the page in several places are drawn by this one panel, since all of them follow the form.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
+from runtime.core.estimates import MemoryStrategy, StrategyForecast
+from runtime.core.facts import Fact, short
+from runtime.core.messages.components import title_of
+from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
+from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
+from runtime.core.request_fields import AUTO, Choice, StepCache
+from runtime.core.step_cache import FIRST_BLOCK
+from runtime.core.units import memory_size
+from runtime.engines.builders import builders_of
+from runtime.machine.probe import Machine
+from runtime.models.quantization import FP8
+from runtime.models.spec import ModelSpec, is_transformer
+from runtime.planner.constraints import choice_conflict
+from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.placement import VAE_PSNR, usable_gpus
+from runtime.planner.presets import BEST, Preset, presets
+from runtime.ui import fields, form, formatting
+from runtime.ui.formatting import WORDS, page_text, paragraph, render, sentences
+from runtime.ui.panels import Call, Reply, drawn, unknown_action
+from runtime.ui.plan_preview import PlanPreview, Preview
+
+_SEARCHING = "Looking for engines…"
+# Estimates are shown in tenths of a second.
+_FINEST_SECONDS = 0.1
+_VAE_EFFECT = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
+# Strengths of the step cache that can be chosen; the effect of each was measured (bench/step_cache.md).
+_STRENGTHS = (0.05, 0.1, 0.2)
+# Strategies whose times differ less count as equally fast.
+_SLOWER = 1.05
+
+
+@dataclass(frozen=True)
+class Badge:
+    """What will run one component, and why.
+
+    Attributes:
+        kind: "ready" (an engine that exists), "build" (an engine that is built when no video waits), "plain" (PyTorch),
+            "instead" (PyTorch although another backend was requested) or "stopped" (the form cannot be carried out).
+    """
+
+    text: str
+    reason: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak: weights, working set, and free memory before; `where` is "video memory" or "memory"."""
+
+    weights: int
+    working: int
+    free: int
+    where: str
+
+
+@dataclass(frozen=True)
+class StrategyRow:
+    """One memory strategy.
+
+    Attributes:
+        needs: memory, and time compared to the fastest strategy.
+        verdict: whether it fits, or why it cannot be used.
+        offered: whether it can be selected, by the form's values `offload` and `quantization`.
+    """
+
+    title: str
+    needs: str
+    verdict: str
+    in_use: bool
+    offered: bool
+    offload: str
+    quantization: str
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What the form asks for, as far as it is known.
+
+    Attributes:
+        line: the backends and the time in a few words.
+        badges: by component.
+        memory: `None` if there is no plan.
+        duration: the most likely time.
+        time: the estimate with its limits.
+        strategies: fastest first, if the fastest does not fit into memory.
+        notes: warnings, and the reason for the shift.
+        problem: why the form cannot be carried out, and what to do about it.
+        field: whose value is the problem.
+        complete: whether engines are known; if not, the page asks again.
+    """
+
+    line: str
+    badges: Mapping[str, Badge] = field(default_factory=dict)
+    memory: Memory | None = None
+    duration: str = ""
+    time: str = ""
+    strategies: tuple[StrategyRow, ...] = ()
+    notes: str = ""
+    problem: str = ""
+    field: str = ""
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend for one component: its state in a few words, and why it is so or cannot be chosen."""
+
+    backend: str
+    title: str
+    state: str
+    reason: str = ""
+    usable: bool = True
+
+
+@dataclass(frozen=True)
+class Option:
+    """One value of a choice; `problem` says why this machine does not support it, in a few words."""
+
+    value: str
+    title: str
+    problem: str = ""
+
+
+def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
+    """Return the summary of a plan preview for a model with these components."""
+    plan = preview.plan
+    if plan is None:
+        error = preview.error
+        assert error is not None, "neither a plan nor an error"
+        return stopped(error, components)
+    memory = _memory(plan)
+    strategies = _strategies(plan.strategies, memory.where, plan.strategy)
+    notes = " ".join(paragraph(note, plan.components) for note in (plan.shift_reason, *plan.warnings) if note)
+    if not preview.complete:
+        badge = Badge(_SEARCHING, "Engines are known once the model's files have been read.", "plain")
+        return PlanSummary(
+            _SEARCHING, dict.fromkeys(plan.components, badge), memory, "", "", strategies, notes, complete=False
+        )
+    badges = {
+        name: Badge(_badge(part), _why(plan, name, part), _kind(plan, name, part))
+        for name, part in plan.components.items()
+    }
+    duration = _duration(plan.seconds["total"].likely)
+    return PlanSummary(_summary_line(plan), badges, memory, duration, _time(plan), strategies, notes)
+
+
+def stopped(error: TandemError, components: tuple[str, ...]) -> PlanSummary:
+    """Return the summary for a form that cannot be carried out."""
+    problem = paragraph(error.fact)
+    problem = f"{problem[:1].upper()}{problem[1:]}"
+    title = "Does not fit" if isinstance(error, MachineError) else "Cannot be generated"
+    if isinstance(error, InvalidRequestError):
+        title = "Invalid setting"
+    # A component is marked only if it is the one that is wrong, or if all are too large together.
+    named = error.fact.data.get("component")
+    concerned = components if isinstance(error, MemoryShortError) else [named]
+    badges = {
+        name: Badge(title, problem, "stopped") if name in concerned else Badge("No plan", "", "plain")
+        for name in components
+    }
+    strategies = _strategies(error.strategies, error.where) if isinstance(error, MemoryShortError) else ()
+    wrong = error.field if isinstance(error, InvalidRequestError) else ""
+    return PlanSummary(title, badges, strategies=strategies, problem=problem, field=wrong)
+
+
+def summary_html(summary: PlanSummary) -> str:
+    """Return memory, time, problem, strategies and notes."""
+    # Without a plan the bar is hidden; its elements stay the same for screen readers.
+    memory = summary.memory or Memory(0, 0, 0, "memory")
+    left = max(memory.free - memory.weights - memory.working, 0)
+    total = max(memory.weights + memory.working + left, 1)
+    sizes = (
+        ("weights", "Weights", memory.weights),
+        ("working", "Working set", memory.working),
+        ("free", "Free", left),
+    )
+    shares = [(name, title, size, f"{100 * size / total:.1f}") for name, title, size in sizes]
+    return render("plan_summary.html", summary=summary, where=memory.where, shares=shares)
+
+
+def components_html(spec: ModelSpec, summary: PlanSummary, preview: Preview | None, machine: Machine) -> str:
+    """Return the table of components and backends: what can run each, what will, and why."""
+    rows = [
+        (
+            name,
+            title_of(name, spec.component_names),
+            cells(name, preview, machine),
+            summary.badges.get(name, Badge("", "", "plain")),
+        )
+        for name in spec.component_names
+    ]
+    return render("plan_components.html", rows=rows, backends=list(BACKENDS.values()), prefix=fields.BACKEND)
+
+
+def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cell]:
+    """Return a component's cell for each backend.
+
+    Args:
+        preview: `None` if the form is invalid; then only the machine counts.
+    """
+    plan = None if preview is None else preview.plan
+    offers: Sequence[EngineOffer] = ()
+    if preview is not None and plan is not None:
+        offers = preview.offers(component, plan.latent_shape[2:], plan.components[component].device)
+    found = []
+    for backend, title in BACKENDS.items():
+        own = [offer for offer in offers if offer.backend == backend]
+        problem = None if any(offer.ready for offer in own) else _problem(backend, own, machine)
+        if backend == AUTO:
+            found.append(Cell(backend, title, "fastest measured"))
+        elif backend == PYTORCH:
+            found.append(Cell(backend, title, "always possible"))
+        elif problem is not None:
+            found.append(Cell(backend, title, short(problem, WORDS), paragraph(problem), usable=False))
+        else:
+            found.append(Cell(backend, title, _engine_state(own)))
+    return found
+
+
+def _problem(backend: str, offers: Sequence[EngineOffer], machine: Machine) -> Fact | None:
+    """Return why a backend can neither run nor build an engine, `None` if it can."""
+    problems = [builder.unavailable(machine) for builder in builders_of(backend)]
+    if problems and None not in problems:
+        return problems[0]
+    problems = [offer.problem for offer in offers]
+    return problems[0] if problems and None not in problems else None
+
+
+def _engine_state(offers: Sequence[EngineOffer]) -> str:
+    ready = [offer for offer in offers if offer.ready]
+    if not ready:
+        return "no engine yet" if offers else ""
+    speedup = max(offer.speedup for offer in ready)
+    return f"engine ready, {speedup:.1f}× as fast" if speedup else "engine ready"
+
+
+def options_html(values: Mapping[str, Any], machine: Machine) -> str:
+    """Return the choices of acceleration; those that this machine does not support are disabled, with the reason.
+
+    Args:
+        values: of the form's controls, by name.
+    """
+    rows = []
+    for name, declared in FIELDS.items():
+        if declared.group != "acceleration" or name == "backends":
+            continue
+        titles = _titles(name, machine)
+        chosen = values.get(name)
+        if isinstance(chosen, str) and chosen not in titles:
+            titles[chosen] = chosen
+        if len(titles) > 1:
+            help_text = declared.help
+            if name == "vae_precision":
+                help_text += (
+                    f" PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
+                )
+            listed = [Option(value, title, _lack(name, value, machine)) for value, title in titles.items()]
+            rows.append((name, declared.label, help_text, listed, chosen))
+    return render("plan_options.html", rows=rows)
+
+
+def _titles(name: str, machine: Machine) -> dict[str, str]:
+    """Return the values of a choice with their titles."""
+    declared = FIELDS[name]
+    if isinstance(declared, StepCache):
+        strengths = {f"{FIRST_BLOCK}:{one:g}": f"{declared.choices[FIRST_BLOCK]}, {one:g}" for one in _STRENGTHS}
+        return {**declared.choices, **strengths}
+    if isinstance(declared, Choice):
+        return dict(declared.choices)
+    count = len(usable_gpus(machine))
+    return {"1": "One"} | (
+        {AUTO: "All identical GPUs"} | {str(n): str(n) for n in range(2, count + 1)} if count > 1 else {}
+    )
+
+
+def _lack(name: str, value: str, machine: Machine) -> str:
+    against = choice_conflict(name, value, machine)
+    return "" if against is None else short(against.fact, WORDS)
+
+
+@dataclass(frozen=True)
+class PresetTile:
+    """A preset: what it sets, what it costs, and why it cannot be used, if it cannot."""
+
+    name: str
+    title: str
+    changes: Mapping[str, Any]
+    means: str
+    cost: str
+    problem: str = ""
+
+
+def preset_tile(preset: Preset, preview: Preview) -> PresetTile:
+    """Return a preset with the cost of its plan."""
+    means = formatting.count(int(preset.changes["steps"]), "step")
+    if FP8 in preset.changes.values():
+        means += ", FP8"
+    if preset.name == BEST:
+        means += ", full precision"
+    plan, error = preview.plan, preview.error
+    # An invalid value elsewhere in the form is no fault of the preset's.
+    wrong = error is not None and not (isinstance(error, InvalidRequestError) and error.field not in preset.changes)
+    return PresetTile(
+        preset.name,
+        preset.name.capitalize(),
+        preset.changes,
+        means,
+        "" if plan is None or not preview.complete else _cost(plan),
+        paragraph(error.fact) if error is not None and wrong else "",
+    )
+
+
+def presets_html(tiles: Sequence[PresetTile], chosen: str) -> str:
+    """Return the presets.
+
+    Args:
+        chosen: the name of the preset that the form has; empty if it has another combination.
+    """
+    return render("plan_presets.html", tiles=tiles, chosen=chosen)
+
+
+def forecast_html(summary: PlanSummary) -> str:
+    """Return what the video will take, or why it cannot be made."""
+    return render("plan_forecast.html", summary=summary)
+
+
+def cost_html(preview: Preview) -> str:
+    """Return what the default clip of a model takes here."""
+    plan = preview.plan
+    if plan is None:
+        return render(
+            "plan_cost.html", seconds="", cost="", problem=paragraph(preview.error.fact) if preview.error else ""
+        )
+    cost = _cost(plan) if preview.complete else ""
+    return render("plan_cost.html", seconds=f"{plan.frames / plan.fps:.1f} s", cost=cost, problem="")
+
+
+def _cost(plan: ExecutionPlan) -> str:
+    return f"{_duration(plan.seconds['total'].likely)}, {memory_size(plan.memory_bytes)}"
+
+
+def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
+    # On a CPU there is nothing to choose, so the reasons are left out.
+    speed = sentences(plan.speed.reasons) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
+    reason = sentences(part.reasons)
+    return f"{reason} {speed}".strip() if not part.on_engine and is_transformer(name) else reason
+
+
+def _badge(part: ComponentPlan) -> str:
+    title = BACKEND_TITLES[part.backend]
+    return title if part.badge is None else f"{title}: {short(part.badge, WORDS)}"
+
+
+def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
+    if part.later:
+        return "build"
+    if part.backend == PYTORCH:
+        return "instead" if plan.fell_back(name) else "plain"
+    return "ready"
+
+
+def _summary_line(plan: ExecutionPlan) -> str:
+    parts = plan.components
+    counted = Counter(BACKEND_TITLES[part.backend] for part in parts.values() if part.backend != PYTORCH)
+    how = "Auto" if all(plan.asked.backend(name) == "auto" for name in parts) else "As chosen"
+    if counted:
+        shares = " and ".join(f"{title} for {count}" for title, count in counted.most_common())
+        line = f"{how}: {shares} of {len(parts)} components"
+    else:
+        line = f"{how}: PyTorch"
+    if plan.gpus > 1:
+        line = f"{line} on {plan.gpus} GPUs"
+    # Both experts use the same block engines.
+    builds = len({use.id for part in parts.values() for use in part.later})
+    later = f"; {formatting.count(builds, 'engine')} to build when no video waits" if builds else ""
+    return f"{line}, about {_duration(plan.seconds['total'].likely)}{later}"
+
+
+def _time(plan: ExecutionPlan) -> str:
+    total, load = plan.seconds["total"], plan.seconds["load"]
+    how = "measured here" if total.measured else "estimated"
+    return (
+        f"about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
+        f"Loading before the first: about {_duration(load.likely)}."
+    )
+
+
+def _duration(seconds: float) -> str:
+    return formatting.duration(max(seconds, _FINEST_SECONDS))
+
+
+def _memory(plan: ExecutionPlan) -> Memory:
+    peak = max(plan.memory, key=lambda stage: stage.peak_bytes)
+    on_gpu = plan.components[peak.component].device.startswith("cuda")
+    working = peak.working_bytes + peak.overhead_bytes
+    return Memory(peak.weights_bytes, working, plan.free_bytes, "video memory" if on_gpu else "memory")
+
+
+def _strategies(
+    strategies: Sequence[StrategyForecast], where: str, in_use: MemoryStrategy | None = None
+) -> tuple[StrategyRow, ...]:
+    """Return all strategies if the fastest does not fit."""
+    fastest = strategies[0]
+    if fastest.strategy == in_use or (fastest.fits and fastest.fits_ram and not fastest.lacks):
+        return ()
+    return tuple(
+        StrategyRow(
+            title=page_text(one.title).what.rstrip("."),
+            needs=_needs(one, fastest),
+            verdict=paragraph(one.verdict(where, taken=one.strategy == in_use)),
+            in_use=one.strategy == in_use,
+            offered=one.offered,
+            offload=one.strategy.offload,
+            quantization=one.strategy.quantization,
+        )
+        for one in strategies
+    )
+
+
+def _needs(one: StrategyForecast, fastest: StrategyForecast) -> str:
+    slower = one.seconds.likely / fastest.seconds.likely
+    times = f", {slower:.1f} times as long" if slower >= _SLOWER else ""
+    ram = f" + {memory_size(one.ram_bytes)} RAM" if one.strategy.offload != "none" else ""
+    return f"{memory_size(one.peak_bytes)}{ram}{times}"
+
+
+class PreviewPanel:
+    """The panel; see `panels.Panel`. Its parts are the forecast, the presets, the model's cost, and Advanced."""
+
+    def __init__(self, preview: PlanPreview, models: dict[str, ModelSpec]) -> None:
+        self._preview = preview
+        self._models = models
+
+    def act(self, call: Call) -> Reply:
+        """Plan what the form asks for; the reply says whether the model's engines are known, and what is wrong."""
+        if call.action != "refresh":
+            raise unknown_action()
+        found: Preview | None = None
+        spec: ModelSpec | None = None
+        request: GenerationRequest | None = None
+        try:
+            spec = form.read_model(call.form, self._models)
+            request = form.read_settings(call.form, self._models)
+            found = self._preview.preview(request, spec)
+            summary = summarize(found, spec.component_names)
+        except TandemError as error:  # an invalid form has a summary too
+            summary = stopped(error, COMPONENTS if spec is None else spec.component_names)
+        state = {"spec": spec, "request": request, "preview": found, "summary": summary}
+        return {"complete": summary.complete, "field": summary.field, "problem": summary.problem, "state": state}
+
+    def draw(self, call: Call, reply: Reply) -> dict[str, str]:
+        """Return all parts."""
+        state: dict[str, Any] | None = reply.pop("state", None)
+        if state is None:  # an error that `act` has reported
+            return {}
+        summary, spec, machine = state["summary"], state["spec"], self._preview.machine()
+        parts = {"forecast": lambda: forecast_html(summary), "summary": lambda: summary_html(summary)}
+        if spec is not None:
+            values = form.by_name(call.form)
+            parts |= {
+                "components": lambda: components_html(spec, summary, state["preview"], machine),
+                "options": lambda: options_html(values, machine),
+                "presets": lambda: self._presets(spec, state["request"], machine),
+                "cost": lambda: cost_html(
+                    self._preview.preview(GenerationRequest(prompt="none", model=spec.name), spec)
+                ),
+            }
+        return drawn(parts)
+
+    def _cost(self, spec: ModelSpec) -> str:
+        return cost_html(self._preview.preview(GenerationRequest(prompt="none", model=spec.name), spec))
+
+    def _presets(self, spec: ModelSpec, request: GenerationRequest | None, machine: Machine) -> str:
+        """Return the presets for the rest of the form, or for the model's defaults if the form is invalid."""
+        asked = request or GenerationRequest(prompt="none", model=spec.name)
+        offered = presets(spec, machine)
+        tiles = [preset_tile(one, self._preview.preview(asked.replace(**one.changes), spec)) for one in offered]
+        chosen = next((one.name for one in offered if request is not None and one.matches(request, spec)), "")
+        return presets_html(tiles, chosen)

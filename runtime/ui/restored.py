@@ -1,0 +1,75 @@
+"""Settings of a file or an earlier video: which of them the form cannot take, and why."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.core.errors import TandemError
+from runtime.core.facts import shortened
+from runtime.core.request import FIELDS, GenerationRequest
+from runtime.models.catalogue import check_offered
+from runtime.models.spec import ModelSpec
+from runtime.ui import fields
+from runtime.ui.formatting import page_text
+
+_MOST_NAMES = 100
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A value that was not applied: the setting's label, the value as text, and the reason as a sentence."""
+
+    label: str
+    value: str
+    reason: str
+
+
+def usable(stored: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> tuple[dict[str, Any], list[Refused]]:
+    """Return the settings that are valid by themselves, and the others. The names and values can be anything."""
+    found: dict[str, Any] = {}
+    refused = []
+    for name, value in list(stored.items())[:_MOST_NAMES]:
+        try:
+            _check(name, value, models)
+            found[name] = value
+        except TandemError as error:
+            refused.append(Refused(_label(name), shortened(value), page_text(error.fact).what))
+    return found, refused
+
+
+def replaced(stored: Mapping[str, Any], filled: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Refused]:
+    """Return the valid settings that the form shows with another value, for instance because of a visitor's limits.
+
+    Args:
+        filled: the properties of the controls, by name.
+        names: of the page's controls.
+    """
+    found = []
+    for name in names:
+        known = name in stored and name in FIELDS and name != "model"
+        expected = fields.shown(name, stored[name]) if known else None
+        shown = filled[name].get("value")
+        if expected is not None and not _equal(expected, shown):
+            reason = "The form does not offer it." if shown is None else f"The form has {shortened(shown)} instead."
+            found.append(Refused(_label(name), shortened(stored[name]), reason))
+    return found
+
+
+def _check(name: str, value: Any, models: Mapping[str, ModelSpec]) -> None:
+    """Raise a `TandemError` if there is no such setting, or its value is not valid."""
+    GenerationRequest.from_mapping({"prompt": "none", name: value})
+    if name == "model":
+        check_offered(value, models)
+    if name == "loras":
+        fields.read("loras", fields.loras_text(value))
+
+
+def _label(name: str) -> str:
+    return FIELDS[name].label if name in FIELDS else shortened(name)
+
+
+def _equal(expected: Any, shown: Any) -> bool:
+    if isinstance(expected, float) and isinstance(shown, float | int):
+        return math.isclose(expected, shown)
+    return str(expected) == str(shown)

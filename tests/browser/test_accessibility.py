@@ -1,0 +1,57 @@
+"""axe-core finds nothing serious on any tab, at three widths, in light and dark.
+
+axe-core comes with the package axe-playwright-python; only its script is used.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import OpenPage, ask, start, wait_for_state
+
+pytestmark = pytest.mark.browser
+
+TABS = ("Make", "Queue", "History", "Models", "Engines")
+WIDTHS = (1280, 390, 320)
+# A finished clip, a cancelled one and several cards are on the page; the rules are WCAG 2.2 A and AA.
+RUN = """
+async () => (await axe.run(document, {
+  runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa'], resultTypes: ['violations'],
+})).violations.filter((one) => ['serious', 'critical'].includes(one.impact))
+  .flatMap((one) => one.nodes.map((node) => `${one.id}: ${node.target.join(' ')}: ${node.failureSummary}`))
+"""
+
+
+def axe() -> str:
+    """Return axe-core's script."""
+    found = importlib.util.find_spec("axe_playwright_python")
+    if found is None or found.origin is None:
+        pytest.skip("axe-playwright-python is not installed")
+    return (Path(found.origin).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+def open_tab(page: Any, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
+    page.wait_for_timeout(400)  # a fade would lower the contrast
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(open_page: OpenPage, scheme: str) -> None:
+    page = open_page(color_scheme=scheme)
+    if scheme == "light":  # both pages share one server
+        ask(page, "a red boat on the sea")
+        start(page)
+        wait_for_state(page, "done")
+    script, found = axe(), []
+    page.evaluate(script)
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        for tab in TABS:
+            open_tab(page, tab)
+            found += [f"{tab} at {width} px: {line}" for line in page.evaluate(RUN)]
+            # Nothing lies beside the window.
+            beside = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert beside <= 0, f"{tab} at {width} px is {beside} px too wide"
+    assert found == []

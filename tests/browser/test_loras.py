@@ -1,0 +1,62 @@
+"""The list of LoRA files in Make, in a browser and by keyboard."""
+
+import shutil
+
+import pytest
+
+from runtime.models.registry import read_spec
+from tests.app_server import MODEL, Server
+from tests.browser.conftest import DESKTOP, PHONE, OpenPage, advance
+from tests.browser.test_page import UNNAMED_INPUTS
+from tests.lora_files import factors, peft, save
+
+pytestmark = pytest.mark.browser
+
+FIELD = "#field-loras textarea"
+SMALL = {"width": 320, "height": 640}
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE, SMALL], ids=["1280", "390", "320"])
+def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server, viewport: dict[str, int]) -> None:
+    folder = server.cache_dir / "weights" / "loras"
+    spec = read_spec(server.cache_dir / "weights" / MODEL, MODEL)
+    (folder / "styles").mkdir(parents=True, exist_ok=True)
+    for name in ("styles/ink", *"abcdefg"):
+        save(folder / f"{name}.safetensors", peft(factors(spec.transformer)))
+    (folder / "broken.safetensors").write_bytes(b"x" * 100)
+    try:
+        page = open_page(viewport)
+        advance(page)
+        row = "[data-lora='styles/ink']"
+        page.wait_for_selector(row)
+        page.fill("#lora-search", "ink")
+        page.wait_for_selector("[data-lora=a]", state="hidden")
+        page.focus(f"{row} input[type=checkbox]")
+        page.keyboard.press("Space")
+        assert page.input_value(FIELD) == "styles/ink:1"
+        page.keyboard.press("Tab")
+        page.keyboard.press("ArrowLeft")
+        assert page.input_value(FIELD) == "styles/ink:0.95"
+        page.keyboard.press("Tab")
+        page.keyboard.type("0.5")
+        page.wait_for_function("() => window.tandem.values.includes('styles/ink:0.5')")
+        # The text field is the other way round; lines for other files stay.
+        page.fill("#lora-search", "")
+        page.fill(FIELD, "high=a:0.4\nelsewhere")
+        page.wait_for_selector("[data-lora=a] .strength:not([hidden])")
+        assert page.input_value("[data-lora=a] input[type=number]") == "0.4"
+        assert not page.is_checked(f"{row} input[type=checkbox]")
+        page.fill("[data-lora=a] input[type=number]", "2")
+        assert page.input_value(FIELD) == "high=a:2\nelsewhere"
+        page.uncheck("[data-lora=a] input[type=checkbox]")
+        assert page.input_value(FIELD) == "elsewhere"
+        page.wait_for_selector("[data-lora=broken] input[type=checkbox]:disabled")
+        assert "cannot be used" in page.inner_text("[data-lora=broken]")
+        assert page.evaluate(UNNAMED_INPUTS) == []
+        assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+        page.fill(FIELD, "")
+        page.wait_for_function("() => window.tandem.values.includes('')")
+        assert page.complaints == []
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,68 @@
+"""Settings of a file or an earlier video: those that the form does not take are named with value and reason."""
+
+import json
+from typing import Any
+
+import pytest
+
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.registry import read_spec
+from runtime.models.spec import ModelSpec
+from runtime.ui import form
+from runtime.ui.formatting import render
+from runtime.ui.restored import Refused, replaced, usable
+
+GOOD = {"prompt": "a red boat", "model": "diorama", "width": 192, "height": 112, "frames": 33, "seed": 5, "fps": 16}
+
+
+@pytest.fixture
+def models() -> dict[str, ModelSpec]:
+    return {"diorama": read_spec(EMBEDDED / "diorama", "diorama")}
+
+
+def refused(models: dict[str, ModelSpec], **values: Any) -> list[Refused]:
+    """Return what the form does not take of good settings with some others."""
+    found, wrong = usable(GOOD | values, models)
+    return wrong + replaced(found, form.filled(found, models), form.NAMES)
+
+
+def test_good_settings_are_taken(models: dict[str, ModelSpec]) -> None:
+    others: dict[str, Any] = {
+        "negative_prompt": None, "shift": None, "crf": "auto", "loras": [], "step_cache": "first-block:0.1",
+        "guidance_scale": 3, "gpus": 1, "backends": {"vae": "onnxruntime"},
+    }  # fmt: skip
+    assert refused(models, **others) == []
+    loras = [{"file": "paper", "weight": 0.8, "expert": "both"}]
+    assert refused(models, loras=loras) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("width", "NaN"), ("width", float("nan")), ("height", 1e400), ("frames", -5), ("frames", True),
+        ("fps", [16]), ("seed", 2**60), ("steps", "20"), ("guidance_scale", -1), ("prompt", 5),
+        ("offload", "everything"), ("backends", {"vae": "magic"}), ("backends", "all"), ("shift", {"x": 1}),
+        ("loras", [{"file": "../../etc/passwd", "weight": 1.0, "expert": "both"}]), ("loras", "../x"),
+        ("step_cache", "first-block:9"), ("gpus", 8), ("<img src=x onerror=hit()>", "<script>hit()</script>"),
+    ],
+)  # fmt: skip
+def test_what_is_not_taken_is_named(models: dict[str, ModelSpec], name: str, value: Any) -> None:
+    wrong = refused(models, **{name: value})
+    assert len(wrong) == 1, wrong
+    assert wrong[0].value == repr(value)[: len(wrong[0].value)] or wrong[0].value.endswith("…")
+    assert wrong[0].reason.endswith(".")
+    shown = render("restored.html", refused=wrong)
+    assert "Filled in, except for:" in shown and "<img" not in shown and "<script" not in shown
+
+
+def test_another_model_is_named_with_the_values_that_depend_on_it(models: dict[str, ModelSpec]) -> None:
+    wrong = refused(models, model="../../etc/passwd", width=832)
+    assert wrong[0].label == "Model" and wrong[0].value == "'../../etc/passwd'"
+    assert Refused("Width", "832", "The form has 192 instead.") in wrong
+
+
+def test_values_that_cannot_be_read_at_all(models: dict[str, ModelSpec]) -> None:
+    many = {f"x{number}": number for number in range(5000)}
+    assert len(refused(models, **many)) < 101
+    nested: Any = json.loads("[" * 50 + "]" * 50)
+    assert len(refused(models, width=nested)[0].value) < 60

@@ -1,0 +1,69 @@
+"""The strip of recent videos in Make, and the actions on the video that is shown."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from runtime.models.spec import ModelSpec
+from runtime.queue.job_queue import JobQueue
+from runtime.ui.panels import respond
+from runtime.ui.results_panel import ResultsPanel
+from tests.ui.test_job_panels import add, finish, models, panel_call, worker
+
+__all__ = ["models", "worker"]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Return the files whose folder was opened: no window is opened in tests."""
+    calls: list[str] = []
+    monkeypatch.setattr(typer, "launch", lambda path, locate: calls.append(path) if locate else None)
+    yield calls
+
+
+@pytest.fixture
+def panel(worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path) -> Callable[[bool], ResultsPanel]:
+    return lambda opens: ResultsPanel(worker, models, tmp_path / "outputs", opens_folders=opens)
+
+
+def shown(panel: ResultsPanel) -> list[str]:
+    return re.findall(r'data-show="([0-9a-f]{8})"', respond(panel, panel_call("refresh"))["parts"]["strip"])
+
+
+def test_running_videos_come_first_then_finished_ones_the_newest_first(
+    worker: JobQueue, panel: Callable[[bool], ResultsPanel]
+) -> None:
+    assert respond(panel(False), panel_call("refresh"))["parts"]["strip"] == ""
+    first, second = add(worker, "a red boat"), add(worker, "a blue ball")
+    finish(worker, first)
+    finish(worker, second)
+    running = add(worker, "a kite")
+    assert worker.store.claim("here") is not None
+    add(worker, "queued")
+    assert shown(panel(False)) == [running, second, first]
+
+
+def test_a_deleted_video_is_replaced_by_the_newest_left(
+    worker: JobQueue, panel: Callable[[bool], ResultsPanel]
+) -> None:
+    first, second = add(worker, "a red boat"), add(worker, "a blue ball")
+    finish(worker, first)
+    finish(worker, second)
+    reply = respond(panel(False), panel_call("delete", second))
+    assert (reply["show"], reply["undo"]) == (first, [second])
+    assert respond(panel(False), panel_call("delete", first))["show"] == ""
+
+
+def test_folders_are_opened_on_this_machine_only(
+    worker: JobQueue, panel: Callable[[bool], ResultsPanel], opened: list[str]
+) -> None:
+    job = add(worker, "a red boat")
+    assert respond(panel(True), panel_call("reveal", job))["error"]  # there is no file yet
+    finish(worker, job)
+    assert respond(panel(False), panel_call("reveal", job))["error"]
+    assert opened == []
+    assert "error" not in respond(panel(True), panel_call("reveal", job))
+    assert opened == [str(worker.store.get(job).output)]
