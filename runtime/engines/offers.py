@@ -112,7 +112,7 @@ class ModelOffers:
                 id="",
                 program=program,
                 builder=builder.name,
-                precision=builder.default_precision(program, self.machine, device),
+                precision=builder.default_precision(self.spec, program, self.machine, device),
                 profile=(profile.min, profile.opt, profile.max),
             )
             key = self.key(builder, component, use, device)

@@ -17,6 +17,8 @@ from runtime.core.loras import LoraUse
 from runtime.core.request import MAX_FPS, MAX_FRAMES, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SIDE, MAX_STEPS
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
+# Of a small model's weights in float32.
+_SMALL_BYTES = 1 << 30
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -219,6 +221,11 @@ class ModelSpec:
     def total_parameters(self) -> int:
         """The number of weights in all components."""
         return sum(self.parameters.values())
+
+    @property
+    def small(self) -> bool:
+        """Whether a pass takes milliseconds on a GPU: it gains nothing from less than float32, or from two GPUs."""
+        return 4 * self.total_parameters <= _SMALL_BYTES
 
     @property
     def strides(self) -> tuple[int, int]:

@@ -21,8 +21,6 @@ from runtime.planner.engine_offers import EngineOffer, refused
 # PSNR of the shipped model's frames against those decoded in float32, in dB, both rounded to 8 bits.
 VAE_PSNR: Mapping[str, int] = {"bfloat16": 56, "float16": 67}
 _FULL = "float32"
-# Models below this size in float32 take milliseconds per pass on one GPU; communication takes as long.
-SMALL_MODEL_BYTES = 1 << 30
 # Efficiency of each GPU when tokens of a pass are shared, and speedup of decoding in strips, which overlap, by number
 # of GPUs (the nearest below counts). Measured on 2 and 4 H200s with NVLink: speedup 1.75 and 3.44 by tokens, 1.97 and
 # 2.75 by strips, 1.98 to 2.0 by guidance passes; other numbers are estimates.
@@ -74,7 +72,7 @@ def place(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) -> Pla
         reason = Fact("planner.on_cpu", {"cause": problem})
         return Placement(device, dict.fromkeys(names, _FULL), reason, machine.ram_free_bytes)
     gpu = machine.gpus[index]
-    if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
+    if spec.small:
         dtypes, code = dict.fromkeys(names, _FULL), "planner.small_on_gpu"
     elif gpu.capability >= constraints.BF16_CAPABILITY:
         dtypes, code = dict.fromkeys(names, "bfloat16"), "planner.bfloat16_on_gpu"
@@ -260,7 +258,7 @@ def _most(
     """Return the split with the most GPUs; `None` if it gains nothing or excludes a requested setting."""
     if not others or not _has_nccl(machine):
         return None, []
-    if 4 * spec.total_parameters <= SMALL_MODEL_BYTES:
+    if spec.small:
         return None, [Fact("planner.one_gpu_small_model")]
     against = excluded(request, spec, machine, 2, offered)
     if against is not None:

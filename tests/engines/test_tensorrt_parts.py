@@ -81,19 +81,27 @@ def test_missing_or_incompatible_package_is_named() -> None:
     [("11.0.0.114", (9, 0), "bfloat16"), ("11.0.0.114", (7, 5), "float32"), ("8.6.0", (9, 0), "float32")],
 )
 def test_default_precisions(
-    installed: Callable[..., None], version: str, capability: tuple[int, int], text: str
+    installed: Callable[..., None],
+    tiny: Callable[[str], ModelSpec],
+    version: str,
+    capability: tuple[int, int],
+    text: str,
 ) -> None:
     installed(tensorrt=version)
+    spec = tiny("wan2.2-a14b")
     where = machine(gpu=gpu(capability=capability), torch_cuda="13.0")
     builder = BUILDERS["onnx_tensorrt"]
-    programs = ("text_encoder", "transformer", "block_qkv", "vae_first", "vae_next")
-    assert [builder.default_precision(program, where, "cuda:0") for program in programs] == [
+    programs = ("text_encoder", "transformer", "vae_first", "vae_next")
+    assert [builder.default_precision(spec, program, where, "cuda:0") for program in programs] == [
         text,
-        "float16",
         "float16",
         text,
         text,
     ]
+    # PyTorch computes small models in float32.
+    blocks, large = BUILDERS["tensorrt_blocks"], published("wan2.2-a14b")
+    assert blocks.default_precision(spec, "block_qkv", where, "cuda:0") == "float32"
+    assert blocks.default_precision(large, "block_qkv", where, "cuda:0") == "float16"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -75,7 +75,7 @@ def key_of(
         component_of(program),
         program,
         (profile,),
-        precision=maker.default_precision(program, on, "cuda:0"),
+        precision=maker.default_precision(spec, program, on, "cuda:0"),
         machine=on,
         device="cuda:0",
     )
@@ -257,8 +257,9 @@ def test_the_key_names_the_compute_capability(tiny: Callable[[str], ModelSpec]) 
     assert one.backend == "tensorrt_rtx"
 
 
-def test_default_precisions() -> None:
-    chosen = {program: BUILDERS["tensorrt_rtx"].default_precision(program, rtx(), "cuda:0") for program in FIXED}
+def test_default_precisions(tiny: Callable[[str], ModelSpec]) -> None:
+    maker, spec = BUILDERS["tensorrt_rtx"], tiny("wan2.2-a14b")
+    chosen = {program: maker.default_precision(spec, program, rtx(), "cuda:0") for program in FIXED}
     assert chosen == {
         "text_encoder": "bfloat16",
         "transformer": "float16",

@@ -91,7 +91,7 @@ class Checks:
         """Return the key of an engine in the requested precision and optimization level."""
         builder = BUILDERS[self.arguments.builder]
         if precision == "default":
-            precision = builder.default_precision(program, self.machine, self.device)
+            precision = builder.default_precision(spec, program, self.machine, self.device)
         key = builder.key(
             spec, component, program, profiles, precision=precision, machine=self.machine, device=self.device
         )

@@ -131,7 +131,7 @@ class Setup:
                 "transformer",
                 program,
                 (ANY,),
-                precision=builder.default_precision(program, self.machine, self.device),
+                precision=builder.default_precision(spec, program, self.machine, self.device),
                 machine=self.machine,
                 device=self.device,
                 cache_dir=HOME,

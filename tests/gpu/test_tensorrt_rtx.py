@@ -48,7 +48,7 @@ def test_an_engine_equals_pytorch_and_keeps_its_kernels(
     problem = maker.unavailable(machine)
     if problem is not None:
         pytest.skip(str(problem))
-    precision = maker.default_precision(program, machine, "cuda:0")
+    precision = maker.default_precision(spec, program, machine, "cuda:0")
     key = maker.key(spec, component, program, (profile,), precision=precision, machine=machine, device="cuda:0")
     store = EngineStore(tmp_path, 1 << 40)
     request = BuildRequest(spec=spec, component=component, key=key, device="cuda:0")

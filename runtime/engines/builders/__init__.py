@@ -125,7 +125,7 @@ class Builder(ABC):
         """Return the libraries whose versions are part of the key."""
 
     @abstractmethod
-    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+    def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality."""
 
     @abstractmethod

@@ -52,7 +52,7 @@ class InductorBuilder(Builder):
     backend: ClassVar[str] = "inductor"
     file_name: ClassVar[str] = "engine.pt2"
 
-    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+    def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.
 
         On a CPU with bfloat16 instructions the VAE runs in bfloat16, which changes frames by less than 8-bit color

@@ -37,7 +37,7 @@ class OnnxRuntimeBuilder(Builder):
     backend: ClassVar[str] = "onnxruntime"
     file_name: ClassVar[str] = "engine.onnx"
 
-    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+    def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.
 
         As for Inductor, on a CPU only the VAE runs in bfloat16 (59 dB), which needs OpenVINO.
@@ -95,7 +95,7 @@ class OnnxRuntimeBlocks(OnnxRuntimeBuilder):
     name: ClassVar[str] = "onnxruntime_blocks"
     kind: ClassVar[str] = "blocks"
 
-    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+    def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         return "float32" if device == "cpu" else "float16"
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:

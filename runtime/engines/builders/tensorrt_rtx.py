@@ -59,7 +59,7 @@ class TensorRTRTX(Builder):
     file_name: ClassVar[str] = "engine.plan"
     requires: ClassVar[str] = "tensorrt_rtx_components"
 
-    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+    def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality; the reasons are those of `tensorrt`.
 
         GPUs without bfloat16 have block engines only.
@@ -126,7 +126,7 @@ class TensorRTRTXFp8Blocks(TensorRTRTXBlocks):
     name: ClassVar[str] = "tensorrt_rtx_blocks_fp8"
     requires: ClassVar[str] = "tensorrt_rtx_fp8"
 
-    def default_precision(self, program: str, machine: Machine, device: str) -> str:
+    def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         return FP8
 
 

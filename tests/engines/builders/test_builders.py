@@ -89,14 +89,17 @@ def test_missing_compiler_is_reported(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_only_the_vae_runs_in_bfloat16_on_a_cpu(machine: Machine, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+def test_only_the_vae_runs_in_bfloat16_on_a_cpu(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], ModelSpec], fast: bool
+) -> None:
+    spec = tiny("wan2.2-a14b")
     monkeypatch.setattr(inductor_module, "cpu_has_bfloat16", lambda: fast)
     monkeypatch.setattr(onnxruntime_module, "cpu_has_bfloat16", lambda: fast)
     for builder in (InductorBuilder(), OnnxRuntimeBuilder("openvino")):
-        chosen = {name: builder.default_precision(name, machine, "cpu") for name in PROFILES}
+        chosen = {name: builder.default_precision(spec, name, machine, "cpu") for name in PROFILES}
         vae = "bfloat16" if fast else "float32"
         assert chosen == {"text_encoder": "float32", "transformer": "float32", "vae_first": vae, "vae_next": vae}
-    assert OnnxRuntimeBuilder("cpu").default_precision("vae_next", machine, "cpu") == "float32"
+    assert OnnxRuntimeBuilder("cpu").default_precision(spec, "vae_next", machine, "cpu") == "float32"
 
 
 @pytest.mark.slow
