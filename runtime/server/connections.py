@@ -1,9 +1,9 @@
 """The HTTP server of a page: uvicorn with deadlines for requests and limits on open connections.
 
 Uvicorn waits without end for a request that was begun, and accepts connections until the process has no file
-descriptors left. Here a request must arrive within seconds. When too many connections are open, one without a login is
-closed: the one that has waited longest for its client. Connections of users who have logged in are never closed for
-others.
+descriptors left. Here a request must arrive within seconds. When too many connections are open, one is closed: the one
+that has waited longest for its client. Connections with a login are closed only for others with a login; if none waits
+for its client, the one with the oldest request is closed.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ class ConnectionLimits:
     Attributes:
         connections: the maximum number of open connections.
         strangers: the maximum number of those whose latest request had no login.
+        users: the maximum number of those whose latest request had a login. It is smaller than `connections`, so that a
+            user can always open another one.
         head_seconds: the time in which a request's head must arrive, from its first byte or the connection's start.
         body_seconds: the time in which its body must arrive after the head.
         at_once: the number of connections that are accepted at once. With few, the request of each is read before many
@@ -50,6 +52,7 @@ class ConnectionLimits:
 
     connections: int
     strangers: int
+    users: int
     head_seconds: float = 10.0
     body_seconds: float = 20.0
     at_once: int = 2
@@ -60,14 +63,14 @@ def limits_for(open_files: int | None) -> ConnectionLimits:
     most = _MOST_CONNECTIONS
     if open_files is not None:
         most = max(_LEAST_CONNECTIONS, min(most, (open_files - _OTHER_FILES) // _FILES_PER_CONNECTION))
-    return ConnectionLimits(connections=most, strangers=most // 2, at_once=most // 16)
+    return ConnectionLimits(connections=most, strangers=most // 2, users=most * 3 // 4, at_once=most // 16)
 
 
 def set_login(scope: Scope, logged_in: bool) -> None:
     """Record whether a connection's latest request has a login."""
     connection = scope.get("state", {}).get(_STATE_KEY)
     if isinstance(connection, _Connection):
-        connection.logged_in = logged_in
+        connection.set_login(logged_in)
 
 
 class PageServer:
@@ -156,13 +159,19 @@ class _Connection(H11Protocol):
         self._others = others
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited: object = None
-        self._waiting_since = 0.0
+        self._since = 0.0
 
     @property
-    def waiting_since(self) -> float | None:
-        """When this connection began to wait for its client, on the loop's clock; `None` while it does not wait."""
-        waits = self.flow.write_paused or self.conn.their_state in {h11.IDLE, h11.SEND_BODY}
-        return self._waiting_since if waits else None
+    def waits(self) -> bool:
+        """Whether this connection waits for its client: for a request, or until it has read what was sent."""
+        return self.flow.write_paused or self.conn.their_state in {h11.IDLE, h11.SEND_BODY}
+
+    def set_login(self, logged_in: bool) -> None:
+        """Record whether the latest request has a login, and make room for it among those that have one."""
+        self.logged_in = logged_in
+        users = [one for one in self._others if one.logged_in]
+        if len(users) > self._limits.users:
+            _longest([one for one in users if one is not self])._abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Make room for a new connection."""
@@ -171,10 +180,7 @@ class _Connection(H11Protocol):
         self._await_request()
         strangers = [one for one in self._others if not one.logged_in]
         if len(strangers) > self._limits.strangers or len(self._others) > self._limits.connections:
-            # This one waits too, so there is always one to close.
-            waiting = [(one.waiting_since, number) for number, one in enumerate(strangers)]
-            _, longest = min((since, number) for since, number in waiting if since is not None)
-            strangers[longest]._abort()
+            _longest(strangers)._abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the list of open connections."""
@@ -193,12 +199,12 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         """Wait until the client has read what was sent."""
-        self._waiting_since = self.loop.time()
+        self._since = self.loop.time()
         super().pause_writing()
 
     def shutdown(self) -> None:
         """Close, but let a response end."""
-        if self.waiting_since is not None:
+        if self.waits:
             self.transport.abort()
         else:
             super().shutdown()
@@ -210,12 +216,12 @@ class _Connection(H11Protocol):
         if awaited == self._awaited:
             return
         self._awaited = awaited
+        self._since = self.loop.time()
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
         if state in {h11.IDLE, h11.SEND_BODY} and not self.transport.is_closing():
             seconds = self._limits.head_seconds if state is h11.IDLE else self._limits.body_seconds
-            self._waiting_since = self.loop.time()
             self._deadline = self.loop.call_later(seconds, self._abort)
 
     def _abort(self) -> None:
@@ -228,3 +234,8 @@ class _Connection(H11Protocol):
             self._deadline = None
         if self in self._others:
             self._others.remove(self)
+
+
+def _longest(connections: list[_Connection]) -> _Connection:
+    """Return the one that has waited longest for its client; if none waits, the one with the oldest request."""
+    return min(connections, key=lambda one: (not one.waits, one._since))

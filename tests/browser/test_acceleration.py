@@ -106,7 +106,7 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     unfold(page)
     choose(page, "backend_vae", "pytorch")
     choose(page, "build", "never")
-    page.wait_for_function("() => localStorage.getItem('tandem.form').includes('\"build\":\"never\"')")
+    page.wait_for_function("() => localStorage.getItem('tandem.form')?.includes('\"build\":\"never\"')")
     page.reload()
     ready(page)
     unfold(page)
@@ -150,7 +150,7 @@ def test_launch_flags_are_defaults_until_the_user_chooses(
         wait_for_chip(page, "transformer", "PyTorch: no NVIDIA GPU was found")
         choose(page, "backend_transformer", "pytorch")
         page.wait_for_function(
-            "() => localStorage.getItem('tandem.form').includes('\"backend_transformer\":\"pytorch\"')"
+            "() => localStorage.getItem('tandem.form')?.includes('\"backend_transformer\":\"pytorch\"')"
         )
         page.reload()
         ready(page)

@@ -1,5 +1,6 @@
 """Deadlines for requests and limits on connections, with real sockets."""
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -22,7 +23,7 @@ LONG = 600.0
 
 
 async def answer(request: Request) -> Response:
-    """Answer a request, with a stream that does not end for /stream."""
+    """Answer a request, with a stream that does not end for /stream, and with one that stays silent for /silent."""
     set_login(request.scope, "login" in request.headers)
     if request.url.path == "/stream":
 
@@ -31,6 +32,13 @@ async def answer(request: Request) -> Response:
                 yield bytes(65_536)
 
         return StreamingResponse(stream())
+    if request.url.path == "/silent":
+
+        async def silent() -> AsyncIterator[bytes]:
+            yield b"silent"
+            await asyncio.Event().wait()
+
+        return StreamingResponse(silent())
     return PlainTextResponse(f"{len(await request.body())} bytes")
 
 
@@ -86,12 +94,12 @@ def is_open(connection: socket.socket) -> bool:
     ids=["nothing", "a word", "half a head", "half a body"],
 )
 def test_a_request_that_does_not_arrive_is_closed(sent: bytes) -> None:
-    with serving(ConnectionLimits(9, 9, SECONDS, SECONDS)) as port, connect(port, sent) as connection:
+    with serving(ConnectionLimits(9, 9, 9, SECONDS, SECONDS)) as port, connect(port, sent) as connection:
         assert received(connection) == b""
 
 
 def test_a_trickle_of_bytes_does_not_extend_the_deadline() -> None:
-    with serving(ConnectionLimits(9, 9, SECONDS, LONG)) as port, connect(port, HEAD) as connection:
+    with serving(ConnectionLimits(9, 9, 9, SECONDS, LONG)) as port, connect(port, HEAD) as connection:
         began = time.monotonic()
         connection.settimeout(0.01)
         with contextlib.suppress(ConnectionError):
@@ -104,14 +112,14 @@ def test_a_trickle_of_bytes_does_not_extend_the_deadline() -> None:
 
 
 def test_the_second_request_of_a_connection_has_a_deadline() -> None:
-    with serving(ConnectionLimits(9, 9, SECONDS, SECONDS)) as port, connect(port, HEAD + b"\r\n") as connection:
+    with serving(ConnectionLimits(9, 9, 9, SECONDS, SECONDS)) as port, connect(port, HEAD + b"\r\n") as connection:
         assert b"200 OK" in reply(connection)
         connection.sendall(HEAD)
         assert received(connection) == b""
 
 
 def test_a_request_in_time_is_answered_and_a_stream_stays_open() -> None:
-    with serving(ConnectionLimits(9, 9, SECONDS, SECONDS)) as port, connect(port) as slow:
+    with serving(ConnectionLimits(9, 9, 9, SECONDS, SECONDS)) as port, connect(port) as slow:
         slow.sendall(b"POST / HTTP/1.1\r\nHost: a\r\n")
         slow.sendall(b"Content-Length: 4\r\n\r\nab")
         slow.sendall(b"cd")
@@ -123,7 +131,7 @@ def test_a_request_in_time_is_answered_and_a_stream_stays_open() -> None:
 
 
 def test_connections_without_a_login_make_room_for_each_other() -> None:
-    with serving(ConnectionLimits(8, 4, LONG, LONG)) as port, contextlib.ExitStack() as stack:
+    with serving(ConnectionLimits(8, 4, 6, LONG, LONG)) as port, contextlib.ExitStack() as stack:
         users = [stack.enter_context(connect(port, HEAD + LOGIN + b"\r\n")) for _ in range(4)]
         for one in users:
             assert b"200 OK" in reply(one)
@@ -137,26 +145,45 @@ def test_connections_without_a_login_make_room_for_each_other() -> None:
                 assert b"200 OK" in reply(connection)
 
 
-def test_connections_with_a_login_are_limited_in_all() -> None:
-    with serving(ConnectionLimits(4, 3, LONG, LONG)) as port, contextlib.ExitStack() as stack:
-        users = []
+def test_a_user_can_open_another_connection_however_many_are_open() -> None:
+    silent = HEAD.replace(b"/", b"/silent", 1) + LOGIN + b"\r\n"
+    with serving(ConnectionLimits(6, 3, 4, LONG, LONG)) as port, contextlib.ExitStack() as stack:
+        users: list[socket.socket] = []
+
+        def open_another() -> None:
+            users.append(stack.enter_context(connect(port, silent)))
+            seen = b""
+            while b"silent" not in seen:
+                seen += (data := received(users[-1]))
+                assert data
+
         for _ in range(4):
-            users.append(stack.enter_context(connect(port, HEAD.replace(b"/", b"/stream", 1) + LOGIN + b"\r\n")))
-            assert b"200 OK" in received(users[-1])
-        assert received(stack.enter_context(connect(port, HEAD))) == b""
-        assert all(received(one) for one in users)
-        users[0].close()
+            open_another()
+        # Strangers close none of them.
+        strangers = [stack.enter_context(connect(port, HEAD)) for _ in range(10)]
+        until(lambda: [is_open(one) for one in strangers] == [False] * 8 + [True] * 2)
+        assert all(is_open(one) for one in users)
+        for _ in range(6):
+            open_another()
+        until(lambda: [is_open(one) for one in users] == [False] * 6 + [True] * 4)
 
-        def answered() -> bool:
-            with connect(port, HEAD + b"\r\n") as connection:
-                return b"200 OK" in reply(connection)
 
-        until(answered)
+def test_a_users_connection_that_waits_for_its_client_makes_room_first() -> None:
+    silent = HEAD.replace(b"/", b"/silent", 1) + LOGIN + b"\r\n"
+    with serving(ConnectionLimits(4, 2, 2, LONG, LONG)) as port, contextlib.ExitStack() as stack:
+        busy = stack.enter_context(connect(port, silent))
+        assert b"200 OK" in received(busy)
+        idle = stack.enter_context(connect(port, HEAD + LOGIN + b"\r\n"))
+        assert b"200 OK" in reply(idle)
+        with connect(port, HEAD + LOGIN + b"\r\n") as connection:
+            assert b"200 OK" in reply(connection)
+        assert received(idle) == b""
+        assert is_open(busy)
 
 
 def test_a_client_that_reads_nothing_makes_room() -> None:
     with (
-        serving(ConnectionLimits(8, 1, LONG, LONG)) as port,
+        serving(ConnectionLimits(8, 1, 6, LONG, LONG)) as port,
         connect(port, HEAD.replace(b"/", b"/stream", 1) + b"\r\n") as unread,
     ):
         assert b"200 OK" in received(unread)
