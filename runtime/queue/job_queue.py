@@ -230,9 +230,9 @@ class JobQueue:
         found = [self._job_of(record) for record in self.store.list(owner=owner, limit=_ENDED_JOBS) if record.plan]
         return found[::-1]
 
-    def open_jobs(self) -> list[Job]:
-        """Return running and queued jobs of every owner, in order."""
-        return [self._job_of(record) for record in self.store.queue() if record.kind == "video" and record.plan]
+    def open_videos(self) -> list[JobRecord]:
+        """Return running and queued videos of every owner, in order."""
+        return [record for record in self.store.queue() if record.kind == "video"]
 
     def tasks(self) -> list[Task]:
         """Return queued, running and recently ended tasks in the order of submission."""
@@ -241,7 +241,8 @@ class JobQueue:
 
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
-        return next((job for job in self.open_jobs() if job.owner == owner and not job.held), None)
+        own = (record for record in self.open_videos() if record.owner == owner and not record.held)
+        return next((self._job_of(record) for record in own if record.plan), None)
 
     def latest(self, owner: str | None = None) -> Job | None:
         """Return the job that the owner submitted last."""

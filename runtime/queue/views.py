@@ -17,7 +17,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.files import PREVIEW, checkpoint_step
-from runtime.queue.records import RESUMABLE, BuildProgress, JobRecord, State, event_from_json, task_progress
+from runtime.queue.records import RESUMABLE, BuildProgress, JobRecord, State, event_from_json, read_plan, task_progress
 from runtime.queue.store import JobStore, Seen
 
 TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -25,8 +25,43 @@ TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
 _LOG_LINES = 200
 
 
+@dataclass(frozen=True)
+class PlanSummary:
+    """What lists of jobs show of a plan.
+
+    Attributes:
+        width, height: in pixels.
+        seconds: the likely time until the video is saved, if it is known.
+    """
+
+    model: str
+    prompt: str
+    seed: int
+    width: int
+    height: int
+    frames: int
+    fps: int
+    seconds: float | None
+
+    @classmethod
+    def of(cls, plan: ExecutionPlan) -> "PlanSummary":
+        """Return the summary of a plan."""
+        return cls(
+            model=plan.model,
+            prompt=plan.prompt,
+            seed=plan.seed,
+            width=plan.width,
+            height=plan.height,
+            frames=plan.frames,
+            fps=plan.fps,
+            seconds=plan.seconds["total"].likely if plan.seconds else None,
+        )
+
+
 class Job:
     """A view of one video job. Safe between threads; `refresh` reads what is new.
+
+    Hundreds may be queued, so a view keeps its plan as text.
 
     Args:
         record: from the store.
@@ -35,7 +70,7 @@ class Job:
 
     Attributes:
         id, owner: as in the record.
-        plan: the plan that it runs by, or would run by if it started as it was submitted.
+        summary: of the plan.
         state: as in the record; a `held` job waits until it is resumed.
         cancelling: whether it runs and a cancel was requested.
         progress: how far it is.
@@ -46,7 +81,7 @@ class Job:
     def __init__(self, record: JobRecord, plan: ExecutionPlan, model_title: str, store: JobStore) -> None:
         self.id = record.id
         self.owner = record.owner
-        self.plan = plan
+        self.summary = PlanSummary.of(plan)
         self.model_title = model_title
         self.state: State = record.state
         self.held = record.held
@@ -57,7 +92,13 @@ class Job:
         self._store = store
         self._read = 0
         self._preview_written = 0
+        self._plan_json = plan.model_dump_json()
         self._lock = threading.RLock()
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The plan that it runs by, or would run by if it started as it was submitted."""
+        return read_plan(self._plan_json)
 
     @property
     def open(self) -> bool:
@@ -86,8 +127,8 @@ class Job:
         """
         with self._lock:
             record, events = self._store.read(self.id, self._read)
-            if record.plan is not None:
-                self.plan = record.plan
+            if record.plan_json is not None and record.plan_json != self._plan_json and record.plan is not None:
+                self._plan_json, self.summary = record.plan_json, PlanSummary.of(record.plan)
             for number, _, values in events:
                 self._read = number
                 self._follow(values, record)

@@ -20,6 +20,7 @@ from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.instances import is_alive
 from runtime.queue.job_queue import JobQueue
+from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
@@ -125,10 +126,10 @@ class Visitors:
             return len(self._requests)
 
 
-def visitor_jobs(worker: JobQueue) -> list[Job]:
+def visitor_jobs(worker: JobQueue) -> list[JobRecord]:
     """Return the queued and running videos of this app's visitors; other apps may have visitors too."""
     try:
-        jobs = worker.open_jobs()
+        jobs = worker.open_videos()
     except StoreError:  # submitting a video reports it
         return []
     return [job for job in jobs if (job.owner or "").startswith(f"{worker.instance}-")]

@@ -128,7 +128,7 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
     address = audience.address(job) if line.state == "done" else ""
     return View(
         picture=picture_html(
-            progress, line.state, icon, address, _poster(job, audience), (job.plan.width, job.plan.height)
+            progress, line.state, icon, address, _poster(job, audience), (job.summary.width, job.summary.height)
         ),
         status=status_html(line, job.id, panels=audience.panels),
         facts=_facts(job, progress, address, audience),
@@ -267,7 +267,7 @@ def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> 
     unknown = next((fact for fact in saved.warnings if _is_unknown_words(fact)), None)
     if unknown is not None:
         # The largest group has the things.
-        known = max(worker.words(job.plan.model).values(), key=len, default=())
+        known = max(worker.words(job.summary.model).values(), key=len, default=())
         detail = f"It knows: {', '.join(known)}. {seed}" if known else seed
         return Line("done", f"{job.model_title} cannot draw: {', '.join(unknown.data['words'])}.", detail, fraction=1.0)
     return Line("done", "Done", f"The video is ready. {seed}", fraction=1.0)

@@ -183,7 +183,7 @@ class QueuePanel(JobsPanel):
         elif job is not None:
             progress = job.progress
             begun = record.begun and progress.step
-            total = job.plan.seconds["total"].likely if job.plan.seconds else None
+            total = job.summary.seconds
             seconds = None if total is None else total * (1 - progress.fraction if begun else 1)
             stopped = f"stopped after step {progress.step} of {progress.steps}" if begun else ""
             takes = "" if seconds is None else f"{'needs' if begun else 'takes'} {about(seconds)}"
@@ -194,10 +194,10 @@ class QueuePanel(JobsPanel):
             line = (task.line if task is not None else "") or later
             percent = None if task is None or task.share is None else round(100 * task.share)
         if job is not None:
-            plan = job.plan
+            plan = job.summary
             size = formatting.size(plan.width, plan.height)
             facts = f"Seed {plan.seed} · {size} · {formatting.length(plan.frames, plan.fps)}"
-        width, height = proportions(record) if job is None else (job.plan.width, job.plan.height)
+        width, height = proportions(record) if job is None else (job.summary.width, job.summary.height)
         return Row(
             id=record.id,
             title=record.prompt or record.title,

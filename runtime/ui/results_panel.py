@@ -83,4 +83,4 @@ class ResultsPanel(JobsPanel):
 
 def _running_card(job: Job) -> Card:
     line = f"{round(100 * job.progress.fraction)}%"
-    return Card(job.id, job.plan.prompt, True, "", line, job.plan.width, job.plan.height)
+    return Card(job.id, job.summary.prompt, True, "", line, job.summary.width, job.summary.height)

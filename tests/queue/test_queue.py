@@ -137,7 +137,7 @@ def test_a_job_of_another_process_is_visible(start: Make, tmp_path: Path, monkey
         note = Fact("pipeline.text_cut", {"field": "prompt"})
         store.record(record.id, Warned(fact=note))
         until(lambda: seen.progress.warnings == (note,))
-        assert {job.id for job in queue.open_jobs()} == {busy.id, record.id}
+        assert {job.id for job in queue.open_videos()} == {busy.id, record.id}
     until(lambda: seen.state == "interrupted")
     assert queue.resume(record.id) is seen
     busy.request_cancel()
@@ -204,7 +204,7 @@ def test_an_invalid_batch_queues_nothing(start: Make) -> None:
         queue.submit_all([small(), small(width=33)])
     assert len(queue.store.list()) == 6
     queue.cancel([job.id for job in jobs])
-    until(lambda: not queue.open_jobs())
+    until(lambda: not queue.open_videos())
 
 
 def test_the_low_noise_steps_are_rerun(start: Make) -> None:

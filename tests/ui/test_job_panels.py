@@ -1,5 +1,6 @@
 """The panels Queue and History on a real job queue that runs nothing: actions, and whose jobs they may touch."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from runtime.core.plan import ExecutionPlan
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import RefusedError
 from runtime.ui import form
@@ -96,6 +98,16 @@ def finish(worker: JobQueue, job_id: str) -> None:
 
 def prompts(worker: JobQueue) -> list[str]:
     return [job.prompt for job in worker.store.queue()]
+
+
+def test_queued_jobs_keep_their_plans_as_text(worker: JobQueue, desk: Panels) -> None:
+    jobs = worker.submit_all(combined(small(seed=1), [f"boat {n}" for n in range(60)], []))
+    act(desk, "refresh")
+    gc.collect()
+    plans = sum(isinstance(one, ExecutionPlan) for one in gc.get_objects())
+    # Those of the cache, and of the session's fixtures.
+    assert plans < 30
+    assert [job.plan.prompt for job in jobs] == [f"boat {n}" for n in range(60)]
 
 
 CALL: dict[str, Any] = {"action": "refresh", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}

@@ -206,10 +206,11 @@ def test_a_finished_job_shows_loras_step_cache_and_shift(job: Job) -> None:
     assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(rows)
 
 
-def test_reasons_of_a_finished_job_name_settings_as_the_form_does(job: Job) -> None:
+def test_reasons_of_a_finished_job_name_settings_as_the_form_does(job: Job, store: JobStore) -> None:
     cause = Fact("planner.vae_bfloat16", {"gpu": "Tesla T4"})
     unavailable = Fact("planner.asked_unavailable", {"backend": "tensorrt", "cause": cause})
-    job.plan = job.plan.with_component("vae", job.plan.components["vae"].replace(reasons=(unavailable,)))
+    plan = job.plan.with_component("vae", job.plan.components["vae"].replace(reasons=(unavailable,)))
+    append_events(job, store, Planned(plan=plan))
     text = job_view.backend_reasons(saved(job))
     assert "Use “VAE precision: float32”, or float16." in text and "--" not in text
     # Earlier versions saved text.
