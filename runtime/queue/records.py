@@ -183,6 +183,7 @@ class Death(FrozenModel):
         how: it ended.
         out_of_memory: whether the system killed it because memory ran out.
         stage, part: the job's stage, and the component that ran or for which an engine was built.
+        begun: whether the job was planned, or the build had begun, so that it may be the cause.
     """
 
     event: Literal["WorkerDied"] = "WorkerDied"
@@ -190,6 +191,7 @@ class Death(FrozenModel):
     out_of_memory: bool = False
     stage: Stage | None = None
     part: str | None = None
+    begun: bool = True
 
 
 def read_death(values: Mapping[str, Any]) -> dict[str, Any]:

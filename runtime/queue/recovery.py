@@ -25,6 +25,12 @@ from runtime.video.mp4 import read_metadata, sweep
 # Exit code of a worker whose CUDA context is broken: only a new process can use the GPU again.
 EXIT_DEVICE_LOST = 75
 
+# After so many deaths a job fails, even if it had not begun: its claim may crash the worker.
+_MOST_DEATHS = 5
+# Events that end a run of a job, and those of one that waits to begin.
+_ENDED = frozenset({"WorkerDied", "PutBack", "QueuedAgain", "Edited", "Interrupted"})
+_WAITS = frozenset({"WaitsForDisk", "WaitsForGpus"})
+
 logger = logging.getLogger(__name__)
 
 
@@ -63,8 +69,8 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
 def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: bool = False) -> None:
     """Queue the job of a dead worker again, so that it resumes, or fail it.
 
-    A job or build is queued again after one death. Another task is never queued again: an engine file may have crashed
-    the worker.
+    A job or build is queued again after one death; deaths before it had begun are not counted, up to a limit. Another
+    task is never queued again: an engine file may have crashed the worker.
 
     Args:
         how: the worker ended, see `exit_reason`.
@@ -81,7 +87,9 @@ def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: boo
             store.interrupt(job.id, worker, saved)
             continue
         work = _current_work(store, job.id)
-        if job.kind != "task" and not store.deaths(job.id):
+        deaths = store.deaths(job.id)
+        counted = work["begun"] and any(death["begun"] for death in deaths)
+        if job.kind != "task" and not counted and len(deaths) + 1 < _MOST_DEATHS:
             death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
             if store.restart(job.id, worker, death):
                 logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
@@ -93,14 +101,18 @@ def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: boo
             store.finish(job.id, "failed", error.fact)
 
 
-def _current_work(store: JobStore, job_id: str) -> dict[str, str | None]:
-    """Return the stage of a running job, and the component that it runs or builds an engine for."""
+def _current_work(store: JobStore, job_id: str) -> dict[str, Any]:
+    """Return whether a running job has begun, its stage, and the component that it runs or builds an engine for."""
+    begun = False
     for _, _, values in reversed(store.events(job_id)):
         if values["event"] == "StageStarted":
-            return {"stage": values["stage"], "part": values["part"]}
+            return {"begun": True, "stage": values["stage"], "part": values["part"]}
+        if values["event"] in _ENDED:
+            break
+        begun = begun or values["event"] not in _WAITS
         if values["event"] == "Planned":
             break
-    return {"stage": None, "part": None}
+    return {"begun": begun, "stage": None, "part": None}
 
 
 def avoid_causes(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[str, Any]]) -> ExecutionPlan:
@@ -113,6 +125,8 @@ def avoid_causes(plan: ExecutionPlan, spec: ModelSpec, deaths: Sequence[Mapping[
         deaths: the events "WorkerDied" of the job.
     """
     for death in deaths:
+        if not death["begun"]:
+            continue
         how = Fact.model_validate(death["how"])
         replaced = Fact("queue.worker_replaced", {"how": how})
         part = plan.components.get(death["part"])

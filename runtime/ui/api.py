@@ -28,8 +28,9 @@ from runtime.ui.watchers import Watch, Watchers
 from runtime.upstream import gradio as private
 
 # Sessions whose calls have ended and whose results wait to be read. A program may make many calls before it reads the
-# first result; one that never reads must not fill the memory.
+# first result; one that never reads must not fill the memory. Of most, only the last result is kept.
 _MOST_UNREAD = 100
+_MOST_WHOLE = 10
 # Types of the lists and mappings in the endpoint's schema; null stands for the default.
 _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
 
@@ -181,7 +182,7 @@ async def _events(
                 values["video"] = video(job, event)
             yield _redacted(values, redact)
     finally:
-        private.forget_unread(request.request.app, _MOST_UNREAD)
+        private.forget_unread(request.request.app, _MOST_UNREAD, _MOST_WHOLE)
     if watch.reason is not None:
         raise _error(_text(watch.reason))
 

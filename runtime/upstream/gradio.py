@@ -157,20 +157,31 @@ def has_event(app: Any, event: str) -> bool:
     )
 
 
-def forget_unread(app: Any, most: int) -> None:
+def forget_unread(app: Any, most: int, whole: int) -> None:
     """Forget the unread results of calls that ended, except for those of the newest sessions.
 
     Args:
         most: number of sessions whose results are kept.
+        whole: number of these sessions with all results; of other programs' calls, the last result is kept.
 
-    Reason: `Blocks._queue` is private; gradio keeps the unread results of 2,000 sessions, and the names of all.
+    Reason: `Blocks._queue` is private; gradio keeps the unread results of 2,000 sessions, and the names of all. The
+    results of one call are a few hundred kilobytes in memory.
     """
+    from gradio.server_messages import ProcessGeneratingMessage
+
     queue = app.get_blocks()._queue
     busy = {event.session_hash for event in queue.event_ids_to_events.values()}
     unread = [name for name, found in queue.pending_messages_per_session.items() if not found.empty()]
     ended = [session for session in unread if session not in busy]
     for session in ended[: max(len(ended) - most, 0)]:
         del queue.pending_messages_per_session[session]
+    for session in ended[-most : max(len(ended) - whole, 0)]:
+        # A call without a session has its own; pages are sent changes of earlier results.
+        if queue.pending_event_ids_session.get(session) == {session}:
+            results = queue.pending_messages_per_session[session]
+            for result in [results.get_nowait() for _ in range(results.qsize())]:
+                if not isinstance(result, ProcessGeneratingMessage):
+                    results.put_nowait(result)
     for session in queue.pending_event_ids_session.keys() - queue.pending_messages_per_session.keys() - busy:
         del queue.pending_event_ids_session[session]
 

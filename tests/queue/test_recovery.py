@@ -13,7 +13,7 @@ import pytest
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import StoreError
-from runtime.core.events import Event, Planned, Stage, StageStarted, VideoSaved
+from runtime.core.events import Event, Planned, Stage, StageStarted, VideoSaved, WaitsForDisk
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
@@ -96,10 +96,10 @@ def running(store: JobStore, tmp_path: Path, instance: str = "app.0", stage: Sta
     return store.get(job.id)
 
 
-def death(stage: Stage = "denoise", part: str | None = "transformer", **changes: Any) -> dict[str, Any]:
+def death(stage: Stage | None = "denoise", part: str | None = "transformer", **changes: Any) -> dict[str, Any]:
     """Return the event of a killed worker."""
     values = {"event": "WorkerDied", "how": KILLED.model_dump(), "out_of_memory": False, "stage": stage, "part": part}
-    return values | changes
+    return values | {"begun": True} | changes
 
 
 def diorama() -> ModelSpec:
@@ -115,6 +115,7 @@ def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path:
     assert store.get(other.id).state == "running"
     assert list(store.deaths(job.id)) == [death()]
     assert store.claim("app.0") is not None
+    store.record(job.id, Planned(plan=sample_plan()))
     lost = Fact("queue.exit_device_lost")
     recovery.settle_worker(store, "app.0", lost)
     failed = store.get(job.id)
@@ -123,6 +124,42 @@ def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path:
     # Resumed by the user, it may be queued again once more.
     store.resume(job.id)
     assert store.deaths(job.id) == []
+
+
+def test_a_death_before_the_job_was_planned_does_not_count(store: JobStore) -> None:
+    job = add_job(store)
+    for _ in range(3):
+        assert store.claim("app.0") is not None
+        store.record(job.id, WaitsForDisk(wanted=1))
+        recovery.settle_worker(store, "app.0", KILLED)
+        assert store.get(job.id).state == "queued"
+    assert list(store.deaths(job.id)) == [death(None, None, begun=False)] * 3
+    plan = recovery.avoid_causes(sample_plan(), diorama(), store.deaths(job.id))
+    assert plan == sample_plan()
+    # The first death after planning is the first that counts.
+    for state in ("queued", "failed"):
+        assert store.claim("app.0") is not None
+        store.record(job.id, Planned(plan=sample_plan()))
+        recovery.settle_worker(store, "app.0", KILLED)
+        assert store.get(job.id).state == state
+
+
+def test_a_death_before_planning_does_not_blame_the_engine_of_the_earlier_run(store: JobStore, tmp_path: Path) -> None:
+    job = running(store, tmp_path)
+    recovery.settle_worker(store, "app.0", KILLED)
+    assert store.claim("app.0") is not None
+    recovery.settle_worker(store, "app.0", KILLED)
+    assert list(store.deaths(job.id)) == [death(), death(None, None, begun=False)]
+    assert store.get(job.id).state == "queued"
+
+
+def test_a_job_whose_claim_kills_the_worker_fails_after_some_deaths(store: JobStore) -> None:
+    job = add_job(store)
+    deaths = 0
+    while store.claim("app.0") is not None:
+        recovery.settle_worker(store, "app.0", KILLED)
+        deaths += 1
+    assert deaths == 5 and store.get(job.id).state == "failed"
 
 
 def test_a_pending_cancel_or_pause_is_followed_after_a_death(store: JobStore, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.core.errors import StoreError
+from runtime.core.events import Planned
 from runtime.core.facts import Fact
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
@@ -209,6 +210,7 @@ def test_a_death_without_details_still_counts(path: Path) -> None:
     spec = read_spec(EMBEDDED / "diorama", "diorama")
     plan = recovery.avoid_causes(sample_plan(), spec, [death])
     assert [one.code for one in plan.warnings][-1] == "queue.worker_replaced"
+    store.record(job.id, Planned(plan=plan))
     recovery.settle_worker(store, "a", Fact("queue.exited", {"how": "exit code 3"}))
     assert store.get(job.id).state == "failed"
 

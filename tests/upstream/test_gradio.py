@@ -12,6 +12,7 @@ import pytest
 from gradio import http_server, networking, routes, tunneling
 from gradio.blocks import Blocks
 from gradio.queueing import Queue
+from gradio.server_messages import ProcessCompletedMessage, ProcessGeneratingMessage
 
 from runtime.core.settings import ROOT
 from runtime.upstream import gradio as private
@@ -108,10 +109,28 @@ def test_old_results_that_nobody_read_are_forgotten(app: routes.App) -> None:
         queue.pending_messages_per_session[name].put_nowait("a result")
     queue.pending_event_ids_session["forgotten by gradio"] = set()
     queue.event_ids_to_events = {"event of running": SimpleNamespace(session_hash="running")}
-    private.forget_unread(app, most=3)
+    private.forget_unread(app, most=3, whole=3)
     assert list(queue.pending_messages_per_session) == ["running", *"bcd", "read"]
     assert list(queue.pending_event_ids_session) == ["running", *"bcd", "read"]
     assert not private.has_event(app, "event of a") and private.has_event(app, "event of b")
+
+
+def test_of_older_calls_only_the_last_result_is_kept(app: routes.App) -> None:
+    queue = app.get_blocks()._queue
+    running, complete = (
+        ProcessGeneratingMessage(output={}, success=True),
+        ProcessCompletedMessage(output={}, success=True),
+    )
+    for name in ("page", "old", "new"):
+        queue.pending_messages_per_session[name] = asyncio.Queue()
+        queue.pending_event_ids_session[name] = {"event" if name == "page" else name}
+        for message in (running, running, complete):
+            queue.pending_messages_per_session[name].put_nowait(message)
+    private.forget_unread(app, most=9, whole=1)
+    left = {name: found.qsize() for name, found in queue.pending_messages_per_session.items()}
+    assert left == {"page": 3, "old": 1, "new": 3}
+    assert queue.pending_messages_per_session["old"].get_nowait() is complete
+    assert private.has_event(app, "old")
 
 
 def test_the_open_calls_of_a_user_are_counted(app: routes.App) -> None:

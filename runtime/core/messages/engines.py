@@ -285,6 +285,9 @@ MESSAGES: Mapping[str, Message] = {
         "{file} was made by TensorRT {version}; {installed} is installed.", _BUILD_AGAIN_ELSEWHERE
     ),
     "engine.import_disk_full": Message("{file} has {size:bytes}; {free:bytes} are free in {folder}.", _FREE_DISK),
+    "engine.import_weights_disk_full": Message(
+        "The external weights of {file} have {size:bytes}; {free:bytes} are free in {folder}.", _FREE_DISK
+    ),
     "engine.import_not_copied": Message(
         "{file} cannot be copied: {error}.",
         "Check its permissions, and the free space in the engine folder (TENSORRT_CACHE_DIR).",

@@ -54,7 +54,7 @@ MESSAGES: Mapping[str, Message] = {
         "The worker process ended unexpectedly ({how}).", "Try again; see the log for details."
     ),
     "queue.worker_died_again": Message(
-        "The worker process ended unexpectedly twice with this job (the last time: {how}).",
+        "The worker process ended unexpectedly again with this job (the last time: {how}).",
         "Resume it with a smaller size, or run it in PyTorch; see the log for details.",
     ),
     "queue.exit_out_of_memory": Message("killed by the system because memory ran out"),

@@ -12,7 +12,7 @@ import secrets
 import struct
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -42,6 +42,7 @@ from runtime.engines.imported.matching import ADAPTERS_FILE, Match, find_matches
 from runtime.engines.key_parts import NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.offers import EXACT, served_sizes
 from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, free_disk_bytes, probe
 from runtime.models.spec import ModelSpec
@@ -272,14 +273,8 @@ def import_engine(
         copied = replace(source, path=work.engine / builders_of(source.backend)[0].file_name)
         digest = _copy(source.path, copied.path, cancel)
         contract = _read_in_child(copied, work.folder, work.scratch, device, emit_progress, cancel, entry)
-        own = {copied.path.name, ADAPTERS_FILE, *manifest.NOT_HASHED}
-        for name in contract.weight_files:
-            if name.lower() in own:
-                raise EngineError("engine.onnx_weights_name", file=name)
-            weights = source.path.with_name(name)
-            if weights.is_symlink() or not weights.is_file():
-                raise EngineError("engine.import_weights_missing", file=name)
-            _copy(weights, work.engine / name, cancel)
+        for weights in _weight_files(source, contract, {copied.path.name, ADAPTERS_FILE, *manifest.NOT_HASHED}, store):
+            _copy(weights, work.engine / weights.name, cancel)
         refused: list[tuple[float, EngineError]] = []
         for match in find_matches(contract, spec, component):
             record = _record(match, contract, spec, service, device, digest, work.engine)
@@ -312,6 +307,32 @@ def import_engine(
             inserted = store.insert(work.engine, record.id)
             return Imported(inserted, spec, contract, match, compared=outcome.result is not None)
     raise min(refused, key=lambda pair: pair[0])[1]
+
+
+def _weight_files(source: Source, contract: Contract, own: Collection[str], store: EngineStore) -> list[Path]:
+    """Return the files with a file's external weights.
+
+    Args:
+        own: names of files in an engine's folder.
+
+    Raises:
+        EngineError: if one is missing or named like a file in `own`, or too little disk space is free for all.
+    """
+    found, size = [], 0
+    for name in contract.weight_files:
+        if name.lower() in own:
+            raise EngineError("engine.onnx_weights_name", file=name)
+        weights = source.path.with_name(name)
+        if weights.is_symlink() or not weights.is_file():
+            raise EngineError("engine.import_weights_missing", file=name)
+        found.append(weights)
+        size += weights.stat().st_size
+    free = free_disk_bytes(store.folder)
+    if size > free:
+        raise EngineError(
+            "engine.import_weights_disk_full", file=source.path.name, size=size, free=free, folder=store.folder
+        )
+    return found
 
 
 def _read_in_child(

@@ -16,6 +16,7 @@ from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.engines.imported import importing
 from runtime.engines.imported.importing import Imported, import_engine, inspect_engine
 from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
@@ -301,6 +302,24 @@ def test_external_weights_are_copied(library: Library, files: dict[str, Path], t
     record = library.import_file(path).engine
     assert [file.name for file in record.files] == ["engine.onnx", "adapters.json", "weights.data"]
     assert record.usable
+
+
+def test_external_weights_that_do_not_fit_on_the_disk_are_refused_before_they_are_copied(
+    library: Library, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = outside(files["adapted"], tmp_path / "beside.onnx", "weights.data")
+    weights = tmp_path / "weights.data"
+    with weights.open("ab") as file:
+        file.truncate(path.stat().st_size + 10_000)
+    size = weights.stat().st_size
+    monkeypatch.setattr(importing, "free_disk_bytes", lambda _: size - 1)
+    with pytest.raises(EngineError) as refused:
+        library.import_file(path)
+    assert refused.value.code == "engine.import_weights_disk_full"
+    assert (refused.value.data["size"], refused.value.data["free"]) == (size, size - 1)
+    assert visible(library.service.store) == []
+    monkeypatch.setattr(importing, "free_disk_bytes", lambda _: size)
+    assert library.import_file(path).engine.usable
 
 
 @pytest.mark.parametrize("location", ["../weights.data", "/etc/passwd", "sub/weights.data", "gone.data"])
