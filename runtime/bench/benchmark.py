@@ -5,7 +5,6 @@ store, no history, and no video unless requested.
 """
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from runtime.core.environment import program
 from runtime.core.errors import TandemError
 from runtime.core.events import Cancelled, VideoSaved
 from runtime.core.files import give_usual_permissions
+from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.programs import full_float32
 from runtime.engines.service import EngineService
@@ -48,6 +48,7 @@ from runtime.pipeline.files import make_folder, slug
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 
+_SCRATCH = ".bench-"
 SCHEMA = 1
 Report = Callable[[str], None]
 # "same": its plan equals that of another configuration, which is measured instead.
@@ -221,6 +222,7 @@ class Bench:
         entries: the configurations; the first one is the reference.
         report: called with a line of text for each step.
         saved: called with the benchmark after each run, to save the results so far.
+        cancelled: whether runs are missing, also because the process was killed; false once all are done.
     """
 
     setup: Setup
@@ -228,7 +230,7 @@ class Bench:
     report: Report
     saved: Callable[["Bench"], None] = lambda _: None
     together: bool = False
-    cancelled: bool = False
+    cancelled: bool = True
     noise: Similarity | None = None
     _reference_frames: tuple[np.ndarray, ...] = ()
     _passes: component_errors.Passes | None = None
@@ -262,7 +264,8 @@ class Bench:
         with ExitStack() as stack:
             for entry in self.entries:
                 stack.enter_context(entry.residency)
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".bench-", dir=self.setup.folder)))
+            remove_scratch_folders(self.setup.folder, _SCRATCH)
+            scratch = stack.enter_context(scratch_folder(self.setup.folder, _SCRATCH))
             self._plan_all()
             live = ", ".join(entry.name for entry in self.entries if entry.live)
             self.report(f"Measuring {live or 'nothing'}: {self.setup.runs} runs of each, in turn.")
@@ -272,8 +275,9 @@ class Bench:
                 self.report("They do not fit in memory together: each is loaded and warmed up again for each run.")
             try:
                 self._take_turns(scratch, cancel)
+                self.cancelled = False
             except CancelledError:
-                self.cancelled = True
+                pass
             self.saved(self)
 
     def _plan_all(self) -> None:

@@ -14,6 +14,7 @@ from runtime.core import log, settings
 from runtime.core.cancel import Cancel
 from runtime.core.estimates import StrategyForecast
 from runtime.core.facts import Fact, Words, render
+from runtime.core.locks import remove_own_scratch_folders
 from runtime.core.processes import kill_descendants
 
 DONE, INTERNAL_ERROR, USER_ERROR, CANCELLED = 0, 1, 2, 130
@@ -42,6 +43,7 @@ def cancel_on_signals(hint: str = "") -> Iterator[Cancel]:
         terminal.end_live()
         terminal.line(f"Stopped at once.{hint}")
         kill_descendants(os.getpid())
+        remove_own_scratch_folders()
         os._exit(CANCELLED)
 
     def end_late() -> None:

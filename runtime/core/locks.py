@@ -16,6 +16,8 @@ _POLL_SECONDS = 0.1
 _SCRATCH, _SCRATCH_LOCK = "tandem-scratch-", "lock"
 # A scratch folder without a lock this old has no living owner: locking takes milliseconds.
 _UNLOCKED_SECONDS = 60.0
+# Of this process.
+_OPEN: set[Path] = set()
 
 
 @contextlib.contextmanager
@@ -75,10 +77,18 @@ def scratch_folder(parent: Path | None = None, prefix: str = _SCRATCH) -> Iterat
         OSError: if it cannot be made.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    _OPEN.add(folder)
     try:
         with held(folder / _SCRATCH_LOCK):
             yield folder
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _OPEN.discard(folder)
+
+
+def remove_own_scratch_folders() -> None:
+    """Remove the scratch folders of this process, which is about to end without leaving their `with` blocks."""
+    for folder in tuple(_OPEN):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -156,3 +156,38 @@ def test_ctrl_c_keeps_the_measurements(tiny: Tiny, cache_dir: Path, tmp_path: Pa
     assert kept["cancelled"] is True
     assert all(1 <= one["runs"] < 100 for one in kept["configurations"])
     assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.svg"]
+
+
+_STUCK = """
+import hashlib, sys
+from runtime.bench.benchmark import Bench
+from runtime.cli.main import run
+measured = []
+def compare(self, entry, measurement):
+    measured.append(entry)
+    if len(measured) == 2:
+        print("stuck", file=sys.stderr, flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no Python code runs for many minutes
+Bench._compare_frames = compare
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_second_ctrl_c_leaves_the_measurements_and_no_other_file(tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    arguments = bench(tiny("wan2.1"), folder, "--runs", "100", "--warmup", "0")
+    command = [sys.executable, "-c", _STUCK, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "stuck" in line:
+                assert len(list(folder.iterdir())) == 2
+                process.send_signal(signal.SIGINT)
+            elif "Stopping…" in line:
+                process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    kept = json.loads((folder / "bench.json").read_text())
+    assert kept["cancelled"] is True and kept["configurations"][0]["runs"] == 2
+    assert [path.name for path in folder.iterdir()] == ["bench.json"]
