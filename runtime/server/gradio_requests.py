@@ -37,7 +37,8 @@ _MAX_VALUES = 5_000
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _EVENT = re.compile(r"[0-9a-f]{32}")
 
-_NAME = r"[A-Za-z0-9_@-][A-Za-z0-9_.@-]*"
+# File systems refuse names of more than 255 bytes, and Gradio answers that with status 500.
+_NAME = r"[A-Za-z0-9_@-][A-Za-z0-9_.@-]{0,199}"
 _PUBLIC = re.compile(
     r"/|/theme\.css|/gradio_api/theme\.css|/favicon\.ico|/robots\.txt|/manifest\.json"
     r"|/gradio_api/(?:app_id|login_check|startup-events)/?"

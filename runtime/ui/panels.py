@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from runtime.core.errors import InvalidRequestError, StoreError, TandemError
+from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.server.gradio_requests import OWN, RefusedError, check_values, read_object
 from runtime.ui.formatting import paragraph, render
 
@@ -120,7 +120,7 @@ def drawn(parts: Mapping[str, Callable[[], str]]) -> dict[str, str]:
     for name, draw in parts.items():
         try:
             html[name] = draw()
-        except StoreError as error:
+        except TandemError as error:
             html[name] = render("problem.html", text=paragraph(error.fact))
         except Exception:  # an internal error
             logger.exception("The part %s could not be drawn", name)

@@ -20,10 +20,12 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from hypothesis import strategies as st
 
+from runtime.ui import form
 from tests.app_server import ROOT, Server, make_cache, serving
 from tests.fuzz import random_requests
 from tests.fuzz.examples import try_many
 from tests.fuzz.raw_http import Answer, send
+from tests.fuzz.routes import Routes
 from tests.sharing_app import link_of
 
 FLAGS = ("--share", "--share-frames", "9", "--share-steps", "2", "--share-queue", "50", "--share-queue-all", "200",
@@ -47,6 +49,7 @@ class Face:
     functions: dict[int, int] = field(default_factory=lambda: {0: 1})
     # The button that stops sharing would end the run.
     never: tuple[bytes, ...] = ()
+    routes: Routes = field(default_factory=Routes)
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Attack:
     sent: Counter[str] = field(default_factory=Counter)
     jobs: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
-    _written: int = 0
+    _written: Counter[Path] = field(default_factory=Counter)
 
     def ask(
         self,
@@ -76,8 +79,9 @@ class Attack:
         self.sent[kind] += 1
         self.statuses[answer.status] += 1
         self.slowest = max(self.slowest, answer.seconds)
-        assert answer.status < 500, (face.name, method, target, headers, body[:300], answer)
-        self._judge(face, answer.head + answer.body, (method, target, headers, body[:300]))
+        request = (face.name, method, target[:300], headers, body[:300])
+        assert answer.status < 500, (request, answer)
+        self._judge(face, answer.head + answer.body, request)
         return answer
 
     def _judge(self, face: Face, body: bytes, request: object) -> None:
@@ -88,14 +92,14 @@ class Attack:
     def check_server(self, request: object = None) -> None:
         """Fail if the server has ended or logged a traceback."""
         assert self.server.process.poll() is None, request
-        log = self.server.cache_dir / "server.txt"
-        size = log.stat().st_size
-        if size != self._written:
-            with log.open("rb") as file:
-                file.seek(self._written)
-                logged = file.read().decode(errors="replace")
-            self._written = size
-            assert "Traceback" not in logged, f"{request}\n{logged[-3000:]}"
+        for log in (self.server.cache_dir / "server.txt", self.server.cache_dir / "logs" / "tandem.log"):
+            size = log.stat().st_size
+            if size != self._written[log]:
+                with log.open("rb") as file:
+                    file.seek(self._written[log])
+                    logged = file.read().decode(errors="replace")
+                self._written[log] = size
+                assert "Traceback" not in logged, f"{request}\n{logged[-3000:]}"
 
     def watch(self, face: Face, target: bytes, ends: tuple[bytes, ...]) -> bytes:
         """Read a stream until one of `ends` arrives or the server closes it; return which one, or an empty string."""
@@ -165,6 +169,15 @@ def round_of(attack: Attack, clients: dict[str, Any], examples: int, seed: int) 
     attack.check_server()
 
 
+def every_route(attack: Attack) -> None:
+    """Send malformed requests to each route of both pages; few without a login, which is refused first."""
+    for face in attack.faces.values():
+        few = 4 if face.name == "stranger" else None
+        for path, request in face.routes.malformed(few):
+            attack.ask(face, f"route {path}", request.method, request.target, dict(request.headers), request.body)
+    attack.check_server()
+
+
 def _round_of(attack: Attack, face: Face, client: Any, examples: int, seed: int) -> None:
     body, readable = random_requests.bodies(face.wish), random_requests.calls(face.functions, face.wish)
     join = st.sampled_from([b"/gradio_api/queue/join", b"/gradio_api/queue/join", b"/gradio_api/run/predict"])
@@ -180,9 +193,16 @@ def _round_of(attack: Attack, face: Face, client: Any, examples: int, seed: int)
     file = st.tuples(before, random_requests.paths(attack.places), random_requests.HEADERS)
     try_many(file, lambda one: attack.ask(face, "files", b"GET", one[0] + one[1], one[2]), 12 * examples, seed)
     other = st.tuples(
-        random_requests.METHODS, random_requests.addresses(), random_requests.HEADERS, st.just(b"") | body
+        random_requests.METHODS,
+        random_requests.addresses(sorted(face.routes.methods)),
+        random_requests.HEADERS,
+        st.just(b"") | body,
     )
     try_many(other, lambda one: attack.ask(face, "other routes", *one), 12 * examples, seed)
+
+    if face.routes.panels:
+        calls = random_requests.panel_calls(face.routes.panels, len(form.NAMES))
+        try_many(calls, lambda one: attack.ask(face, "panels", b"POST", one[0], _JSON, one[1]), 12 * examples, seed)
 
     small = st.tuples(st.sampled_from([b"/gradio_api/cancel", b"/gradio_api/reset", b"/login"]), body)
     kind = "cancel, reset, login"
@@ -201,7 +221,7 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
     cache = make_cache(folder)
     marker, strange = secrets.token_hex(16), f"a red boat {secrets.token_hex(16)}"
     places = _canaries(cache, marker)
-    with serving(cache, *FLAGS, program=("-m", "tests.sharing_app")) as server:
+    with serving(cache, *FLAGS, program=("-m", "tests.fuzz.app")) as server:
         port, user, password = link_of(cache)
         own = int(server.url.rstrip("/").rpartition(":")[2])
         first = Client(f"http://127.0.0.1:{port}/", auth=(user, password), verbose=False)
@@ -218,6 +238,10 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
             Face("stranger", port, 11, (*outside, strange.encode())),
         ]
         clients = {"own page": Client(server.url, verbose=False, download_files=False), "visitor": second}
+        ports = [int(path.stem.partition("-")[2]) for path in cache.glob("routes-*.json")]
+        visitors = next(one for one in ports if one != own)
+        for face in faces:
+            face.routes = Routes.read(cache, own if face.port == own else visitors)
         for face, client in ((faces[0], clients["own page"]), (faces[1], second)):
             face.functions = {one["id"]: len(one["inputs"]) for one in client.config["dependencies"]}
             button = [one["id"] for one in client.config["components"] if one["props"].get("elem_id") == "stop-sharing"]

@@ -1,23 +1,15 @@
 """Strategies for random values of `/generate`, bodies for gradio's endpoints, file paths and request targets."""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from hypothesis import strategies as st
 
-_KNOWN = (
-    "config", "logout", "login", "theme.css", "pwa_icon", "manifest.json", "robots.txt", "favicon.ico", "monitoring",
-    "monitoring/summary", "docs", "redoc", "openapi.json", "video/", "gradio_api/info", "gradio_api/openapi.json",
-    "gradio_api/user", "gradio_api/token", "gradio_api/app_id", "gradio_api/login_check", "gradio_api/startup-events",
-    "gradio_api/upload", "gradio_api/upload_progress", "gradio_api/component_server", "gradio_api/queue/status",
-    "gradio_api/queue/data", "gradio_api/queue/join", "gradio_api/deep_link", "gradio_api/process_recording",
-    "gradio_api/dev/reload", "gradio_api/runs", "gradio_api/run-history/records", "gradio_api/profiling/traces",
-    "gradio_api/vibe-edit", "gradio_api/vibe-code", "gradio_api/cancel", "gradio_api/reset", "gradio_api/heartbeat/",
-    "gradio_api/proxy=http://127.0.0.1:9/", "gradio_api/file=", "gradio_api/call/generate",
-    "gradio_api/call/v2/generate", "gradio_api/run/predict", "gradio_api/api/predict",
-)  # fmt: skip
+_PARAMETER = re.compile(r"\{[^}]*\}")
 TEXT = st.text(max_size=30) | st.sampled_from(
     ["", "\0", "../../etc/passwd", "\ud800", "<script>", "auto", "NaN", "a" * 6000, "{}", "http://127.0.0.1/", "null"]
 )
@@ -143,24 +135,52 @@ def paths(places: list[Path]) -> st.SearchStrategy[bytes]:
     return (ways | named | quoted | doubled | whole | ended | place).map(_target)
 
 
-def addresses() -> st.SearchStrategy[bytes]:
-    """Return targets of gradio's routes, and of some that do not exist, with random parts."""
+def addresses(routes: Sequence[str]) -> st.SearchStrategy[bytes]:
+    """Return targets with random parts, below a page's routes and elsewhere.
+
+    Args:
+        routes: their paths, with parameters in braces.
+    """
     part = (TEXT | st.sampled_from(["a", "1", "generate", "0" * 32, "predict"])).map(
         lambda text: quote(text, safe="", errors="surrogatepass")
     )
-    known = st.sampled_from(_KNOWN)
-    opened = st.sampled_from(
-        ["assets/", "static/", "svelte/", "video/", "gradio_api/heartbeat/", "gradio_api/call/", "gradio_api/stream/",
-         "gradio_api/custom_component/", "gradio_api/run/", "gradio_api/file/", "pwa_icon/", "monitoring/", ""]
-    )  # fmt: skip
-    deep = st.tuples(opened, st.lists(part, min_size=1, max_size=4)).map(lambda parts: parts[0] + "/".join(parts[1]))
+    parts = st.lists(part, min_size=1, max_size=4).map("/".join)
+    below = st.tuples(st.sampled_from([*routes, "/{path}"]), parts).map(
+        lambda pair: _PARAMETER.sub(lambda _: pair[1], pair[0])
+    )
     query = st.sampled_from(["", "?"]) | st.lists(
         st.tuples(
             st.sampled_from(["session_hash", "page", "deep_link", "upload_id", "__sign", "all_endpoints"]), part
         ).map("=".join),
         max_size=3,
     ).map(lambda pairs: "?" + "&".join(pairs))
-    return st.tuples(known | deep, query).map(lambda parts: _target(f"/{parts[0]}{parts[1]}"))
+    return st.tuples(below, query).map("".join).map(_target)
+
+
+def panel_calls(panels: Mapping[str, Sequence[str]], form: int) -> st.SearchStrategy[tuple[bytes, bytes]]:
+    """Return target and body of calls of panels.
+
+    Args:
+        panels: words of each panel, among them its actions.
+        form: number of values of the form in Make.
+    """
+
+    def of(name: str) -> st.SearchStrategy[tuple[bytes, bytes]]:
+        word = st.sampled_from(panels[name])
+        values = st.dictionaries(word | TEXT, DATA | word, max_size=4)
+        call = st.fixed_dictionaries(
+            {
+                "action": word | word | st.just("refresh") | TEXT,
+                "target": st.sampled_from(["", "tiny", "0123abcd", "vae", "0123abcd 89abcdef", "../x"]) | TEXT,
+                "values": values,
+                "view": values,
+                "form": st.lists(SCALAR, min_size=form, max_size=form) | st.lists(DATA, max_size=4),
+                "drawn": values,
+            }
+        )
+        return call.map(lambda sent: (f"/tandem/panels/{name}".encode(), json.dumps(sent).encode()))
+
+    return st.sampled_from(sorted(panels)).flatmap(of)
 
 
 _NAMES = (

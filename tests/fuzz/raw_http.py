@@ -14,6 +14,16 @@ _MOST_BYTES = 2_000_000
 
 
 @dataclass(frozen=True)
+class Request:
+    """A request."""
+
+    method: bytes
+    target: bytes
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+
+@dataclass(frozen=True)
 class Answer:
     """A response; status 0 if the server closed the connection without one."""
 

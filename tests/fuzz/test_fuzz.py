@@ -1,13 +1,36 @@
-"""A short run with a fixed seed. For a long run: `python -m tests.fuzz`."""
+"""Short runs with a fixed seed. For a long run: `python -m tests.fuzz`."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-from tests.fuzz.attack import attacking, round_of
+import pytest
+
+from tests.fuzz.attack import Attack, attacking, every_route, round_of
 
 
-def test_random_requests_cause_no_errors_or_leaks(tmp_path: Path) -> None:
-    with attacking(tmp_path) as (attack, clients):
-        round_of(attack, clients, 4, seed=5)
-    assert set(attack.statuses) - {0} <= {200, 206, 400, 401, 403, 404, 405, 413, 416, 422, 429}
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Attack, dict[str, Any]]]:
+    with attacking(tmp_path_factory.mktemp("fuzz")) as attack:
+        yield attack
+
+
+def test_random_requests_cause_no_errors_or_leaks(attacked: tuple[Attack, dict[str, Any]]) -> None:
+    attack, clients = attacked
+    round_of(attack, clients, 4, seed=5)
+    assert set(attack.statuses) - {0} <= {200, 206, 400, 401, 403, 404, 405, 413, 415, 416, 422, 429}
     # The test proves nothing if all requests are rejected.
     assert attack.statuses[200] > 8
+
+
+def test_malformed_requests_to_every_route_are_refused(attacked: tuple[Attack, dict[str, Any]]) -> None:
+    attack, clients = attacked
+    own, visitor = attack.faces["own page"].routes.methods, attack.faces["visitor"].routes.methods
+    # The routes were found: Gradio's on both pages, and Tandem's.
+    assert {"/", "/config", "/login", "/gradio_api/queue/join", "/gradio_api/upload"} <= own.keys() & visitor.keys()
+    assert "/tandem/panels/{name}" in own and "/tandem/panels/{name}" not in visitor
+    assert any(path.startswith("/video/") for path in visitor)
+    every_route(attack)
+    for face in attack.faces.values():
+        assert all(attack.sent[f"route {path}"] for path in face.routes.methods)
+    for client in clients.values():
+        assert client.predict("a red boat", seed=1, steps=1, frames=5, api_name="/generate")["video"]
