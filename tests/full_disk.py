@@ -1,4 +1,4 @@
-"""A small file system on a folder, and a full one."""
+"""A small file system on a folder, a full one, and one that becomes read-only while its files are open."""
 
 import os
 import subprocess
@@ -34,3 +34,37 @@ def fill(disk: Path) -> Path:
         while True:
             file.write(bytes(4096))
     return filler
+
+
+@contextmanager
+def failing(folder: Path, image: Path) -> Iterator[bool]:
+    """Mount a file system of 64 MB on a folder in a `with` block; yield whether that is possible.
+
+    Args:
+        image: a new file for its content.
+    """
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    try:
+        done = sys.platform == "linux" and os.geteuid() == 0
+        done = done and not subprocess.run(["mkfs.ext4", "-q", image], check=False).returncode
+        done = done and not subprocess.run(["mount", "-o", "loop", image, folder], check=False).returncode
+    except FileNotFoundError:
+        done = False
+    try:
+        yield done
+    finally:
+        if done:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fail(folder: Path) -> None:
+    """Let a `failing` file system become read-only, as after an error of its disk."""
+    subprocess.run(["mount", "-o", "remount,abort", folder], check=True)
+
+
+def repair(folder: Path, image: Path) -> None:
+    """Check and mount a file system again that failed; no file may be open."""
+    subprocess.run(["umount", folder], check=True)
+    assert subprocess.run(["e2fsck", "-p", image], check=False).returncode in {0, 1}
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -228,9 +229,12 @@ def _is_full(folder: Path) -> bool:
 
 
 def _is_writable(path: Path) -> bool:
-    """Whether this user may change a file and create others beside it."""
-    with contextlib.suppress(OSError):
-        return os.access(path.parent, os.W_OK) and (not path.exists() or os.access(path, os.R_OK | os.W_OK))
+    """Whether this user can change a file and create others beside it.
+
+    A file is created: the permissions do not show that a file system became read-only after an error of its disk.
+    """
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path.parent):
+        return not path.exists() or os.access(path, os.R_OK | os.W_OK)
     return False
 
 

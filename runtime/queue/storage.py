@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime.core.errors import StoreError
 from runtime.core.files import remove_partial_files
 from runtime.core.locks import remove_scratch_folders
 from runtime.pipeline.files import CHECKPOINTS
@@ -84,13 +85,21 @@ def checkpoint_bytes(store: JobStore, job_id: str) -> int:
 
 
 def remove_finished_checkpoints(store: JobStore, owner: str | None) -> int:
-    """Remove the checkpoints of finished videos; return the freed bytes."""
-    freed = 0
+    """Remove the checkpoints of finished videos; return the freed bytes.
+
+    Raises:
+        StoreError: if one cannot be removed; the others are.
+    """
+    freed, failed = 0, None
     for job in store.list(owner=owner, states=_FINISHED):
         freed += checkpoint_bytes(store, job.id)
         for path in _checkpoints(store, job.id):
-            with contextlib.suppress(OSError):
-                path.unlink()
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                failed = StoreError("queue.checkpoint_not_removed", file=path, error=error.strerror or str(error))
+    if failed is not None:
+        raise failed
     return freed
 
 

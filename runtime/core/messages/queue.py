@@ -36,6 +36,9 @@ MESSAGES: Mapping[str, Message] = {
         "{file} cannot be written: it or its folder is read-only, or belongs to another user.",
         "Make both writable, or set TANDEM_CACHE_DIR to another folder.",
     ),
+    "queue.checkpoint_not_removed": Message(
+        "{file} cannot be removed: {error}.", "Make its folder writable, and try again."
+    ),
     "queue.locks_not_writable": Message(
         "{folder} cannot be written: {error}.", "Make the folder writable, or set TANDEM_CACHE_DIR to another folder."
     ),
