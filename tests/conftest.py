@@ -13,8 +13,7 @@ from filelock import FileLock
 from runtime.machine.probe import cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from tests import tiny_models
-from tests.full_disk import mounted
+from tests import full_disk, tiny_models
 
 os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
 
@@ -101,9 +100,5 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of two megabytes; see `full_disk.fill`."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    with mounted(folder, "size=2m") as done:
-        if not done:
-            pytest.skip("mounting a small disk needs root on Linux")
+    with full_disk.small_disk(tmp_path / "disk", "size=2m") as folder:
         yield folder

@@ -27,6 +27,20 @@ def mounted(folder: Path, options: str) -> Iterator[bool]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """Yield a new folder with a file system in memory in a `with` block; skip the test where that is not possible.
+
+    Args:
+        options: see `mounted`.
+    """
+    folder.mkdir()
+    with mounted(folder, options) as done:
+        if not done:
+            pytest.skip("mounting a small disk needs root on Linux")
+        yield folder
+
+
 def fill(disk: Path) -> Path:
     """Fill a disk; return the file that takes the space, which a test can delete."""
     filler = disk / "filler"

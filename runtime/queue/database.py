@@ -158,7 +158,7 @@ class Database:
         return None if found is None else (found.st_dev, found.st_ino)
 
     def _replaced(self) -> bool:
-        """Whether the open file was replaced by another one, or deleted."""
+        """Return whether the open file was replaced by another one, or deleted."""
         return self.path is not None and self._on_disk() != self._identity
 
 
@@ -221,7 +221,7 @@ def _is_damage(message: str) -> bool:
 
 
 def _is_full(folder: Path) -> bool:
-    """Whether the disk is full: SQLite reports a full disk for its journals as an I/O error."""
+    """Return whether the disk is full: SQLite reports a full disk for its journals as an I/O error."""
     try:
         return shutil.disk_usage(folder).free < _SMALL_FILES
     except OSError:
@@ -229,7 +229,7 @@ def _is_full(folder: Path) -> bool:
 
 
 def _is_writable(path: Path) -> bool:
-    """Whether this user can change a file and create others beside it.
+    """Return whether this user can change a file and create others beside it.
 
     A file is created: the permissions do not show that a file system became read-only after an error of its disk.
     """

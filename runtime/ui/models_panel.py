@@ -22,7 +22,7 @@ from runtime.models.catalogue import (
     unusable,
 )
 from runtime.models.hub.client import check_online
-from runtime.models.hub.download import delete_model, discard_partial, partial_bytes, partial_downloads
+from runtime.models.hub.download import bytes_in, delete_model, discard_partial, partial_bytes, partial_downloads
 from runtime.models.hub.files import MANIFEST, read_manifest
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
@@ -236,7 +236,7 @@ class ModelsPanel:
             others["delete"] = ""
             if task is not None and task.kind == "verify" and task.state == "failed" and self._is_downloaded(name):
                 others["repair"] = self._offline_reason()
-        size = sum(_bytes_of(folder))
+        size = bytes_in(folder)
         own = [("Folder", folder.name)] if in_folder and folder.name != spec.title else []
         return _Card(
             key=name,
@@ -253,7 +253,7 @@ class ModelsPanel:
 
     def _unusable(self, name: str, error: TandemError) -> _Card:
         plain = name if name.isprintable() else ascii(name)
-        size = byte_size(sum(_bytes_of(self._weights_dir / name)))
+        size = byte_size(bytes_in(self._weights_dir / name))
         return _Card(
             key=plain,
             title=plain,
@@ -387,14 +387,6 @@ def _state(task: ModelTask | None, begun: int) -> str:
 def _in_folder(weights_dir: Path, name: str) -> bool:
     """Return whether a folder of that name is in the weights folder."""
     return Path(name).name == name and (weights_dir / name).is_dir()
-
-
-def _bytes_of(folder: Path) -> list[int]:
-    sizes = []
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            sizes.append(path.lstat().st_size if path.is_file() else 0)
-    return sizes
 
 
 def _known(target: str) -> KnownModel | None:

@@ -1,13 +1,12 @@
 """A cache folder with a long history and a full queue, for measurements and for looking at the page."""
 
-import json
 import shutil
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from runtime.core.events import Failed, VideoSaved
+from runtime.core.events import Failed
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -18,6 +17,7 @@ from runtime.video.mp4 import VideoWriter
 from runtime.video.preview import encode_frames
 from tests.app_server import MODEL, make_cache
 from tests.plans import machine
+from tests.queue.samples import result_of
 
 SIZES = ((192, 112), (112, 192), (160, 160), (256, 112))
 PROMPTS = (
@@ -60,7 +60,7 @@ def fill(folder: Path, history: int = 500, queued: int = 100) -> Path:
                 fact = Fact("video.disk_full", {"file": str(job.output)})
                 store.record(job.id, Failed(fact=fact))
             else:
-                store.record(job.id, _saved(job.plan))
+                store.record(job.id, result_of(job.plan))
         store.add_all([plan_of(history, 1000), *(plan_of(history + number) for number in range(1, queued + 1))])
     return cache
 
@@ -85,15 +85,3 @@ def _draw(cache: Path, plan: ExecutionPlan, number: int, folder: Path) -> None:
         made.with_suffix(".webp").write_bytes(encode_frames(list(frames), 60))
     shutil.copy(made, plan.output)
     shutil.copy(made.with_suffix(".webp"), folder / "poster.webp")
-
-
-def _saved(plan: ExecutionPlan) -> VideoSaved:
-    return VideoSaved(
-        video=plan.output,
-        request=plan.request_json(),
-        plan=json.loads(json.dumps(plan.to_json())),
-        timings={"encode": 0.2, "denoise": 3.0, "decode": 1.0, "mux": 0.1, "total": 4.3},
-        load_seconds=1.5,
-        peak_memory_bytes=1 << 30,
-        warnings=(),
-    )

@@ -31,7 +31,11 @@ def sample_plan(seed: int = 7, steps: int = 4) -> ExecutionPlan:
 
 def sample_result() -> VideoSaved:
     """Return the result of `sample_plan`."""
-    plan = sample_plan()
+    return result_of(sample_plan(), Fact("pipeline.text_cut", {"field": "prompt"}))
+
+
+def result_of(plan: ExecutionPlan, *warnings: Fact) -> VideoSaved:
+    """Return the result of a plan."""
     return VideoSaved(
         video=plan.output,
         request=plan.request_json(),
@@ -39,7 +43,7 @@ def sample_result() -> VideoSaved:
         timings={"encode": 0.2, "denoise": 3.0, "decode": 1.0, "mux": 0.1, "total": 4.3},
         load_seconds=1.5,
         peak_memory_bytes=1 << 30,
-        warnings=(Fact("pipeline.text_cut", {"field": "prompt"}),),
+        warnings=warnings,
     )
 
 

@@ -12,7 +12,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.ui.queue_panel import QueuePanel
-from tests.full_disk import fill, mounted
+from tests.full_disk import fill, small_disk
 from tests.plans import no_engines
 from tests.queue.test_worker import small
 from tests.thread_queue import RunningQueue
@@ -24,11 +24,7 @@ Start = Callable[[Path], RunningQueue]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with space for videos, and for few files."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    with mounted(folder, "size=100m,nr_inodes=100") as done:
-        if not done:
-            pytest.skip("mounting a small disk needs root on Linux")
+    with small_disk(tmp_path / "disk", "size=100m,nr_inodes=100") as folder:
         yield folder
 
 

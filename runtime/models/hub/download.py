@@ -419,10 +419,10 @@ def _size(path: Path) -> int:
 
 def partial_bytes(weights_dir: Path, folder: str) -> int:
     """Return the bytes of an incomplete download."""
-    return _bytes_in(_partial_of(weights_dir, folder))
+    return bytes_in(_partial_of(weights_dir, folder))
 
 
-def _bytes_in(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
     """Return the bytes of a model's files. Files may disappear meanwhile, at the end of a download."""
     total = 0
     for path in folder.rglob("*"):
@@ -463,7 +463,7 @@ def delete_model(weights_dir: Path, name: str) -> int:
         if folder.is_symlink():
             folder.unlink()
             return 0
-        freed = _bytes_in(folder)
+        freed = bytes_in(folder)
         # A model that is deleted only in part would be listed as damaged.
         doomed = weights_dir / f".{name}.deleted"
         shutil.rmtree(doomed, ignore_errors=True)
