@@ -15,9 +15,9 @@ import psutil
 _MOST_OPEN_FILES = 65_536
 # Added to the score by which Linux chooses a process to kill; Chromium gives its tabs 300 as well.
 _OOM_SCORE = 300
-# Of glibc's malloc.h.
-_M_ARENA_MAX = -8
-_ARENAS = 2
+# Options of glibc's malloc.h: the number of heaps; the size from which a block is mapped by itself; the free memory at
+# the end of a heap that is returned.
+_MALLOC_OPTIONS = {-8: 2, -3: 128 << 10, -1: 128 << 10}
 
 
 def kill_descendants(pid: int) -> None:
@@ -90,15 +90,16 @@ def use_no_semaphores() -> None:
     tqdm.set_lock(threading.RLock())
 
 
-def use_few_arenas() -> None:
-    """Have all threads of this process share two heaps of glibc.
+def return_freed_memory() -> None:
+    """Have glibc return freed memory to the system, for a process that runs for days.
 
-    By default, it makes up to eight heaps for each core, and memory that a thread has freed stays in its heap. Python's
-    threads rarely allocate at the same time.
+    By default, it makes up to eight heaps for each core, and memory that a thread has freed stays in its heap; and once
+    a large block was freed, later ones of its size are not mapped by themselves any more, but leave gaps in a heap.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
+            for option, value in _MALLOC_OPTIONS.items():
+                ctypes.CDLL(None).mallopt(option, value)
 
 
 def end_with_parent() -> None:

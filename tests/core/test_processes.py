@@ -1,18 +1,21 @@
 """Settings of this process, each in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-_ARENAS = """
+_HEAPS = """
 import ctypes, sys, threading
-from runtime.core.processes import use_few_arenas
+from runtime.core.processes import return_freed_memory
 if sys.argv[1:]:
-    use_few_arenas()
+    return_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+libc.free(ctypes.c_void_p(libc.malloc(1 << 20)))
+libc.malloc(1 << 20)
 ready = threading.Barrier(12)
 def allocate():
     ready.wait()
@@ -30,9 +33,13 @@ libc.fflush(output)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(os, "confstr"), reason="glibc's malloc")
-def test_threads_share_heaps() -> None:
-    def heaps(*arguments: str) -> int:
-        command = [sys.executable, "-c", _ARENAS, *arguments]
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.count("<heap nr=")
+def test_threads_share_heaps_and_large_blocks_are_outside() -> None:
+    def found(*arguments: str) -> tuple[int, int]:
+        """Return the number of heaps, and of blocks that are mapped by themselves."""
+        command = [sys.executable, "-c", _HEAPS, *arguments]
+        text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        return text.count("<heap nr="), int(re.findall(r'<total type="mmap" count="(\d+)"', text)[-1])
 
-    assert heaps("few") == 2 < heaps()
+    (heaps, blocks), (default_heaps, default_blocks) = found("set"), found()
+    assert heaps == 2 < default_heaps
+    assert blocks > default_blocks
