@@ -5,6 +5,7 @@
   const tandem = window.tandem;
   const CUSTOM = "custom", ADVANCED = "tandem.advanced";
   const TYPING_MS = 700;   // a word that is being typed is not reported before this rest
+  const MOST_WORDS = 12, LONGEST_WORD = 30;   // in the list of unknown words
   const WORD = /[\p{L}\p{N}\p{M}]+/gu;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
@@ -163,8 +164,10 @@
   };
   const reportWords = (found) => {
     const words = [...new Set(found.map(([word]) => word))];
+    const rest = words.length - MOST_WORDS;
+    const listed = words.slice(0, MOST_WORDS).map((word) => word.length > LONGEST_WORD ? `${word.slice(0, LONGEST_WORD)}…` : word);
     write($("#suggestions .unknown"), words.length
-      ? `${$("#card .model").dataset.title} does not know: ${words.join(", ")}.` : "");
+      ? `${$("#card .model").dataset.title} does not know: ${listed.join(", ")}${rest > 0 ? ` and ${rest} more` : ""}.` : "");
   };
   document.addEventListener("input", ({ target }) => { if (target === prompt()) markWords(); });
 

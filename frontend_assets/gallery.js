@@ -203,6 +203,8 @@
     }
   };
   const comparison = () => $("#comparison");
+  const compare = (pair) => { view.pair = pair; ask("compare"); };
+  window.tandem.compare = compare;
   const closed = (event) => {
     if (event.target === box()) {
       empty($("#history-detail"));
@@ -236,7 +238,7 @@
       view.open = (neighbor(target, 1) ?? neighbor(target, -1))?.dataset.job ?? "";
       ask("delete", target);
     },
-    compare: () => { view.pair = [...selected]; ask("compare"); },
+    compare: () => compare([...selected]),
     "close-compare": () => comparison().close(),
     "star-selected": () => ask("star", ids()),
     "delete-selected": removeSelected,
@@ -279,7 +281,7 @@
     if (call.action === "more") {
       loading = false;
       if (reply.cards !== undefined) append(reply); else view.pages -= 1;
-      if (onward && box().open) step(onward);
+      if (onward && box()?.open) step(onward);
       onward = 0;
     }
     if (reply.error) view.open = opened;
@@ -292,7 +294,7 @@
         star.setAttribute("aria-pressed", String(on));
       }
     }
-    if (call.action === "open" || box().open) shown();
+    if (call.action === "open" || box()?.open) shown();
     if (reply.compare) {
       comparison().showModal();
       raise();

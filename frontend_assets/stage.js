@@ -10,6 +10,7 @@
   tandem.show = (id) => {
     tandem.rememberOnly(id);
     $("#show")?.click();
+    $("#picture").scrollIntoView({ block: "nearest" });
   };
 
   const enlarged = () => tandem.read("localStorage", ENLARGED) === "yes";
@@ -40,8 +41,39 @@
         if (current) clip.setAttribute("aria-current", "true"); else clip.removeAttribute("aria-current");
       }
     }
+    tidyCompare();
   };
   tandem.tidyStage = tidy;
+
+  // Compare: a press chooses the clip on the stage, the next one in the strip is compared with it. With two clips there
+  // is nothing to choose.
+  let first = "";
+  const others = (id) => [...document.querySelectorAll("#recent [data-done]")].map((clip) => clip.dataset.show)
+    .filter((one) => one !== id);
+  const tidyCompare = () => {
+    const button = $("#facts [data-compare-with]");
+    if (first && first !== button?.dataset.compareWith) first = "";
+    const text = first ? "Select the video to compare with." : "";
+    if ($("#pick") && $("#pick").textContent !== text) $("#pick").textContent = text;
+    if (!button) return;
+    const none = !others(button.dataset.compareWith).length;
+    if (button.hidden !== none) button.hidden = none;
+    const pressed = String(Boolean(first));
+    if (button.getAttribute("aria-pressed") !== pressed) button.setAttribute("aria-pressed", pressed);
+  };
+  const choose = (id) => {
+    const found = others(id);
+    if (found.length === 1) { tandem.compare([found[0], id]); return; }
+    first = first ? "" : id;
+    tidyCompare();
+    if (first) $("#recent [data-done]:not([aria-current])").focus({ focusVisible: true });
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !first) return;
+    first = "";
+    tidyCompare();
+    $("#facts [data-compare-with]").focus();
+  });
 
   document.addEventListener("click", (event) => {
     if (event.target.closest("#picture .enlarge")) {
@@ -55,6 +87,12 @@
       more.setAttribute("aria-expanded", String(whole));
     }
     const clip = event.target.closest("[data-show]");
-    if (clip) tandem.show(clip.dataset.show);
+    const comparing = event.target.closest("[data-compare-with]");
+    if (comparing) choose(comparing.dataset.compareWith);
+    if (clip && first && clip.dataset.show !== first && "done" in clip.dataset) {
+      tandem.compare([clip.dataset.show, first]);
+      first = "";
+      tidyCompare();
+    } else if (clip) tandem.show(clip.dataset.show);
   });
 })();

@@ -83,7 +83,7 @@ def prompt_section(
             gr.HTML(render("get_models.html"), elem_id="get-models", apply_default_css=False)
     prompt = gr.Textbox(
         label=FIELDS["prompt"].label,
-        info=FIELDS["prompt"].help,
+        info="Who or what, how it moves, where, and when.",
         placeholder="a red boat sails to the right on a calm sea at sunset",
         lines=3,
         max_lines=8,

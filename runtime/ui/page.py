@@ -87,6 +87,7 @@ def build(
                     lacks="" if lacks is None else page_text(lacks).what,
                     warning=paragraph(WARNING),
                 )
+        _panel("comparison")
         # The panels' script reads the form with this button; see `formValues` in panels.js.
         gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
             **LOCAL, inputs=list(fields.values()), js="(...values) => window.tandem.formRead(values)"
@@ -119,7 +120,7 @@ def build(
     submissions = {"generate": api.submission(worker, models), SUBMITS: handlers.submit}
     routes = panels.routes(
         {
-            "preview": PreviewPanel(preview, models),
+            "preview": PreviewPanel(preview, models, worker.store),
             "queue": QueuePanel(worker, models, settings.outputs_dir),
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),

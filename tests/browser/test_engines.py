@@ -50,10 +50,10 @@ def test_an_engine_is_deleted_by_keyboard_after_confirmation(open_page: OpenPage
     page.wait_for_function("() => document.activeElement.dataset.action === 'delete'")
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open]")
-    assert "This frees " in page.inner_text("dialog")
+    assert "This frees " in page.inner_text("dialog.ask")
     assert page.evaluate("() => document.activeElement.textContent") == "Keep"
     page.keyboard.press("Escape")
-    page.wait_for_selector("dialog", state="detached")
+    page.wait_for_selector("dialog.ask", state="detached")
     assert page.evaluate("() => document.activeElement.dataset.target") == gone
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
@@ -156,8 +156,8 @@ def test_an_engine_file_is_inspected_trusted_and_imported(open_page: OpenPage, s
     # It goes again: other tests share the library.
     page.click(f"{row} .menu > summary")
     page.click(f"{row} [data-action=delete]")
-    assert "It can be imported again from its file." in page.inner_text("dialog")
-    page.click("dialog .strong")
+    assert "It can be imported again from its file." in page.inner_text("dialog.ask")
+    page.click("dialog.ask .strong")
     page.wait_for_selector(row, state="detached")
     assert page.complaints == []
 

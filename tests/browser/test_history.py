@@ -297,6 +297,46 @@ def test_checkpoints_are_removed_after_confirmation(open_page: OpenPage) -> None
     page.wait_for_selector("#history-storage [data-action=remove-checkpoints]", state="detached")
 
 
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE, {"width": 320, "height": 640}], ids=["1280", "390", "320"])
+def test_comparison_and_storage_are_used_by_keyboard(open_page: OpenPage, viewport: dict[str, int]) -> None:
+    page = open_page(viewport)
+    prompt = f"{viewport['width']} keys on the sea"  # the tests share one history
+    ids = [make(page, prompt, seed=one) for one in (1, 2)]
+    go(page, "History")
+    search(page, prompt, 2)
+    page.focus(f"[data-job='{ids[1]}'] .poster")
+    page.keyboard.press("Shift+ArrowRight")
+    page.wait_for_selector("#selected:text-is('2 selected')")
+    page.focus("#selection [data-action=compare]")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#comparison[open] [data-compare]")
+    focused = "() => document.activeElement.matches({})"
+    for stop in ("[data-play]", "[data-step='-1']", "[data-step='1']", "[data-scrub]", "[data-wipe]"):
+        page.keyboard.press("Tab")
+        assert page.evaluate(focused.format(json.dumps(stop))), stop
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-compare][data-mode=wipe]")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Home")
+    assert page.input_value("[data-edge]") == "0"
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#comparison:not([open])", state="attached")
+    assert page.evaluate(focused.format("'[data-action=compare]'"))
+    page.keyboard.press("Escape")
+    page.fill("#history-search", "")
+    page.focus(".storage summary")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate(focused.format("'#history-storage [data-action]'"))
+    page.keyboard.press("Enter")
+    page.wait_for_selector("dialog.ask[open]")
+    assert page.evaluate("() => document.activeElement.textContent") == "Keep"
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog.ask", state="detached")
+    assert page.evaluate(focused.format("'#history-storage [data-action]'"))
+    assert page.complaints == []
+
+
 def test_low_noise_steps_run_again(open_page: OpenPage) -> None:
     page = open_page()
     job = make(page, "a boat on the calm sea", seed=5)

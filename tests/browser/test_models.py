@@ -109,7 +109,7 @@ def test_a_model_is_used_and_deleted_by_keyboard(open_page: OpenPage, server: Se
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open]")
-    assert "This frees " in page.inner_text("dialog")
+    assert "This frees " in page.inner_text("dialog.ask")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_selector(card, state="detached")

@@ -1,11 +1,12 @@
 """The page in a browser: what people do with it, from the first word to the video."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.app_server import Server
+from tests.app_server import Server, serving
 from tests.browser.conftest import (
     DESKTOP,
     PHONE,
@@ -39,7 +40,7 @@ CUT_OFF = """
 () => ['button', 'label', 'legend', 'input', 'select', 'textarea', 'p', 'small', 'h2', 'td', 'th']
   .flatMap((tag) => [...document.querySelectorAll(`#columns ${tag}`)])
   .filter((node) => node.checkVisibility() && !node.closest('.unseen') && node.getBoundingClientRect().width > 1)
-  .filter((node) => !node.closest('.recent'))  // a strip that is scrolled
+  .filter((node) => !node.closest('.recent, #suggestions .chips'))  // rows that are scrolled
   .filter((node) => {
     const box = node.getBoundingClientRect();
     return box.left < -1 || box.right > innerWidth + 1
@@ -236,6 +237,39 @@ def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_pag
     assert page.complaints == []
 
 
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["1280", "390"])
+def test_the_video_on_the_stage_is_compared_with_a_recent_one_by_keyboard(
+    open_page: OpenPage, viewport: dict[str, int]
+) -> None:
+    page = open_page(viewport)
+    made = []
+    for prompt in ("a red boat", "a blue ball", "a kite"):
+        ask(page, prompt)
+        start(page)
+        wait_for_state(page, "done")
+        made.append(page.get_attribute("#status .status", "data-job"))
+        page.wait_for_selector(f'#recent [data-show="{made[-1]}"][data-done]')
+    page.focus("#facts [data-compare-with]")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#pick:has-text('Select the video to compare with.')")
+    # Escape ends the choice; the next press begins it again, with the focus on the strip.
+    page.keyboard.press("Escape")
+    page.wait_for_function("() => !document.querySelector('#pick').textContent")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#facts [data-compare-with][aria-pressed=true]")
+    assert page.evaluate("() => document.activeElement.dataset.show") == made[1]
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f'#comparison[open] [data-compare="{made[0]} {made[2]}"]')
+    assert page.inner_text("#comparison tbody tr >> nth=0").split("\n")[0].startswith("Prompt")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("() => document.querySelector('[data-frame]').textContent.startsWith('2 /')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#comparison:not([open])", state="attached")
+    assert page.get_attribute("#facts [data-compare-with]", "aria-pressed") == "false"
+    assert state(page) == "done" and page.complaints == []
+
+
 def test_the_last_preview_stays_after_a_cancellation(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "a slow boat", long=True, steps=100)
@@ -337,6 +371,11 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
     page.wait_for_selector("#suggestions .unknown:has-text('Diorama does not know: Dragons, café, castle.')")
     assert page.locator("#field-prompt .marks mark").all_inner_texts() == ["Dragons", "café", "castle"]
     assert page.get_attribute("#suggestions .unknown", "aria-live") == "polite"
+    # A long word, or many, do not push anything off the page.
+    page.fill("#field-prompt textarea", f"{'x' * 300} {' '.join(f'word{n}' for n in range(40))}")
+    page.wait_for_selector("#suggestions .unknown:has-text('and 29 more.')")
+    unknown, column = (page.locator(one).bounding_box() for one in ("#suggestions .unknown", "#compose"))
+    assert page.evaluate(CUT_OFF) == [] and unknown["width"] <= column["width"] and unknown["height"] < 120
     page.fill("#field-prompt textarea", "a red boat")
     page.wait_for_function("() => !document.querySelector('#suggestions .unknown').textContent")
     page.click("#get-models button")
@@ -465,6 +504,49 @@ def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) ->
     assert page.evaluate(places) == before
     wait_for_state(page, "done")
     assert page.evaluate(places) == before
+
+
+def test_the_size_can_be_chosen_without_scrolling(open_page: OpenPage, tmp_path: Path) -> None:
+    # As after the installation: the shipped model alone, with all its words.
+    with serving(tmp_path, "--model", "diorama") as other:
+        page = open_page(url=other.url)
+        page.wait_for_selector("#presets .tile")
+        size, bar = page.locator("#size").bounding_box(), page.locator("#bar").bounding_box()
+        assert size["y"] + size["height"] <= bar["y"] + 1
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, {"width": 1920, "height": 1080}], ids=["1280", "1920"])
+def test_the_actions_of_a_video_are_in_view(open_page: OpenPage, viewport: dict[str, int]) -> None:
+    page = open_page(viewport)
+    ask(page, "a red boat")
+    start(page)
+    wait_for_state(page, "done")
+    page.wait_for_selector("#facts .actions")
+    page.evaluate("() => scrollTo(0, 0)")
+    box = page.locator("#facts .actions").bounding_box()
+    assert box["y"] + box["height"] <= viewport["height"]
+
+
+@pytest.mark.parametrize("viewport", [PHONE, SMALL], ids=["390", "320"])
+def test_on_a_phone_the_prompt_comes_first_and_the_picture_right_below(
+    open_page: OpenPage, viewport: dict[str, int]
+) -> None:
+    page = open_page(viewport)
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    page.reload()
+    ready(page)
+    page.wait_for_selector("#picture video")
+    prompt, picture, card = (page.locator(one).bounding_box() for one in ("#field-prompt", "#picture", "#card"))
+    assert prompt["y"] + prompt["height"] < picture["y"] < card["y"]
+    assert picture["y"] + 60 < page.locator("#bar").bounding_box()["y"]
+    # Another video of the strip, below, brings the picture into view.
+    page.locator("#recent [data-show]").first.scroll_into_view_if_needed()
+    page.locator("#recent [data-show]").first.click()
+    page.wait_for_function(
+        "() => { const box = document.querySelector('#picture').getBoundingClientRect(); return box.top >= 0 }"
+    )
 
 
 def test_the_form_folds_away_on_a_phone_while_a_job_runs(open_page: OpenPage) -> None:
