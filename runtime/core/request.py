@@ -256,8 +256,8 @@ class GenerationRequest(FrozenModel):
         str,
         Choice(
             label="Build engines",
-            help="Which engines are built. In the web app and the HTTP API, a video starts in PyTorch and its engines "
-            "are built when no video waits. `generate` builds them first, except with `idle`.",
+            help="Which engines are built. The web app and the HTTP API start the video in PyTorch and build engines "
+            "when no video waits. The command line builds them first, except when idle is chosen.",
             group="acceleration",
             flag="--build",
             unset="missing engines of the backends that were selected by name",

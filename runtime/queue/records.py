@@ -105,7 +105,7 @@ class JobRecord(FrozenModel):
     @property
     def prompt(self) -> str:
         """The prompt; empty for builds and tasks."""
-        return str(self.request.get("prompt", ""))
+        return str(self.request.get("prompt", "")) if self.kind == "video" else ""
 
     @cached_property
     def plan(self) -> ExecutionPlan | None:
@@ -222,6 +222,7 @@ class BuildProgress(FrozenModel):
 
     Attributes:
         program, backend: see `EngineKey`.
+        component: the one that it is built for; others may share it.
         expected: about how long it takes, in seconds.
         state: "kept" if it existed already.
         took: seconds.
@@ -231,6 +232,7 @@ class BuildProgress(FrozenModel):
 
     program: str
     backend: str
+    component: str = ""
     expected: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     state: Literal["waiting", "running", "done", "kept", "failed"] = "waiting"
     took: float = Field(default=0.0, ge=0, allow_inf_nan=False)

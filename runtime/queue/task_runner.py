@@ -131,7 +131,10 @@ class TaskRunner:
         def report(fact: Fact, share: float | None) -> None:
             self.recorder.report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
 
-        builds = [BuildProgress(program=one.use.program, backend=one.backend, expected=one.seconds) for one in wanted]
+        builds = [
+            BuildProgress(program=one.use.program, backend=one.backend, component=one.component, expected=one.seconds)
+            for one in wanted
+        ]
 
         def begin(number: int) -> float:
             if number < len(builds):

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES, title_of
-from runtime.core.plan import BACKEND_TITLES, PYTORCH, LatentSize, is_block_program
+from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize, is_block_program
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size
 from runtime.engines.builders import builders_of
@@ -43,16 +43,6 @@ from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_panel import summarize
 from runtime.ui.plan_preview import PlanPreview, Preview
 
-PROGRAM_TITLES: Mapping[str, str] = {
-    "text_encoder": "Text encoder",
-    "transformer": "Transformer",
-    "vae_first": "VAE decoder, first step",
-    "vae_next": "VAE decoder, further steps",
-    "vae_clip": "VAE decoder, whole clips",
-    "block_qkv": "Transformer blocks: query, key, value",
-    "block_query": "Transformer blocks: text query",
-    "block_feed_forward": "Transformer blocks: feed-forward",
-}
 # Suffixes of engine files that can be imported, as text.
 FILE_KINDS = f"{', '.join(list(BACKENDS)[:-1])} or {list(BACKENDS)[-1]}"
 _ENGINE_ID = re.compile(r"[0-9a-f]{16}")
@@ -112,18 +102,19 @@ class EnginesPanel:
         """Return the HTML of the components, tasks, storage and engines."""
         records = self._preview.library()
         preview, problem = self._previewed(call.form)
+        tasks = self._worker.tasks()
         return drawn(
             {
-                "components": lambda: _components_html(preview, problem),
+                "components": lambda: _components_html(preview, problem, {one.title for one in tasks if one.open}),
                 "choices": lambda: self._choices(call.form),
-                "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in self._worker.tasks()]),
+                "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in tasks]),
                 "storage": lambda: self._storage(records),
                 "table": lambda: table_html(self._entries(records, preview)),
             }
         )
 
     def _on_engine(self, action: str, record: EngineRecord) -> Reply:
-        title = PROGRAM_TITLES.get(record.key.program, "engine").lower()
+        title = lowered(title_of(record.key.program))
         match action:
             case "verify":
                 work: Work = VerifyEngine(engine=record.id, models=tuple(self._models))
@@ -150,10 +141,7 @@ class EnginesPanel:
             raise preview.error
         plan = preview.plan
         assert plan is not None, "neither a plan nor an error"
-        size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames"
-        components = "all components" if component == _ALL else plan.title(component)
-        how = f" with {BACKEND_TITLES[backend]}" if backend else ""
-        title = f"Build engines for {components} of {spec.title} at {size}{how}"
+        title = _build_title(plan, spec, component, backend)
         return BuildEngines(request=request.to_json(), component=None if component == _ALL else component), title
 
     def _import(self, call: Call) -> tuple[Work, str]:
@@ -323,8 +311,8 @@ def _row(entry: Entry) -> dict[str, Any]:
     size = byte_size(record.file_bytes)
     return {
         "id": record.id,
-        "title": PROGRAM_TITLES.get(key.program, key.program) if known else "Unreadable",
-        "model": "all models of its architecture" if is_block_program(key.program) else record.model,
+        "title": title_of(key.program) if known else "Unreadable",
+        "model": _model_title(entry),
         "state": state,
         "problem": problem,
         "pinned": record.pinned,
@@ -340,6 +328,13 @@ def _row(entry: Entry) -> dict[str, Any]:
         ),
         "used": formatting.clock_time(record.last_used),
     }
+
+
+def _model_title(entry: Entry) -> str:
+    """Return the model that an engine belongs to; engines of blocks belong to every model of their architecture."""
+    if is_block_program(entry.record.key.program):
+        return "all models of its architecture"
+    return entry.record.model if entry.spec is None else entry.spec.title
 
 
 def _state(entry: Entry) -> tuple[str, str]:
@@ -396,7 +391,10 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
 
 def _build_row(one: BuildProgress, task: Task) -> dict[str, str]:
     """Return the template's values for one build of a task."""
-    name = f"{PROGRAM_TITLES.get(one.program, one.program)}, {BACKEND_TITLES.get(one.backend, one.backend)}"
+    alike = {other.component for other in task.builds if (other.program, other.backend) == (one.program, one.backend)}
+    # Two transformers may share an engine; those with engines of their own are told apart.
+    program = title_of(one.component, alike) if len(alike) > 1 and one.program in alike else title_of(one.program)
+    name = f"{program}, {BACKEND_TITLES.get(one.backend, one.backend)}"
     state, gained = one.state, f", {one.speedup:.2f} times PyTorch" if one.speedup else ""
     match state:
         case "waiting" if task.open:
@@ -436,11 +434,25 @@ def _running(task: Task) -> float:
     return max(time.time() - task.build_began, 0.0) if any(one.state == "running" for one in task.builds) else 0.0
 
 
-def _components_html(preview: Preview | None, problem: str) -> str:
-    """Return the HTML of the components at the current settings; `problem` states why there is no plan."""
+def _build_title(plan: ExecutionPlan, spec: ModelSpec, component: str, backend: str = "") -> str:
+    """Return the title of a task that builds engines for one component or all, with one backend or those that fit."""
+    size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames"
+    components = "all components" if component == _ALL else f"the {lowered(plan.title(component))}"
+    how = f" with {BACKEND_TITLES[backend]}" if backend else ""
+    return f"Build engines for {components} of {spec.title} at {size}{how}"
+
+
+def _components_html(preview: Preview | None, problem: str, building: Collection[str]) -> str:
+    """Return the HTML of the components at the current settings.
+
+    Args:
+        problem: why there is no plan.
+        building: titles of the tasks that run or wait; they cannot be added again.
+    """
     if preview is None or preview.plan is None:
         return render("engines_components.html", rows=[], what="", total="", problem=problem, build=False)
     plan = preview.plan
+    all_building = _build_title(plan, preview.spec, _ALL) in building
     badges = summarize(preview, tuple(plan.components)).badges
     rows: list[dict[str, Any]] = []
     known: list[BreakEven] = []
@@ -464,6 +476,7 @@ def _components_html(preview: Preview | None, problem: str) -> str:
                 "badge": badges[name],
                 "state": state,
                 "build": bool(tried),
+                "building": all_building or _build_title(plan, preview.spec, name) in building,
                 "backends": _backends(offered) if preview.complete else [],
             }
         )
@@ -487,7 +500,15 @@ def _components_html(preview: Preview | None, problem: str) -> str:
         total = f"{total} Building what is missing takes {about(seconds)}." if seconds else total
     what = f"For {preview.spec.title} at {size}, the settings in Make."
     build = any(row["build"] for row in rows)
-    return render("engines_components.html", rows=rows, what=what, total=total, problem=problem, build=build)
+    return render(
+        "engines_components.html",
+        rows=rows,
+        what=what,
+        total=total,
+        problem=problem,
+        build=build,
+        building=all_building,
+    )
 
 
 def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:

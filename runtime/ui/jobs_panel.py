@@ -9,9 +9,10 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER, PREVIEW
 from runtime.queue import storage
 from runtime.queue.job_queue import JobQueue, combined
-from runtime.queue.records import JobRecord
+from runtime.queue.records import JobRecord, State
+from runtime.queue.store import JobStore
 from runtime.server.job_files import find_output
-from runtime.ui import formatting
+from runtime.ui import formatting, theme
 from runtime.ui.formatting import paragraph, shown
 from runtime.ui.job_view import ResumeStatus, resume_status
 from runtime.ui.panels import Call, Reply, unknown_action
@@ -20,6 +21,9 @@ from runtime.ui.panels import Call, Reply, unknown_action
 VARIATIONS = 4
 _ID_LENGTH = 8
 _TITLE_LENGTH = 60
+# Jobs in which the last clip of a model is searched.
+_SEARCHED = 100
+_DONE: tuple[State, ...] = ("done",)
 # Of a job whose size is not known.
 _USUAL_SIZE = (192, 112)
 
@@ -136,11 +140,26 @@ class JobsPanel:
 
     def _picture(self, job: JobRecord) -> str:
         """Return the address of a job's still image, which differs for each preview; empty if there is none."""
-        folder = self._store.folder(job.id)
-        for path in () if folder is None or job.owner is not None else (folder / POSTER, folder / PREVIEW):
-            with suppress(OSError):
-                return f"tandem/poster/{job.id}.webp?{path.stat().st_mtime_ns:x}"
-        return ""
+        return picture(self._store, job)
+
+
+def picture(store: JobStore, job: JobRecord) -> str:
+    """Return the address of a job's still image, which differs for each preview; empty if there is none."""
+    folder = store.folder(job.id)
+    for path in () if folder is None or job.owner is not None else (folder / POSTER, folder / PREVIEW):
+        with suppress(OSError):
+            return f"tandem/poster/{job.id}.webp?{path.stat().st_mtime_ns:x}"
+    return ""
+
+
+def example_of(store: JobStore, spec: ModelSpec) -> str:
+    """Return the address of a frame by a model: one that ships with it, else of the last clip that it made here."""
+    shipped = theme.picture_of(spec)
+    if shipped:
+        return shipped
+    done = store.list(states=_DONE, owner=None, limit=_SEARCHED)
+    made = (picture(store, job) for job in done if job.request.get("model") == spec.name)
+    return next(filter(None, made), "")
 
 
 def proportions(job: JobRecord) -> tuple[int, int]:

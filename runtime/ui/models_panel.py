@@ -31,6 +31,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTask, ModelTasks
 from runtime.ui import form, formatting
 from runtime.ui.formatting import page_text, paragraph, render
+from runtime.ui.jobs_panel import example_of
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_preview import PlanPreview
 
@@ -44,6 +45,7 @@ class _Card:
 
     Attributes:
         key: identifies the card and is the target of its actions.
+        picture: address of a frame of a clip; empty without one.
         facts: names and values.
         state: "installed", "unusable", "absent", "partial", or the state of an open or ended task.
         actions: names of the buttons; `others` are in the menu, each with the reason if it is disabled.
@@ -55,6 +57,7 @@ class _Card:
     key: str
     title: str
     state: str
+    picture: str = ""
     about: str = ""
     kind: str = ""
     verdict: str = ""
@@ -242,6 +245,7 @@ class ModelsPanel:
             key=name,
             title=spec.title,
             state="installed",
+            picture=example_of(self._worker.store, spec),
             facts=[("License", spec.license), ("On disk", byte_size(size)), *own, *_clip(spec, self._fit(spec))],
             actions=("use", *(("cancel",) if busy else ())),
             others={} if busy else others,

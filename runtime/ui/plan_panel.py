@@ -25,8 +25,10 @@ from runtime.planner.constraints import choice_conflict
 from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.placement import VAE_PSNR, usable_gpus
 from runtime.planner.presets import BEST, Preset, presets
+from runtime.queue.store import JobStore
 from runtime.ui import fields, form, formatting
 from runtime.ui.formatting import WORDS, page_text, paragraph, render, sentences
+from runtime.ui.jobs_panel import example_of
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_preview import PlanPreview, Preview
 
@@ -317,8 +319,14 @@ def preset_tile(preset: Preset, preview: Preview) -> PresetTile:
         preset.changes,
         means,
         "" if plan is None or not preview.complete else _cost(plan),
-        paragraph(error.fact) if error is not None and wrong else "",
+        _in_short(error.fact) if error is not None and wrong else "",
     )
+
+
+def _in_short(fact: Fact) -> str:
+    """Return why something does not run in few words; the bar has the whole sentence and the remedy."""
+    text = short(fact, WORDS)
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def presets_html(tiles: Sequence[PresetTile], chosen: str) -> str:
@@ -340,7 +348,7 @@ def cost_html(preview: Preview) -> str:
     plan = preview.plan
     if plan is None:
         return render(
-            "plan_cost.html", seconds="", cost="", problem=paragraph(preview.error.fact) if preview.error else ""
+            "plan_cost.html", seconds="", cost="", problem=_in_short(preview.error.fact) if preview.error else ""
         )
     cost = _cost(plan) if preview.complete else ""
     return render("plan_cost.html", seconds=f"{plan.frames / plan.fps:.1f} s", cost=cost, problem="")
@@ -438,9 +446,10 @@ def _needs(one: StrategyForecast, fastest: StrategyForecast) -> str:
 class PreviewPanel:
     """The panel; see `panels.Panel`. Its parts are the forecast, the presets, the model's cost, and Advanced."""
 
-    def __init__(self, preview: PlanPreview, models: dict[str, ModelSpec]) -> None:
+    def __init__(self, preview: PlanPreview, models: dict[str, ModelSpec], store: JobStore) -> None:
         self._preview = preview
         self._models = models
+        self._store = store
 
     def act(self, call: Call) -> Reply:
         """Plan what the form asks for; the reply says whether the model's engines are known, and what is wrong."""
@@ -472,9 +481,8 @@ class PreviewPanel:
                 "components": lambda: components_html(spec, summary, state["preview"], machine),
                 "options": lambda: options_html(values, machine),
                 "presets": lambda: self._presets(spec, state["request"], machine),
-                "cost": lambda: cost_html(
-                    self._preview.preview(GenerationRequest(prompt="none", model=spec.name), spec)
-                ),
+                "cost": lambda: self._cost(spec),
+                "picture": lambda: render("plan_picture.html", picture=example_of(self._store, spec), spec=spec),
             }
         return drawn(parts)
 

@@ -25,6 +25,7 @@ from runtime.ui.break_even import BreakEven
 from runtime.ui.engines_panel import EnginesPanel, Entry, storage_html, supported_sizes, table_html, tasks_html
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
+from runtime.ui.queue_panel import QueuePanel
 from tests.engines.engine_files import key, record
 from tests.thread_queue import RunningQueue
 from tests.ui.test_form import GOOD
@@ -132,10 +133,20 @@ def test_a_build_is_queued_once_and_cancelled(tab: Tab) -> None:
     assert tab.press("build", "vae", chosen).endswith(": queued.")
     assert tab.press("build", "vae", chosen) == "This task is already queued or running. See Tasks."
     build = tab.worker.tasks()[-1]
-    assert build.title.startswith("Build engines for VAE decoder of ")
+    assert build.title.startswith("Build engines for the VAE decoder of ")
     drawn = tab.parts()["tasks"]
     assert f'data-task="{build.id}" data-kind="build" data-state="queued"' in drawn
     assert "1 ahead in the queue." in drawn
+    # The queue names the task; it is no video with a prompt.
+    assert tab.worker.store.get(build.id).prompt == ""
+    queue = respond(QueuePanel(tab.worker, {}, Path("outputs")), Call())["parts"]["list"]
+    assert "<bdi>Build engines for the VAE decoder of " in queue and "none" not in queue
+    # Its button waits until it has ended.
+    end = time.monotonic() + 60
+    while "Looking" in (parts := tab.parts(chosen)["components"]):
+        assert time.monotonic() < end
+    button = r'aria-label="Build engines for the VAE decoder" aria-disabled="(true|false)"'
+    assert re.findall(button, parts) == ["true"]
     assert tab.press("cancel", build.id) == "Cancelled."
     assert build.state == "cancelled"
     assert tab.press("cancel", hold.id) == "Cancelled."
@@ -361,10 +372,22 @@ def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
         "2 of 4 engines done, 51 s so far, about 110 s left of about 3 min.",
     ):
         assert expected in drawn, expected
+    # Two transformers with engines of their own are told apart; a shared engine is not.
+    experts = [
+        BuildProgress(program="transformer", backend="onnxruntime", component="transformer"),
+        BuildProgress(program="transformer", backend="onnxruntime", component="transformer_2"),
+        BuildProgress(program="transformer", backend="inductor", component="transformer"),
+    ]
+    event = {"event": "TaskBuilds", "builds": [one.model_dump(mode="json") for one in experts]}
+    store.record_task_event(added.id, event)
+    task.refresh()
+    drawn = tasks_html([(task, 0)])
+    names = re.findall(r"<span>([^<]*), (?:ONNX Runtime|Inductor)</span>", drawn)
+    assert names == ["High-noise transformer", "Low-noise transformer", "Transformer"]
     # Of another version.
     store.record_task_event(added.id, {"event": "TaskBuilds", "builds": [{"x": 1}]})
     task.refresh()
-    assert len(task.builds) == 4
+    assert len(task.builds) == 3
 
 
 @pytest.mark.parametrize("drawn", [{"table": 5}, {"table": None}, {"": []}, {"table": "abc"}], ids=repr)
@@ -379,11 +402,12 @@ def test_a_row_shows_every_property(tiny: Callable[[str], ModelSpec]) -> None:
         pinned=True,
         file_bytes=14_500_000,
     )
+    spec = tiny("wan2.1")
     html = table_html(
         [
             Entry(
                 made,
-                tiny("wan2.1"),
+                spec,
                 [Fact("engine.differs_version", {"package": "PyTorch", "found": "2.0", "here": "2.1"})],
                 BreakEven(60, 2),
             )
@@ -401,10 +425,11 @@ def test_a_row_shows_every_property(tiny: Callable[[str], ModelSpec]) -> None:
         "Unpin",
         "Stale: It was built with PyTorch 2.0; 2.1 is installed.",
         'data-state="stale"',
-        "&lt;b&gt;tiny",
+        f"<bdi>{spec.title}</bdi>",
     ):
         assert expected in html, expected
-    assert "<b>tiny" not in html
+    unknown = table_html([Entry(made, None, [], None)])
+    assert "&lt;b&gt;tiny" in unknown and "<b>tiny" not in unknown
 
 
 @pytest.mark.parametrize(

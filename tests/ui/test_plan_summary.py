@@ -1,5 +1,6 @@
 """What the panel says of a plan: chips, sum, memory, time; from real plans and offers with figures of our own."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
@@ -237,12 +238,13 @@ def test_choices_that_the_machine_lacks_are_disabled_with_the_reason() -> None:
     # A strength that another page or a video has is not lost.
     assert '<option value="first-block:0.17">' in html
     assert 'value="group">By block</option>' in options_html({}, GPU)
+    assert "`" not in html
 
 
 def test_a_preset_that_does_not_fit_is_disabled_with_the_reason(spec: ModelSpec) -> None:
     fast, balanced, best = presets(spec, GPU)
     tile = preset_tile(balanced, preview(spec, here=machine(ram_free_gib=0.1)))
-    assert "free" in tile.problem
+    assert re.fullmatch(r"Needs \d\.\d GiB, \d\.\d GiB free\.", tile.problem)
     assert " disabled>" in presets_html([tile], "balanced")
     # An invalid width is no fault of a preset's.
     assert preset_tile(fast, preview(spec, width=65)).problem == ""

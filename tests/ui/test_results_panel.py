@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import typer
 
+from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import POSTER
 from runtime.queue.job_queue import JobQueue
+from runtime.ui.jobs_panel import example_of
 from runtime.ui.panels import respond
 from runtime.ui.results_panel import ResultsPanel
 from tests.ui.test_job_panels import add, finish, models, panel_call, worker
@@ -67,3 +70,20 @@ def test_folders_are_opened_on_this_machine_only(
     assert opened == []
     assert "error" not in respond(panel(True), panel_call("reveal", job))
     assert opened == [str(worker.store.get(job).output)]
+
+
+def test_the_example_of_a_model_is_the_last_clip_that_it_made(
+    worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path
+) -> None:
+    spec = models["tiny"]
+    assert example_of(worker.store, spec) == ""
+    first, second, visitors = add(worker, "a red boat"), add(worker, "a blue ball"), add(worker, "a kite", "visitor")
+    for job in (first, second, visitors):
+        finish(worker, job)
+        folder = worker.store.folder(job)
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / POSTER).write_bytes(b"x")
+    assert example_of(worker.store, spec).startswith(f"tandem/poster/{second}.webp?")
+    # The shipped model brings its own.
+    assert example_of(worker.store, find("diorama", tmp_path / "weights")).startswith("data:image/webp;base64,")

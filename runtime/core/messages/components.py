@@ -1,4 +1,4 @@
-"""Titles of a model's components, in messages, on the page and on the command line."""
+"""Titles of a model's components and of the programs of engines, in messages, on the page and on the command line."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,16 +8,25 @@ TITLES: Mapping[str, str] = {
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
 }
+# Of the programs of engines that are not a whole component.
+_PROGRAMS: Mapping[str, str] = {
+    "vae_first": "VAE decoder, first step",
+    "vae_next": "VAE decoder, further steps",
+    "vae_clip": "VAE decoder, whole clips",
+    "block_qkv": "Transformer blocks: query, key, value",
+    "block_query": "Transformer blocks: text query",
+    "block_feed_forward": "Transformer blocks: feed-forward",
+}
 # "transformer" of a model with two.
 _HIGH_NOISE = "High-noise transformer"
 
 
 def title_of(name: str, components: Collection[str] = ()) -> str:
-    """Return a component's title.
+    """Return the title of a component, or of a program of engines.
 
     Args:
         components: all of its model, if known: one of two transformers is named by the noise that it removes.
     """
     if name == "transformer" and "transformer_2" in components:
         return _HIGH_NOISE
-    return TITLES.get(name, name.replace("_", " ").capitalize())
+    return TITLES.get(name) or _PROGRAMS.get(name, name.replace("_", " ").capitalize())

@@ -18,7 +18,7 @@ _BUILD_AGAIN_ELSEWHERE = "Build it again for this machine, or build an engine he
 
 MESSAGES: Mapping[str, Message] = {
     # Titles of engines.
-    "engine.title": Message("{program} of {model} ({builder}, {precision})"),
+    "engine.title": Message("{program:lower_component} of {model} ({builder:backend}, {precision})"),
     "engine.imported_file": Message("imported file {file}"),
     # Progress.
     "engine.waiting": Message("Waiting for another build of the {engine}."),

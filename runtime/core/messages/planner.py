@@ -185,15 +185,21 @@ _REFUSALS: Mapping[str, Message] = {
     "fit.shorter": Message("Clips of up to {frames:n frame} fit."),
     "planner.runs_here": Message("{peak:memory} of {free:memory} of {where}. {strategy}"),
     "planner.clip": Message("{model} at {width}x{height}, {frames} frames"),
-    "planner.memory_short": Message("{clip} needs about {peak:gib} of {where}; {free:gib} are free.", "{remedy}"),
+    "planner.memory_short": Message(
+        "{clip} needs about {peak:gib} of {where}; {free:gib} are free.",
+        "{remedy}",
+        "needs {peak:gib}, {free:gib} free",
+    ),
     "planner.memory_and_ram_short": Message(
         "{clip} needs about {peak:gib} of {where}, or {ram:gib} of system memory (RAM) for offloaded weights; "
         "{free:gib} and {ram_free:gib} are free.",
         "{remedy}",
+        "needs {peak:gib}, {free:gib} free",
     ),
     "planner.ram_short": Message(
         "{clip} needs about {ram:gib} of system memory (RAM) for offloaded weights; {ram_free:gib} are free.",
         "{remedy}",
+        "needs {ram:gib} of RAM, {ram_free:gib} free",
     ),
     "planner.strategy_unavailable": Message("{cause}", "{cause:remedy}"),
     "planner.strategy_unavailable_other": Message("{cause}", "{remedy}"),
