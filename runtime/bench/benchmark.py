@@ -37,7 +37,7 @@ from runtime.core.events import Cancelled, VideoSaved
 from runtime.core.files import give_usual_permissions
 from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.plan import ExecutionPlan
-from runtime.engines.programs import full_float32
+from runtime.engines.reference import full_float32
 from runtime.engines.service import EngineService
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.residency import Residency

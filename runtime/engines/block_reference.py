@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from runtime.core.plan import EAGER, LatentSize
+from runtime.engines.block_programs import TOKENS, BlockPart, BlockProgram
 from runtime.engines.fp8 import Fp8Part
 from runtime.engines.key_parts import tokens_of
-from runtime.engines.programs import TOKENS, BlockPart, BlockProgram, full_float32, load_program
-from runtime.engines.reference import BlocksOnDevice, largest_list
+from runtime.engines.programs import load_program
+from runtime.engines.reference import BlocksOnDevice, full_float32, largest_list
 from runtime.engines.sessions import Session
 from runtime.engines.verify import TIMESTEPS, TRAINING_STEPS, Comparison, Verification
 from runtime.models.quantization import FP8

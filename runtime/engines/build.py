@@ -32,7 +32,7 @@ from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 
 if TYPE_CHECKING:
-    from runtime.engines.programs import Program
+    from runtime.engines.component_programs import Program
     from runtime.engines.sessions import Session
     from runtime.engines.verify import Case
 

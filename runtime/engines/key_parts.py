@@ -41,7 +41,7 @@ _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transfo
 # What the programs of block engines are made from.
 _OF_BLOCKS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 # Modules beside this one with code that is exported.
-_EXPORTED_MODULES = ("programs.py", "fp8.py")
+_EXPORTED_MODULES = ("programs.py", "component_programs.py", "block_programs.py", "signatures.py", "fp8.py")
 _DIGESTS_FILE = "weights.json"
 _REVISION_LENGTH = 16
 # CPU features that affect the choice of kernels by compilers and libraries.

@@ -19,8 +19,10 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import LatentSize
+from runtime.engines.component_programs import CACHE, Program
 from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
-from runtime.engines.programs import CACHE, METADATA_KEY, Program, load_program
+from runtime.engines.programs import load_program
+from runtime.engines.signatures import METADATA_KEY
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 

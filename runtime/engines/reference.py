@@ -18,8 +18,9 @@ from torch import nn
 
 from runtime.core.errors import ModelError, TandemError
 from runtime.core.files import remove_partial_files, replace_file
+from runtime.engines.component_programs import Program
 from runtime.engines.key_parts import program_key_parts
-from runtime.engines.programs import MakeForm, Program, full_float32, load_program
+from runtime.engines.programs import MakeForm, load_program
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_tensors
@@ -93,6 +94,21 @@ def largest_list(form: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None
     ]
     largest = max(found, key=lambda place: _weights(place[2]), default=None)
     return largest if largest is not None and 2 * _weights(largest[2]) > _weights(form) else None
+
+
+@contextlib.contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Disable TF32 in a `with` block; by default, cuDNN rounds the inputs of convolutions to 10 bits of mantissa."""
+    backends: Any = torch.backends
+    settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
 
 
 def _weights(module: nn.Module) -> int:

@@ -16,7 +16,8 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
-from runtime.engines.programs import Program, full_float32
+from runtime.engines.component_programs import Program
+from runtime.engines.reference import full_float32
 from runtime.engines.sessions import Session
 from runtime.planner.engine_index import ShapeProfile
 

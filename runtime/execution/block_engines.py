@@ -11,8 +11,9 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse
+from runtime.engines.block_programs import BlockPart
 from runtime.engines.key_parts import BLOCK_TOKENS
-from runtime.engines.programs import BlockPart, load_program
+from runtime.engines.programs import load_program
 from runtime.engines.service import OpenEngines
 from runtime.execution.engine_components import failure_of_engine
 from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor

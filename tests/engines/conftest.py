@@ -12,7 +12,8 @@ from filelock import FileLock
 from runtime.engines import manifest
 from runtime.engines.builders import BUILDERS, Builder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
-from runtime.engines.programs import Program, load_program
+from runtime.engines.component_programs import Program
+from runtime.engines.programs import load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec

@@ -10,12 +10,13 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.engines import block_reference
+from runtime.engines.block_programs import BlockProgram
 from runtime.engines.block_reference import compare_blocks
 from runtime.engines.build import siblings
 from runtime.engines.builders import BUILDERS
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
 from runtime.engines.key_parts import TOKENS_OPTION
-from runtime.engines.programs import BlockProgram, load_program
+from runtime.engines.programs import load_program
 from runtime.engines.reference import BlocksOnDevice, encoded_prompt
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import Session

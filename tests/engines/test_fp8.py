@@ -9,9 +9,11 @@ import onnx
 import onnxruntime
 import pytest
 
+from runtime.engines.block_programs import BlockProgram
+from runtime.engines.component_programs import Program
 from runtime.engines.fp8 import Fp8Part
 from runtime.engines.onnx_export import FP8_OPSET, check_structure, export_onnx
-from runtime.engines.programs import BlockProgram, Program, load_program
+from runtime.engines.programs import load_program
 from runtime.engines.sessions import onnxruntime as onnxruntime_sessions
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeBlockSession
 from runtime.models.spec import ModelSpec

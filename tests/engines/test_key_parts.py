@@ -14,6 +14,7 @@ import torch
 
 from runtime.core.errors import ModelError
 from runtime.engines import key_parts
+from runtime.engines.block_programs import BlockProgram
 from runtime.engines.builders import BUILDERS
 from runtime.engines.key_parts import (
     architecture_digest,
@@ -23,7 +24,7 @@ from runtime.engines.key_parts import (
     program_key_parts,
     versions_of,
 )
-from runtime.engines.programs import BlockProgram, load_program
+from runtime.engines.programs import load_program
 from runtime.machine.probe import probe
 from runtime.models.registry import FAMILIES, Entry, read_spec
 from runtime.models.spec import ModelSpec
@@ -166,12 +167,15 @@ def test_export_revision_depends_on_code_only(tmp_path: Path, monkeypatch: pytes
     assert export_revision("wan") not in {first, "1"}
 
 
-@pytest.mark.parametrize("module", ["programs.py", "fp8.py"])
+CODE = ("programs.py", "component_programs.py", "block_programs.py", "signatures.py", "fp8.py")
+
+
+@pytest.mark.parametrize("module", CODE)
 def test_export_revision_covers_code_that_families_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     before = export_revision("wan")
-    for name in ("programs.py", "fp8.py"):
+    for name in CODE:
         shutil.copy(Path(key_parts.__file__).with_name(name), tmp_path)
     monkeypatch.setattr(key_parts, "__file__", str(tmp_path / "key_parts.py"))
     # Without the cache.

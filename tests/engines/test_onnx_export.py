@@ -7,8 +7,9 @@ import onnx
 import pytest
 
 from runtime.engines import onnx_export
+from runtime.engines.component_programs import Program
 from runtime.engines.onnx_export import OPSET, TENSOR_NAMES, check_structure, export_onnx
-from runtime.engines.programs import Program, load_program
+from runtime.engines.programs import load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
 from runtime.models.spec import ModelSpec

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from runtime.engines.programs import TEXT_PADDING, IOSignature, Program, cut_text, load_program
+from runtime.engines.component_programs import TEXT_PADDING, Program, cut_text
+from runtime.engines.programs import load_program
+from runtime.engines.signatures import IOSignature
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, relative

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from runtime.core.facts import Fact
-from runtime.engines.programs import Program, load_program
+from runtime.engines.component_programs import Program
+from runtime.engines.programs import load_program
 from runtime.engines.reference import encoded_prompt
 from runtime.engines.sessions import Session
 from runtime.engines.sessions.inductor import InductorSession

@@ -38,7 +38,7 @@ from torch import nn
 from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
-from runtime.engines.programs import full_float32
+from runtime.engines.reference import full_float32
 from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency

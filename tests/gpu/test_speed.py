@@ -14,7 +14,7 @@ from torch import nn
 from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
-from runtime.engines.programs import full_float32
+from runtime.engines.reference import full_float32
 from runtime.execution.attention import attention, problem
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae as wan_vae

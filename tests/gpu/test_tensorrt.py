@@ -15,9 +15,11 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.plan import is_block_program
 from runtime.engines import manifest, tensorrt_library
+from runtime.engines.block_programs import BlockProgram
 from runtime.engines.builders import BUILDERS
 from runtime.engines.builders.tensorrt import OnnxTensorRT, TensorRTBlocks, log_layers
-from runtime.engines.programs import BlockProgram, Program, load_program
+from runtime.engines.component_programs import Program
+from runtime.engines.programs import load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSession
 from runtime.engines.verify import verify

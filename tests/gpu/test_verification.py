@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from runtime.engines.block_reference import compare_blocks
-from runtime.engines.programs import full_float32, load_program
-from runtime.engines.reference import encoded_prompt, load_reference
+from runtime.engines.programs import load_program
+from runtime.engines.reference import encoded_prompt, full_float32, load_reference
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.engines.verify import cases_of, errors

@@ -10,7 +10,7 @@ import torch
 
 from runtime.bench.component_errors import StandaloneJob
 from runtime.core.plan import ExecutionPlan
-from runtime.engines.programs import full_float32
+from runtime.engines.reference import full_float32
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec, is_transformer
 

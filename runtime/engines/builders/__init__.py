@@ -24,7 +24,7 @@ from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from runtime.engines.programs import Program
+    from runtime.engines.component_programs import Program
 
 
 @dataclass(frozen=True)

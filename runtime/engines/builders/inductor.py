@@ -35,7 +35,7 @@ from runtime.upstream.torch import PackageError, compile_package, inductor_cache
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engines.programs import Program
+    from runtime.engines.component_programs import Program
 
 _GIB = 1 << 30
 # torch and the compiler's processes.
@@ -86,7 +86,7 @@ class InductorBuilder(Builder):
         """
         import torch
 
-        from runtime.engines.programs import METADATA_KEY, WEIGHTS_KEY
+        from runtime.engines.signatures import METADATA_KEY, WEIGHTS_KEY
 
         (profile,) = key.profiles
         on_cpu = program.device.type == "cpu"

@@ -14,7 +14,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, ShapeProfile
 
 if TYPE_CHECKING:
-    from runtime.engines.programs import Program
+    from runtime.engines.component_programs import Program
 
 _GIB = 1 << 30
 _MIB = 1 << 20

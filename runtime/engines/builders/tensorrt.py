@@ -38,7 +38,8 @@ from runtime.upstream.torch import clear_module
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engines.programs import Program, Shapes
+    from runtime.engines.component_programs import Program
+    from runtime.engines.signatures import Shapes
     from runtime.engines.tensorrt_library import Messages, ReportLine
 
 # "tensorrt" is a package that depends on the one for the installed CUDA.

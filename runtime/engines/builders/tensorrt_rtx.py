@@ -36,7 +36,8 @@ from runtime.planner.engine_index import EngineKey, ShapeProfile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from runtime.engines.programs import Program, Shapes
+    from runtime.engines.component_programs import Program
+    from runtime.engines.signatures import Shapes
     from runtime.engines.tensorrt_library import Messages, ReportLine
 
 LIBRARY = "tensorrt_rtx"

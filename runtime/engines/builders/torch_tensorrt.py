@@ -32,7 +32,8 @@ from runtime.upstream.torch import flattened
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engines.programs import Program, Shapes
+    from runtime.engines.component_programs import Program
+    from runtime.engines.signatures import Shapes
 
 # The loggers of torch-tensorrt, and of TensorRT within it.
 _LOGGERS = ("torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]")

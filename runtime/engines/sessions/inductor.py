@@ -20,9 +20,11 @@ import torch
 
 from runtime.core.errors import EngineError, first_line
 from runtime.core.locks import scratch_folder
+from runtime.engines.component_programs import TEXT_PADDING, cut_text
 from runtime.engines.manifest import Content
-from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, WEIGHTS_KEY, IOSignature, cut_text, full_float32
+from runtime.engines.reference import full_float32
 from runtime.engines.sessions import Session, Weights
+from runtime.engines.signatures import METADATA_KEY, WEIGHTS_KEY, IOSignature
 from runtime.planner.engine_index import SWAPPED, EngineRecord
 from runtime.upstream.torch import package_runner
 

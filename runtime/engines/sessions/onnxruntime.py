@@ -9,9 +9,11 @@ import torch
 
 from runtime.core.errors import EngineError, first_line
 from runtime.core.plan import is_block_program
+from runtime.engines.block_programs import TOKENS
+from runtime.engines.component_programs import TEXT_PADDING, cut_text
 from runtime.engines.manifest import Content
-from runtime.engines.programs import METADATA_KEY, TEXT_PADDING, TOKENS, IOSignature, cut_text
 from runtime.engines.sessions import BlockSession, Session, Weights
+from runtime.engines.signatures import METADATA_KEY, IOSignature
 from runtime.planner.engine_index import EngineRecord
 
 _PROVIDERS = {

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runtime.engines.block_programs import TOKENS, BlockTensor
 from runtime.engines.fp8 import Weight, linear
-from runtime.engines.programs import TOKENS, BlockTensor
 from runtime.models.spec import ModelSpec
 
 # Of all norms, in every published configuration.

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from runtime.engines import tensorrt_library
-from runtime.engines.programs import BlockProgram, Program
+from runtime.engines.block_programs import BlockProgram
+from runtime.engines.component_programs import Program
 from runtime.engines.sessions import tensorrt
 from runtime.planner.engine_index import ShapeProfile
 

@@ -13,9 +13,11 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.engines import tensorrt_library
+from runtime.engines.block_programs import BlockProgram
 from runtime.engines.builders.tensorrt import log_layers
+from runtime.engines.component_programs import Program
 from runtime.engines.onnx_export import TENSOR_NAMES
-from runtime.engines.programs import BlockProgram, Program, load_program
+from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSession
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile

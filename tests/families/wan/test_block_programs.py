@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from runtime.core.errors import EngineError
 from runtime.core.plan import ComponentPlan
+from runtime.engines.block_programs import BlockProgram
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
-from runtime.engines.programs import BlockProgram, load_program
+from runtime.engines.programs import load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeBlockSession
 from runtime.families.wan.transformer import block_step, install, rotation_tables
 from runtime.machine.probe import probe

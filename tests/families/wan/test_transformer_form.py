@@ -6,7 +6,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from runtime.engines.programs import TEXT_PADDING, cut_text, load_program
+from runtime.engines.component_programs import TEXT_PADDING, cut_text
+from runtime.engines.programs import load_program
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
 from tests.engines.conftest import relative

@@ -6,7 +6,8 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from runtime.engines.programs import CACHE, load_program
+from runtime.engines.component_programs import CACHE
+from runtime.engines.programs import load_program
 from runtime.models.spec import ModelSpec
 from tests.engines.conftest import relative
 

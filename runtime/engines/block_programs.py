@@ -1,0 +1,129 @@
+"""Programs of block engines: the parts of a transformer's blocks around attention, with their weights as inputs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, cast
+
+import torch
+
+from runtime.core.plan import LatentSize
+from runtime.engines.component_programs import SMALLEST_DYNAMIC, Program
+from runtime.engines.fp8 import Fp8Part
+from runtime.engines.signatures import IOSignature, Shapes, TensorSignature
+from runtime.planner.engine_index import ShapeProfile
+
+# The named size of the axis that counts tokens.
+TOKENS = "tokens"
+
+
+class BlockTensor(NamedTuple):
+    """Sizes of an input or output of a `BlockPart`, `TOKENS` for the tokens, and its dtype if not the precision."""
+
+    sizes: tuple[int | str, ...]
+    dtype: str = ""
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """Return the shape for a number of tokens."""
+        return tuple(tokens if isinstance(size, str) else size for size in self.sizes)
+
+
+class BlockPart(Protocol):
+    """The form of a block engine's program: a part of a transformer's block that computes each token by itself.
+
+    It is called with `inputs` and then `weights`, and returns `outputs`, in these orders.
+
+    Attributes:
+        inputs, outputs: names.
+        weights: the path of the parameter within a block, by the name of the input for it.
+        tensors: by name.
+    """
+
+    inputs: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
+    weights: ClassVar[Mapping[str, str]]
+    tensors: Mapping[str, BlockTensor]
+
+
+@dataclass(frozen=True)
+class BlockProgram(Program):
+    """A program of block engines, whose weights are inputs. Its profiles do not depend on the latents' size.
+
+    Attributes:
+        dtype: the dtype of activations, by name.
+        placed: the device of its inputs.
+        tokens: the most tokens of one call.
+    """
+
+    dtype: str
+    placed: torch.device
+    tokens: int
+
+    @property
+    def part(self) -> BlockPart:
+        """The form."""
+        return cast("BlockPart", self.module)
+
+    @property
+    def device(self) -> torch.device:
+        return self.placed
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return (*self.part.inputs, *self.part.weights)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return self.part.outputs
+
+    def inputs(self, latent: LatentSize, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return random inputs for `tokens` tokens; products with the weights keep the magnitude of activations."""
+        return self.inputs_for(self.tokens, seed)
+
+    def inputs_for(self, tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return random inputs for a number of tokens. They are drawn on the CPU, so equal on every device."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+
+        def draw(name: str) -> torch.Tensor:
+            tensor = self.part.tensors[name]
+            values = torch.randn(tensor.shape(tokens), generator=generator)
+            if isinstance(self.module, Fp8Part):
+                return self.module.drawn(name, values).to(self.device, getattr(torch, tensor.dtype or self.dtype))
+            values = values / values.shape[1] ** 0.5 if name in self.part.weights and values.ndim > 1 else values
+            return values.to(self.device, getattr(torch, tensor.dtype or self.dtype))
+
+        return {name: draw(name) for name in self.input_names}
+
+    def shapes(self, profile: ShapeProfile) -> Shapes:
+        full = self.shapes_of(self.tokens)
+        return self.shapes_of(1), full, full
+
+    def shapes_of(self, tokens: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all inputs for a number of tokens."""
+        return {name: self.part.tensors[name].shape(tokens) for name in self.input_names}
+
+    def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
+        tokens = torch.export.Dim(TOKENS, min=SMALLEST_DYNAMIC, max=self.tokens)
+        shapes = [
+            {axis: tokens for axis, size in enumerate(self.part.tensors[name].sizes) if size == TOKENS}
+            for name in self.input_names
+        ]
+        example = tuple(
+            torch.empty(tensor.shape(self.tokens), dtype=getattr(torch, tensor.dtype or self.dtype), device=self.device)
+            for tensor in map(self.part.tensors.__getitem__, self.input_names)
+        )
+        # The inputs of an `Fp8Part` are one variadic argument.
+        dynamic = (tuple(shapes),) if isinstance(self.module, Fp8Part) else tuple(shapes)
+        with torch.no_grad():
+            return torch.export.export(self.module, example, dynamic_shapes=dynamic, strict=False)
+
+    def signature(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> IOSignature:
+        def describe(name: str) -> TensorSignature:
+            tensor = self.part.tensors[name]
+            sizes = tuple(size if isinstance(size, int) else (size, 1) for size in tensor.sizes)
+            return TensorSignature(name, tensor.dtype or self.dtype, sizes)
+
+        return IOSignature(
+            tuple(map(describe, self.input_names)),
+            tuple(map(describe, self.output_names)),
+            {TOKENS: (1, self.tokens)},
+        )

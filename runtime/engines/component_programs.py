@@ -1,0 +1,218 @@
+"""Programs of whole components: how each is run, drawn example inputs for, and exported. Shapes are in `programs`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.core.plan import LatentSize
+from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
+from runtime.models.spec import ModelSpec
+from runtime.planner.engine_index import ShapeProfile
+from runtime.upstream.torch import without_computing
+
+_INPUTS = {
+    "text_encoder": ("input_ids", "attention_mask"),
+    "transformer": ("latents", "timestep", "text_embeds"),
+    "vae_first": ("z",),
+    "vae_next": ("z",),
+    "vae_clip": ("z",),
+}
+_OUTPUTS = {"text_encoder": "embeds", "transformer": "velocity"}
+TEXT_PADDING = "text_padding"
+# The text is cut to a multiple of this many tokens, so that prompts of similar length share a shape.
+_TEXT_STEP = 8
+_WORDS_IN_EXAMPLE = 24
+_EXAMPLE_TIMESTEP = 700.0
+CACHE = "cache_"
+_AXES = ("frames", "height", "width")
+_LATENT_AXES = {2: "frames", 3: "height", 4: "width"}
+# The dynamic axes of each tensor, with the names of their sizes. A cache always has two frames. The VAE's first step
+# always takes and returns one frame, so the profiles of `vae_first` have one frame too.
+_DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
+    "latents": _LATENT_AXES,
+    "velocity": _LATENT_AXES,
+    "z": _LATENT_AXES,
+    "frames": {0: "frames", 1: "height", 2: "width"},
+    CACHE: {3: "height", 4: "width"},
+    "text_embeds": {1: "text"},
+}
+# torch takes a size of one as fixed.
+SMALLEST_DYNAMIC = 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a model, with its weights.
+
+    Attributes:
+        name: "text_encoder", "transformer", "vae_first", "vae_next" or "vae_clip".
+        module: the exportable form, in evaluation mode.
+        spec: the model.
+    """
+
+    name: str
+    module: torch.nn.Module
+    spec: ModelSpec
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def cache_count(self) -> int:
+        """The number of caches that a step of the VAE returns; 0 for other programs."""
+        return int(getattr(self.module, "cache_count", 0))
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs in the order of the module's arguments."""
+        return (*_INPUTS[self.name], *(_cache_names(self.cache_count) if self.name == "vae_next" else ()))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The outputs in the order in which the module returns them."""
+        return (_OUTPUTS.get(self.name, "frames"), *_cache_names(self.cache_count))
+
+    @property
+    def cuts_text(self) -> bool:
+        """Whether the form can take a text without its padding; see `cut_text`."""
+        return bool(getattr(self.module, "cuts_text", False))
+
+    @torch.inference_mode()
+    def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run the module in PyTorch, with the interface of a session."""
+        outputs = self.module(*(inputs[name] for name in self.input_names))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return dict(zip(self.output_names, outputs, strict=True))
+
+    def inputs(self, latent: LatentSize, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return random inputs of the magnitudes that a clip has. They are drawn on the CPU, so equal on every device.
+
+        Args:
+            latent: (frames, height, width) as a `ShapeProfile` of this program counts them.
+        """
+        generator = torch.Generator("cpu").manual_seed(seed)
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.device)
+
+        length, channels = self.spec.max_sequence_length, self.spec.vae.z_dim
+        words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
+        if self.name == "text_encoder":
+            vocabulary: Any = self.module.vocabulary
+            ids = torch.randint(vocabulary, (1, length), generator=generator).to(self.device)
+            return {"input_ids": ids * words, "attention_mask": words.long()}
+        if self.name == "transformer":
+            return {
+                "latents": noise(1, channels, *latent),
+                "timestep": torch.full((1,), _EXAMPLE_TIMESTEP, device=self.device),
+                "text_embeds": noise(1, length, self.spec.transformer.text_dim) * words.unsqueeze(-1),
+            }
+        inputs = {"z": noise(1, channels, *latent)}
+        if self.name == "vae_next":
+            # The caches are those of a first step on other noise.
+            before = noise(1, channels, 1, *latent[1:])
+            with torch.inference_mode():
+                _, *caches = self.module(before)
+            inputs |= dict(zip(_cache_names(len(caches)), caches, strict=True))
+        return inputs
+
+    def example(self, profile: ShapeProfile, *, cut: bool = False) -> dict[str, torch.Tensor]:
+        """Return the tensors that the program is exported with: `inputs` at the profile's optimal size.
+
+        Args:
+            cut: whether the transformer's text is cut by `cut_text`.
+        """
+        inputs = self.inputs(profile.opt)
+        # Tensors created in inference mode cannot be traced.
+        inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        return cut_text(inputs) if cut and self.cuts_text else inputs
+
+    def shapes(self, profile: ShapeProfile) -> Shapes:
+        """Return the shapes of all inputs by name at the profile's minimum, optimum and maximum. Computes nothing."""
+
+        def at(latent: LatentSize) -> Mapping[str, tuple[int, ...]]:
+            with without_computing(real_weights=True):
+                return {name: tuple(tensor.shape) for name, tensor in self.inputs(latent).items()}
+
+        return at(profile.min), at(profile.opt), at(profile.max)
+
+    def export(self, profile: ShapeProfile, *, cut: bool = False) -> torch.export.ExportedProgram:
+        """Export with `torch.export`; sizes are dynamic where the profile's minimum and maximum differ.
+
+        Args:
+            cut: whether the transformer takes text that `cut_text` has cut, of any length.
+        """
+        example = self.example(profile, cut=cut)
+        signature = self.signature(profile, example)
+        dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in signature.ranges.items()}
+        shapes: list[Any] = [
+            {
+                axis: dims[size[0]] if size[1] == 1 else size[1] * dims[size[0]]
+                for axis, size in enumerate(tensor.sizes)
+                if not isinstance(size, int)
+            }
+            for tensor in signature.inputs
+        ]
+        if self.name == "vae_next":
+            # The caches are one variadic argument.
+            shapes = [shapes[0], tuple(shapes[1:])]
+        with torch.no_grad():
+            return torch.export.export(self.module, tuple(example.values()), dynamic_shapes=tuple(shapes), strict=False)
+
+    def signature(self, profile: ShapeProfile, example: dict[str, torch.Tensor]) -> IOSignature:
+        """Return the input and output tensors of an engine for `profile`.
+
+        Args:
+            example: `example(profile)`.
+        """
+        patches = self.spec.transformer.patch_size if self.name == "transformer" else (1, 1, 1)
+        dynamic: dict[str, int] = {}
+        ranges: dict[str, tuple[int, int]] = {}
+        for axis, patch in enumerate(patches):
+            if profile.min[axis] != profile.max[axis]:
+                dynamic[_AXES[axis]] = profile.opt[axis] // patch
+                ranges[_AXES[axis]] = -(-profile.min[axis] // patch), profile.max[axis] // patch
+        if TEXT_PADDING in example:
+            dynamic["text"] = example["text_embeds"].shape[1]
+            ranges["text"] = SMALLEST_DYNAMIC, self.spec.max_sequence_length
+
+        def describe(name: str, tensor: torch.Tensor) -> TensorSignature:
+            named = _DYNAMIC_AXES.get(CACHE if name.startswith(CACHE) else name, {})
+            sizes: list[Size] = list(tensor.shape)
+            for axis, size in named.items():
+                # Sizes of pixels and caches are multiples of those of the latents.
+                if size in dynamic:
+                    sizes[axis] = size, tensor.shape[axis] // dynamic[size]
+            return TensorSignature(name, str(tensor.dtype).removeprefix("torch."), tuple(sizes))
+
+        # Fake tensors give the output shapes without computing.
+        with without_computing(real_weights=True) as mode, torch.no_grad():
+            outputs = self.module(*(mode.from_tensor(tensor) for tensor in example.values()))
+        given = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
+        return IOSignature(
+            tuple(describe(name, tensor) for name, tensor in example.items()),
+            tuple(describe(name, tensor) for name, tensor in given),
+            ranges,
+        )
+
+
+def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the transformer's inputs without most of the text's zero padding; `text_padding` (1,) is the number cut.
+
+    All padding tokens have the same key and value, so attention needs only one of them, weighted by their number. The
+    result is exact. On a CPU this saves a quarter of a small transformer's time.
+    """
+    embeds = inputs["text_embeds"]
+    length = embeds.shape[1]
+    used = embeds[0].any(dim=1).nonzero()
+    words = int(used[-1].item()) + 1 if len(used) else 1
+    cut = min(-(-words // _TEXT_STEP) * _TEXT_STEP, length)
+    padding = torch.full((1,), float(length - cut), device=embeds.device)
+    return inputs | {"text_embeds": embeds[:, :cut].contiguous(), TEXT_PADDING: padding}
+
+
+def _cache_names(count: int) -> list[str]:
+    return [f"{CACHE}{index}" for index in range(count)]
