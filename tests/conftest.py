@@ -1,6 +1,7 @@
 """Selection of tests, their requirements, and shared fixtures."""
 
 import gc
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import TypeVar
 import pytest
 from filelock import FileLock
 
+from runtime.engines import child
 from runtime.machine.probe import cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
@@ -87,6 +89,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]
         return read_spec(directory, architecture)
 
     return get
+
+
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Fork the children of `run_child` from a process that has imported their libraries, which takes seconds.
+
+    For modules whose tests start many. Others start them as the app does.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "forkserver" in multiprocessing.get_all_start_methods():
+            multiprocessing.set_forkserver_preload(["tests.engines.child_imports"])
+            patch.setattr(child, "_START_METHOD", "forkserver")
+        yield
 
 
 @pytest.fixture

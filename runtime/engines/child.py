@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +34,8 @@ Report = Callable[[Fact, float | None], None]
 Entry = Callable[[Job, Report], dict[str, Any]]
 FailureKind = Literal["user", "memory", "disk", "internal"]
 
+# A new process, because CUDA does not work in a fork of one that has used it, and a fork copies locks of threads.
+_START_METHOD = "spawn"
 _POLL_SECONDS = 0.1
 _ENDING_SECONDS = 5.0
 _TAIL_LINES = 30
@@ -107,12 +109,14 @@ def run_child(
     Raises:
         OSError: if no process can be started.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(_START_METHOD)
     receiver, sender = context.Pipe(duplex=False)
     output = scratch / "output.log"
     output.touch()
     with receiver, sender:
-        process = context.Process(target=_main, args=(entry, job, scratch, output, sender), name="tandem-child")
+        process: BaseProcess = context.Process(
+            target=_main, args=(entry, job, scratch, output, sender), name="tandem-child"
+        )
         process.start()
         assert process.pid is not None
         sender.close()  # so that the pipe ends with the child
@@ -140,7 +144,7 @@ def run_child(
 
 
 def _follow(
-    process: SpawnProcess, receiver: "Connection[Any, Any]", output: Path, report: Report, check: Callable[[], None]
+    process: BaseProcess, receiver: "Connection[Any, Any]", output: Path, report: Report, check: Callable[[], None]
 ) -> _Done | _Failed | None:
     """Report the child's progress until its last message; return None if it ended without one."""
     while True:

@@ -48,7 +48,7 @@ from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
 from tests.plans import Alone, machine, why
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 ON_ENGINES = {"backends": {"all": "onnxruntime"}}
 SIZE = {"width": 64, "height": 32, "frames": 9}

@@ -22,6 +22,8 @@ from tests.queue.samples import add_job
 from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 BUILD = ("Build", Path("/nowhere"), {"prompt": "a boat"})
 
 

@@ -36,7 +36,7 @@ from tests.engines.engine_files import visible
 from tests.lora_files import factors, peft, save
 from tests.plans import machine, why
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
 
 
