@@ -196,7 +196,7 @@ class QueuePanel(JobsPanel):
         if job is not None:
             plan = job.summary
             size = formatting.size(plan.width, plan.height)
-            facts = f"Seed {plan.seed} · {size} · {formatting.length(plan.frames, plan.fps)}"
+            facts = f"Seed {plan.seed} · {size} · {plan.frames / plan.fps:.1f} s"
         width, height = proportions(record) if job is None else (job.summary.width, job.summary.height)
         return Row(
             id=record.id,

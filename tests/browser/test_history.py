@@ -147,7 +147,7 @@ def test_clips_are_shown_starred_and_selected_by_keyboard(open_page: OpenPage) -
     page.wait_for_selector("#lightbox [data-action=unstar][aria-pressed=true]")
     page.keyboard.press("Escape")
     page.wait_for_selector("#lightbox:not([open])", state="attached")
-    assert page.evaluate(focused) == ids[1]
+    page.wait_for_function("(id) => document.activeElement.closest('li')?.dataset.job === id", arg=ids[1])
     page.select_option("#history-state", "starred")
     page.wait_for_function("() => document.querySelectorAll('#history-gallery li').length === 1")
     page.select_option("#history-state", "all")
@@ -367,6 +367,11 @@ def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:
                 box,
             ), (width, box)
         assert page.evaluate(UNNAMED_INPUTS) == []
+        # A long prompt is cut, and shown on request.
+        page.wait_for_selector("#lightbox .show-all:text-is('Show all')")
+        cut = page.locator("#lightbox .caption").bounding_box()["height"]
+        page.click("#lightbox .show-all")
+        assert page.locator("#lightbox .caption").bounding_box()["height"] > 2 * cut
         page.keyboard.press("Escape")
         page.wait_for_selector("#lightbox:not([open])", state="attached")
     assert page.complaints == []
