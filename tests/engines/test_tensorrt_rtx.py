@@ -43,12 +43,9 @@ DYNAMIC = {
     "vae_next": ShapeProfile((2, 2, 2), (2, 6, 8), (4, 10, 12)),
 }
 SIZES = {"fixed": FIXED, "dynamic": DYNAMIC}
-# Each program of the shipped model, and of each architecture, with fixed and dynamic sizes between them.
 CASES = [
-    *(("diorama", "fixed", program) for program in ("text_encoder", "vae_first", "vae_next")),
-    ("diorama", "dynamic", "transformer"),
-    ("wan2.1", "fixed", "transformer"),
-    *((model, "dynamic", program) for model in ("wan2.1", "wan2.2-ti2v-5b") for program in ("vae_first", "vae_next")),
+    *((model, size, program) for model in ("diorama", "wan2.1") for size, names in SIZES.items() for program in names),
+    *(("wan2.2-ti2v-5b", "dynamic", program) for program in ("vae_first", "vae_next")),
 ]
 
 
