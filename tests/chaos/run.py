@@ -58,6 +58,8 @@ _PROBE_PAUSE = 0.25
 _MOST_OPEN = 300
 _OPEN = ("queued", "running")
 _LEFTOVERS = re.compile(r"\.tmp$|\.part$|\.partial$|\.new$|^\.building-|\.writing")
+# The last place of a traceback, and its error.
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ +|].*\n)*?(  File .*\n(?:    .*\n)*)(\S.*)")
 _HOUR, _YEAR = 3600.0, 365 * 86_400.0
 
 
@@ -417,6 +419,9 @@ def run(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         lost = sum(prompts[prompt] != 1 for prompt in chaos.accepted)
         cache = chaos.server.cache_dir
         left = [str(path.relative_to(cache)) for path in cache.rglob("*") if _LEFTOVERS.search(path.name)]
+        logs = [cache / "server.txt", *(cache / "logs").glob("*")]
+        text = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs if log.is_file())
+        tracebacks = Counter(" ".join("".join(found).split())[-500:] for found in _TRACEBACK.findall(text))
         processes = [psutil.Process(chaos.server.process.pid), *chaos.children()]
         began = time.monotonic()
         chaos.server.process.send_signal(signal.SIGTERM)
@@ -443,6 +448,7 @@ def run(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         "before": before,
         "after": after,
         "leftovers": left,
+        "tracebacks": tracebacks,
         "exit code": code,
         "stopped_s": round(stopped, 1),
         "processes left": len(alive),
@@ -468,6 +474,9 @@ def problems(found: dict[str, Any], page_seconds: float = 1.0) -> list[str]:
     wrong = [f"{name}: {before[name]}, then {after[name]}" for name, most in limits.items() if after[name] > most]
     if page["p95_s"] > page_seconds:
         wrong.append(f"page: {page}")
+    refused = {answer: count for answer, count in found["answers"].items() if answer.startswith("generate: 5")}
+    if refused:
+        wrong.append(f"answers: {refused}; tracebacks: {found['tracebacks']}")
     for name in ("accepted, not in the store once", "leftovers", "exit code", "processes left"):
         if found[name]:
             wrong.append(f"{name}: {found[name]}")
