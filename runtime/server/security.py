@@ -110,7 +110,8 @@ class EndedStreamMiddleware:
     """Completes event streams that Gradio breaks off with an error after they began.
 
     A stream that is opened again while the first one ends, as after a reset connection, loses its session. Gradio sends
-    that as an event and then raises status 404, which Starlette cannot send any more.
+    that as an event and then raises status 404, which Starlette cannot send any more. If the client is gone, Gradio
+    raises a KeyError instead when it forgets the session, which the other stream has done.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -118,15 +119,24 @@ class EndedStreamMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
-        started = False
+        started = gone = False
 
-        async def watched(message: Message) -> None:
+        async def sent(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
             await send(message)
 
+        async def received() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone = gone or message["type"] == "http.disconnect"
+            return message
+
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, received, sent)
+        except KeyError:
+            if not (started and gone):
+                raise
         except RuntimeError as error:
             if not (started and isinstance(error.__cause__, HTTPException)):
                 raise

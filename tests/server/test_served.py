@@ -1,11 +1,13 @@
 """The web app over HTTP: the endpoint for programs, which files are served, and what is shut."""
 
+import asyncio
 import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from starlette.types import Message
 
 from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
@@ -326,3 +329,31 @@ def test_a_stream_that_breaks_off_with_an_http_error_ends_quietly() -> None:
     assert client.get("/ends").text == "data: the session does not exist\n\n"
     with pytest.raises(RuntimeError, match="another error"):
         client.get("/fails")
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_stream_whose_session_is_gone_ends_quietly_with_its_client(gone: bool) -> None:
+    async def events() -> AsyncIterator[str]:
+        try:
+            yield "data: begun\n\n"
+            await asyncio.sleep(60 if gone else 0)
+        finally:
+            raise KeyError("session")
+
+    async def request() -> None:
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            while not sent:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0 if gone else 60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        app = security.EndedStreamMiddleware(StreamingResponse(events()))
+        await app({"type": "http", "method": "GET", "path": "/", "headers": []}, receive, send)
+
+    with nullcontext() if gone else pytest.raises(KeyError):
+        asyncio.run(request())
