@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 
 
 class Relay:
@@ -29,12 +30,19 @@ class Relay:
         self._open.clear()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while listener.fileno() >= 0:
+            try:
                 near, _ = listener.accept()
+            except OSError:  # closed, or no file descriptor is free
+                time.sleep(0.1)
+                continue
+            try:
                 far = socket.create_connection(("127.0.0.1", self._target))
-                self._open += [near, far]
-                threading.Thread(target=self._relay, args=(near, far), daemon=True).start()
+            except OSError:
+                near.close()
+                continue
+            self._open += [near, far]
+            threading.Thread(target=self._relay, args=(near, far), daemon=True).start()
 
     def _relay(self, near: socket.socket, far: socket.socket) -> None:
         back = threading.Thread(target=_pass_on, args=(far, near), daemon=True)

@@ -54,8 +54,6 @@ GENERATE = "/gradio_api/call/generate"
 _DISK = "size=800m"
 _ACTIONS_AT_ONCE = 4
 _PROBE_PAUSE = 0.25
-# Videos that wait: more are not submitted.
-_MOST_OPEN = 300
 _OPEN = ("queued", "running")
 _LEFTOVERS = re.compile(r"\.tmp$|\.part$|\.partial$|\.new$|^\.building-|\.writing")
 # The last place of a traceback, and its error.
@@ -109,7 +107,11 @@ class Face:
 
 @dataclass
 class Chaos:
-    """The app under test, what was done to it, and what was seen."""
+    """The app under test, what was done to it, and what was seen.
+
+    Attributes:
+        most_open: videos that wait or run; actions submit no more.
+    """
 
     server: Server
     owner: Face
@@ -118,6 +120,7 @@ class Chaos:
     clock: Path
     full_disk: bool
     rng: random.Random
+    most_open: int
     actions: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
     accepted: dict[str, str] = field(default_factory=dict)
@@ -201,8 +204,8 @@ class Chaos:
 
     def videos(self) -> None:
         """Request many videos at once."""
-        if self.open_jobs() < _MOST_OPEN:
-            self.submit(self.rng.choice([self.owner, self.visitor]), self.rng.choice([1, 10, 60]))
+        face, count = self.rng.choice([self.owner, self.visitor]), self.rng.choice([1, 10, 60])
+        self.submit(face, min(count, max(self.most_open - self.open_jobs(), 0)))
 
     def hostile_files(self) -> None:
         """Put files into the cache that others would not write, and take them away later."""
@@ -367,7 +370,7 @@ ACTIONS: tuple[Callable[[Chaos], None], ...] = (
 
 
 @contextlib.contextmanager
-def _started(folder: Path, seed: int) -> Iterator[Chaos]:
+def _started(folder: Path, seed: int, most_open: int) -> Iterator[Chaos]:
     cache, clock = folder / "cache", folder / "clock"
     cache.mkdir()
     clock.write_text("0", encoding="ascii")
@@ -380,7 +383,7 @@ def _started(folder: Path, seed: int) -> Iterator[Chaos]:
             stranger = Face(port)
             visitor = Face(port, (user, password))
             visitor.log_in()
-            yield Chaos(server, own, visitor, stranger, clock, full_disk, random.Random(seed))
+            yield Chaos(server, own, visitor, stranger, clock, full_disk, random.Random(seed), most_open)
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -389,16 +392,19 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
-def run(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
+def run(folder: Path, minutes: float, seed: int, most_open: int = 300) -> dict[str, Any]:
     """Run actions for a time, let the app finish its work, and return what was found; see `problems`.
+
+    Args:
+        most_open: see `Chaos`.
 
     Raises:
         AssertionError: if the app ended, or videos do not end.
     """
-    with _started(folder, seed) as chaos:
+    with _started(folder, seed, most_open) as chaos:
         # Threads, caches and buffers of ordinary use.
         for face in (chaos.owner, chaos.visitor):
-            chaos.submit(face, 10)
+            chaos.submit(face, min(10, most_open // 5))
         for _ in range(3):
             chaos.watch()
             chaos.hostile_files()
