@@ -415,8 +415,8 @@ def run(folder: Path, minutes: float, seed: int, most_open: int = 300) -> dict[s
         _act(chaos, minutes)
         until(lambda: not chaos.open_jobs(), pause=0.5, seconds=600)
         latencies = chaos.latencies[:]
-        # Connections that were left open are closed by their deadlines.
-        time.sleep(min(30.0, 20 * minutes))
+        # Connections that were left open are closed by their deadlines, and memory of the last requests is returned.
+        time.sleep(min(180.0, 20 * minutes))
         after = chaos.used()
         chaos.ended.set()
         probing.join()

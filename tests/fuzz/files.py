@@ -65,6 +65,8 @@ _ATTEMPTS = 3
 _MAX_MESSAGE = 1000
 _SLOWEST = 5
 _MAX_BASE_BYTES = 10 << 20
+# A list of 600,000 values may be multiplied once more.
+_MAX_BYTES_OF_MANY = 20 << 20
 _PROMPT = "a red boat"
 _NUMBERS = (0, -1, 1, 2, 3, 7, 10**6, 10**9, 10**400, 0.5, 1e308, float("inf"), float("-inf"), float("nan"))
 _VALUES: tuple[Any, ...] = (
@@ -506,6 +508,7 @@ def _many(chance: random.Random, inner: Any) -> Any:
     """Return a list or object of many equal values."""
     value = chance.choice([inner, 1, -1, "", "x", 0.5, None, [], {}, [[]], {"size": 0}])
     count = chance.choice([1_000, 9_000, 19_000, 100_000, 600_000])
+    count = min(count, 1 + _MAX_BYTES_OF_MANY // len(json.dumps(value)))
     if chance.random() < 0.5:
         return [value] * count
     return {str(number): value for number in range(count)}
