@@ -131,6 +131,10 @@
   const sizes = new ResizeObserver(([{ target }]) => {
     target.style.setProperty("--stage-height", `${target.offsetHeight}px`);
   });
+  // Messages are above the bar in narrow windows.
+  const bars = new ResizeObserver(([{ target }]) => {
+    document.body.style.setProperty("--bar-height", `${target.offsetHeight}px`);
+  });
   let stage = null;
 
   const mark = () => {
@@ -165,7 +169,7 @@
     // With reduced motion, the video is started by hand.
     const video = $("#picture video[autoplay]");
     if (video && reducedMotion.matches) { video.removeAttribute("autoplay"); video.pause(); }
-    if (!stage && $("#stage")) { stage = $("#stage"); sizes.observe(stage); }
+    if (!stage && $("#stage")) { stage = $("#stage"); sizes.observe(stage); bars.observe($("#bar")); }
     keepFocus();
     applyTheme();
     tandem.tidyForm();

@@ -242,7 +242,8 @@ def _problem(backend: str, offers: Sequence[EngineOffer], machine: Machine) -> F
 def _engine_state(offers: Sequence[EngineOffer]) -> str:
     ready = [offer for offer in offers if offer.ready]
     if not ready:
-        return "no engine yet" if offers else ""
+        misfit = next((offer.misfit for offer in offers if offer.misfit), None)
+        return short(misfit or Fact("planner.badge_no_engine"), WORDS) if offers else ""
     speedup = max(offer.speedup for offer in ready)
     return f"engine ready, {speedup:.1f}× as fast" if speedup else "engine ready"
 

@@ -66,10 +66,10 @@ ORT, IND, TRT = "onnxruntime", "inductor", "tensorrt"
     [
         ("auto", "auto", [], "pytorch", False, str(HERE)),
         ("auto", "auto", [buildable(ORT)], "pytorch", False, str(HERE)),
-        ("auto", "auto", [ready(ORT), ready(IND, 3.0)], IND, False, "the fastest measured here: float32, 3.00 times"),
+        ("auto", "auto", [ready(ORT), ready(IND, 3.0)], IND, False, "the fastest engine: float32, 3.00 times"),
         ("auto", "auto", [ready(ORT)], ORT, False, "ONNX Runtime is faster here"),
-        ("auto", "auto", [ready(ORT, 0.9)], "pytorch", False, "No engine measured here is at least 3 % faster than"),
-        ("auto", "auto", [ready(ORT, 1.02)], "pytorch", False, "No engine measured here is at least 3 % faster than"),
+        ("auto", "auto", [ready(ORT, 0.9)], "pytorch", False, "No engine is at least 3 % faster than"),
+        ("auto", "auto", [ready(ORT, 1.02)], "pytorch", False, "No engine is at least 3 % faster than"),
         ("auto", "auto", [unmeasured(ORT)], "pytorch", False, str(HERE)),
         ("auto", "auto", [misfit(ORT)], "pytorch", False, f"{HERE} No engine fits: the nearest was built for 64x64."),
         ("auto", "never", [ready(ORT)], ORT, False, "faster here"),

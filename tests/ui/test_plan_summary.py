@@ -228,6 +228,9 @@ def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) 
     assert html.count(" disabled>") == len(spec.component_names) * sum(not cell.usable for cell in by_backend.values())
     ready = {cell.backend: cell for cell in cells("vae", preview(spec, offers=offering(offer("vae"))), GPU)}
     assert ready["tensorrt"].state == "engine ready, 3.0× as fast"
+    old = offer("vae", build=True, misfit=Fact("engine.misfit_export"))
+    stale = {cell.backend: cell for cell in cells("vae", preview(spec, offers=offering(old)), GPU)}
+    assert stale["tensorrt"].state == "engine of another Tandem version, to be built again"
 
 
 def test_choices_that_the_machine_lacks_are_disabled_with_the_reason() -> None:

@@ -224,7 +224,7 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.as_asked": Message("As requested."),
     "planner.likely_fastest": Message("{backend:backend}, most likely the fastest here: {how:clause}."),
-    "planner.fastest_measured": Message("{backend:backend} is the fastest measured here: {how:clause}."),
+    "planner.fastest_measured": Message("{backend:backend} is the fastest engine: {how:clause}."),
     "planner.faster_measured": Message("{backend:backend} is faster here: {how:clause}."),
     "planner.no_engine_fits": Message("No engine fits: {cause:clause}."),
     "planner.in_blocks": Message(
@@ -232,7 +232,7 @@ _REASONS: Mapping[str, Message] = {
         "architecture."
     ),
     "planner.none_faster": Message(
-        "No engine measured here is at least 3 % faster than PyTorch; {backend:backend}: {how:clause}."
+        "No engine is at least 3 % faster than PyTorch; {backend:backend}: {how:clause}."
     ),
     "planner.not_compared": Message(
         "An engine is ready, but was not measured against PyTorch ({path:clause}).",
