@@ -231,9 +231,7 @@ _REASONS: Mapping[str, Message] = {
         "Its engines compute the parts of each block around attention, for every size, model and LoRA of this "
         "architecture."
     ),
-    "planner.none_faster": Message(
-        "No engine is at least 3 % faster than PyTorch; {backend:backend}: {how:clause}."
-    ),
+    "planner.none_faster": Message("No engine is at least 3 % faster than PyTorch; {backend:backend}: {how:clause}."),
     "planner.not_compared": Message(
         "An engine is ready, but was not measured against PyTorch ({path:clause}).",
         "Verify it on the Engines page, or with `{tandem} engines verify`, to measure it.",
