@@ -515,31 +515,6 @@ def test_the_size_can_be_chosen_without_scrolling(open_page: OpenPage, tmp_path:
         assert size["y"] + size["height"] <= bar["y"] + 1
 
 
-def test_the_size_can_be_chosen_without_scrolling_if_several_models_are_installed(open_page: OpenPage) -> None:
-    page = open_page()
-    page.click("#field-model input")
-    page.get_by_role("option", name="Diorama").click()
-    page.wait_for_selector("#card .words")
-    page.wait_for_selector("#presets .tile")
-    size, bar = page.locator("#size").bounding_box(), page.locator("#bar").bounding_box()
-    assert size["y"] + size["height"] <= bar["y"] + 1
-
-
-def test_on_a_phone_the_tab_key_reaches_the_prompt_before_the_model(open_page: OpenPage) -> None:
-    page = open_page(PHONE)
-    if not page.evaluate("() => CSS.supports('reading-flow', 'grid-rows')"):
-        pytest.skip("this Chromium has no reading-flow")
-    page.focus("#tabs [role=tab][aria-selected=true]")
-    reached = []
-    while "field-model" not in reached:
-        page.keyboard.press("Tab")
-        inside = "() => document.activeElement.closest('#field-prompt, #suggestions, #field-model, #size')?.id ?? ''"
-        reached.append(page.evaluate(inside))
-        assert len(reached) < 60
-    assert reached.index("field-prompt") < reached.index("suggestions") < reached.index("field-model")
-    assert "size" not in reached
-
-
 def test_a_message_on_a_phone_is_above_the_bar(open_page: OpenPage) -> None:
     page = open_page(PHONE)
     page.evaluate("() => window.tandem.panels.notify('Deleted.', { undo: ['x'] })")
