@@ -230,7 +230,7 @@ def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) 
     assert ready["tensorrt"].state == "engine ready, 3.0× as fast"
     old = offer("vae", build=True, misfit=Fact("engine.misfit_export"))
     stale = {cell.backend: cell for cell in cells("vae", preview(spec, offers=offering(old)), GPU)}
-    assert stale["tensorrt"].state == "engine of another Tandem version, to be built again"
+    assert stale["tensorrt"].state == "outdated engine (other Tandem version)"
 
 
 def test_choices_that_the_machine_lacks_are_disabled_with_the_reason() -> None:

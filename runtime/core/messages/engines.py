@@ -67,10 +67,10 @@ MESSAGES: Mapping[str, Message] = {
     # How the most similar engine differs, as a label in a plan.
     "engine.misfit_device": Message("engine for another GPU or processor"),
     "engine.misfit_system": Message("engine for another operating system"),
-    "engine.misfit_versions": Message("engine for other library versions, to be built again"),
+    "engine.misfit_versions": Message("outdated engine (other libraries)"),
     "engine.misfit_architecture": Message("engine for another model"),
     "engine.misfit_weights": Message("engine for other weights"),
-    "engine.misfit_export": Message("engine of another Tandem version, to be built again"),
+    "engine.misfit_export": Message("outdated engine (other Tandem version)"),
     "engine.misfit_precision": Message("engine in another precision"),
     "engine.misfit_options": Message("engine with other options"),
     "engine.misfit_sizes": Message("engine for other sizes"),
