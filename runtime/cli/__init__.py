@@ -3,12 +3,13 @@
 import os
 import sys
 
-from runtime.core.environment import limit_thread_spinning
+from runtime.core.environment import collect_garbage_less_often, limit_thread_spinning
 
 
 def main() -> None:
     """Run the command line and exit; if a package is missing, print how to install it."""
     limit_thread_spinning()
+    collect_garbage_less_often()
     # CUDA counts GPUs in the driver's order, which plans use.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     # Warnings for developers would mix with the output, also in child processes.

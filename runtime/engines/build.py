@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.core.cancel import Cancel
-from runtime.core.environment import limit_thread_spinning
+from runtime.core.environment import collect_garbage_less_often, limit_thread_spinning
 from runtime.core.errors import EngineError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize, is_block_program
@@ -124,6 +124,7 @@ Entry = child.Entry[Job]
 def run_job(job: Job, report: Report) -> dict[str, Any]:
     """Run a job; the entry of the child process. Return its result as JSON values."""
     limit_thread_spinning()
+    collect_garbage_less_often()
     with child_lock(job.workspace):
         if isinstance(job, InspectJob):
             from runtime.engines.imported.contract import read_contract

@@ -19,6 +19,7 @@ import psutil
 
 from runtime.core import log
 from runtime.core.cancel import CancelledError, PausedError
+from runtime.core.environment import collect_garbage_less_often
 from runtime.core.errors import DEVICE_LOST, DISK_FULL, EngineError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, WaitsForDisk, WaitsForGpus
 from runtime.core.facts import Fact
@@ -93,6 +94,7 @@ def main(config: WorkerConfig, supervisor: Connection) -> None:
     # This process is restarted and its job resumes; the web app cannot be.
     be_killed_first()
     use_no_semaphores()
+    collect_garbage_less_often()
     if config.log_file is not None:
         log.start(config.log_file)
     worker: Worker | None = None

@@ -1,4 +1,4 @@
-"""Environment variables are set before torch is imported; the user's own values take precedence."""
+"""What is set before torch is imported; the user's own environment variables take precedence."""
 
 import os
 import subprocess
@@ -12,13 +12,14 @@ from runtime.core.environment import environment_variables, limit_thread_spinnin
 ROOT = Path(__file__).parents[2]
 
 
-def test_thread_spinning_is_limited_before_torch_is_imported() -> None:
+def test_the_command_line_limits_spinning_and_collections_before_torch_is_imported() -> None:
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
     code = (
-        "import sys, os, runtime.cli; sys.argv = ['app.py', '--version']\n"
+        "import gc, sys, os, runtime.cli; sys.argv = ['app.py', '--version']\n"
         "try: runtime.cli.main()\n"
         "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == '1000'"
+        "assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == '1000'\n"
+        "assert gc.get_threshold()[0] == 50_000"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True)
