@@ -29,6 +29,8 @@ from runtime.pipeline.baselines import Baselines
 from runtime.planner.engine_index import EngineKey, ShapeProfile
 from tests.engines import engine_files
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PARTS = ("block_qkv", "block_query", "block_feed_forward")
 TOKENS = 64
 Tensors = dict[str, torch.Tensor]

@@ -21,6 +21,8 @@ from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import GPU_PACKAGES, gpu, machine
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ADA = replace(
     machine(gpu=gpu(capability=(8, 9)), torch_cuda="13.0", packages=(*GPU_PACKAGES, ("torchao", "0.18.0"))),
     driver_cuda=(13, 0),

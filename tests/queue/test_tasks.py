@@ -25,6 +25,8 @@ from tests.engines import exported_files
 from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.fixture
 def queue(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> Iterator[JobQueue]:
