@@ -5,12 +5,15 @@ share link without its own page script. `tests/upstream/test_gradio.py` fails if
 them.
 """
 
+import asyncio
 import contextlib
 import importlib
 import inspect
 import os
 import sys
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,13 +36,13 @@ class PageFunction:
 
 
 def load() -> None:
-    """Import gradio without analytics, interface files, and a copy of the page's configuration for each session.
+    """Import gradio without analytics, interface files, copies of the page for each session, and tasks without end.
 
     Reason: `gradio.component_meta` parses the source of each component class and writes a .pyi file for editors, unless
     `inspect.getfile` raises `OSError` for the class; that takes half of the import's time. The queue computes
     statistics with pandas after every call, which nothing here shows; the variables are undocumented. Every page and
     every call of `/generate` is a session. Its copy of the configuration, 0.2 MB, serves only gradio's deep links,
-    whose route is closed.
+    whose route is closed. The tasks of a stream, which keep it open, would outlive it if its client is gone.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(sys.maxsize)  # calls between two statistics
@@ -57,16 +60,19 @@ def load() -> None:
     finally:
         vars(inspect)["getfile"] = find_file
     _keep_small_sessions()
+    _end_tasks_with_their_streams()
 
 
 def _keep_small_sessions() -> None:
     from gradio import state_holder
 
     class SmallSession(state_holder.SessionState):  # type: ignore[misc]  # gradio has no types
-        """What gradio stores of a session, without the configuration of the page's components."""
+        """What gradio stores of a session: the components that were changed in it, without their configuration."""
 
         def __init__(self, blocks: Any) -> None:
-            super().__init__(SimpleNamespace(blocks=(), default_config=blocks.default_config))
+            page = blocks.default_config
+            super().__init__(SimpleNamespace(blocks=(), default_config=page))
+            self.blocks_config.blocks, self.blocks_config.fns = ChainMap({}, page.blocks), ChainMap({}, page.fns)
 
         def _update_config(self, key: int) -> None:
             pass
@@ -75,6 +81,33 @@ def _keep_small_sessions() -> None:
             pass
 
     vars(state_holder)["SessionState"] = SmallSession
+
+
+def _end_tasks_with_their_streams() -> None:
+    from gradio import routes
+
+    tasks: ContextVar[list[asyncio.Task[Any]]] = ContextVar("tasks")
+
+    def create_task(*arguments: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(*arguments, **options)
+        with contextlib.suppress(LookupError):
+            tasks.get().append(task)
+        return task
+
+    class Stream(routes.StreamingResponse):  # type: ignore[misc]  # gradio has no types
+        """A response whose tasks end with it."""
+
+        async def __call__(self, *request: Any) -> None:
+            token = tasks.set([])
+            try:
+                await super().__call__(*request)
+            finally:
+                for task in tasks.get():
+                    task.cancel()
+                tasks.reset(token)
+
+    vars(routes)["StreamingResponse"] = Stream
+    vars(routes)["asyncio"] = SimpleNamespace(**(vars(asyncio) | {"create_task": create_task}))
 
 
 def requires_login(app: Any) -> bool:
@@ -158,30 +191,40 @@ def has_event(app: Any, event: str) -> bool:
 
 
 def forget_unread(app: Any, most: int, whole: int) -> None:
-    """Forget the unread results of calls that ended, except for those of the newest sessions.
+    """Forget the results of calls that ended, except for unread ones of the newest sessions.
 
     Args:
         most: number of sessions whose results are kept.
         whole: number of these sessions with all results; of other programs' calls, the last result is kept.
 
     Reason: `Blocks._queue` is private; gradio keeps the unread results of 2,000 sessions, and the names of all. The
-    results of one call are a few hundred kilobytes in memory.
+    results of one call are a few hundred kilobytes in memory, and a call that waits gets its place in the queue every
+    few seconds.
     """
-    from gradio.server_messages import ProcessGeneratingMessage
+    from gradio.server_messages import EstimationMessage, ProcessGeneratingMessage
+
+    def keep(results: Any, without: type) -> None:
+        for result in [results.get_nowait() for _ in range(results.qsize())]:
+            if not isinstance(result, without):
+                results.put_nowait(result)
 
     queue = app.get_blocks()._queue
     busy = {event.session_hash for event in queue.event_ids_to_events.values()}
-    unread = [name for name, found in queue.pending_messages_per_session.items() if not found.empty()]
-    ended = [session for session in unread if session not in busy]
+    ended = []
+    for session, results in list(queue.pending_messages_per_session.items()):
+        keep(results, without=EstimationMessage)
+        if session in busy:
+            continue
+        if results.empty() and not queue.pending_event_ids_session.get(session):
+            del queue.pending_messages_per_session[session]
+        else:
+            ended.append(session)
     for session in ended[: max(len(ended) - most, 0)]:
         del queue.pending_messages_per_session[session]
     for session in ended[-most : max(len(ended) - whole, 0)]:
         # A call without a session has its own; pages are sent changes of earlier results.
         if queue.pending_event_ids_session.get(session) == {session}:
-            results = queue.pending_messages_per_session[session]
-            for result in [results.get_nowait() for _ in range(results.qsize())]:
-                if not isinstance(result, ProcessGeneratingMessage):
-                    results.put_nowait(result)
+            keep(queue.pending_messages_per_session[session], without=ProcessGeneratingMessage)
     for session in queue.pending_event_ids_session.keys() - queue.pending_messages_per_session.keys() - busy:
         del queue.pending_event_ids_session[session]
 

@@ -12,7 +12,7 @@ import pytest
 from gradio import http_server, networking, routes, tunneling
 from gradio.blocks import Blocks
 from gradio.queueing import Queue
-from gradio.server_messages import ProcessCompletedMessage, ProcessGeneratingMessage
+from gradio.server_messages import EstimationMessage, ProcessCompletedMessage, ProcessGeneratingMessage
 
 from runtime.core.settings import ROOT
 from runtime.upstream import gradio as private
@@ -33,7 +33,7 @@ def app() -> routes.App:
 
 
 _LOADS = """
-import ast, inspect, sys
+import ast, inspect, sys, tracemalloc
 parsed, parse = [], ast.parse
 ast.parse = lambda source, *rest, **named: parsed.append(str(source)) or parse(source, *rest, **named)
 from runtime.upstream.gradio import load
@@ -46,12 +46,21 @@ assert [source for source in parsed if "class Textbox" in source]
 page = gradio.Blocks()
 with page:
     box, state = gradio.Textbox("hello"), gradio.State([5])
+    for _ in range(300):
+        gradio.State()
 app = gradio.routes.App.create_app(page)
 session = app.state_holder["one"]
 session._update_value_in_config(box._id, "a large value")
 session[state._id] = [6]
 assert not list(session.components)[1:]
 assert (app.state_holder["one"][state._id], app.state_holder["two"][state._id]) == ([6], [5])
+session[box._id] = gradio.Textbox("changed")
+assert [app.state_holder[name][box._id].value for name in ("one", "two", "one")] == ["changed", "hello", "changed"]
+tracemalloc.start()
+before = tracemalloc.get_traced_memory()[0]
+for number in range(100):
+    app.state_holder[str(number)][box._id]
+assert tracemalloc.get_traced_memory()[0] - before < 100 * 5_000
 queue = page._queue
 assert (queue.ANAYLTICS_CACHE_FREQUENCY, queue.ANALYTICS_MAX_EVENTS) == (sys.maxsize, 1)
 """
@@ -99,6 +108,38 @@ def test_sessions_and_events_are_found_in_the_queue(app: routes.App) -> None:
         assert f"self.{name}" in source, name
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_tasks_of_a_stream_end_with_it(app: routes.App, reads: bool) -> None:
+    private.load()
+    blocks = app.get_blocks()
+    blocks.is_running = True
+    scope = {"type": "http", "method": "GET", "path": "/gradio_api/queue/data", "query_string": b"session_hash=one"}
+
+    def heartbeats() -> int:
+        return sum("heartbeat" in str(task.get_coro()) for task in asyncio.all_tasks())
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message.get("body") and not reads:
+            await asyncio.Event().wait()
+
+    async def client_leaves() -> None:
+        results: asyncio.Queue[Any] = asyncio.Queue()
+        results.put_nowait(EstimationMessage(rank=0, queue_size=1))
+        blocks._queue.pending_messages_per_session["one"] = results
+        stream = asyncio.create_task(app({**scope, "headers": []}, receive, send))
+        while not (results.empty() and heartbeats()):
+            await asyncio.sleep(0.01)
+        stream.cancel()
+        await asyncio.wait([stream])
+        await asyncio.sleep(0.1)
+        assert not heartbeats()
+
+    asyncio.run(asyncio.wait_for(client_leaves(), 60))
+
+
 def test_old_results_that_nobody_read_are_forgotten(app: routes.App) -> None:
     queue = app.get_blocks()._queue
     names = ["running", *"abcd", "read"]
@@ -106,12 +147,15 @@ def test_old_results_that_nobody_read_are_forgotten(app: routes.App) -> None:
         queue.pending_messages_per_session[name] = asyncio.Queue()
         queue.pending_event_ids_session[name] = {f"event of {name}"}
     for name in names[:-1]:
-        queue.pending_messages_per_session[name].put_nowait("a result")
+        for message in (EstimationMessage(rank=1, queue_size=2), "a result", EstimationMessage(rank=0, queue_size=1)):
+            queue.pending_messages_per_session[name].put_nowait(message)
     queue.pending_event_ids_session["forgotten by gradio"] = set()
+    queue.pending_event_ids_session["read"] = set()
     queue.event_ids_to_events = {"event of running": SimpleNamespace(session_hash="running")}
     private.forget_unread(app, most=3, whole=3)
-    assert list(queue.pending_messages_per_session) == ["running", *"bcd", "read"]
-    assert list(queue.pending_event_ids_session) == ["running", *"bcd", "read"]
+    assert list(queue.pending_messages_per_session) == list(queue.pending_event_ids_session) == ["running", *"bcd"]
+    for results in queue.pending_messages_per_session.values():
+        assert (results.qsize(), results.get_nowait()) == (1, "a result")
     assert not private.has_event(app, "event of a") and private.has_event(app, "event of b")
 
 
