@@ -39,6 +39,8 @@ from tests.pipeline.test_run import frames_of
 from tests.plans import Alone, machine, tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 __all__ = ["reading"]
 
 Tiny = Callable[[str], ModelSpec]
