@@ -17,6 +17,7 @@ _INSTALLER = "install.bat" if sys.platform == "win32" else "install.sh"
 # without spinning. With a shorter clip while another program is busy: more than 11, 2.0 and 1.5.
 _SPINS = "1000"
 
+_THRESHOLDS = gc.get_threshold()
 # New objects until Python searches for unreachable ones. Seconds to import PyTorch and diffusers: 3.3 with the default
 # of 700, 2.5 with this value, 2.4 without a search.
 _NEW_OBJECTS = 50_000
@@ -35,9 +36,18 @@ def limit_thread_spinning() -> None:
 def collect_garbage_less_often() -> None:
     """Search for unreachable objects less often: imports make half a million objects, of which almost all stay.
 
-    Call in each process before large libraries are imported.
+    Call in each process before large libraries are imported; see `collect_garbage_as_usual`.
     """
     gc.set_threshold(_NEW_OBJECTS)
+
+
+def collect_garbage_as_usual() -> None:
+    """Search for unreachable objects as often as by default, except among those that exist now.
+
+    Call after the imports in a process that runs for long: unreachable objects may hold tensors.
+    """
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
 
 
 def program() -> str:

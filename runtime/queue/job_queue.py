@@ -33,7 +33,7 @@ from runtime.queue.views import Job, Task
 from runtime.queue.worker import WorkerConfig, memory_for_new_job
 
 # Ended jobs and tasks that stay in memory.
-_ENDED_JOBS = 50
+_ENDED_JOBS = 10
 _ENDED_TASKS = 8
 # Intervals at which views are refreshed, jobs of dead processes are recovered, and old files are removed.
 _REFRESH_SECONDS = 0.1
@@ -224,11 +224,6 @@ class JobQueue:
         except StoreError:
             return None
         return None if record.kind != "video" or record.plan is None else self._job_of(record)
-
-    def jobs(self, owner: str | None) -> list[Job]:
-        """Return the latest jobs of an owner that are not deleted, in the order of submission."""
-        found = [self._job_of(record) for record in self.store.list(owner=owner, limit=_ENDED_JOBS) if record.plan]
-        return found[::-1]
 
     def open_videos(self) -> list[JobRecord]:
         """Return running and queued videos of every owner, in order."""

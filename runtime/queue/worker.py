@@ -19,7 +19,7 @@ import psutil
 
 from runtime.core import log
 from runtime.core.cancel import CancelledError, PausedError
-from runtime.core.environment import collect_garbage_less_often
+from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
 from runtime.core.errors import DEVICE_LOST, DISK_FULL, EngineError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, WaitsForDisk, WaitsForGpus
 from runtime.core.facts import Fact
@@ -154,6 +154,7 @@ class Worker:
             if config.preload:
                 with contextlib.suppress(Exception):  # reported with the first job
                     self._load_libraries(stack)
+            collect_garbage_as_usual()
             while not self._stopping.is_set():
                 try:
                     record = None if self._lend_gpu() else self._claim()

@@ -9,6 +9,7 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.core.environment import collect_garbage_as_usual
 from runtime.core.processes import raise_open_files, return_freed_memory
 from runtime.server import security
 from runtime.server.connections import PageServer, limits_for, listen
@@ -53,6 +54,7 @@ def start(
         OSError: if the port is taken.
     """
     return_freed_memory()
+    collect_garbage_as_usual()
     server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
     url = f"http://{'localhost' if host == '0.0.0.0' else f'[{host}]' if ':' in host else host}:{port}/"
     middleware = [*security.middleware(names, visitors, submissions), Middleware(HeadMiddleware, head=theme.head())]

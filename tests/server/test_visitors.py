@@ -90,7 +90,7 @@ def test_concurrent_submissions_do_not_exceed_the_limit(visitors: Visitors, work
     for thread in threads:
         thread.join()
     assert len(refused) == 5
-    assert len(worker.jobs(visitors.name_of("anna"))) == 1
+    assert len(worker.store.list(owner=visitors.name_of("anna"))) == 1
 
 
 def test_visitors_jobs_are_not_the_owners(visitors: Visitors, worker: JobQueue) -> None:
