@@ -224,7 +224,16 @@
     else if (!field && marked && marked.input.closest("#columns") && !$("#status .status[data-state=failed]")) tandem.unmark();
   };
 
+  // On a narrow window the model is below prompt and picture, also for the tab key.
+  const narrow = matchMedia("(max-width: 60rem)");
+  const placeModel = () => {
+    const model = $("#model"), place = $(narrow.matches ? "#basics" : "#compose");
+    if (place && model.parentNode !== place) place.prepend(model);
+  };
+  narrow.addEventListener("change", placeModel);
+
   tandem.tidyForm = () => {
+    placeModel();
     if (!restored && $("#settings")) {
       restored = true;
       if (tandem.read("sessionStorage", ADVANCED)) toggle(true, false);

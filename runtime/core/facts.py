@@ -7,7 +7,7 @@ Errors, warnings and the reasons in a plan are facts. No code parses rendered te
 every code; `Words` has what a front end calls settings and components.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from string import Formatter
 from typing import Annotated, Any, NamedTuple
 
@@ -38,6 +38,8 @@ BACKEND_TITLES: Mapping[str, str] = {
 # The command line's option for each request field; `core.request` adds those of its fields.
 OPTIONS: dict[str, str] = {}
 _LONGEST_VALUE = 40
+# Of a list of words, and of a word in it.
+_MOST_WORDS, _LONGEST_WORD = 12, 30
 # Characters that change the direction of the text after them: names could look like other names.
 BIDI_CONTROLS = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 
@@ -163,7 +165,7 @@ class _Template(Formatter):
             ),
             "setting": lambda: words.setting(*([value] if isinstance(value, str) else value)),  # name, [name, value]
             "list": lambda: ", ".join(self.format_field(one, "") for one in value),
-            "quoted": lambda: ", ".join(f"“{one}”" for one in ([value] if isinstance(value, str) else value)),
+            "words": lambda: first_words(value, "“{}”"),
             "sentence": lambda: str(value).rstrip("."),  # without the full stop, to be continued
             "sentences": lambda: " ".join(self.format_field(one, "") for one in value),
             "remedy": lambda: str(value),
@@ -191,6 +193,17 @@ def shortened(value: object) -> str:
     """Return a user's value for a message: one line, at most about 40 characters."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+
+
+def first_words(words: Sequence[str], form: str = "{}") -> str:
+    """Return the first of many words of a prompt, as form.js does: "dragon, castle and 3 more".
+
+    Args:
+        form: of each word.
+    """
+    short = (word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}…" for word in words[:_MOST_WORDS])
+    rest = len(words) - _MOST_WORDS
+    return ", ".join(map(form.format, short)) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _lowered(text: str) -> str:

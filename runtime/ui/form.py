@@ -85,7 +85,7 @@ def prompt_section(
         label=FIELDS["prompt"].label,
         info="Who or what, how it moves, where, and when.",
         placeholder="a red boat sails to the right on a calm sea at sunset",
-        lines=3,
+        lines=2,
         max_lines=8,
         elem_id="field-prompt",
     )
@@ -172,7 +172,10 @@ def joined(parts: Iterable[Form]) -> Form:
 
 def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
     """Return the choices of the model's control: titles and names."""
-    return [(f"{spec.title} ({spec.license})", name) for name, spec in tuple(models.items())]
+    return [
+        (spec.title if spec.license == "unknown" else f"{spec.title} ({spec.license})", name)
+        for name, spec in tuple(models.items())
+    ]
 
 
 def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from runtime.core.events import (
     TerminalEvent,
     VideoSaved,
 )
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, first_words
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
@@ -269,7 +269,8 @@ def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> 
         # The largest group has the things.
         known = max(worker.words(job.summary.model).values(), key=len, default=())
         detail = f"It knows: {', '.join(known)}. {seed}" if known else seed
-        return Line("done", f"{job.model_title} cannot draw: {', '.join(unknown.data['words'])}.", detail, fraction=1.0)
+        words = first_words(unknown.data["words"])
+        return Line("done", f"{job.model_title} cannot draw: {words}.", detail, fraction=1.0)
     return Line("done", "Done", f"The video is ready. {seed}", fraction=1.0)
 
 

@@ -65,15 +65,15 @@ def add_make(
                 generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
                 cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
             gr.HTML(render("bar.html", panels=panels), elem_id="forecast", apply_default_css=False)
-        with gr.Column(elem_id="basics"):
-            video = form.video_section(values, panels=panels)
-            refused = gr.HTML(render("restored.html", refused=None), elem_id="refused", apply_default_css=False)
         with gr.Column(elem_id="stage"):
             picture = gr.HTML(job_view.picture_html(None, "idle", handlers.icon), elem_id="picture")
             status = gr.HTML(job_view.status_html(job_view.IDLE, panels=panels), elem_id="status")
             facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
             if panels:
                 gr.HTML(render("results.html"), elem_id="recent", apply_default_css=False)
+        with gr.Column(elem_id="basics"):
+            video = form.video_section(values, panels=panels)
+            refused = gr.HTML(render("restored.html", refused=None), elem_id="refused", apply_default_css=False)
         with gr.Column(elem_id="settings"):
             more = advanced(values)
     created = form.joined([words, video, more])

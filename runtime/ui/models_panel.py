@@ -342,11 +342,19 @@ def read_repository(value: object) -> str:
 def _verdict(spec: ModelSpec, fit: Fit) -> dict[str, Any]:
     detail = "" if fit.detail is None else page_text(fit.detail).what
     return {
-        "about": spec.about or f"{spec.total_parameters / 1e9:,.1f} billion weights.",
+        "about": spec.about or _weights(spec.total_parameters),
         "kind": fit.kind,
         "verdict": str(fit.verdict),
         "detail": detail,
     }
+
+
+def _weights(count: int) -> str:
+    """Return "1.3 billion weights.", "250 million weights.", or the number of a smaller model's."""
+    for unit, name in ((10**9, "billion "), (10**6, "million ")):
+        if count >= unit:
+            return f"{count / unit:,.3g} {name}weights."
+    return f"{count:,} weights."
 
 
 def _clip(spec: ModelSpec, fit: Fit) -> list[tuple[str, str]]:

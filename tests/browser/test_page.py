@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.app_server import Server, serving
+from tests.app_server import Server, make_cache, serving
 from tests.browser.conftest import (
     DESKTOP,
     PHONE,
@@ -507,10 +507,11 @@ def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) ->
 
 
 def test_the_size_can_be_chosen_without_scrolling(open_page: OpenPage, tmp_path: Path) -> None:
-    # As after the installation: the shipped model alone, with all its words.
-    with serving(tmp_path, "--model", "diorama") as other:
+    # The shipped model with all its words, and the list of models.
+    with serving(make_cache(tmp_path), "--model", "diorama") as other:
         page = open_page(url=other.url)
         page.wait_for_selector("#presets .tile")
+        assert page.is_visible("#field-model") and page.is_visible("#card h2:text('Diorama')")
         size, bar = page.locator("#size").bounding_box(), page.locator("#bar").bounding_box()
         assert size["y"] + size["height"] <= bar["y"] + 1
 
@@ -547,6 +548,16 @@ def test_on_a_phone_the_prompt_comes_first_and_the_picture_right_below(
     page.wait_for_selector("#picture video")
     prompt, picture, card = (page.locator(one).bounding_box() for one in ("#field-prompt", "#picture", "#card"))
     assert prompt["y"] + prompt["height"] < picture["y"] < card["y"]
+    # The tab key has the same order, and Delete is not alone in a row.
+    sections = "#compose, #bar, #stage, #model, #basics"
+    page.focus("#field-prompt textarea")
+    visited = ["compose"]
+    while visited[-1] != "basics" and len(visited) < 60:
+        page.keyboard.press("Tab")
+        visited.append(page.evaluate("(sections) => document.activeElement.closest(sections)?.id", sections))
+    assert list(dict.fromkeys(visited)) == ["compose", "bar", "stage", "model", "basics"], visited
+    last, delete = (page.locator("#facts .actions .button:visible").nth(n).bounding_box() for n in (-2, -1))
+    assert last["y"] == delete["y"]
     assert picture["y"] + 60 < page.locator("#bar").bounding_box()["y"]
     # Another video of the strip, below, brings the picture into view.
     page.locator("#recent [data-show]").first.scroll_into_view_if_needed()

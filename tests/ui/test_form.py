@@ -344,3 +344,9 @@ def test_launch_flags_override_stored_backends(models: dict[str, ModelSpec]) -> 
     # What a result was made with is taken as it is.
     result = form.filled({"model": "wan2.1", "backends": {"vae": "pytorch"}}, models, preset)
     assert result["backend_vae"]["value"] == "pytorch"
+
+
+def test_the_list_of_models_has_known_licenses(models: dict[str, ModelSpec]) -> None:
+    (spec,) = list(models.values())[:1]
+    named = {"a": replace(spec, title="A", license="MIT"), "b": replace(spec, title="B", license="unknown")}
+    assert form.model_choices(named) == [("A (MIT)", "a"), ("B", "b")]

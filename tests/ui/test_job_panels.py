@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from runtime.core.events import Failed
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -94,6 +96,15 @@ def finish(worker: JobQueue, job_id: str) -> None:
     output = worker.store.get(job_id).output
     output.parent.mkdir(exist_ok=True)
     output.write_bytes(b"x" * 1000)
+
+
+def test_the_card_of_a_failed_job_has_the_name_of_its_file(worker: JobQueue, desk: Panels) -> None:
+    job = worker.store.get(add(worker, "a boat"))
+    assert worker.store.claim("here") is not None
+    worker.store.record(job.id, Failed(fact=Fact("video.disk_full", {"file": str(job.output)})))
+    gallery = act(desk, "refresh", tab="history")[0]["gallery"]
+    assert f"The disk is full: {job.output.name} was not saved." in gallery
+    assert f"{job.output} was not saved" in act(desk, "open", job.id, tab="history", open=job.id)[0]["detail"]
 
 
 def prompts(worker: JobQueue) -> list[str]:

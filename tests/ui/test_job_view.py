@@ -18,7 +18,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import JobRecorder
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
-from runtime.ui import job_view
+from runtime.ui import formatting, job_view
 from runtime.ui.watchers import Watch
 from tests.plans import tiny_plan
 
@@ -196,6 +196,14 @@ def test_unknown_words_are_stated_first(job: Job, store: JobStore) -> None:
     assert f"{job.model_title} cannot draw: &lt;i&gt;." in view.status and "It knows: boat, ball." in view.status
     assert "The video is ready" not in view.status
     assert "encoded without these words" not in view.facts
+
+
+def test_many_unknown_words_are_not_all_listed(job: Job, store: JobStore) -> None:
+    unknown = Fact("pipeline.unknown_words", {"words": ["x" * 300, *map(str, range(40))], "field": "prompt"})
+    view = show(job, store, Planned(plan=job.plan), saved(job).model_copy(update={"warnings": (unknown,)}))
+    assert f"cannot draw: {'x' * 30}…, 0, 1, " in view.status and "9, 10 and 29 more." in view.status
+    negative = Fact("pipeline.unknown_words", unknown.data | {"field": "negative prompt"})
+    assert "“9”, “10” and 29 more: " in formatting.page_text(negative).what
 
 
 def test_a_finished_job_shows_loras_step_cache_and_shift(job: Job) -> None:

@@ -21,7 +21,7 @@ from runtime.models.catalogue import find, folders
 from runtime.models.hub.download import partial_bytes
 from runtime.models.spec import ModelSpec
 from runtime.queue.model_tasks import ModelTasks
-from runtime.ui.models_panel import ModelsPanel
+from runtime.ui.models_panel import ModelsPanel, _weights
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
@@ -122,6 +122,14 @@ def test_each_card_says_whether_the_model_runs_here(shown: Shown) -> None:
     assert 'data-fit="quantized"' in big and "Fits with 8-bit weights" in big
     assert re.search(r"<dd>about \d+ (min|h) .*\(estimated\)</dd>", big)
     assert "GiB of 22.8 GiB free</dd>" in big
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(28_535_500_000, "28.5 billion"), (11_900_000, "11.9 million"), (132_847, "132,847")],
+)
+def test_a_card_has_the_number_of_weights_in_a_fitting_unit(count: int, expected: str) -> None:
+    assert _weights(count) == f"{expected} weights."
 
 
 def test_a_model_that_fills_the_disk_is_marked(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
     "pipeline.unknown_words": Message(
-        "The model does not know {words:quoted}: the {field} was encoded without these words."
+        "The model does not know {words:words}: the {field} was encoded without these words."
     ),
     "pipeline.text_cut": Message("The {field} is longer than the model supports; the end was cut off."),
     "pipeline.degraded": Message("{component:component}: slower than planned. {reason}"),

@@ -58,7 +58,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "queue.worker_died_again": Message(
         "The worker process ended unexpectedly again with this job (the last time: {how}).",
-        "Resume it with a smaller size, or run it in PyTorch; see the log for details.",
+        "Resume it, or make a new one with a smaller size or in PyTorch; see the log for details.",
     ),
     "queue.exit_out_of_memory": Message("killed by the system because memory ran out"),
     "queue.exit_probably_out_of_memory": Message(
