@@ -64,7 +64,8 @@ def add_make(
             with gr.Row(elem_id="actions"):
                 generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
                 cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
-            gr.HTML(render("bar.html", panels=panels), elem_id="forecast", apply_default_css=False)
+            if panels:
+                gr.HTML(render("bar.html"), elem_id="forecast", apply_default_css=False)
         with gr.Column(elem_id="stage"):
             picture = gr.HTML(job_view.picture_html(None, "idle", handlers.icon), elem_id="picture")
             status = gr.HTML(job_view.status_html(job_view.IDLE, panels=panels), elem_id="status")

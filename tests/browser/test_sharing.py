@@ -78,6 +78,8 @@ def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit, viewp
         assert word in text
     for absent in ("#tab-engines", "#presets", "#sharing", "#plan-summary", "#get-models", "[data-action]"):
         assert page.query_selector(absent) is None, absent
+    column, button = (page.locator(one).bounding_box() for one in ("#compose", "#generate"))
+    assert button["width"] == column["width"]
     assert "Engines" not in page.inner_text("body")
     assert page.is_visible("#actions-more label:has-text('Settings from a video')")
     assert page.text_content("#field-frames .info-text").endswith("At most 9.")
