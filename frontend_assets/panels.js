@@ -45,10 +45,12 @@
       const answer = await fetch(`tandem/panels/${panel}`, {
         method: "POST", headers: { "Content-Type": "application/json" }, cache: "no-store",
         body: JSON.stringify({ ...call, view, form, drawn: drawnParts(panel) }),
-      });
-      if (answer.ok) receive(panel, call, await answer.json());
-      else if (call.action !== "refresh") notify(await answer.text(), { error: true, panel });
-    } catch { /* the page says that Tandem does not answer */ }
+      }).catch(() => null);
+      if (answer?.ok) receive(panel, call, await answer.json());
+      else if (call.action !== "refresh") {
+        notify(answer ? await answer.text() : "Tandem did not answer. Try again.", { error: true, panel });
+      }
+    } catch (error) { console.error(error); }
     queue.busy = false;
     run(panel, queue);
   };
@@ -92,12 +94,19 @@
   };
   const patch = (old, fresh) => {
     const keyed = new Map([...old.children].filter(keyOf).map((node) => [keyOf(node), node]));
+    // A node that is moved while the pointer is down on it gets no click: as few as possible are moved.
+    const keys = new Set([...fresh.children].map(keyOf)), isList = keys.size > 0 && !keys.has(undefined);
+    for (const [key, node] of keyed) if (!keys.has(key)) node.remove();
+    const isSpace = (node) => isList && node.nodeType === Node.TEXT_NODE && !node.data.trim();
+    for (const node of [...old.childNodes].filter(isSpace)) node.remove();
     let place = old.firstChild;
-    for (const next of [...fresh.childNodes]) {
+    for (const next of [...fresh.childNodes].filter((node) => !isSpace(node))) {
       const key = keyOf(next);
       let same = key ? keyed.get(key) : place;
       if (same && (same.nodeName !== next.nodeName || keyOf(same) !== key)) same = null;
       if (!same) { old.insertBefore(next, place); continue; }
+      // The node before it has moved down: it is moved when its turn comes.
+      if (place && keyed.get(keyOf(place)) === place && same === place.nextSibling) place = same;
       if (same === place) place = place.nextSibling; else move(same, old, place);
       if (same.nodeType !== Node.ELEMENT_NODE) {
         if (same.nodeValue !== next.nodeValue) same.nodeValue = next.nodeValue;

@@ -13,10 +13,14 @@ pytestmark = pytest.mark.browser
 
 TITLES = "() => [...document.querySelectorAll('#queue-list .title strong')].map((node) => node.textContent)"
 
-# Counts in `window.lost` how often the focus is nowhere when the queue has changed.
+# Counts in `window.lost` how often the focus is nowhere when the queue has changed, and in `window.placed` the rows
+# that were moved or are new.
 COUNT_LOST = """() => {
-  window.lost = 0;
-  const count = () => { window.lost += document.activeElement === document.body ? 1 : 0; };
+  window.lost = window.placed = 0;
+  const count = (records) => {
+    window.lost += document.activeElement === document.body ? 1 : 0;
+    window.placed += records.flatMap((one) => [...one.addedNodes]).filter((node) => node.dataset?.place).length;
+  };
   new MutationObserver(count).observe(document.querySelector('#queue-list'), { childList: true, subtree: true });
 }"""
 
@@ -91,12 +95,15 @@ def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None
     titles(page, "a calm sea", "a red boat", "a boat at night", "a blue ball")
     page.wait_for_function("() => document.activeElement.ariaLabel === 'Duplicate with a new seed: “a calm sea”'")
     assert page.evaluate("window.lost") == 0
+    # No other row is taken out of the page, where it would lose a click.
+    page.evaluate("window.placed = 0")
     drag(page, 0, 3)
     titles(page, "a red boat", "a boat at night", "a blue ball", "a calm sea")
     page.click(act(page, "a blue ball", "duplicate"))
     titles(page, "a red boat", "a boat at night", "a blue ball", "a blue ball", "a calm sea")
     page.click("#queue-list li:nth-child(4) [data-action=cancel]")
     titles(page, "a red boat", "a boat at night", "a blue ball", "a calm sea")
+    assert page.evaluate("window.placed") == 2
     assert "Seed " in page.inner_text("#queue-list li") and "4 videos" in page.inner_text("#queue-list")
     page.click(act(page, "a blue ball", "edit"))
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'a blue ball'")
