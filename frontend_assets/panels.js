@@ -174,6 +174,8 @@
     }
     const report = event.target.closest("[data-report]");
     if (report) copyReport(report.dataset.report, report.closest(".report").querySelector(".with-prompts").checked);
+    const copied = event.target.closest("[data-copy]");
+    if (copied) copy(copied.dataset.copy);
     if (event.target.closest(".fold > button")) setTimeout(() => refresh(), 60);
     const tab = event.target.closest("#tabs [role=tab]");
     if (tab) setTimeout(() => { refresh(true); if (tab.textContent.trim() === "Make") tandem.preview(); }, 60);
@@ -282,6 +284,14 @@
     if (event.target.id === "import-file") $("#import-trusted").checked = false;
   });
 
+  const copy = async (text) => {
+    try {
+      await navigator.clipboard.writeText(text);
+      notify("Copied.");
+    } catch {
+      notify("This page cannot access the clipboard. Select the text and copy it.", { error: true });
+    }
+  };
   const copyReport = async (id, prompts) => {
     try {
       const answer = await fetch(`tandem/report/${prompts ? "whole/" : ""}${id}.json`, { cache: "no-store" });

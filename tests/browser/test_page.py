@@ -160,9 +160,13 @@ def test_a_second_job_waits_for_the_first(open_page: OpenPage) -> None:
 
 def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     page = open_page()
+    earlier = page.locator("#picture").bounding_box()
     page.fill("#field-prompt textarea", "")
     page.click("#generate")
     wait_for_state(page, "failed")
+    # The picture of an earlier job comes after the error.
+    alert, picture = (page.locator(name).bounding_box() for name in ("#status", "#picture"))
+    assert alert["y"] + alert["height"] <= picture["y"] and alert["y"] == earlier["y"]
     assert page.inner_text("#status [role=alert]").split("\n") == [
         "The prompt is empty.",
         "Describe the video in a sentence.",
@@ -207,6 +211,8 @@ def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_pag
     # A long prompt is cut, and shown on request.
     cut = page.locator("#facts .clamp").bounding_box()["height"]
     page.click("#facts .show-all")
+    more, actions = (page.locator(f"#facts {name}").bounding_box() for name in (".show-all", ".actions"))
+    assert more["y"] + more["height"] + 8 <= actions["y"]
     assert page.locator("#facts .clamp").bounding_box()["height"] > 2 * cut
     # A small video is enlarged only on request, and stays so.
     small = page.locator("#picture video").bounding_box()["width"]
@@ -279,6 +285,13 @@ def test_the_last_preview_stays_after_a_cancellation(open_page: OpenPage) -> Non
     wait_for_state(page, "cancelled")
     assert page.is_visible("#picture img.preview") and "Cancelled: last preview" in page.inner_text("#picture")
     assert page.is_visible("#status [data-action=resume]")
+    # After a refused request it is marked as that of an earlier video.
+    mark = "() => getComputedStyle(document.querySelector('#picture .blank span'), '::before').content"
+    assert "Earlier" not in page.evaluate(mark)
+    page.fill("#field-prompt textarea", "")
+    page.click("#generate")
+    wait_for_state(page, "failed")
+    assert "Earlier video." in page.evaluate(mark)
 
 
 def test_the_seed_used_can_be_used_again(open_page: OpenPage) -> None:

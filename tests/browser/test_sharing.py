@@ -141,12 +141,16 @@ def test_videos_of_other_visitors_are_refused(visit: Visit) -> None:
 
 def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, chromium: Any, shared: Server) -> None:
     page = visit()
-    own = chromium.new_context(viewport=DESKTOP).new_page()
+    own = chromium.new_context(viewport=DESKTOP, permissions=["clipboard-read", "clipboard-write"]).new_page()
     own.goto(shared.url)
     ready(own)
     port, user, password = link_of(shared.cache_dir)
     text = own.inner_text("#sharing")
     assert f"http://{HOST}:{port}" in text and user in text and password in text
+    own.click("#sharing [data-copy]")
+    own.wait_for_selector("text=Copied.")
+    copied = own.evaluate("() => navigator.clipboard.readText()")
+    assert copied == f"{own.get_attribute('#sharing a', 'href')} user {user} password {password}"
     assert own.query_selector("#tab-engines") is not None or "Engines" in own.inner_text("body")
     ask(page, "a red boat", long=True)
     wait_for_state(page, "running")
