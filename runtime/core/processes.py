@@ -17,7 +17,7 @@ _MOST_OPEN_FILES = 65_536
 _OOM_SCORE = 300
 # Options of glibc's malloc.h: the number of heaps; the size from which a block is mapped by itself; the free memory at
 # the end of a heap that is returned.
-_MALLOC_OPTIONS = {-8: 2, -3: 128 << 10, -1: 128 << 10}
+_MALLOC_OPTIONS = {-8: 1, -3: 128 << 10, -1: 128 << 10}
 
 
 def kill_descendants(pid: int) -> None:

@@ -25,6 +25,9 @@ from runtime.core.locks import held
 
 _BUSY_SECONDS = 10.0
 _OPENING_SECONDS = 20.0
+# What a connection keeps in memory: prepared statements, and kibibytes of the file, which the system keeps as well.
+_STATEMENTS = 32
+_CACHE_KIB = 512
 _SMALL_FILES = 1 << 16
 # No file has this device and number.
 _CLOSED = (-1, -1)
@@ -164,10 +167,13 @@ class Database:
 
 def _connect(name: str) -> sqlite3.Connection:
     # `Database` has a lock, so one thread at a time uses it.
-    connection = sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        name, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=_STATEMENTS
+    )
     connection.row_factory = sqlite3.Row
     connection.text_factory = _read_text
     connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     return connection
 
 
