@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+# The session of a call without one: its own name.
+_CALL = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def forget_unread(app: Any, most: int, whole: int) -> None:
 
     Reason: `Blocks._queue` is private; gradio keeps the unread results of 2,000 sessions, and the names of all. The
     results of one call are a few hundred kilobytes in memory, and a call that waits gets its place in the queue every
-    few seconds.
+    few seconds. A call without a session has its own.
     """
     from gradio.server_messages import EstimationMessage, ProcessGeneratingMessage
 
@@ -222,11 +226,14 @@ def forget_unread(app: Any, most: int, whole: int) -> None:
     for session in ended[: max(len(ended) - most, 0)]:
         del queue.pending_messages_per_session[session]
     for session in ended[-most : max(len(ended) - whole, 0)]:
-        # A call without a session has its own; pages are sent changes of earlier results.
+        # Pages are sent changes of earlier results.
         if queue.pending_event_ids_session.get(session) == {session}:
             keep(queue.pending_messages_per_session[session], without=ProcessGeneratingMessage)
     for session in queue.pending_event_ids_session.keys() - queue.pending_messages_per_session.keys() - busy:
         del queue.pending_event_ids_session[session]
+    sessions = app.state_holder.session_data
+    for session in [name for name in sessions if name not in busy and _CALL.fullmatch(name)]:
+        sessions.pop(session, None)
 
 
 def open_calls(app: Any, user: str) -> int:

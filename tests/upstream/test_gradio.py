@@ -151,8 +151,14 @@ def test_old_results_that_nobody_read_are_forgotten(app: routes.App) -> None:
             queue.pending_messages_per_session[name].put_nowait(message)
     queue.pending_event_ids_session["forgotten by gradio"] = set()
     queue.pending_event_ids_session["read"] = set()
-    queue.event_ids_to_events = {"event of running": SimpleNamespace(session_hash="running")}
+    queue.event_ids_to_events = {
+        "event of running": SimpleNamespace(session_hash="running"),
+        "a" * 32: SimpleNamespace(session_hash="a" * 32),
+    }
+    for name in ("page", "a" * 32, "b" * 32):
+        _ = app.state_holder[name]
     private.forget_unread(app, most=3, whole=3)
+    assert list(app.state_holder.session_data) == ["page", "a" * 32]
     assert list(queue.pending_messages_per_session) == list(queue.pending_event_ids_session) == ["running", *"bcd"]
     for results in queue.pending_messages_per_session.values():
         assert (results.qsize(), results.get_nowait()) == (1, "a result")
