@@ -232,7 +232,7 @@ def forget_unread(app: Any, most: int, whole: int) -> None:
     for session in queue.pending_event_ids_session.keys() - queue.pending_messages_per_session.keys() - busy:
         del queue.pending_event_ids_session[session]
     sessions = app.state_holder.session_data
-    for session in [name for name in sessions if name not in busy and _CALL.fullmatch(name)]:
+    for session in [name for name in list(sessions) if name not in busy and _CALL.fullmatch(name)]:
         sessions.pop(session, None)
 
 
