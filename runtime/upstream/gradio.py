@@ -90,25 +90,26 @@ def _keep_small_sessions() -> None:
 def _end_tasks_with_their_streams() -> None:
     from gradio import routes
 
-    tasks: ContextVar[list[asyncio.Task[Any]]] = ContextVar("tasks")
+    running: ContextVar[set[asyncio.Task[Any]]] = ContextVar("running")
 
     def create_task(*arguments: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(*arguments, **options)
         with contextlib.suppress(LookupError):
-            tasks.get().append(task)
+            running.get().add(task)
+            task.add_done_callback(running.get().discard)
         return task
 
     class Stream(routes.StreamingResponse):  # type: ignore[misc]  # gradio has no types
         """A response whose tasks end with it."""
 
         async def __call__(self, *request: Any) -> None:
-            token = tasks.set([])
+            token = running.set(set())
             try:
                 await super().__call__(*request)
             finally:
-                for task in tasks.get():
+                for task in running.get():
                     task.cancel()
-                tasks.reset(token)
+                running.reset(token)
 
     vars(routes)["StreamingResponse"] = Stream
     vars(routes)["asyncio"] = SimpleNamespace(**(vars(asyncio) | {"create_task": create_task}))
