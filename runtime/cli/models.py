@@ -10,7 +10,7 @@ from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
 from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, TandemError
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact, cut, render
 from runtime.core.units import byte_size
 from runtime.machine.probe import probe
 from runtime.models.catalogue import download_bytes, find, folders, named, not_downloaded, published
@@ -102,7 +102,7 @@ def _shown(spec: ModelSpec) -> str:
     negative = spec.defaults.negative_prompt
     if negative and negative == family_of(spec.family).negative_prompt:
         return "the model authors' own"
-    short = negative if len(negative) <= _LONGEST_SHOWN else f"{negative[:_LONGEST_SHOWN]}…"
+    short = cut(negative, _LONGEST_SHOWN)
     return f"“{short}”" if short else "none"
 
 

@@ -191,8 +191,12 @@ def _values(words: Words) -> dict[str, Any]:
 
 def shortened(value: object) -> str:
     """Return a user's value for a message: one line, at most about 40 characters."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+    return cut(repr(value), _LONGEST_VALUE)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text, or its first characters and an ellipsis if it is longer."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def first_words(words: Sequence[str], form: str = "{}") -> str:
@@ -201,7 +205,7 @@ def first_words(words: Sequence[str], form: str = "{}") -> str:
     Args:
         form: of each word.
     """
-    short = (word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}…" for word in words[:_MOST_WORDS])
+    short = (cut(word, _LONGEST_WORD) for word in words[:_MOST_WORDS])
     rest = len(words) - _MOST_WORDS
     return ", ".join(map(form.format, short)) + (f" and {rest} more" if rest > 0 else "")
 

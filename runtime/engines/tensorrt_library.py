@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from runtime.core.errors import EngineError, first_line, ran_out
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, cut
 from runtime.upstream.torch import cuda_failure
 
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|memory allocation|\bbad_alloc\b", re.IGNORECASE)
@@ -67,7 +67,7 @@ class Messages:
 def one_line(text: str) -> str:
     """Return a message of TensorRT, which may span pages, as one line of limited length."""
     joined = " ".join(text.split())
-    return joined if len(joined) <= _LONGEST_LINE else f"{joined[:_LONGEST_LINE]}…"
+    return cut(joined, _LONGEST_LINE)
 
 
 def load(library: str = "tensorrt", *, needs_gpu: bool = True) -> Any:

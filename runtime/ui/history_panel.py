@@ -86,6 +86,12 @@ class Card:
     size: int
     problem: str
 
+    @property
+    def short_problem(self) -> str:
+        """`problem`, with the file's name instead of its path if the job failed."""
+        output = self.job.output
+        return self.problem if self.job.state == "done" else self.problem.replace(str(output), output.name)
+
 
 @dataclass(frozen=True)
 class Clip:

@@ -21,7 +21,7 @@ import torch.multiprocessing
 
 from runtime.core import errors
 from runtime.core.errors import GroupError, TandemError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, cut
 from runtime.core.locks import scratch_folder
 from runtime.core.plan import Split
 from runtime.core.processes import describe_exit, kill_tree
@@ -307,4 +307,4 @@ def _set_timeout(connection: Connection, seconds: float) -> None:
 
 def _first_line(text: str) -> str:
     line = (text.strip().splitlines() or [""])[0]
-    return line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}…"
+    return cut(line, _LINE_LENGTH)
