@@ -20,6 +20,7 @@ from runtime.engines.builders import BUILDERS
 from runtime.engines.builders.tensorrt import OnnxTensorRT, TensorRTBlocks, log_layers
 from runtime.engines.component_programs import Program
 from runtime.engines.programs import load_program
+from runtime.engines.reference import full_float32
 from runtime.engines.sessions import Session, open_session
 from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSession
 from runtime.engines.verify import verify
@@ -150,7 +151,11 @@ def test_vae_caches_are_reused(make: Make) -> None:
     first_folder, first_record, first_program = make("vae", "vae_first")
     next_folder, next_record, next_program = make("vae", "vae_next")
     latents = torch.randn(1, first_program.spec.vae.z_dim, 9, 8, 6, device=DEVICE)
-    with opened(first_folder, first_record) as first, opened(next_folder, next_record) as following:
+    with (
+        opened(first_folder, first_record) as first,
+        opened(next_folder, next_record) as following,
+        full_float32(latents.device),
+    ):
         out, wanted = first.infer(z=latents[:, :, :1]), first_program.run(z=latents[:, :, :1])
         for start in range(1, 9, 2):
             caches = [{k: v for k, v in found.items() if k != "frames"} for found in (out, wanted)]
