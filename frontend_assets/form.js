@@ -178,8 +178,8 @@
     if (!settings || isOpen() === open) return;
     settings.classList.toggle("open", open);
     tandem.write("sessionStorage", ADVANCED, open ? "open" : "");
-    if (open && move) setTimeout(() => settings.scrollIntoView({ block: "nearest" }), 30);
     tandem.tidy();
+    if (open && move) settings.scrollIntoView({ block: "nearest" });
   };
   let restored = false;
 
