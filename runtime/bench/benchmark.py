@@ -37,6 +37,7 @@ from runtime.core.events import Cancelled, VideoSaved
 from runtime.core.files import give_usual_permissions
 from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.plan import ExecutionPlan
+from runtime.core.units import about
 from runtime.engines.reference import full_float32
 from runtime.engines.service import EngineService
 from runtime.execution.memory import release_cached_memory
@@ -235,6 +236,8 @@ class Bench:
     _reference_frames: tuple[np.ndarray, ...] = ()
     _passes: component_errors.Passes | None = None
     _environment: dict[str, Any] = field(default_factory=dict)
+    # Estimated time to build the missing engines of a component, by their ids; 0 if unknown.
+    _build_seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -267,10 +270,9 @@ class Bench:
             remove_scratch_folders(self.setup.folder, _SCRATCH)
             scratch = stack.enter_context(scratch_folder(self.setup.folder, _SCRATCH))
             self._plan_all()
-            live = ", ".join(entry.name for entry in self.entries if entry.live)
-            self.report(f"Measuring {live or 'nothing'}: {self.setup.runs} runs of each, in turn.")
             plans = [entry.planned()[1] for entry in self.entries if entry.live]
             self.together = fit_together(plans)
+            self.report(self._forecast(plans))
             if not self.together and len(plans) > 1:
                 self.report("They do not fit in memory together: each is loaded and warmed up again for each run.")
             try:
@@ -279,6 +281,22 @@ class Bench:
             except CancelledError:
                 pass
             self.saved(self)
+
+    def _forecast(self, plans: Sequence[ExecutionPlan]) -> str:
+        """Return a line with what is measured, and about how long the runs and the builds before them take."""
+        setup, turns = self.setup, 1 if self.together else self.setup.runs
+        seconds = 0.0
+        for plan in plans:
+            load, total = plan.seconds["load"].likely, plan.seconds["total"].likely
+            seconds += turns * (load + setup.warmup * total) + setup.runs * total
+        names = ", ".join(entry.name for entry in self.entries if entry.live)
+        text = f"Measuring {names or 'nothing'}: {setup.runs} runs of each, in turn, {about(seconds)}"
+        missing = {use.id for plan in plans for part in plan.components.values() for use in part.engines if use.build}
+        if missing:
+            known = all(self._build_seconds.values())
+            text += f". Engines to build before that: {len(missing)}"
+            text += f", {about(sum(self._build_seconds.values()))}" if known else ""
+        return f"{text}."
 
     def _plan_all(self) -> None:
         first: TandemError | None = None
@@ -300,7 +318,14 @@ class Bench:
         # A retry after out-of-memory would measure another strategy.
         request = configuration.request.replace(on_out_of_memory="ask")
         spec = model_for(request, setup.weights_dir)
-        plan = resolve(request, spec, setup.machine, setup.folder, setup.engines.offers(spec), setup.history.read())
+        offers = setup.engines.offers(spec)
+        plan = resolve(request, spec, setup.machine, setup.folder, offers, setup.history.read())
+        for name, part in plan.components.items():
+            built = tuple(use.id for use in part.engines if use.build)
+            if built:
+                of_part = offers(name, plan.latent_size, part.device)
+                chosen = (one for one in of_part if [use.id for use in one.uses] == [use.id for use in part.engines])
+                self._build_seconds[built] = next((one.build_seconds for one in chosen), 0.0)
         entry.spec, entry.plan = spec, in_float32(plan) if configuration.float32 else plan
         why = fallback_text(plan)
         if why is not None:

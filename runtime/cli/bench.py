@@ -53,6 +53,8 @@ def measure(
     """
     run_count = read_count("runs", runs, DEFAULT_RUNS, 1)
     warmup_count = read_count("warmup", warmup, DEFAULT_WARMUP, 0)
+    if prompt is not None and prompt.lower().endswith(".json"):
+        raise InvalidRequestError("prompt", "bench.prompt_is_file", prompt=shortened(prompt))
     common = {"prompt": PROMPT if prompt is None else prompt, "seed": SEED} | dict(flags)
     loaded, machine = settings.load(), probe()
     engines = EngineService.from_settings(loaded, machine)

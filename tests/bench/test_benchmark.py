@@ -116,6 +116,9 @@ def done(runner: BenchRunner, tmp_path_factory: pytest.TempPathFactory) -> Done:
 @pytest.mark.slow
 def test_configurations_take_turns_after_warm_up(done: Done) -> None:
     measured = ["pytorch", "onnx text", "more steps"]
+    forecast = next(line for line in done.lines if line.startswith("Measuring"))
+    assert forecast.startswith("Measuring pytorch, onnx text, more steps, again: 2 runs of each, in turn, about ")
+    assert "Engines to build before that: 1, about " in forecast
     warm = [line.partition(":")[0] for line in done.lines if "warm-up" in line]
     runs = [line.partition(":")[0] for line in done.lines if ": run " in line]
     assert done.bench.together

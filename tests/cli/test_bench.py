@@ -51,6 +51,7 @@ Tiny = Callable[[str], ModelSpec]
         (["--out", str(ROOT / "README.md")], "which is a file", "folder"),
         (["--out", str(ROOT / "README.md" / "x")], "cannot be created", "folder"),
         (["--no-such"], "--no-such", "bench --help"),
+        (["before.json"], "before.json' looks like a file", "bench compare A.json B.json"),
         (["a", "prompt", "in", "words"], "unexpected extra argument", "bench --help"),
     ],
 )

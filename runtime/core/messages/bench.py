@@ -33,6 +33,9 @@ MESSAGES: Mapping[str, Message] = {
         "Nothing in these results can be compared: {why}", "Measure the same configurations, with the same request."
     ),
     "bench.other_schema": Message("{file} has schema {schema}; this version reads {readable}.", "Measure again."),
+    "bench.prompt_is_file": Message(
+        "{prompt} looks like a file, not a prompt.", "Compare two results with `{tandem} bench compare A.json B.json`."
+    ),
     "bench.two_kinds": Message(
         "One result is of whole clips, the other of forward passes.", "Give two of the same kind."
     ),
