@@ -216,6 +216,12 @@ def _lowered(text: str) -> str:
     return text[:1].lower() + text[1:] if rest == rest.lower() else text
 
 
+def capitalized(text: str) -> str:
+    """Return text with an upper-case first letter, unless its first word is a name with digits, such as wan2.2-a14b."""
+    first = text.partition(" ")[0]
+    return text if any(character.isdigit() for character in first) else text[:1].upper() + text[1:]
+
+
 def render(fact: Fact, words: Words | None = None) -> Text:
     """Return a fact as text, in the words of a front end, by default the command line.
 

@@ -25,7 +25,7 @@ from runtime.core.events import (
     TerminalEvent,
     VideoSaved,
 )
-from runtime.core.facts import Fact, first_words
+from runtime.core.facts import Fact, capitalized, first_words
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
@@ -199,7 +199,7 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
         return Line(
             "queued", "Waiting", f"{formatting.count(len(ahead), noun)} {verb} ahead." if ahead else "Starting."
         )
-    return _running(progress.at(now))
+    return running_line(progress.at(now))
 
 
 def picture_html(
@@ -248,7 +248,7 @@ def status_html(line: Line, job_id: str = "", *, panels: bool = True) -> str:
     return render(
         "player_status.html",
         line=line,
-        what=f"{line.what[:1].upper()}{line.what[1:]}",
+        what=capitalized(line.what),
         job=job_id,
         percent=None if line.fraction is None else round(100 * line.fraction),
         busy=busy,
@@ -296,7 +296,8 @@ def _interrupted(job: Job) -> Fact:
     return Fact("ui.interrupted" if job.owner is None else "ui.visitor_interrupted", {"job": job.id})
 
 
-def _running(progress: Progress) -> Line:
+def running_line(progress: Progress) -> Line:
+    """Return what a running job does, how far it is, and the time left."""
     detail = ""
     if progress.stage == "denoise" and progress.steps:
         # The step that runs, not the last finished one: 1 of 20 during the first step.

@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
-from runtime.core.facts import Fact, short
+from runtime.core.facts import Fact, capitalized, short
 from runtime.core.messages.components import title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
@@ -159,8 +159,7 @@ def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
 
 def stopped(error: TandemError, components: tuple[str, ...]) -> PlanSummary:
     """Return the summary for a form that cannot be carried out."""
-    problem = paragraph(error.fact)
-    problem = f"{problem[:1].upper()}{problem[1:]}"
+    problem = capitalized(paragraph(error.fact))
     title = "Does not fit" if isinstance(error, MachineError) else "Cannot be generated"
     if isinstance(error, InvalidRequestError):
         title = "Invalid setting"
@@ -326,8 +325,7 @@ def preset_tile(preset: Preset, preview: Preview) -> PresetTile:
 
 def _in_short(fact: Fact) -> str:
     """Return why something does not run in few words; the bar has the whole sentence and the remedy."""
-    text = short(fact, WORDS)
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{capitalized(short(fact, WORDS))}."
 
 
 def presets_html(tiles: Sequence[PresetTile], chosen: str) -> str:

@@ -14,7 +14,7 @@ from runtime.queue.job_queue import combined
 from runtime.queue.records import JobRecord, State
 from runtime.ui import form, formatting
 from runtime.ui.formatting import paragraph, render
-from runtime.ui.job_view import ResumeStatus
+from runtime.ui.job_view import ResumeStatus, running_line
 from runtime.ui.jobs_panel import JobsPanel, failure, proportions, title
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
@@ -175,9 +175,9 @@ class QueuePanel(JobsPanel):
             progress = job.progress.at(time.monotonic())
             percent = round(100 * progress.fraction)
             waits = progress.waits is not None and state == "running"
-            step = f"step {progress.step} of {progress.steps}" if progress.steps else ""
             seconds = progress.seconds_left
-            line = ", ".join(filter(None, (progress.title, step, formatting.time_left(seconds))))
+            shown = running_line(progress)
+            line = ", ".join(filter(None, (shown.title, shown.detail, shown.left)))
             memory = [event.fact for event in job.events if isinstance(event, OutOfMemory)]
             line = f"{line}. {paragraph(memory[-1])}" if memory else line
         elif job is not None:

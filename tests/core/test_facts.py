@@ -7,7 +7,7 @@ from string import Formatter
 import pytest
 
 from runtime.core.errors import TandemError
-from runtime.core.facts import Fact, Words, render
+from runtime.core.facts import Fact, Words, capitalized, render
 from runtime.core.messages import MESSAGES, Message
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
@@ -68,6 +68,19 @@ def test_a_fact_is_rendered_in_the_words_of_a_front_end(monkeypatch: pytest.Monk
         "Take --offload group or --compile never.",
     )
     assert render(fact, Page()).remedy == "Take “Offload: group” or “Compile: never”."
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("no GPU was found.", "No GPU was found."),
+        ("wan2.2-a14b needs more.", "wan2.2-a14b needs more."),
+        ("GPU 0 is full.", "GPU 0 is full."),
+        ("", ""),
+    ],
+)
+def test_a_sentence_starts_with_a_capital_unless_it_starts_with_a_name(text: str, wanted: str) -> None:
+    assert capitalized(text) == wanted
 
 
 def test_a_fact_survives_json_with_its_cause() -> None:

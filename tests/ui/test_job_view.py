@@ -92,6 +92,15 @@ def test_a_running_job_shows_stage_step_and_time(job: Job, store: JobStore) -> N
     assert view.busy and not view.stopping
 
 
+def test_a_job_that_decodes_shows_frames_instead_of_steps(job: Job, store: JobStore) -> None:
+    begin(job, store)
+    step = StepDone(step=4, of=4, seconds=2.0, part="transformer", preview=None)
+    view = show(job, store, Planned(plan=job.plan), step, StageStarted(stage="decode", part="vae"))
+    assert "step 4" not in view.status
+    line = job_view.running_line(job.progress.at(0.0))
+    assert (line.title, line.detail) == ("Decoding frames", f"0 of {job.plan.frames} frames")
+
+
 def test_a_queued_job_shows_how_many_are_ahead(job: Job) -> None:
     def shown(*ahead: str) -> str:
         line = cast(JobQueue, SimpleNamespace(ahead=lambda _job: dict(enumerate(ahead))))
