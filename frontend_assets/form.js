@@ -122,6 +122,9 @@
     if (word) apply({ prompt: articles(withWord(prompt().value, word.dataset.word, word.closest("[data-group]"))) });
     if (target.closest("[data-get-models]")) tandem.goTo("Models");
     if (target.closest("#advanced")) toggle(!isOpen());
+    if (target.id === "reset") {
+      tandem.fill({ ...JSON.parse(target.dataset.request), prompt: value("prompt"), model: value("model") });
+    }
   });
   // Words that the model does not know, as its tokenizer splits them. A model without a list knows pieces of all words.
   const plain = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();

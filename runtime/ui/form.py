@@ -114,7 +114,12 @@ def video_section(values: Mapping[str, Mapping[str, Any]], *, panels: bool) -> F
     with gr.Row(elem_id="playback", elem_classes="pair"):
         made["fps"] = fields.control("fps", **values["fps"], info="Changes no frames.")
         made["seed"] = fields.control("seed", info="Empty: a new one each time.")
-    gr.HTML(render("make_actions.html"), elem_id="actions-more", apply_default_css=False)
+    # The page keeps its own prompt.
+    gr.HTML(
+        render("make_actions.html", defaults=GenerationRequest(prompt="any").to_json()),
+        elem_id="actions-more",
+        apply_default_css=False,
+    )
     return Form(made, {"sizes": sizes, "lengths": lengths})
 
 

@@ -413,6 +413,26 @@ def test_presets_set_several_fields_and_name_a_change(open_page: OpenPage) -> No
     page.wait_for_function("() => document.querySelector('#field-vae_precision').value === 'auto'")
 
 
+def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: OpenPage) -> None:
+    page = open_page()
+    page.wait_for_selector("#presets input[value=balanced]:checked")
+    page.fill("#field-prompt textarea", "a green kite")
+    before = page.evaluate("() => window.tandem.values")
+    assert not page.is_visible("#reset")
+    advance(page)
+    page.fill("#field-steps input", "5")
+    page.fill("#field-fps input", "9")
+    page.fill("#field-negative_prompt textarea", "fog")
+    page.fill("#field-loras textarea", "none:0.5")
+    page.check("#size input[value='32x64']")
+    page.select_option("#field-vae_precision", "float32")
+    page.wait_for_selector("#presets .tag:has-text('Custom')")
+    page.click("#reset")
+    page.wait_for_selector("#presets input[value=balanced]:checked")
+    page.wait_for_function("(before) => JSON.stringify(window.tandem.values) === JSON.stringify(before)", arg=before)
+    assert page.input_value("#field-prompt textarea") == "a green kite"
+
+
 def test_the_form_follows_the_model_and_is_restored_with_it(open_page: OpenPage) -> None:
     page = open_page()
     page.fill("#field-prompt textarea", "a green kite")
