@@ -22,6 +22,8 @@ import uvicorn
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from runtime.core.processes import trim_heaps
+
 _MOST_CONNECTIONS = 256
 _LEAST_CONNECTIONS = 32
 # Open files of a process that are not connections to a page.
@@ -32,6 +34,7 @@ _FILES_PER_CONNECTION = 3
 _QUEUE = 128
 _SHUTDOWN_SECONDS = 1
 _CLOSE_SECONDS = 5.0
+_TRIM_SECONDS = 60
 _STATE_KEY = "connection"
 
 
@@ -96,6 +99,8 @@ class PageServer:
             log_level="warning",
             backlog=self._limits.at_once,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+            callback_notify=_trim_heaps,
+            timeout_notify=_TRIM_SECONDS,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=(self._sockets,), name="page", daemon=True)
@@ -117,6 +122,11 @@ class PageServer:
         errors.setLevel(logging.CRITICAL)  # streams are cancelled, which uvicorn logs as errors
         self._thread.join(_CLOSE_SECONDS)
         errors.setLevel(before)
+
+
+async def _trim_heaps() -> None:
+    """Return the memory of answered requests to the system."""
+    trim_heaps()
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

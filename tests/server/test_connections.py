@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from runtime.server import connections
 from runtime.server.connections import ConnectionLimits, PageServer, limits_for, listen, set_login
 from tests.waiting import until
 
@@ -206,3 +207,11 @@ def test_limits_leave_room_for_other_files() -> None:
 def test_a_taken_port_is_an_error_and_leaves_no_socket() -> None:
     with contextlib.closing(listen("127.0.0.1", 0)[0]) as taken, pytest.raises(OSError, match="in use"):
         listen("localhost", taken.getsockname()[1])
+
+
+def test_freed_memory_is_returned_to_the_system_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[float] = []
+    monkeypatch.setattr(connections, "_TRIM_SECONDS", 0)
+    monkeypatch.setattr(connections, "trim_heaps", lambda: trims.append(time.monotonic()))
+    with serving(limits_for(None)):
+        until(lambda: len(trims) > 1)
