@@ -44,6 +44,22 @@ def test_slow_tests_run_on_request(
     result.assert_outcomes(passed=passed, deselected=5 - passed)
 
 
+def test_only_a_browser_test_that_fails_is_run_again(folder: pytest.Pytester) -> None:
+    folder.makepyfile(
+        test_two="""
+        import pytest
+        tried = []
+        @pytest.mark.browser
+        def test_second(): tried.append(1); assert len(tried) == 2
+        @pytest.mark.browser
+        def test_never(): assert False
+        def test_plain(): tried.append(1); assert len(tried) > 3
+        """
+    )
+    result = folder.runpytest_inprocess("-p", "no:cacheprovider", "--all", "test_two.py")
+    assert result.parseoutcomes() == {"passed": 1, "failed": 2, "rerun": 2}
+
+
 def test_a_test_that_needs_a_compiler_is_skipped_with_the_reason(
     folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
