@@ -186,7 +186,8 @@
   };
   const shown = () => {
     const dialog = box(), clip = dialog.querySelector("[data-detail]");
-    if (!clip) { if (dialog.open) dialog.close(); return; }
+    // The answer for a clip may come after its dialog was closed.
+    if (!clip || !view.open) { empty($("#history-detail")); if (dialog.open) dialog.close(); return; }
     const isNew = !dialog.open;
     if (isNew) { stop(); dialog.showModal(); raise(); }
     if (isNew || clip.dataset.detail !== opened) {

@@ -173,6 +173,35 @@ def test_clips_are_shown_starred_and_selected_by_keyboard(open_page: OpenPage) -
     assert page.complaints == []
 
 
+def test_a_closed_lightbox_stays_closed_whatever_the_server_still_answers(open_page: OpenPage) -> None:
+    page = open_page(reduced_motion="reduce")
+    ids = [make(page, "a black sheep on the grass"), make(page, "a black sheep on the grass again")]
+    go(page, "History")
+    search(page, "black sheep", 2)
+    page.click(f"#history-gallery [data-job='{ids[1]}'] .poster")
+    page.wait_for_selector(f"#lightbox[open] [data-detail='{ids[1]}']")
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        if route.request.post_data_json["action"] == "open":
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/tandem/panels/history", hold)
+    page.keyboard.press("ArrowRight")
+    while not held:
+        page.wait_for_timeout(20)
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#lightbox:not([open])", state="attached")
+    answered = "({ detail }) => { window.answered = detail.call.action === 'open'; }"
+    page.evaluate(f"() => document.addEventListener('tandem:reply', {answered})")
+    held[0].continue_()
+    page.wait_for_function("() => window.answered")
+    assert page.locator("#lightbox[open]").count() == 0
+    page.wait_for_function("(id) => document.activeElement.closest('li')?.dataset.job === id", arg=ids[1])
+
+
 def test_a_report_has_prompts_only_on_demand(open_page: OpenPage, server: Server) -> None:
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
     job = make(page, "a calm blue boat at night")
