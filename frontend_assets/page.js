@@ -4,7 +4,9 @@
   "use strict";
   const WORDS = ["prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
-  const CHECK_MS = 4000;      // how often the connection is checked
+  const FORM_PARTS = "#compose, #basics, #settings";
+  const FOCUS_MS = 2000;     // how long a field that got the focus is kept in view
+  const CHECK_MS = 4000;     // how often the connection is checked
   const REST_MS = 30;        // delay from a change of the form to the plan preview
   const SILENCE_MS = 6000;   // a running job sends something every second; longer is a lost connection
 
@@ -135,6 +137,13 @@
   const bars = new ResizeObserver(([{ target }]) => {
     document.body.style.setProperty("--bar-height", `${target.offsetHeight}px`);
   });
+  // A field that just got the focus stays in view when the server's answers change the parts around it.
+  let focusedAt = 0;
+  document.addEventListener("focusin", () => { focusedAt = Date.now(); });
+  const around = new ResizeObserver(() => {
+    const field = document.activeElement;
+    if (Date.now() - focusedAt < FOCUS_MS && field.closest(FORM_PARTS)) field.scrollIntoView({ block: "nearest" });
+  });
   let stage = null;
 
   const mark = () => {
@@ -169,7 +178,12 @@
     // With reduced motion, the video is started by hand.
     const video = $("#picture video[autoplay]");
     if (video && reducedMotion.matches) { video.removeAttribute("autoplay"); video.pause(); }
-    if (!stage && $("#stage")) { stage = $("#stage"); sizes.observe(stage); bars.observe($("#bar")); }
+    if (!stage && $("#stage")) {
+      stage = $("#stage");
+      sizes.observe(stage);
+      bars.observe($("#bar"));
+      for (const part of document.querySelectorAll(`#bar, ${FORM_PARTS}`)) around.observe(part);
+    }
     keepFocus();
     applyTheme();
     tandem.tidyForm();
