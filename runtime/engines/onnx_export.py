@@ -25,6 +25,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.signatures import METADATA_KEY
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
+from runtime.upstream.onnxscript import fast_rewriting
 
 OPSET = 18
 FP8_OPSET = 19
@@ -70,7 +71,7 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
     """
     signature = program.signature(profile, program.example(profile, cut=cut))
     large = sum(tensor.nbytes for tensor in program.module.state_dict().values()) > _MAX_INLINE_BYTES
-    with _quiet():
+    with _quiet(), fast_rewriting():
         exported = torch.onnx.export(
             program.export(profile, cut=cut),
             dynamo=True,
