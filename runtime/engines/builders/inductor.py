@@ -102,6 +102,8 @@ class InductorBuilder(Builder):
             "cpp.dynamic_threads": True,
             # Inductor compiles a test for each vector instruction set: half of the build time of a small package.
             "cpp.vec_isa_ok": True if _supports_all_vector_instructions() else None,
+            # A build has a cache of its own and compiles two files: precompiling their headers takes longer.
+            "aot_inductor.precompile_headers": False,
         }
         report(Fact("engine.compiling"), 0.1)
         with _paths_without_spaces(), torch.no_grad(), warnings.catch_warnings():
