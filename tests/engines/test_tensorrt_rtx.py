@@ -3,7 +3,9 @@
 The wheels (95 MB) are downloaded once. The tests are skipped where they cannot be.
 """
 
+import hashlib
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +17,20 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.engines import onnx_export
+from runtime.engines.block_programs import BlockProgram
 from runtime.engines.build import BuildJob, BuildRequest, Job, start_child
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Report
+from runtime.engines.component_programs import Program
+from runtime.engines.onnx_export import export_onnx
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt_rtx import TensorRTRTXSession
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile, differences
+from tests.conftest import build_once
 from tests.engines.contract import wheels
 from tests.plans import GPU_PACKAGES, gpu, machine
 
@@ -62,6 +69,21 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("libs", "bindings"):
         name = f"tensorrt-rtx-cu13-{package}"
         monkeypatch.syspath_prepend(wheels.unpacked(f"{name}=={wheels.pinned(name)}"))
+
+
+@pytest.fixture
+def shared_exports(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export each program once for all builds from the same file, such as those for several GPUs."""
+
+    def export(program: Program, profile: ShapeProfile, path: Path) -> None:
+        form = program.module
+        precision = program.dtype if isinstance(program, BlockProgram) else next(form.parameters()).dtype
+        identity = f"{program.spec}{program.name}{type(form).__name__}{precision}{profile}"
+        name = f"exported-{hashlib.sha256(identity.encode()).hexdigest()}"
+        folder, _ = build_once(tmp_path_factory, name, lambda new: export_onnx(program, profile, new / path.name))
+        shutil.copytree(folder, path.parent, dirs_exist_ok=True)
+
+    monkeypatch.setattr(onnx_export, "export_onnx", export)
 
 
 def key_of(
@@ -118,7 +140,7 @@ def a14b(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("library", "shared_exports")
 @pytest.mark.parametrize(("model", "sizes", "program"), CASES)
 def test_every_program_is_built_whole_with_fused_attention(
     model: str,
@@ -148,7 +170,7 @@ def test_every_program_is_built_whole_with_fused_attention(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("library", "shared_exports")
 @pytest.mark.parametrize("capability", [TURING, ADA, (12, 7)])
 def test_block_engines_of_a14bs_width(
     capability: tuple[int, int], tiny: Callable[[str], ModelSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -177,7 +199,7 @@ def test_products_of_fp8_block_engines_are_in_fp8(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("library", "shared_exports")
 def test_on_turing_whole_components_are_refused(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     assert BUILDERS["tensorrt_rtx"].unavailable(rtx(TURING)) == Fact(
         "machine.tensorrt_rtx_blocks_only", {"gpu": "Test GPU"}
