@@ -123,7 +123,8 @@
     if (target.closest("[data-get-models]")) tandem.goTo("Models");
     if (target.closest("#advanced")) toggle(!isOpen());
     if (target.id === "reset") {
-      tandem.fill({ ...JSON.parse(target.dataset.request), prompt: value("prompt"), model: value("model") });
+      const request = { ...JSON.parse(target.dataset.request), prompt: value("prompt"), model: value("model") };
+      tandem.fill(request, "all", "Defaults of the model:");
     }
   });
   // Words that the model does not know, as its tokenizer splits them. A model without a list knows pieces of all words.

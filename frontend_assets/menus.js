@@ -27,6 +27,9 @@
     const place = items.indexOf(document.activeElement);
     items[(place < 0 && step < 0 ? items.length - 1 : (place + step + items.length) % items.length)]?.focus();
   });
+  document.addEventListener("toggle", ({ target }) => {
+    if (target.matches("details.menu[open]")) target.querySelector(".menu-items").scrollIntoView({ block: "nearest" });
+  }, true);
   // A menu that the focus leaves is closed.
   document.addEventListener("focusout", (event) => {
     const menu = event.target.closest?.("details.menu[open]");

@@ -225,10 +225,11 @@
     $("#attach")?.click();
   };
 
-  // Fills the form as the buttons below a video do.
-  const fill = tandem.fill = (request, what = "all") => {
+  // Fills the form as the buttons below a video do. `source` is shown with what was not filled in.
+  const fill = tandem.fill = (request, what = "all", source = "") => {
     const carrier = document.createElement("button");
     carrier.dataset.use = what;
+    carrier.dataset.source = source;
     carrier.dataset.request = JSON.stringify(request);
     carrier.hidden = true;
     $("#facts .prose").append(carrier);

@@ -94,12 +94,15 @@
     for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
     panels.goTo("Make");
     const line = $("#restored");
-    line.textContent = text;
     $("#refused .restored")?.replaceChildren();
-    if (request) window.tandem.fill(request);
+    if (request) window.tandem.fill(request, "all", text); else line.textContent = text;
     setTimeout(() => line.scrollIntoView({ block: "nearest" }), 0);
   };
 
+  document.addEventListener("click", ({ target }) => {
+    const use = target.closest("[data-use]");
+    if (use) $("#restored").textContent = use.dataset.source ?? "";
+  }, true);
   document.addEventListener("change", (event) => {
     if (event.target.id !== "restore" || !event.target.files.length) return;
     restore(event.target.files[0]);

@@ -351,7 +351,7 @@ def _state(entry: Entry) -> tuple[str, str]:
 def _speed(record: EngineRecord) -> str:
     if not record.seconds_per_call or not record.pytorch_seconds:
         return "not measured"
-    return f"{record.pytorch_seconds / record.seconds_per_call:.2f} times PyTorch"
+    return f"{record.pytorch_seconds / record.seconds_per_call:.2f} times as fast as PyTorch"
 
 
 def _error(record: EngineRecord) -> str:
@@ -395,7 +395,7 @@ def _build_row(one: BuildProgress, task: Task) -> dict[str, str]:
     # Two transformers may share an engine; those with engines of their own are told apart.
     program = title_of(one.component, alike) if len(alike) > 1 and one.program in alike else title_of(one.program)
     name = f"{program}, {BACKEND_TITLES.get(one.backend, one.backend)}"
-    state, gained = one.state, f", {one.speedup:.2f} times PyTorch" if one.speedup else ""
+    state, gained = one.state, f", {one.speedup:.2f} times as fast as PyTorch" if one.speedup else ""
     match state:
         case "waiting" if task.open:
             text = f"waiting, {about(one.expected)}" if one.expected else "waiting"

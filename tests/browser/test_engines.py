@@ -65,6 +65,18 @@ def test_an_engine_is_deleted_by_keyboard_after_confirmation(open_page: OpenPage
     page.wait_for_function("() => document.activeElement.textContent === 'Library'")
 
 
+def test_a_menu_at_the_end_of_the_window_is_scrolled_into_view(open_page: OpenPage, server: Server) -> None:
+    stock(server, 5)
+    page = open_page()
+    go(page)
+    menu = page.locator("#engines-table .menu").last
+    # The button is at the lower edge of the window.
+    menu.evaluate("(menu) => menu.scrollIntoView({ block: 'end' })")
+    menu.locator("summary").click()
+    items = menu.locator(".menu-items").bounding_box()
+    assert items and items["y"] + items["height"] <= DESKTOP["height"]
+
+
 def test_pinning_is_shown_in_another_tab(open_page: OpenPage, server: Server) -> None:
     engine = stock(server, 3)
     page, other = open_page(), open_page()
@@ -109,7 +121,7 @@ def test_a_build_adds_an_engine_and_changes_its_badge(open_page: OpenPage) -> No
     page.click(f"{row} .technical summary")
     assert "any size" in page.inner_text(row)
     builds = page.inner_text("#engines-tasks li[data-kind=build] .builds >> nth=0")
-    assert "Text encoder, ONNX Runtime" in builds and "times PyTorch" in builds
+    assert "Text encoder, ONNX Runtime" in builds and "times as fast as PyTorch" in builds
     # Nothing is left to build for it.
     page.wait_for_selector("[data-component=text_encoder] > .acts > [data-action=build]", state="detached")
     page.click("[role=tab]:has-text('Make')")

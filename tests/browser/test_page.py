@@ -1,5 +1,6 @@
 """The page in a browser: what people do with it, from the first word to the video."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -431,6 +432,54 @@ def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: Op
     page.wait_for_selector("#presets input[value=balanced]:checked")
     page.wait_for_function("(before) => JSON.stringify(window.tandem.values) === JSON.stringify(before)", arg=before)
     assert page.input_value("#field-prompt textarea") == "a green kite"
+
+
+def test_reset_and_other_settings_are_not_called_those_of_an_earlier_file(open_page: OpenPage, tmp_path: Path) -> None:
+    page, file = open_page(), tmp_path / "mine.json"
+    file.write_text(json.dumps({"prompt": "a green kite", "fps": 9}), encoding="utf-8")
+    page.set_input_files("#restore", file)
+    page.wait_for_selector("#restored:has-text('Settings of “mine.json”')")
+    advance(page)
+    page.click("#reset")
+    page.wait_for_function("() => document.querySelector('#restored').textContent === 'Defaults of the model:'")
+    page.wait_for_function("() => document.querySelector('#field-fps input').value !== '9'")
+    page.wait_for_selector("#refused:has-text('All settings are filled in.')")
+    page.evaluate("() => window.tandem.fill({prompt: 'a red kite'})")
+    page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'a red kite'")
+    assert page.inner_text("#restored") == ""
+
+
+def test_the_answer_to_a_file_is_above_the_bar(open_page: OpenPage, tmp_path: Path) -> None:
+    page, file = open_page(), tmp_path / "foreign.mp4"
+    file.write_bytes(b"a letter to a friend")
+    page.set_input_files("#restore", file)
+    page.wait_for_function(
+        """() => {
+          const line = document.querySelector('#restored');
+          const { left, bottom, height } = line.getBoundingClientRect();
+          return height > 0 && line.contains(document.elementFromPoint(left + 5, bottom - 3));
+        }"""
+    )
+
+
+def test_a_message_moves_nothing_of_the_form(open_page: OpenPage) -> None:
+    page = open_page()
+    page.wait_for_selector("#presets input[value=balanced]:checked")
+    page.wait_for_selector("#forecast .forecast:has-text('About')")
+    places = """() => ['#card', '#field-prompt', '#size', '#bar'].map((id) => {
+      const { top, height } = document.querySelector(id).getBoundingClientRect();
+      return [top, height];
+    })"""
+    before = page.evaluate(places)
+    page.evaluate("() => window.tandem.panels.notify('Added to the queue: 1 video.')")
+    page.wait_for_selector("#message", state="visible")
+    assert page.evaluate(places) == before
+    # The last rows of the other tabs can be scrolled to above it.
+    page.click("[role=tab]:has-text('Engines')")
+    page.wait_for_selector("#engines-storage .meter")
+    page.evaluate("() => scrollTo(0, document.documentElement.scrollHeight)")
+    message, last = page.locator("#message").bounding_box(), page.locator("[data-panel=engines]").bounding_box()
+    assert message and last and last["y"] + last["height"] <= message["y"]
 
 
 def test_the_form_follows_the_model_and_is_restored_with_it(open_page: OpenPage) -> None:

@@ -365,7 +365,7 @@ def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
     task.refresh()
     drawn = tasks_html([(task, 0)])
     for expected in (
-        "<span>Text encoder, Inductor</span> <span>built in 42 s, 2.50 times PyTorch</span>",
+        "<span>Text encoder, Inductor</span> <span>built in 42 s, 2.50 times as fast as PyTorch</span>",
         "<span>Transformer, Inductor</span> <span>failed: x is missing.",
         "<span>VAE decoder, first step, ONNX Runtime</span> <span>running for 0.",
         "<span>waiting, about 1 min</span>",
@@ -417,7 +417,7 @@ def test_a_row_shows_every_property(tiny: Callable[[str], ModelSpec]) -> None:
         "64 × 32, 9 frames",
         "TensorRT, float16",
         "14.5 MB",
-        "3.00 times PyTorch",
+        "3.00 times as fast as PyTorch",
         "1e-06 of 1e-04",
         "in 1 min 0 s",
         "made up for after 30 videos",
