@@ -9,7 +9,7 @@
   // The line's prefix, name and strength, as `parse_lora` reads it.
   const parse = (line) => {
     const [, expert, rest] = /^((?:both|high|low)=)?(.*)$/.exec(line.trim());
-    const found = /^(.*):\s*([0-9.]+(?:e-?[0-9]+)?)$/i.exec(rest);
+    const found = /^(.*):\s*(-?[0-9.]+(?:e-?[0-9]+)?)$/i.exec(rest);
     return { expert: expert ?? "", name: found ? found[1] : rest, strength: found ? Number(found[2]) : 1 };
   };
 
@@ -55,9 +55,11 @@
     if (!row) { if (event.target === field()) sync(); return; }
     const name = row.dataset.lora;
     if (event.target.type === "checkbox") change(name, event.target.checked ? 1 : null);
-    else if (Number(event.target.value) > 0) change(name, Number(event.target.value));
+    else if (event.target.value) change(name, Number(event.target.value));  // also one that will be refused
     sync();
   });
+  // An empty number becomes the strength that the line has.
+  document.addEventListener("focusout", ({ target }) => { if (target.closest("[data-lora]")) setTimeout(sync, 0); });
   // The form is filled without an event, and the list is drawn again when files change.
   setInterval(() => {
     const list = $("#loras-list");

@@ -38,6 +38,17 @@ def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server, vie
         page.keyboard.press("ArrowLeft")
         assert page.input_value(FIELD) == "styles/ink:0.95"
         page.keyboard.press("Tab")
+        # What is typed is used, or refused; without a number the strength stays.
+        for refused in ("0", "-1"):
+            page.fill(f"{row} input[type=number]", refused)
+            assert page.input_value(FIELD) == f"styles/ink:{refused}"
+            assert page.is_checked(f"{row} input[type=checkbox]")
+        page.wait_for_selector("#forecast:has-text('above 0 and up to 4')")
+        page.fill(f"{row} input[type=number]", "0.9")
+        page.fill(f"{row} input[type=number]", "")
+        page.press(f"{row} input[type=number]", "Shift+Tab")
+        page.wait_for_function("(row) => document.querySelector(`${row} input[type=number]`).value === '0.9'", arg=row)
+        page.keyboard.press("Tab")
         page.keyboard.type("0.5")
         page.wait_for_function("() => window.tandem.values.includes('styles/ink:0.5')")
         # The text field is the other way round; lines for other files stay.
@@ -51,7 +62,7 @@ def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server, vie
         page.uncheck("[data-lora=a] input[type=checkbox]")
         assert page.input_value(FIELD) == "elsewhere"
         page.wait_for_selector("[data-lora=broken] input[type=checkbox]:disabled")
-        assert "cannot be used" in page.inner_text("[data-lora=broken]")
+        assert page.inner_text("[data-lora=broken]").count("broken") == 2  # its name, and its file in the reason
         assert page.evaluate(UNNAMED_INPUTS) == []
         assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 

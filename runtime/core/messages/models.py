@@ -189,7 +189,7 @@ _LORA: Mapping[str, Message] = {
         "Download it as safetensors, or convert it.",
     ),
     "lora.unreadable": Message("The LoRA {lora} cannot be read: {reason}.", "Check the file and its permissions."),
-    "lora.damaged": Message("The LoRA {lora} cannot be used: {cause:clause}.", _LORA_AGAIN),
+    "lora.damaged": Message("A LoRA cannot be used: {cause:clause}.", _LORA_AGAIN),
     "lora.dtype_unsupported": Message(
         "The LoRA {lora} has the dtype {dtype}, which is not supported.", "Use one in float32, float16 or bfloat16."
     ),
