@@ -290,7 +290,8 @@ class Bench:
             load, total = plan.seconds["load"].likely, plan.seconds["total"].likely
             seconds += turns * (load + setup.warmup * total) + setup.runs * total
         names = ", ".join(entry.name for entry in self.entries if entry.live)
-        text = f"Measuring {names or 'nothing'}: {setup.runs} runs of each, in turn, {about(seconds)}"
+        runs = "1 run" if setup.runs == 1 else f"{setup.runs} runs"
+        text = f"Measuring {names or 'nothing'}: {runs} of each, in turn, {about(seconds)}"
         missing = {use.id for plan in plans for part in plan.components.values() for use in part.engines if use.build}
         if missing:
             known = all(self._build_seconds.values())

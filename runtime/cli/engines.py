@@ -105,6 +105,8 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
     """
     service = _service()
     chosen = service.store.choose(ids)
+    if not chosen:
+        terminal.line("No engines.")
     rows = []
     with cancel_on_signals() as cancel:
         for found in service.verify(chosen, _models(), _progress(), cancel, baselines=Baselines(service)):

@@ -92,7 +92,8 @@ def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:
     for job in jobs:
         store.delete(job)
     ids = " ".join(jobs)
-    terminal.result(f"Deleted {ids}. They can be restored for {_DAYS_KEPT} days: `{program()} jobs undelete {ids}`")
+    they = "It" if len(jobs) == 1 else "They"
+    terminal.result(f"Deleted {ids}. {they} can be restored for {_DAYS_KEPT} days: `{program()} jobs undelete {ids}`")
     return {"deleted": list(jobs)}
 
 

@@ -68,6 +68,14 @@ def test_cancellation_is_stated() -> None:
     assert render.notes(result(configuration("a"), cancelled=True))[0].startswith("Cancelled")
 
 
+def test_one_run_is_not_plural() -> None:
+    found = " ".join(render.notes(result(configuration("a"), runs=1, warmup=1)))
+    assert "of 1 run after 1 warm-up run, in turn" in found
+    assert "of 3 runs after 2 warm-up runs, in turn" in " ".join(
+        render.notes(result(configuration("a"), runs=3, warmup=2))
+    )
+
+
 def test_the_picture_is_to_scale() -> None:
     quality = alike(44.44)
     shown = result(

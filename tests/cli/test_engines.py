@@ -43,6 +43,8 @@ def test_an_empty_library(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -
     assert listed["folder"] == str(cache_dir.resolve() / "engines")
     assert printed(["engines", "prune"], capsys)["deleted"] == []
     assert printed(["engines", "verify"], capsys) == {"ok": True, "engines": []}
+    assert run(["engines", "verify"]) == 0
+    assert capsys.readouterr().err == "No engines.\n"
 
 
 def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,8 @@ def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
     assert answer(["jobs", "list"], capsys)[0] == {"unreadable": [], "jobs": [], "builds": []}
     assert answer(["jobs", "undelete", ids[1]], capsys)[0] == {"undeleted": [ids[1]]}
     assert [job.id for job in store.list()] == [ids[1]]
+    assert "They can be restored" in text
+    assert "It can be restored" in answer(["jobs", "delete", ids[1], "--yes"], capsys)[1]
 
 
 def test_diagnostics_contain_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
