@@ -12,6 +12,7 @@ from transformers import UMT5EncoderModel
 
 from runtime.families.wan.programs import TextEncoderForm
 from runtime.models.spec import ModelSpec
+from runtime.upstream.onnxscript import fast_rewriting
 
 NAMES = ("sample", "timestep", "encoder_hidden_states")
 
@@ -110,7 +111,7 @@ def text_encoder(spec: ModelSpec, path: Path, length: int) -> Path:
 
 
 def _write(form: nn.Module, inputs: Any, path: Path, names: Sequence[str], output: str) -> Path:
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), fast_rewriting():
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             form.eval(),
