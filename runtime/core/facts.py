@@ -216,6 +216,11 @@ def _lowered(text: str) -> str:
     return text[:1].lower() + text[1:] if rest == rest.lower() else text
 
 
+def lowered(title: str) -> str:
+    """Return a title for the middle of a sentence; abbreviations stay as they are."""
+    return title if title[1:2].isupper() else f"{title[:1].lower()}{title[1:]}"
+
+
 def capitalized(text: str) -> str:
     """Return text with an upper-case first letter, unless its first word is a name with digits, such as wan2.2-a14b."""
     first = text.partition(" ")[0]

@@ -26,7 +26,7 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, lowered
 from runtime.core.files import replace_file
 from runtime.core.log import log_line
 from runtime.core.plan import ExecutionPlan
@@ -151,7 +151,8 @@ def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store:
         build="always" if request.build == "always" else "missing",
         seed=0,
     )
-    names = "all components" if len(later) == len(plan.components) else ", ".join(map(plan.title, later))
+    names = ", ".join(lowered(plan.title(name)) for name in later)
+    names = "all components" if len(later) == len(plan.components) else f"the {names}"
     title = f"Build engines for {names} of {spec.title} at {plan.width}×{plan.height}, {plan.frames} frames"
     ids = {use.id for uses in later.values() for use in uses}
     devices = {plan.components[name].device for name in later} - {"cpu"}

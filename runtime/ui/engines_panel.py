@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import EngineError, InvalidRequestError, TandemError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, lowered
 from runtime.core.messages.components import TITLES, title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize, is_block_program
 from runtime.core.request_fields import AUTO
@@ -38,7 +38,7 @@ from runtime.queue.records import (
 from runtime.queue.views import Task
 from runtime.ui import form, formatting
 from runtime.ui.break_even import BreakEven, break_even_of_offer, break_even_of_record
-from runtime.ui.formatting import lowered, page_text, paragraph, render
+from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_panel import summarize
 from runtime.ui.plan_preview import PlanPreview, Preview

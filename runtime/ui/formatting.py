@@ -76,7 +76,7 @@ class FormWords(Words):
         """
         component, separator, backend = (value or "").partition("=")
         if name in {"backend", "backends"} and separator:
-            return f"“{BACKENDS.get(backend, backend)}” for the {lowered(self.component(component))}"
+            return f"“{BACKENDS.get(backend, backend)}” for the {facts.lowered(self.component(component))}"
         declared = FIELDS.get(name)
         label = name.replace("_", " ").capitalize() if declared is None else declared.label
         if value is None:
@@ -105,11 +105,6 @@ def page_text(fact: Fact, components: Collection[str] = ()) -> Text:
 def sentences(given: Iterable[Fact]) -> str:
     """Return the texts of facts, equal ones once."""
     return " ".join(dict.fromkeys(page_text(fact).what for fact in given))
-
-
-def lowered(title: str) -> str:
-    """Return a title for the middle of a sentence; abbreviations stay as they are."""
-    return title if title[1:2].isupper() else f"{title[:1].lower()}{title[1:]}"
 
 
 def shown(value: Any) -> Any:

@@ -25,7 +25,7 @@ from runtime.core.events import (
     TerminalEvent,
     VideoSaved,
 )
-from runtime.core.facts import Fact, capitalized, first_words
+from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
@@ -34,7 +34,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.ui import fields, formatting
-from runtime.ui.formatting import lowered, page_text, render
+from runtime.ui.formatting import page_text, render
 from runtime.ui.watchers import Watch
 
 # Jobs are polled: no thread waits, however many pages watch.

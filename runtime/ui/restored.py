@@ -26,8 +26,11 @@ class Refused:
 
 
 def usable(stored: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> tuple[dict[str, Any], list[Refused]]:
-    """Return the settings that are valid by themselves, and the others. The names and values can be anything."""
-    found: dict[str, Any] = {}
+    """Return the settings that are valid by themselves, and the others. The names and values can be anything.
+
+    A request without a model is for the first one, as in the form.
+    """
+    found: dict[str, Any] = {} if "model" in stored else {"model": next(iter(models))}
     refused = []
     for name, value in list(stored.items())[:_MOST_NAMES]:
         try:

@@ -157,6 +157,16 @@ def test_what_is_built_later(
     assert bool(plan.model_validate_json(plan.model_dump_json()) == plan)
 
 
+def test_a_build_of_some_components_is_titled_with_their_names(
+    store: JobStore, spec: ModelSpec, engines: EngineService
+) -> None:
+    request = small(build="idle", backends={"vae": "pytorch"})
+    plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    assert queue_builds(store.add(request, plan), plan, spec, store, engines.store.folder)
+    (build,) = builds(store)
+    assert build.title.startswith("Build engines for the text encoder, transformer of ")
+
+
 def test_the_same_engines_are_queued_once(store: JobStore, spec: ModelSpec, engines: EngineService) -> None:
     request = small(build="idle")
     plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.events import FellBack, OutOfMemory
-from runtime.core.facts import Fact, Words, render
+from runtime.core.facts import Fact, Words, lowered, render
 from runtime.models.spec import ModelSpec
 from runtime.ui import formatting
 from runtime.ui.plan_panel import PlanSummary, components_html
@@ -60,7 +60,7 @@ def test_components_have_the_same_titles_everywhere(
         on_command_line = render(fell_back.fact, Words(plan.components)).what
         assert on_command_line == f"{title}: PyTorch instead of Inductor. It failed."
         assert formatting.page_text(fell_back.fact, plan.components).what == on_command_line
-        named = f"({formatting.lowered(title)})"
+        named = f"({lowered(title)})"
         assert named in render(memory.fact, Words(plan.components)).what
         assert named in formatting.page_text(memory.fact, plan.components).what
     # Without a model, only the second of two transformers is known to be one of two.

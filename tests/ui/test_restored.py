@@ -36,6 +36,14 @@ def test_good_settings_are_taken(models: dict[str, ModelSpec]) -> None:
     assert refused(models, loras=loras) == []
 
 
+def test_a_request_without_a_model_is_for_the_first_one(models: dict[str, ModelSpec]) -> None:
+    stored = {"prompt": "a red boat", "steps": 12}
+    found, wrong = usable(stored, models)
+    filled = form.filled(found, models)
+    assert wrong + replaced(stored, filled, form.NAMES) == []
+    assert filled["steps"]["value"] == 12
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
