@@ -159,9 +159,9 @@ class _Template(Formatter):
             "weights": lambda: words.quantization(value),
             "milliseconds": lambda: ", ".join(f"{name} {1000 * one:.3g} ms" for name, one in sorted(value.items())),
             "component": lambda: words.component(value),
-            "lower_component": lambda: _lowered(words.component(value)),
+            "lower_component": lambda: lowered(words.component(value)),
             "lower_components": lambda: " or ".join(
-                _lowered(title_of(one, (*words.components, *value))) for one in value
+                lowered(title_of(one, (*words.components, *value))) for one in value
             ),
             "setting": lambda: words.setting(*([value] if isinstance(value, str) else value)),  # name, [name, value]
             "list": lambda: ", ".join(self.format_field(one, "") for one in value),
@@ -171,7 +171,7 @@ class _Template(Formatter):
             "remedy": lambda: str(value),
             "appended": lambda: "".join(f"; {self.format_field(one, 'clause')}" for one in value),
             "measured": lambda: "measured here" if value else "estimated",
-            "clause": lambda: _lowered(str(value).rstrip(".")),  # a sentence inside another one
+            "clause": lambda: lowered(str(value).rstrip(".")),  # a sentence inside another one
             "clauses": lambda: ", ".join(self.format_field(one, "clause") for one in value),
             "settings": lambda: " ".join(words.setting(name, one) for name, one in value.items()),  # by name
             "backend": lambda: words.backend(value),
@@ -210,15 +210,10 @@ def first_words(words: Sequence[str], form: str = "{}") -> str:
     return ", ".join(map(form.format, short)) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _lowered(text: str) -> str:
+def lowered(text: str) -> str:
     """Return text with a lower-case first letter, unless its first word has other capitals: GPU, PyTorch."""
     rest = text.partition(" ")[0][1:]
     return text[:1].lower() + text[1:] if rest == rest.lower() else text
-
-
-def lowered(title: str) -> str:
-    """Return a title for the middle of a sentence; abbreviations stay as they are."""
-    return title if title[1:2].isupper() else f"{title[:1].lower()}{title[1:]}"
 
 
 def capitalized(text: str) -> str:
@@ -249,7 +244,7 @@ def short(fact: Fact, words: Words | None = None) -> str:
     words = words or Words()
     message = MESSAGES.get(fact.code)
     if message is None or not message.badge:
-        return _lowered(render(fact, words).what.partition(":")[0].rstrip("."))
+        return lowered(render(fact, words).what.partition(":")[0].rstrip("."))
     try:
         return _Template(words).vformat(message.badge, (), {**_values(words), **fact.data})
     except (KeyError, TypeError, ValueError, AttributeError):  # stored by another version, with other data
