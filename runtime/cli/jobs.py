@@ -1,6 +1,6 @@
 """`jobs list`, `show`, `delete` and `undelete`: print the result and return it for `--json`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -62,18 +62,22 @@ def details(id_prefix: str, *, with_prompt: bool) -> dict[str, Any]:
     if job.failure is not None:
         terminal.result(f"  {diagnostics['failure']['what']} {diagnostics['failure']['remedy']}")
     for title in ("request", "versions", "machine"):
-        values = ", ".join(f"{name} {value}" for name, value in diagnostics[title].items())
-        terminal.result(f"{title.title()}: {values}")
+        terminal.result(f"{title.title()}: {_listed(diagnostics[title])}")
     for name, part in ((diagnostics["plan"] or {}).get("components") or {}).items():
         terminal.result(f"{name}: {part['backend']} on {part['device']} in {part['dtype']}. {part['reason']}")
     for event in diagnostics["events"]:
-        rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in {"n", "at", "event"})
+        rest = _listed({name: value for name, value in event.items() if name not in {"n", "at", "event"}})
         terminal.result(f"{_when(event['at'])} {event['event']}{': ' if rest else ''}{rest}")
     for line in diagnostics["log"]:
         terminal.result(f"log: {line}")
     if job.resumable:
         terminal.result(f"To resume it: `{program()} jobs resume {job.id}`")
     return {"job": diagnostics}
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    """Return values with their names on one line, without those that say nothing."""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, "", [], {}))
 
 
 def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:

@@ -158,6 +158,7 @@ def test_diagnostics_contain_no_prompt_and_no_paths(cache_dir: Path, capsys: pyt
     printed, text = answer(["jobs", "show", job.id, "--with-prompt"], capsys)
     assert printed["job"]["request"]["prompt"] == "a zorp at home"
     assert "/nowhere/boat.mp4" in text
+    assert "None" not in text and "{}" not in text and "[]" not in text
 
 
 def test_a_finished_job_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
