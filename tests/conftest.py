@@ -31,12 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `DESELECTED`, except in files named on the command line; skip `compiler` tests without one.
 
-    With `--all` or `-m` nothing is deselected. A browser test that fails is run once more, which the summary lists:
+    With `--all` or `-m` nothing is deselected. A browser test that fails is run twice more, which the summary lists:
     what it waits for may take longer on a busy machine.
     """
     for item in items:
         if item.get_closest_marker("browser"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+            item.add_marker(pytest.mark.flaky(reruns=2))
     if cpp_compiler() is None:
         for item in items:
             if item.get_closest_marker("compiler"):
