@@ -37,7 +37,7 @@ from runtime.core.events import Cancelled, VideoSaved
 from runtime.core.files import give_usual_permissions
 from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.plan import ExecutionPlan
-from runtime.core.units import about
+from runtime.core.units import about, counted
 from runtime.engines.reference import full_float32
 from runtime.engines.service import EngineService
 from runtime.execution.memory import release_cached_memory
@@ -290,8 +290,7 @@ class Bench:
             load, total = plan.seconds["load"].likely, plan.seconds["total"].likely
             seconds += turns * (load + setup.warmup * total) + setup.runs * total
         names = ", ".join(entry.name for entry in self.entries if entry.live)
-        runs = "1 run" if setup.runs == 1 else f"{setup.runs} runs"
-        text = f"Measuring {names or 'nothing'}: {runs} of each, in turn, {about(seconds)}"
+        text = f"Measuring {names or 'nothing'}: {counted(setup.runs, 'run')} of each, in turn, {about(seconds)}"
         missing = {use.id for plan in plans for part in plan.components.values() for use in part.engines if use.build}
         if missing:
             known = all(self._build_seconds.values())

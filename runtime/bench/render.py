@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from runtime.core.units import memory_size
+from runtime.core.units import counted, memory_size
 
 Rows = list[tuple[str, ...]]
 TIMING_HEADINGS = (
@@ -97,8 +97,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{one['name']}: {one['runs_on']}." for one in result["configurations"] if one["stages"]]
     lines += [
         f"Reference: {result['reference']} ({result['reference_is']}). {noise}",
-        f"Seconds: median (minimum–maximum) of {_runs(result['runs'])} after "
-        f"{_runs(result['warmup'], 'warm-up run')}, {how}, "
+        f"Seconds: median (minimum–maximum) of {counted(result['runs'], 'run')} after "
+        f"{counted(result['warmup'], 'warm-up run')}, {how}, "
         "without loading and building. VRAM: allocated by PyTorch; GPU total: with its reserve and engines; RAM: "
         "in addition to the memory of the process before.",
         f"LPIPS: {result['lpips']}.",
@@ -277,7 +277,3 @@ def _cut(text: str, length: int) -> str:
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
     named = f' class="{kind}"' if kind else ""
     return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _runs(count: int, name: str = "run") -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from runtime.core.environment import installer, program
 from runtime.core.messages import MESSAGES
 from runtime.core.messages.components import title_of
-from runtime.core.units import about, byte_size, duration, memory_size
+from runtime.core.units import about, byte_size, counted, duration, memory_size
 
 _ATTENTIONS = {
     "native": "PyTorch's own attention",
@@ -180,7 +180,7 @@ class _Template(Formatter):
         if format_spec in conversions:
             return conversions[format_spec]()
         if format_spec.startswith("n "):  # {gpus:n GPU} is "1 GPU", "2 GPUs"
-            return f"{value} {format_spec[2:]}{'' if value == 1 else 's'}"
+            return counted(value, format_spec[2:])
         return format(value, format_spec) if value is not None else ""
 
 

@@ -26,6 +26,11 @@ def duration(seconds: float) -> str:
     return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 video", "2 videos"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def about(seconds: float) -> str:
     """Return a rounded duration: "about 40 s", "about 4 min", "about 2 h"."""
     if seconds < _MINUTE:

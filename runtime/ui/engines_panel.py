@@ -15,7 +15,7 @@ from runtime.core.facts import Fact, lowered
 from runtime.core.messages.components import TITLES, title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize, is_block_program
 from runtime.core.request_fields import AUTO
-from runtime.core.units import about, byte_size
+from runtime.core.units import about, byte_size, counted
 from runtime.engines.builders import builders_of
 from runtime.engines.imported.importing import BACKENDS, check_disk_space, check_library, read_source
 from runtime.engines.service import EngineService
@@ -298,7 +298,7 @@ def _size_text(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
     pixels = formatting.size(width * spec.vae.scale_factor_spatial, height * spec.vae.scale_factor_spatial)
     if program not in {"transformer", "vae_clip"}:
         return f"{pixels}, any length"
-    return f"{pixels}, {formatting.count((frames - 1) * spec.vae.scale_factor_temporal + 1, 'frame')}"
+    return f"{pixels}, {counted((frames - 1) * spec.vae.scale_factor_temporal + 1, 'frame')}"
 
 
 def _row(entry: Entry) -> dict[str, Any]:
@@ -425,7 +425,7 @@ def _builds_line(task: Task) -> str:
         for one in task.builds
         if one.state in {"waiting", "running"}
     )
-    count = f"{len(ended)} of {formatting.count(len(task.builds), 'engine')} done"
+    count = f"{len(ended)} of {counted(len(task.builds), 'engine')} done"
     return f"{count}, {formatting.duration(so_far)} so far, {formatting.time_left(left)} of {about(so_far + left)}."
 
 

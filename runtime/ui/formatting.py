@@ -14,7 +14,7 @@ from runtime.core import facts
 from runtime.core.facts import BIDI_CONTROLS, Fact, Text, Words
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import Backends, Choice, StepCache
-from runtime.core.units import byte_size, memory_size
+from runtime.core.units import byte_size, counted, memory_size
 from runtime.core.units import duration as whole_seconds
 
 _BIDI_CONTROLS = re.compile(f"[{BIDI_CONTROLS}]")
@@ -46,11 +46,6 @@ def time_left(seconds: float | None) -> str:
     return f"about {seconds / _HOUR:.1f} h left"
 
 
-def count(number: int, noun: str) -> str:
-    """Return "1 video", "2 videos"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def clock_time(seconds: float | None) -> str:
     """Return a time in seconds since the epoch as local time, "2026-11-20 18:05"; empty for none."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M") if seconds else ""
@@ -63,7 +58,7 @@ def size(width: int, height: int) -> str:
 
 def length(frames: int, fps: int) -> str:
     """Return "33 frames · 2.1 s at 16 fps"."""
-    return f"{count(frames, 'frame')} · {frames / fps:.1f} s at {fps} fps"
+    return f"{counted(frames, 'frame')} · {frames / fps:.1f} s at {fps} fps"
 
 
 class FormWords(Words):
@@ -124,7 +119,7 @@ _ENVIRONMENT.filters |= {
     "bytes": byte_size,
     "memory": memory_size,
     "duration": duration,
-    "count": count,
+    "count": counted,
     "clock_time": clock_time,
     "quoted": lambda text: f"“{text}”",
     "lower_first": lambda text: f"{text[:1].lower()}{text[1:]}",

@@ -10,7 +10,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
-from runtime.core.units import byte_size
+from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
@@ -338,7 +338,7 @@ def same_picture(one: Clip, other: Clip) -> bool:
 
 def similarity(frames: int, found: Similarity) -> str:
     """Return how similar two videos are as a sentence."""
-    over = f"over {formatting.count(frames, 'frame')}"
+    over = f"over {counted(frames, 'frame')}"
     if found.identical:
         return f"All pixels are equal, {over}."
     return f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.3f}, {over}."

@@ -29,7 +29,7 @@ from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
-from runtime.core.units import duration, memory_size
+from runtime.core.units import counted, duration, memory_size
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
@@ -196,9 +196,7 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
         ahead = worker.ahead(job)
         noun = "video" if set(ahead.values()) <= {"video"} else "task"
         verb = "is" if len(ahead) == 1 else "are"
-        return Line(
-            "queued", "Waiting", f"{formatting.count(len(ahead), noun)} {verb} ahead." if ahead else "Starting."
-        )
+        return Line("queued", "Waiting", f"{counted(len(ahead), noun)} {verb} ahead." if ahead else "Starting.")
     return running_line(progress.at(now))
 
 
@@ -365,7 +363,7 @@ def _summary(saved: VideoSaved) -> str:
             f"Seed {request['seed']}",
             formatting.size(request["width"], request["height"]),
             f"{request['frames'] / request['fps']:.1f} s",
-            formatting.count(request["steps"], "step"),
+            counted(request["steps"], "step"),
             f"made in {formatting.duration(saved.timings['total'])}",
             ", ".join(BACKEND_TITLES.get(name, name) for name in places),
         )

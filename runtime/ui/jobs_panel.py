@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.units import counted
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER, PREVIEW
 from runtime.queue import storage
@@ -12,7 +13,7 @@ from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
 from runtime.server.job_files import find_output
-from runtime.ui import formatting, theme
+from runtime.ui import theme
 from runtime.ui.formatting import paragraph, shown
 from runtime.ui.job_view import ResumeStatus, resume_status
 from runtime.ui.panels import Call, Reply, unknown_action
@@ -127,7 +128,7 @@ class JobsPanel:
             raise unknown_action()
         request = GenerationRequest.model_validate({**job.request, "seed": AUTO})
         added = self._worker.submit_all(combined(request, [], [AUTO] * count), self._owner)
-        return {"message": f"Added to the queue: {formatting.count(len(added), 'video')}.", "watch": added[0].id}
+        return {"message": f"Added to the queue: {counted(len(added), 'video')}.", "watch": added[0].id}
 
     def _resume_status(self, record: JobRecord) -> ResumeStatus:
         """Return from where a job that ended without a video can be resumed."""

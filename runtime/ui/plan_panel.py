@@ -16,7 +16,7 @@ from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionP
 from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, StepCache
 from runtime.core.step_cache import FIRST_BLOCK
-from runtime.core.units import memory_size
+from runtime.core.units import counted, memory_size
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
@@ -305,7 +305,7 @@ class PresetTile:
 
 def preset_tile(preset: Preset, preview: Preview) -> PresetTile:
     """Return a preset with the cost of its plan."""
-    means = formatting.count(int(preset.changes["steps"]), "step")
+    means = counted(int(preset.changes["steps"]), "step")
     if FP8 in preset.changes.values():
         means += ", FP8"
     if preset.name == BEST:
@@ -379,10 +379,10 @@ def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
 
 def _summary_line(plan: ExecutionPlan) -> str:
     parts = plan.components
-    counted = Counter(BACKEND_TITLES[part.backend] for part in parts.values() if part.backend != PYTORCH)
+    backends = Counter(BACKEND_TITLES[part.backend] for part in parts.values() if part.backend != PYTORCH)
     how = "Auto" if all(plan.asked.backend(name) == "auto" for name in parts) else "As chosen"
-    if counted:
-        shares = " and ".join(f"{title} for {count}" for title, count in counted.most_common())
+    if backends:
+        shares = " and ".join(f"{title} for {count}" for title, count in backends.most_common())
         line = f"{how}: {shares} of {len(parts)} components"
     else:
         line = f"{how}: PyTorch"
@@ -390,7 +390,7 @@ def _summary_line(plan: ExecutionPlan) -> str:
         line = f"{line} on {plan.gpus} GPUs"
     # Both experts use the same block engines.
     builds = len({use.id for part in parts.values() for use in part.later})
-    later = f"; {formatting.count(builds, 'engine')} to build when no video waits" if builds else ""
+    later = f"; {counted(builds, 'engine')} to build when no video waits" if builds else ""
     return f"{line}, about {_duration(plan.seconds['total'].likely)}{later}"
 
 

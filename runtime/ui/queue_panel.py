@@ -9,7 +9,7 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO, Auto
-from runtime.core.units import about
+from runtime.core.units import about, counted
 from runtime.queue.job_queue import combined
 from runtime.queue.records import JobRecord, State
 from runtime.ui import form, formatting
@@ -107,7 +107,7 @@ class QueuePanel(JobsPanel):
         seeds: list[int | Auto] = [AUTO if request.seed == AUTO else int(request.seed) + n for n in range(count)]
         jobs = self._worker.submit_all(combined(request, prompts, seeds), self._owner)
         return {
-            "message": f"Added to the queue: {formatting.count(len(jobs), 'video')}.",
+            "message": f"Added to the queue: {counted(len(jobs), 'video')}.",
             "added": [job.id for job in jobs],
         }
 
@@ -245,7 +245,7 @@ def _total(rows: Sequence[Row], workers: int) -> str:
     """Return how much is in the queue and how long it takes, without what is paused."""
     if not rows:
         return ""
-    count = formatting.count(len(rows), "video" if all(row.video for row in rows) else "job")
+    count = counted(len(rows), "video" if all(row.video for row in rows) else "job")
     seconds = [row.seconds for row in rows if row.video and row.state in {"running", "waiting"}]
     known = [one for one in seconds if one is not None]
     if not known:
