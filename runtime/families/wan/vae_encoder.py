@@ -1,0 +1,177 @@
+"""Wan's VAE encoder on diffusers' modules, for clips whose frames are mostly equal, such as an image and gray frames.
+
+Equal to `AutoencoderKLWan._encode` up to rounding. A convolution in time sees the two frames before each frame, so
+after a few equal frames its output is constant too. Only frames that differ are computed: of an image and 80 gray
+frames, 12 in the first and largest level, 20 in the second. The operations between convolutions are those of
+`families.wan.vae`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResample
+
+from runtime.families.wan.vae import CACHED_FRAMES, DecoderOps
+from runtime.upstream.diffusers import causal_padding
+
+_Frames = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames of which a part is constant.
+
+    Attributes:
+        start: the first frames, (1, channels, frames, height, width); at least one.
+        repeats: how often the last of them is repeated.
+        end: the frames after that; `None` without any.
+    """
+
+    start: torch.Tensor
+    repeats: int = 0
+    end: torch.Tensor | None = None
+
+    @property
+    def frames(self) -> int:
+        """The number of frames."""
+        return self.start.shape[2] + self.repeats + (0 if self.end is None else self.end.shape[2])
+
+    def whole(self) -> torch.Tensor:
+        """Return all frames."""
+        repeated = [self.start[:, :, -1:].expand(-1, -1, self.repeats, -1, -1)] if self.repeats else []
+        parts = [self.start, *repeated, *([] if self.end is None else [self.end])]
+        return torch.cat(parts, dim=2) if len(parts) > 1 else self.start
+
+    def begun(self, frames: int) -> "Clip":
+        """Return the same clip with so many frames in `start`, or all if only that leaves two repeats before `end`."""
+        more = frames - self.start.shape[2]
+        if more > self.repeats or (self.end is not None and self.repeats - more < CACHED_FRAMES):
+            return Clip(self.whole())
+        if more <= 0:
+            return self
+        repeated = self.start[:, :, -1:].expand(-1, -1, more, -1, -1)
+        return replace(self, start=torch.cat([self.start, repeated], dim=2), repeats=self.repeats - more)
+
+    def each(self, function: _Frames) -> "Clip":
+        """Return the clip after a function that treats every frame alike and alone."""
+        return Clip(function(self.start), self.repeats, None if self.end is None else function(self.end))
+
+
+class EncoderSteps:
+    """The encoder of a `diffusers.AutoencoderKLWan`, level by level.
+
+    Args:
+        encoder: a `WanEncoder3d`; the memory layout of its weights is changed.
+        channels_last: whether activations and weights are in channels-last layout. Required if `ops` supports any
+            convolution.
+        ops: the operations between convolutions.
+    """
+
+    def __init__(self, encoder: Any, *, channels_last: bool = False, ops: DecoderOps | None = None) -> None:
+        self._encoder = encoder
+        self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+        self._ops = ops or DecoderOps()
+
+    def __call__(self, clip: Clip) -> torch.Tensor:
+        """Encode a clip of 1 + 4n frames; return latents before `quant_conv`, (1, channels, 1 + n, height, width)."""
+        encoder: Any = self._encoder
+        x = self._convolve(clip, encoder.conv_in)
+        for block in encoder.down_blocks:
+            x = self._down(block, x)
+        mid = encoder.mid_block
+        x = self._residual(mid.resnets[0], x)
+        for attention, resnet in zip(mid.attentions, mid.resnets[1:], strict=True):
+            x = self._residual(resnet, x.each(attention))
+        return self._convolve(x, encoder.conv_out, encoder.norm_out).whole()
+
+    def _down(self, block: Any, x: Clip) -> Clip:
+        if isinstance(block, WanAttentionBlock):
+            return x.each(block)
+        if isinstance(block, WanResample):
+            return self._downsample(block, x)
+        if not hasattr(block, "avg_shortcut"):
+            return self._residual(block, x)
+        before = x
+        for resnet in block.resnets:
+            x = self._residual(resnet, x)
+        if block.downsampler is not None:
+            x = self._downsample(block.downsampler, x)
+        return _sum(x, _averaged(block.avg_shortcut, before))
+
+    def _residual(self, block: Any, x: Clip) -> Clip:
+        shortcut = x.each(block.conv_shortcut)
+        y = self._convolve(x, block.conv1, block.norm1)
+        y = self._convolve(y, block.conv2, block.norm2)
+        return _sum(y, shortcut)
+
+    def _convolve(self, x: Clip, conv: Any, norm: Any = None) -> Clip:
+        """Normalize and activate, if there is a norm, and convolve causally in time."""
+        x = x.begun(x.start.shape[2] + min(CACHED_FRAMES, x.repeats))
+        _, *space = causal_padding(conv)
+
+        def joined(frames: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+            if norm is None:
+                return torch.cat([before, frames], dim=2)
+            out: torch.Tensor = self._ops.norm_activate(frames, None, norm.gamma * norm.scale, before)
+            return out
+
+        padded = joined(x.start, torch.zeros_like(x.start[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1))
+        start = F.conv3d(padded, conv.weight, conv.bias, padding=(0, *space))
+        if x.end is None:
+            return Clip(start, x.repeats)
+        ended = joined(x.end, padded[:, :, -CACHED_FRAMES:])
+        return Clip(start, x.repeats, F.conv3d(ended, conv.weight, conv.bias, padding=(0, *space)))
+
+    def _downsample(self, block: Any, x: Clip) -> Clip:
+        def halved(frames: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = block.resample(frames[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0)
+            return out
+
+        x = x.each(halved)
+        return self._downsample_time(block.time_conv, x) if block.mode == "downsample3d" else x
+
+    def _downsample_time(self, conv: Any, x: Clip) -> Clip:
+        """Halve the number of frames after the first: each is computed from two frames and the one before them."""
+        x = _evened(x)
+        convolved = conv(x.start) if x.start.shape[2] > 1 else x.start[:, :, :0]
+        start = torch.cat([x.start[:, :, :1], convolved], dim=2)
+        if x.end is None:
+            return Clip(start, x.repeats // 2)
+        # The frame before is constant.
+        return Clip(start, x.repeats // 2, conv(torch.cat([x.start[:, :, -1:], x.end], dim=2)))
+
+
+def _evened(x: Clip) -> Clip:
+    """Return the same clip with an even number of frames in each part, the first frame apart.
+
+    The last two frames that are computed together in `start`, and the one before them, are constant.
+    """
+    count = x.start.shape[2] + CACHED_FRAMES
+    x = x.begun(min(count + 1 - count % 2, x.start.shape[2] + x.repeats))
+    if x.end is None or x.end.shape[2] % 2 == 0:
+        return x
+    x = replace(x, repeats=x.repeats - 1, end=torch.cat([x.start[:, :, -1:], x.end], dim=2))
+    return x if x.repeats >= CACHED_FRAMES else Clip(x.whole())
+
+
+def _averaged(shortcut: Any, x: Clip) -> Clip:
+    """Return a clip after an `AvgDown3D`; one that halves the number of frames leaves the first one apart."""
+    if shortcut.factor_t == 1:
+        return x.each(shortcut)
+    x = _evened(x)
+    later = [shortcut(x.start[:, :, 1:])] if x.start.shape[2] > 1 else []
+    start = torch.cat([shortcut(x.start[:, :, :1]), *later], dim=2)
+    return Clip(start, x.repeats // 2, None if x.end is None else shortcut(x.end))
+
+
+def _sum(one: Clip, other: Clip) -> Clip:
+    """Return the sum of two clips with the same number of frames."""
+    frames = max(one.start.shape[2], other.start.shape[2])
+    one, other = one.begun(frames), other.begun(frames)
+    if one.repeats != other.repeats:
+        one, other = Clip(one.whole()), Clip(other.whole())
+    end = None if one.end is None or other.end is None else one.end + other.end
+    return Clip(one.start + other.start, one.repeats, end)

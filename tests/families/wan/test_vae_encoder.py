@@ -1,0 +1,35 @@
+"""The faster VAE encoder equals `AutoencoderKLWan.encode`."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
+
+from runtime.families.wan.vae_encoder import Clip, EncoderSteps
+from runtime.models.spec import ModelSpec
+from tests.tiny_models import ARCHITECTURES
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("last", [False, True], ids=["image", "two images"])
+@torch.inference_mode()
+def test_latents_of_an_image_and_gray_frames_equal_autoencoder_encode(
+    architecture: str, last: bool, tiny: Callable[[str], ModelSpec]
+) -> None:
+    vae = AutoencoderKLWan.from_pretrained(tiny(architecture).directory, subfolder="vae").eval()
+    steps, patch_size = EncoderSteps(vae.encoder), vae.config.patch_size
+    side = 2 * vae.config.scale_factor_spatial
+    image, other = torch.rand(2, 1, 3, 1, side, 2 * side, generator=torch.Generator().manual_seed(5)) * 2 - 1
+    for frames in (1, 5, 9, 17, 45):
+        gray = frames - 1 - last
+        if gray < 0:
+            continue
+        start = torch.cat([image, torch.zeros_like(image)], dim=2) if gray else image
+        clip = Clip(start, max(gray - 1, 0), other if last else None)
+        assert clip.frames == frames
+        wanted = vae.encode(clip.whole()).latent_dist.mode()
+        got = vae.quant_conv(steps(clip.each(lambda part: patchify(part, patch_size or 1)))).chunk(2, dim=1)[0]
+        assert got.shape == wanted.shape
+        assert (got - wanted).abs().max() < 1e-5, frames
