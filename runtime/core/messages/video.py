@@ -5,6 +5,23 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
+    "image.animated": Message(
+        "{file} has {frames} frames.", "Save the frame to start from as a PNG or JPEG, and give that."
+    ),
+    "image.damaged": Message("{file} is damaged or incomplete.", "Open it in another program and save it again."),
+    "image.empty": Message("{file} is empty.", "Give the file of an image, such as a PNG or JPEG."),
+    "image.format_heic": Message("{file} is a HEIC image, which Tandem does not read.", "Save it as a PNG or JPEG."),
+    "image.format_unknown": Message("{file} is not an image that Tandem reads.", "Give one of: {formats:list}."),
+    "image.not_a_file": Message("{file} is not a file.", "Give the file of an image, such as a PNG or JPEG."),
+    "image.too_large": Message("{file} has more than {most} million pixels.", "Make it smaller, and try again."),
+    "image.too_long": Message(
+        "{file} has {width} × {height} pixels: one side is more than {most} times the other.",
+        "Crop it to the part that the video is about.",
+    ),
+    "image.too_small": Message(
+        "{file} has {width} × {height} pixels; both sides need at least {least}.", "Give a larger image."
+    ),
+    "image.unreadable": Message("{file} cannot be read: {reason}.", "Check its name and permissions."),
     "video.not_mp4": Message("{file} does not end in .mp4.", "Give the video a name that ends in .mp4."),
     "video.folder_missing": Message("The folder {folder} does not exist.", "Create it first, or choose another one."),
     "video.not_a_file": Message("{file} is not a regular file, so it cannot be replaced.", "Choose another file name."),
