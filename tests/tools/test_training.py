@@ -75,7 +75,8 @@ def test_sharpening_raises_gains_to_a_minimum_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # autocast leaves norms in float32
-def test_the_loss_weights_subjects_and_returns_both_errors() -> None:
+@pytest.mark.parametrize("images", [0.0, 0.5])
+def test_the_loss_weights_subjects_and_returns_both_errors(images: float) -> None:
     torch.manual_seed(0)
     model = nets.expert(nets.REHEARSAL)
     train_experts.shorten_text(model)
@@ -84,7 +85,7 @@ def test_the_loss_weights_subjects_and_returns_both_errors() -> None:
     states = torch.randn(4, train_experts.CAPTIONS, nets.TRAIN_TEXT_LENGTH, nets.REHEARSAL.text_dim)
     ids = torch.zeros(4, train_experts.CAPTIONS, nets.TRAIN_TEXT_LENGTH, dtype=torch.int16)
     cache = train_experts.Cache(torch.randn(4, 16, 2, 4, 4).bfloat16(), ids, inside, states.bfloat16())
-    loss, errors = train_experts.loss_of(model, cache, 4, "low", 3.0)
+    loss, errors = train_experts.loss_of(model, cache, 4, "low", 3.0, images)
     expected = (3 * errors[0] + errors[1]) / 4
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
 

@@ -200,9 +200,15 @@ def draw_sigma(count: int, role: str, device: torch.device) -> Tensor:
     return SHIFT * u / (1 + (SHIFT - 1) * u)
 
 
-def loss_of(model: WanTransformer3DModel, cache: Cache, count: int, role: str, weight: float) -> tuple[Tensor, Tensor]:
+def loss_of(
+    model: WanTransformer3DModel, cache: Cache, count: int, role: str, weight: float, images: float
+) -> tuple[Tensor, Tensor]:
     """On ``count`` random clips of ``cache`` at noise levels of ``role``: the flow matching loss with ``weight`` where
-    subjects are and 1 elsewhere, and the plain errors there and elsewhere, (2,)."""
+    subjects are and 1 elsewhere, and the plain errors there and elsewhere, (2,).
+
+    A share of ``images`` clips starts from an image, in the way of Wan2.2-TI2V: the first latent frame is clean, the
+    timestep of its tokens is 0, and its error does not count.
+    """
     device = cache.latents.device
     pick = torch.randint(len(cache.latents), (count,), device=device)
     clean = cache.latents[pick].float()
@@ -210,12 +216,16 @@ def loss_of(model: WanTransformer3DModel, cache: Cache, count: int, role: str, w
     inside = cache.inside[pick].float()
     sigma = draw_sigma(count, role, device)
     noise = torch.randn_like(clean)
-    level = sigma.view(-1, 1, 1, 1, 1)
+    level = sigma.view(-1, 1, 1, 1, 1).expand(-1, 1, *clean.shape[2:]).clone()
+    given = torch.randperm(count, device=device) < round(images * count)  # whatever their noise level
+    level[given, :, 0] = 0
+    timestep = 1000 * level[:, 0, :, ::2, ::2].flatten(1) if images else 1000 * sigma
     with torch.autocast(device.type, torch.bfloat16):
-        guess = model((1 - level) * clean + level * noise, sigma * 1000, text, return_dict=False)[0]
+        guess = model((1 - level) * clean + level * noise, timestep, text, return_dict=False)[0]
     error = (guess.float() - (noise - clean)).square().mean(1)
-    share = inside.mean()
-    here, there = (error * inside).mean(), (error * (1 - inside)).mean()
+    counted = (level[:, 0] > 0).float()
+    error, inside, total = error * counted, inside * counted, counted.sum()
+    share, here, there = inside.sum() / total, (error * inside).sum() / total, (error * (1 - inside)).sum() / total
     # Divided by the usual weight, so that the loss keeps its size.
     loss = (weight * here + there) / (1 + (weight - 1) * share)
     return loss, torch.stack([here / share.clamp(min=1e-6), there / (1 - share).clamp(min=1e-6)]).detach()
@@ -247,6 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--average", type=float, default=0.999, help="decay of the weights' moving average")
     parser.add_argument("--subject-weight", type=float, default=4.0, help="of the loss where subjects are")
     parser.add_argument("--two-subjects", type=float, default=0.5, help="share of clips")
+    parser.add_argument("--images", type=float, default=0.0, help="share of clips that start from an image")
     parser.add_argument("--sharpen", type=float, default=0.0, help="least gain of cross-attention at the start")
     parser.add_argument("--adamw", action="store_true")
     parser.add_argument("--eager", action="store_true")
@@ -293,7 +304,7 @@ def main() -> None:
         # Every size once at the start, so that compiling is over early.
         first = clock.steps <= len(BUCKETS)
         bucket = len(BUCKETS) - clock.steps if first else int(shares.multinomial(1, generator=order))
-        loss, errors = loss_of(model, caches[bucket], args.batch, role, args.subject_weight)
+        loss, errors = loss_of(model, caches[bucket], args.batch, role, args.subject_weight, args.images)
         loss.backward()
         training.average_gradients(parameters, group)
         optimiser.step(clock.rate(100, *args.rates))

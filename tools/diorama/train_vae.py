@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 -m tools.diorama.train_vae --out weights --minutes 8.5
 
 With ``--decoder-only`` the encoder stays as it is: latents, and so experts trained on them, keep their meaning.
+With ``--first`` the first frame, one of 33, counts for more, so that it is as sharp as the others.
 With ``--equivariance`` shrunken latents must decode to the shrunken clip, and with ``--smooth`` neighbouring latents
 must be alike: both make latents less like noise in space, so that experts learn them sooner.
 """
@@ -41,6 +42,7 @@ class Aim:
     shrink: tuple[int, int] = SHRINK[0]
     smooth: float = 0.0
     decoder_only: bool = False
+    first: float = 1.0  # weight of the first frame, which has a latent frame for itself
 
 
 def crops(
@@ -158,8 +160,9 @@ def loss_of(model: AutoencoderKLWan, clip: Tensor, aim: Aim) -> tuple[Tensor, Te
 
     def fault(latents: Tensor, clip: Tensor) -> tuple[Tensor, Tensor]:
         error = nets.decode_clip(model, latents.to(clip.dtype)).float() - clip.float()
-        mse = (error * error).mean()
-        return error.abs().mean() + 2 * mse, mse
+        each = (error.abs() + 2 * error * error).mean((0, 1, 3, 4))
+        loss = (each.sum() + (aim.first - 1) * each[0]) / (len(each) + aim.first - 1)
+        return loss, (error * error).mean()
 
     loss, mse = fault(latents, clip)
     loss = loss + aim.kl * 0.5 * (mean * mean + logvar.exp() - 1 - logvar).mean()
@@ -204,6 +207,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--adamw", action="store_true")
     parser.add_argument("--decoder-only", action="store_true")
+    parser.add_argument("--first", type=float, default=1.0, help="weight of the first frame; others have 1")
     parser.add_argument("--kl", type=float, default=Aim.kl)
     parser.add_argument("--noise", type=float, default=Aim.noise, help="in the mean, of a latent's usual size")
     parser.add_argument("--equivariance", type=float, default=0.0, help="weight of shrunken latents, with crop 112 112")
@@ -231,7 +235,7 @@ def main() -> None:
     optimiser = training.Muon(model.named_parameters(), args.lr, 0.01, plain=args.adamw, skip=("conv_out", "conv_in"))
     average = training.Average(model, 0.998)
     aim = Aim(
-        args.kl, args.noise, args.equivariance, SHRINK[rank % len(SHRINK)], args.smooth, args.decoder_only
+        args.kl, args.noise, args.equivariance, SHRINK[rank % len(SHRINK)], args.smooth, args.decoder_only, args.first
     )  # fmt: skip
     compute = loss_of if args.eager else torch.compile(loss_of, dynamic=False)
     torch.manual_seed(args.seed * 1000 + rank)
