@@ -9,10 +9,11 @@ from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
+from runtime.core.images import ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.request import MAX_FPS, MAX_FRAMES, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SIDE, MAX_STEPS
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
@@ -151,8 +152,24 @@ class Defaults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageInput:
+    """How a model starts from an image.
+
+    Attributes:
+        kind: "channels" appends a mask and the latents of the given frames to the latents; "first_frame" puts the
+            latents of the image in place of the first latent frame, whose timestep is 0.
+        required: whether the model makes no video without an image.
+        last: whether a last image can be given.
+    """
+
+    kind: Literal["channels", "first_frame"]
+    required: bool
+    last: Literal["none", "optional", "required"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One text-to-video model.
+    """One model that makes videos from text, from an image, or from both.
 
     Attributes:
         family: a key of `models.registry.FAMILIES`.
@@ -177,6 +194,8 @@ class ModelSpec:
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache".
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
+        image_input: how it starts from an image; `None` if it cannot.
+        image, last_image: the images of one request, see `models.images.with_images`.
         noise: where the scheduler puts the steps.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
     """
@@ -205,6 +224,9 @@ class ModelSpec:
     about: str = ""
     block_programs: tuple[str, ...] = ()
     loras: tuple[LoraUse, ...] = ()
+    image_input: ImageInput | None = None
+    image: ImageUse | None = None
+    last_image: ImageUse | None = None
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -47,33 +47,34 @@ def decode_image(data: bytes, name: str, field: str = "image") -> Image.Image:
     """
 
     def refused(code: str, **values: Any) -> InvalidRequestError:
-        return InvalidRequestError(field, f"image.{code}", file=name, **values)
+        return InvalidRequestError(field, code, file=name, **values)
 
     if not data:
-        raise refused("empty")
+        raise refused("image.empty")
     if data[4:8] == b"ftyp" and data[8:12] in _HEIC:
-        raise refused("format_heic")
+        raise refused("image.format_heic")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images, which have their own limit here
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = image.size
             if width * height > MAX_PIXELS:
-                raise refused("too_large", most=MAX_PIXELS // 1_000_000)
+                raise refused("image.too_large", most=MAX_PIXELS // 1_000_000)
             if min(width, height) < MIN_SIDE:
-                raise refused("too_small", width=width, height=height, least=MIN_SIDE)
+                raise refused("image.too_small", width=width, height=height, least=MIN_SIDE)
             if max(width, height) > MAX_RATIO * min(width, height):
-                raise refused("too_long", width=width, height=height, most=MAX_RATIO)
-            if getattr(image, "n_frames", 1) > 1:
-                raise refused("animated", frames=image.n_frames)
+                raise refused("image.too_long", width=width, height=height, most=MAX_RATIO)
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1:
+                raise refused("image.animated", frames=frames)
             image.load()
             return _plain(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as error:
-        raise refused("format_unknown", formats=FORMATS) from error
+        raise refused("image.format_unknown", formats=FORMATS) from error
     except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, KeyError, TypeError) as error:
-        raise refused("damaged") from error
+        raise refused("image.damaged") from error
     except (Image.DecompressionBombError, MemoryError) as error:
-        raise refused("too_large", most=MAX_PIXELS // 1_000_000) from error
+        raise refused("image.too_large", most=MAX_PIXELS // 1_000_000) from error
 
 
 def _read(path: Path, field: str) -> bytes:
