@@ -43,7 +43,7 @@ from runtime.engines.service import EngineService
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine
-from runtime.models.loras import model_for
+from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, slug
 from runtime.pipeline.run import run_job
@@ -317,7 +317,7 @@ class Bench:
         setup, configuration = self.setup, entry.configuration
         # A retry after out-of-memory would measure another strategy.
         request = configuration.request.replace(on_out_of_memory="ask")
-        spec = model_for(request, setup.weights_dir)
+        spec = model_for(request, setup.weights_dir, setup.engines.cache_dir)
         offers = setup.engines.offers(spec)
         plan = resolve(request, spec, setup.machine, setup.folder, offers, setup.history.read())
         for name, part in plan.components.items():

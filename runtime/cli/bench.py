@@ -20,7 +20,7 @@ from runtime.core.request import ALL
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
-from runtime.models.loras import model_for
+from runtime.models.requested import model_for
 from runtime.planner.resolve import resolve
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
@@ -135,7 +135,7 @@ def _configurations(
     request = request_from_flags(common)
     if request.backends:
         raise SettingsError("bench.backend_without_configuration")
-    spec = model_for(request, loaded.weights_dir)
+    spec = model_for(request, loaded.weights_dir, loaded.cache_dir, keep=False)
     unused_output = Path("none.mp4")
     plan = resolve(request.replace(backends={ALL: PYTORCH}), spec, engines.machine, unused_output)
     return standard(request, plan, engines.offers(spec))

@@ -21,8 +21,8 @@ from runtime.core.units import UNITS, about, byte_size, duration
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find, folders
-from runtime.models.loras import model_for
 from runtime.models.registry import read_spec
+from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
@@ -40,7 +40,7 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
         CancelledError: on Ctrl-C; finished engines are kept.
     """
     loaded = settings.load()
-    spec = model_for(request, loaded.weights_dir)
+    spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_image=False, keep=False)
     service = EngineService.from_settings(loaded, probe())
     wanted = wanted_engines(request, spec, service)
     to_build = [one for one in wanted if again or one.use.build]

@@ -24,7 +24,7 @@ from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine, probe
-from runtime.models.loras import model_for
+from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
@@ -67,7 +67,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         confirmed: skips the question before a video that takes hours.
     """
     environment = _Environment.load()
-    spec = model_for(request, environment.settings.weights_dir)
+    spec = model_for(request, environment.settings.weights_dir, environment.settings.cache_dir)
     output = _output_path(request, out, environment.settings.outputs_dir)
     plan = resolve(
         request, spec, environment.machine, output, environment.engines.offers(spec), environment.history.read()

@@ -11,14 +11,14 @@ from runtime.core.errors import MemoryShortError, ModelError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.facts import Fact, Words, render
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
-from runtime.core.request import GenerationRequest
+from runtime.core.request import FIELDS, GenerationRequest
 from runtime.core.units import duration, memory_size
 from runtime.engines.service import EngineService
 from runtime.machine.doctor import Finding, check, examine
 from runtime.machine.probe import probe
 from runtime.models.catalogue import folders
-from runtime.models.loras import model_for
 from runtime.models.registry import read_spec
+from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import output_path
 from runtime.pipeline.history_file import HistoryFile
@@ -36,7 +36,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         TandemError: if the request cannot run for another reason.
     """
     loaded = settings.load()
-    spec = model_for(request, loaded.weights_dir, needs_weights=False)
+    spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_weights=False, keep=False)
     machine = probe()
     offers = EngineService.from_settings(loaded, machine).offers(spec)
     history = HistoryFile(loaded.cache_dir, machine).read()
@@ -55,6 +55,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         terminal.result(str(plan.shift_reason))
     if plan.loras:
         terminal.result(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
+    for field, use in plan.images.items():
+        terminal.result(f"{FIELDS[field].label}: {use.name}, {use.width}x{use.height}")
     _show_components(plan)
     if plan.split is not None:
         terminal.result(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")

@@ -1,35 +1,72 @@
 """The images that a video starts from and ends with, in requests and plans.
 
-`models.images` finds and checks the files.
+`models.images` finds and checks the files, and keeps a copy of each under its digest. A request names an image by its
+file, or by the copy: "sha256:DIGEST/NAME", where the name is for people.
 """
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.core.frozen import FrozenModel
+
+PREFIX = "sha256:"
+CROP, FIT = "crop", "fit"
+# The middle: the part that stays when an image is cropped, in percent of what is cut.
+MIDDLE = 50.0
+_REFERENCE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(?:/([^/\\]+))?")
+_DIGEST = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(?![0-9a-f])")
+_SHOWN_DIGITS = 8
+
+
+class ImageReference(NamedTuple):
+    """The copy of an image, as a request names it."""
+
+    digest: str
+    name: str
 
 
 class ImageUse(FrozenModel):
     """One image whose file was found and checked.
 
     Attributes:
-        file: as requested.
-        path: the copy of the file in the cache folder, which is named by the digest.
+        name: of the file that was given, in messages and results.
+        path: the copy of the file in the cache folder, which is named by the digest; the file itself if nothing can be
+            written there.
         digest: the file's SHA-256 in hexadecimal.
         width, height: of the upright image, in pixels.
     """
 
-    file: str
+    name: str
     path: Path
     digest: str
     width: int
     height: int
 
     @property
-    def name(self) -> str:
-        """The name in messages."""
-        return Path(self.file).name
+    def reference(self) -> str:
+        """How requests name it once the file was found: by its copy, or without one by the file's path."""
+        return f"{PREFIX}{self.digest}/{self.name}" if self.path.name == self.digest else str(self.path)
 
     def summary(self) -> dict[str, Any]:
         """Return what results record of it, as JSON values: its name and digest, not its path."""
-        return {"name": self.name, **self.model_dump(mode="json", exclude={"file", "path"})}
+        return self.model_dump(mode="json", exclude={"path"})
+
+
+def parse_reference(text: str) -> ImageReference | None:
+    """Return the copy that a text names; `None` if it is the path of a file.
+
+    Raises:
+        ValueError: if it begins as a copy's name, but is not one.
+    """
+    if not text.startswith(PREFIX):
+        return None
+    found = _REFERENCE.fullmatch(text)
+    if found is None:
+        raise ValueError(text)
+    return ImageReference(found[1], found[2] or found[1][:_SHOWN_DIGITS])
+
+
+def referenced(text: str) -> set[str]:
+    """Return the digests of all copies that are named anywhere in a text, such as a stored request."""
+    return {found[1] for found in _DIGEST.finditer(text)}

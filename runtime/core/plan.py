@@ -17,6 +17,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
+from runtime.core.images import CROP, MIDDLE, ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import AUTO, GenerationRequest
@@ -224,6 +225,8 @@ class ResolvedRequest(FrozenModel):
         step_cache: the kind of step cache with its strength, or "none".
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
+        image, last_image: what the video starts from and ends with.
+        image_fit, image_position: how they become frames, see `video.images.fitted`.
     """
 
     prompt: str
@@ -241,6 +244,16 @@ class ResolvedRequest(FrozenModel):
     step_cache: str
     loras: tuple[LoraUse, ...]
     crf: int
+    image: ImageUse | None = None
+    last_image: ImageUse | None = None
+    image_fit: str = CROP
+    image_position: float = MIDDLE
+
+    @property
+    def images(self) -> Mapping[str, ImageUse]:
+        """The images by the field of the request."""
+        given = {"image": self.image, "last_image": self.last_image}
+        return {field: use for field, use in given.items() if use is not None}
 
     @property
     def seconds_of_video(self) -> float:
@@ -358,6 +371,7 @@ class ExecutionPlan(ResolvedRequest):
         used = self.asked.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
+        used |= {field: use.reference for field, use in self.images.items()}
         if self.guidance_scale_2 is None:
             del used["guidance_scale_2"]
         return used
@@ -387,6 +401,7 @@ class ExecutionPlan(ResolvedRequest):
             if self.split is None
             else {**self.split.model_dump(mode="json"), "reason": str(self.split.reason)},
             "loras": [use.summary() for use in self.loras],
+            "images": {field: use.summary() for field, use in self.images.items()},
             "step_cache": self.step_cache,
             "speed": self.speed.to_json(),
             "shift": self.shift,
@@ -424,7 +439,7 @@ def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
         absent["crf"] = default_crf(plan["width"], plan["height"])
         plan = {"speed": {}} | absent | plan
         split = plan.pop("split")
-        clip = {name: plan[name] for name in ResolvedRequest.model_fields if plan[name] is not None}
+        clip = {name: plan[name] for name in ResolvedRequest.model_fields if plan.get(name) is not None}
         asked |= clip | {
             "offload": strategy["offload"],
             "quantization": strategy["quantization"],

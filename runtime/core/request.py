@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from runtime.core import facts
 from runtime.core.errors import InvalidRequestError
 from runtime.core.frozen import FrozenModel
+from runtime.core.images import CROP, FIT, MIDDLE
 from runtime.core.loras import Lora
 from runtime.core.request_fields import (
     ALL,
@@ -21,6 +22,7 @@ from runtime.core.request_fields import (
     Auto,
     Backends,
     Choice,
+    ImageFile,
     Loras,
     Name,
     Number,
@@ -70,6 +72,7 @@ ATTENTIONS: Final = {
 COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always"}
 VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block"}
+IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
@@ -400,6 +403,59 @@ class GenerationRequest(FrozenModel):
             choices=VAE_PRECISIONS,
         ),
     ] = AUTO
+    image: Annotated[
+        str | None,
+        ImageFile(
+            label="Image",
+            help="Start the video from this PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF file. Only some models can.",
+            group="image",
+            flag="--image",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#start-from-an-image",
+        ),
+    ] = None
+    last_image: Annotated[
+        str | None,
+        ImageFile(
+            label="Last image",
+            help="End the video with this image.",
+            group="image",
+            flag="--last-image",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#start-from-an-image",
+        ),
+    ] = None
+    image_fit: Annotated[
+        str,
+        Choice(
+            label="Image fit",
+            help="How an image of other proportions becomes a frame: cut off what does not fit, or show all of it with "
+            "black borders.",
+            group="image",
+            flag="--image-fit",
+            unset=CROP,
+            docs="models.md#start-from-an-image",
+            choices=IMAGE_FITS,
+        ),
+    ] = CROP
+    image_position: Annotated[
+        float | Auto,
+        Number(
+            label="Image position",
+            help="Which part of a cropped image stays: 0 is the top or the left, 100 the bottom or the right.",
+            group="image",
+            flag="--image-position",
+            metavar="PERCENT",
+            unset=f"{MIDDLE:g}, the middle",
+            docs="models.md#start-from-an-image",
+            low=0,
+            high=100,
+            whole=False,
+            step=1,
+        ),
+    ] = MIDDLE
 
     @model_validator(mode="before")
     @classmethod

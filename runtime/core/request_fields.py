@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
+from runtime.core.images import parse_reference
 from runtime.core.loras import EXPERTS, MAX_LORAS, MAX_WEIGHT, Lora, read_loras
 from runtime.core.step_cache import MAX_STRENGTH, read_step_cache
 
@@ -26,6 +27,7 @@ Auto = Literal["auto"]
 ALL = "all"
 
 _WHITESPACE = "\t\n\r"
+_LONGEST_FILE = 4_000
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class RequestField:
     Attributes:
         label: the control's label in the web form.
         help: what the field means, in one or two sentences.
-        group: where the web form shows it: "prompt", "video", "more", "acceleration" or "loras".
+        group: where the web form shows it: "prompt", "video", "more", "acceleration", "loras" or "image".
         flag: the command line's option, such as "--width"; empty for one that another option sets, or an argument.
         metavar: how the option's value is written in help texts.
         unset: the default as help texts state it.
@@ -46,7 +48,7 @@ class RequestField:
     _: KW_ONLY
     label: str
     help: str
-    group: Literal["prompt", "video", "more", "acceleration", "loras"]
+    group: Literal["prompt", "video", "more", "acceleration", "loras", "image"]
     flag: str = ""
     metavar: str = ""
     unset: str = "the model's"
@@ -270,6 +272,27 @@ class Loras(RequestField):
             "additionalProperties": False,
         }
         return {"maxItems": MAX_LORAS, "items": {"anyOf": [{"type": "string"}, lora]}}
+
+
+@dataclass(frozen=True)
+class ImageFile(RequestField):
+    """The file of an image, or its copy, see `core.images`; `None` for no image."""
+
+    def check(self, name: str, value: object) -> str | None:
+        """Return the text."""
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > _LONGEST_FILE:
+            raise InvalidRequestError(name, "request.image_file", value=shortened(value))
+        try:
+            parse_reference(value)
+        except ValueError as error:
+            raise InvalidRequestError(name, "request.image_reference", value=shortened(value)) from error
+        return value
+
+    def json_schema(self) -> JsonSchemaValue:
+        """Return the longest length."""
+        return {"maxLength": _LONGEST_FILE}
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from typing import Any
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
-from runtime.core.request import GenerationRequest
 from runtime.core.untrusted_files import open_file
-from runtime.models.catalogue import LORAS, find, look_up
+from runtime.models.catalogue import LORAS
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import Header, read_header
@@ -52,20 +51,6 @@ class LoraFile:
 def loras_dir(weights_dir: Path) -> Path:
     """Return the folder whose LoRAs can be named without a path."""
     return weights_dir / LORAS
-
-
-def model_for(request: GenerationRequest, weights_dir: Path, *, needs_weights: bool = True) -> ModelSpec:
-    """Return a request's model with its LoRAs.
-
-    Args:
-        needs_weights: whether the model's weights must be downloaded.
-
-    Raises:
-        ModelError: if the model does not exist, or it or a LoRA cannot be used.
-        InvalidRequestError: if a LoRA is for an expert that the model does not have.
-    """
-    spec = (find if needs_weights else look_up)(request.model, weights_dir)
-    return with_loras(spec, request.loras, weights_dir)
 
 
 def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> ModelSpec:

@@ -6,7 +6,7 @@ architecture. Knows nothing about machines or engines.
 
 from collections.abc import Mapping
 from dataclasses import Field as DataclassField
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -229,6 +229,11 @@ class ModelSpec:
     last_image: ImageUse | None = None
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def for_text(self) -> "ModelSpec":
+        """Return the model without the components that only an image needs."""
+        only_images = ("image_encoder", "vae_encoder")
+        return replace(self, programs={name: own for name, own in self.programs.items() if name not in only_images})
 
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""

@@ -48,6 +48,9 @@ _SHARE = 0.01
 _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
 # The model and LoRAs are identified by their files.
 _OTHER_FIELDS = {*COMPUTE_FIELDS, "model", "loras"}
+_IMAGE_FIELDS = {"image", "last_image", "image_fit", "image_position"}
+# The VAE's encoder is loaded from the VAE's folder.
+_VAE, _VAE_ENCODER = "vae", "vae_encoder"
 # Set when a scheduler is loaded.
 _SCHEDULER_CONFIGURATION = frozenset({"_internal_dict"})
 
@@ -284,10 +287,12 @@ class CheckpointPolicy:
 def stamps(spec: ModelSpec) -> Stamps:
     """Return name, size and time of each file that latents depend on, by component.
 
-    Without the VAE, which only decodes: a damaged one can be replaced.
+    Without the VAE's decoder: a damaged one can be replaced. An image depends on the VAE's encoder.
     """
-    parts = [name for name in spec.component_names if name != "vae"]
-    files = {part: sorted((spec.directory / part).rglob("*")) for part in (*parts, "tokenizer", "scheduler")}
+    used = spec if spec.image is not None else spec.for_text()
+    parts = [name for name in used.component_names if name != _VAE]
+    folders = {part: _VAE if part == _VAE_ENCODER else part for part in (*parts, "tokenizer", "scheduler")}
+    files = {part: sorted((spec.directory / folder).rglob("*")) for part, folder in folders.items()}
     files["pipeline"] = [spec.directory / "model_index.json"]
     found: dict[str, list[list[Any]]] = {
         part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
@@ -308,7 +313,9 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
     # Checkpoints written before these fields existed have neither.
     excluded |= {"step_cache"} if plan.step_cache == NONE else set()
     excluded |= {"shift"} if plan.shift is None else set()
+    excluded |= set() if plan.images else _IMAGE_FIELDS
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
+    clip |= {field: use.digest for field, use in plan.images.items()}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()
 

@@ -3,6 +3,7 @@
 Each reads the plan and the progress from the job's `RunContext`, so that it can be called again after out-of-memory.
 """
 
+import base64
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +15,21 @@ import numpy as np
 import torch
 
 from runtime import __version__
+from runtime.core.errors import InvalidRequestError
 from runtime.core.events import FramesDecoded, StageStarted, StepDone, VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.images import ImageUse
+from runtime.core.plan import ExecutionPlan
 from runtime.execution.components import Denoiser
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.text_encoder import TextEncoding
+from runtime.models.images import open_image
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, resumable_after
+from runtime.video.images import thumbnail
 from runtime.video.mp4 import VideoWriter
 
 
@@ -146,12 +152,12 @@ def decode_and_save(
             writer.close_stream()
         context.cancel.check()
         saved = context.result()
-        writer.finish(plan.prompt, _metadata(saved, job_id))
+        writer.finish(plan.prompt, _metadata(saved, plan, job_id))
     return saved
 
 
-def _metadata(saved: VideoSaved, job_id: str | None) -> dict[str, Any]:
-    """Return the metadata of the MP4: the result without its path, the job and the versions."""
+def _metadata(saved: VideoSaved, plan: ExecutionPlan, job_id: str | None) -> dict[str, Any]:
+    """Return the metadata of the MP4: the result without its path, the images, the job and the versions."""
     result = {key: value for key, value in saved.result_json().items() if key != "video"}
     versions = {
         "tandem": __version__,
@@ -161,4 +167,16 @@ def _metadata(saved: VideoSaved, job_id: str | None) -> dict[str, Any]:
     }
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     job = {} if job_id is None else {"job": job_id}
-    return {"tandem": {**result, **job, "versions": versions, "created": created}}
+    images = {field: use.summary() | _thumbnail(use) for field, use in plan.images.items()}
+    return {
+        "tandem": {**result, **job, **({"images": images} if images else {}), "versions": versions, "created": created}
+    }
+
+
+def _thumbnail(use: ImageUse) -> dict[str, str]:
+    """Return a small picture of an image as a data address; empty if the image's copy is gone by now."""
+    try:
+        picture = thumbnail(open_image(use))
+    except InvalidRequestError:
+        return {}
+    return {"thumbnail": f"data:image/webp;base64,{base64.b64encode(picture).decode()}"}

@@ -3,15 +3,66 @@
 Called by `planner.resolve`. Pure.
 """
 
+import math
 from collections.abc import Mapping
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact
+from runtime.core.images import CROP, ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, GenerationRequest
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
+
+# Proportions and numbers of pixels that differ by at most this share count as equal.
+_SIMILAR = 0.05
+
+
+def size_for(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
+    """Return a clip's width and height in pixels: those asked for, else from the image's proportions or the model's."""
+    own = spec.defaults.width, spec.defaults.height
+    asked = request.width, request.height
+    if spec.image is None or AUTO not in asked:
+        width, height = (default if one == AUTO else int(one) for one, default in zip(asked, own, strict=True))
+        return width, height
+    ratio = spec.image.width / spec.image.height
+    if request.width != AUTO:
+        return int(request.width), _multiple(int(request.width) / ratio, spec, "height")
+    if request.height != AUTO:
+        return _multiple(int(request.height) * ratio, spec, "width"), int(request.height)
+    return like_image(spec, spec.image, own[0] * own[1])
+
+
+def like_image(spec: ModelSpec, image: ImageUse, pixels: int) -> tuple[int, int]:
+    """Return a size with about the proportions of an image and about so many pixels.
+
+    It is one of the model's own sizes if one is close: the model was trained with it, and engines exist for it.
+    """
+    ratio = image.width / image.height
+    own = [size for size in spec.sizes if abs(size[0] * size[1] / pixels - 1) <= _SIMILAR]
+    closest = min(own, key=lambda size: _cut(image, *size), default=None)
+    if closest is not None and _cut(image, *closest) <= _SIMILAR:
+        return closest
+    width, height = math.sqrt(pixels * ratio), math.sqrt(pixels / ratio)
+    shrink = min(1.0, _most(spec, "width") / width, _most(spec, "height") / height)
+    return _multiple(shrink * width, spec, "width"), _multiple(shrink * height, spec, "height")
+
+
+def _multiple(value: float, spec: ModelSpec, field: str) -> int:
+    """Return the nearest multiple of a side's stride that the model can make."""
+    stride = spec.strides[0 if field == "width" else 1]
+    return max(1, min(round(value / stride), _most(spec, field) // stride)) * stride
+
+
+def _most(spec: ModelSpec, field: str) -> int:
+    return min(MAX_SIDE, _most_positions(spec)[field])
+
+
+def _cut(image: ImageUse, width: int, height: int) -> float:
+    """Return the share of an image that a frame of this size does not show if it is cropped."""
+    ratio, wanted = image.width / image.height, width / height
+    return 1 - min(ratio / wanted, wanted / ratio)
 
 
 def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
@@ -49,13 +100,7 @@ def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[i
 
 def _check_positions(spec: ModelSpec, requested: Mapping[str, int]) -> None:
     """Check that the transformer has position embeddings for the requested "frames", "height" and "width"."""
-    positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
-    scale = spec.vae.scale_factor_spatial
-    most = {
-        "frames": (positions[0] - 1) * spec.vae.scale_factor_temporal + 1,
-        "height": positions[1] * scale,
-        "width": positions[2] * scale,
-    }
+    most = _most_positions(spec)
     for field, value in requested.items():
         if value > most[field]:
             raise InvalidRequestError(
@@ -63,15 +108,41 @@ def _check_positions(spec: ModelSpec, requested: Mapping[str, int]) -> None:
             )
 
 
-def size_warnings(spec: ModelSpec, width: int, height: int, frames: int) -> list[Fact]:
-    """Return the warnings about a supported size and length."""
+def _most_positions(spec: ModelSpec) -> Mapping[str, int]:
+    """Return the most frames and pixels that the transformer has position embeddings for."""
+    positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
+    scale = spec.vae.scale_factor_spatial
+    return {
+        "frames": (positions[0] - 1) * spec.vae.scale_factor_temporal + 1,
+        "height": positions[1] * scale,
+        "width": positions[2] * scale,
+    }
+
+
+def size_warnings(request: GenerationRequest, spec: ModelSpec, width: int, height: int, frames: int) -> list[Fact]:
+    """Return the warnings about a supported size and length; not about a size that follows from an image."""
     facts = [] if spec.is_downloaded else [Fact("planner.weights_not_downloaded", {"model": spec.title})]
-    if (width, height) not in spec.sizes:
+    of_image = spec.image is not None and {request.width, request.height} == {AUTO}
+    if (width, height) not in spec.sizes and not of_image:
         sizes = [f"{w}x{h}" for w, h in spec.sizes]
         facts.append(Fact("planner.unusual_size", {"model": spec.title, "size": f"{width}x{height}", "sizes": sizes}))
     if frames > max(spec.frame_counts):
         data = {"model": spec.title, "most": max(spec.frame_counts), "frames": frames}
         facts.append(Fact("planner.unusual_length", data))
+    return facts
+
+
+def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, height: int) -> list[Fact]:
+    """Return the warnings about images of which cropping cuts a visible part."""
+    images = {"planner.last_image_cut": spec.last_image}
+    if AUTO not in {request.width, request.height}:
+        images = {"planner.image_cut": spec.image, **images}
+    facts = []
+    for code, image in images.items():
+        if image is not None and request.image_fit == CROP and (cut := _cut(image, width, height)) > _SIMILAR:
+            suggested = like_image(spec, image, width * height)
+            data = {"image": image.name, "percent": round(100 * cut), "size": f"{width}x{height}"}
+            facts.append(Fact(code, data | {"suggested": f"{suggested[0]}x{suggested[1]}"}))
     return facts
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.facts import Fact
+from runtime.core.images import MIDDLE
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, default_crf
 from runtime.core.request import AUTO, IDLE, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
@@ -117,11 +118,15 @@ def _resolved(
     gpu: int,
     others: Sequence[int] | None,
 ) -> ExecutionPlan:
-    assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.loras`"
+    assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
+    for field in ("image", "last_image"):
+        missing = (getattr(request, field) is None) != (getattr(spec, field) is None)
+        assert not missing, "a spec without its request's images: see `models.requested`"
+    if spec.image is None and not (spec.image_input is not None and spec.image_input.required):
+        spec = spec.for_text()
     machine = seen_from(everything, gpu)
     defaults = spec.defaults
-    width = _or(request.width, defaults.width)
-    height = _or(request.height, defaults.height)
+    width, height = clip.size_for(request, spec)
     frames = _or(request.frames, defaults.frames)
     clip.check_size(spec, width, height, frames)
     steps = _or(request.steps, defaults.steps)
@@ -215,6 +220,10 @@ def _resolved(
         step_cache=step_cache,
         loras=spec.loras,
         crf=default_crf(width, height) if request.crf == AUTO else int(request.crf),
+        image=spec.image,
+        last_image=spec.last_image,
+        image_fit=request.image_fit,
+        image_position=_or(request.image_position, MIDDLE),
         asked=request,
         model_directory=spec.directory,
         output=output,
@@ -245,7 +254,8 @@ def _resolved(
         seconds=chosen.seconds,
         strategies=decision.forecasts,
         warnings=(
-            *clip.size_warnings(spec, width, height, frames),
+            *clip.size_warnings(request, spec, width, height, frames),
+            *clip.image_warnings(request, spec, width, height),
             *clip.lora_warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
             *clip.shift_warnings(spec, steps, shift, expert_steps),
             *split_warnings,

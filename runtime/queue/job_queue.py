@@ -16,7 +16,7 @@ from runtime.core.request import Auto, GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe, seen_from
 from runtime.models.catalogue import look_up
-from runtime.models.loras import model_for
+from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
@@ -150,7 +150,7 @@ class JobQueue:
         source, target = self.store.folder(job_id), self.store.folder(new_id)
         if first is None or source is None or target is None:
             raise StoreError("queue.nothing_kept", job=job_id)
-        spec = model_for(GenerationRequest.from_mapping(first.request_json()), self._weights_dir)
+        spec = self._model(GenerationRequest.from_mapping(first.request_json()))
         output = output_path(self._outputs_dir, first.prompt)
         machine = seen_from(self.machine(), self._gpus[0])
         plan = plan_rerun(
@@ -286,8 +286,11 @@ class JobQueue:
         except StoreError as error:
             logger.warning("Jobs that were running cannot be updated: %s", error)
 
+    def _model(self, request: GenerationRequest) -> ModelSpec:
+        return model_for(request, self._weights_dir, self._engines.cache_dir)
+
     def _plan(self, request: GenerationRequest) -> ExecutionPlan:
-        spec = model_for(request, self._weights_dir)
+        spec = self._model(request)
         output = output_path(self._outputs_dir, request.prompt)
         offers, first = self._engines.offers(spec), self._gpus[0]
         return resolve(request, spec, self.machine(), output, offers, self.history(), first, builds_later=True)

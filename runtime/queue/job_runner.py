@@ -33,7 +33,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
-from runtime.models.loras import model_for
+from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER, PREVIEW
 from runtime.pipeline.history_file import HistoryFile
@@ -90,9 +90,10 @@ class Planner:
         Raises:
             TandemError: if the job cannot run on this machine now.
         """
-        spec = model_for(record.generation_request(), self._weights_dir)
-        if record.begun and record.plan is not None and record.plan.loras == spec.loras:
-            moved = move_to_gpu(record.plan.replace(output=record.output), gpu, machine, others)
+        spec = model_for(record.generation_request(), self._weights_dir, self._engines.cache_dir)
+        if record.begun and record.plan is not None and _has_same_inputs(record.plan, spec):
+            planned = record.plan.replace(output=record.output, image=spec.image, last_image=spec.last_image)
+            moved = move_to_gpu(planned, gpu, machine, others)
             if moved is not None:
                 return spec, avoid_causes(moved, spec, deaths)
             logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
@@ -110,6 +111,14 @@ class Planner:
             builds_later=self._builds_later,
         )
         return spec, avoid_causes(plan, spec, deaths)
+
+
+def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
+    """Whether a plan is for a model's LoRAs and images; copies of images may be in another folder now."""
+    images = [None if one is None else one.digest for one in (plan.image, plan.last_image)]
+    return plan.loras == spec.loras and images == [
+        None if one is None else one.digest for one in (spec.image, spec.last_image)
+    ]
 
 
 def move_to_gpu(

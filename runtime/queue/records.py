@@ -337,8 +337,12 @@ def event_from_json(values: Mapping[str, Any], record: JobRecord) -> Event | Non
 
 
 def stored_request(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, Any]:
-    """Return the request as the store holds it: "auto" stays, the seed is fixed, and folders are absolute."""
+    """Return the request as the store holds it: "auto" stays, the seed is fixed, and files do not depend on the folder.
+
+    A job uses its own copies of images.
+    """
     assert request.model == plan.model, "a plan for another request"
     by_path = Path(plan.model).expanduser().resolve() == plan.model_directory
     model = str(plan.model_directory) if by_path else plan.model
-    return request.to_json() | {"seed": plan.seed, "model": model}
+    images = {field: use.reference for field, use in plan.images.items()}
+    return request.to_json() | {"seed": plan.seed, "model": model, **images}

@@ -13,7 +13,7 @@ from runtime.engines.imported.importing import describe_matches, device_here, im
 from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
 from runtime.models.catalogue import look_up
-from runtime.models.loras import model_for
+from runtime.models.requested import model_for
 from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.queue.records import (
@@ -118,7 +118,7 @@ class TaskRunner:
     def _build(self, work: BuildEngines) -> Fact:
         self.recorder.report(Fact("task.looking"), None)
         request = GenerationRequest.from_mapping(work.request)
-        spec = model_for(request, self.weights_dir)
+        spec = model_for(request, self.weights_dir, self.engines.cache_dir, needs_image=False)
         wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines, work.engines, self.gpu)
         if not wanted:
             return Fact("task.nothing_to_build")

@@ -23,7 +23,7 @@ from runtime.server.gradio_requests import RefusedError
 from runtime.server.security import Submit
 from runtime.server.visitors import Visitors
 from runtime.ui import form, job_view
-from runtime.ui.fields import by_name
+from runtime.ui.fields import by_name, check_copies
 from runtime.ui.watchers import Watch, Watchers
 from runtime.upstream import gradio as private
 
@@ -49,6 +49,7 @@ def submission(worker: JobQueue, models: dict[str, ModelSpec]) -> Submit:
     def submit(request: GenerationRequest, _visitor: str) -> Job:
         check_offered(request.model, models)
         by_name(request.loras)  # raises for a path
+        check_copies(request)
         return worker.submit(request)
 
     return _submission(FIELDS, submit)

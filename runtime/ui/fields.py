@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
+from runtime.core.images import parse_reference
 from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Backends, Choice, Loras, Name, Number, Prompt, StepCache
@@ -123,6 +124,18 @@ def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
         if not lora.is_name:
             raise InvalidRequestError("loras", "form.lora_is_path", file=lora.file[:60])
     return tuple(loras)
+
+
+def check_copies(request: GenerationRequest) -> None:
+    """Check that a request names images by their copies; a page cannot open files of its choice.
+
+    Raises:
+        InvalidRequestError: for a path.
+    """
+    for field in ("image", "last_image"):
+        file = getattr(request, field)
+        if file is not None and parse_reference(file) is None:
+            raise InvalidRequestError(field, "form.image_is_path", file=file[:60])
 
 
 def _number(value: Any, *, whole: bool) -> Any:

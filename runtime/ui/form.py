@@ -23,9 +23,11 @@ from runtime.ui.formatting import render
 from runtime.ui.watchers import MOST_WATCHERS
 
 CUSTOM = "custom"
+# The fields that the form has controls for; programs give images.
+SHOWN = tuple(name for name, declared in FIELDS.items() if declared.group != "image")
 NAMES = tuple(
     control
-    for name in FIELDS
+    for name in SHOWN
     for control in ([f"{fields.BACKEND}{one}" for one in COMPONENTS] if name == "backends" else [name])
 )
 # The controls that visitors of a share link have too: those that do not choose what runs where.
@@ -272,7 +274,8 @@ def filled(
     name = stored["model"] if known else next(iter(models))
     values = {control: dict[str, Any]() for control in NAMES} | model_values(models[name])
     values["model"] = {"value": name}
-    for field, declared in FIELDS.items():
+    for field in SHOWN:
+        declared = FIELDS[field]
         follows_model = declared.group in {"video", "more"} and field != "seed"
         if field in {"model", "backends", "gpus"} or (follows_model and not known):
             continue

@@ -18,6 +18,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
+from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
@@ -108,6 +109,7 @@ class PlanPreview:
         offers = self._offers(spec) if complete else no_offers
         try:
             spec = with_loras(spec, request.loras, self._weights_dir)
+            spec = with_images(spec, request, self._weights_dir, self._engines.cache_dir, keep=False)
             offers = self._offers(spec) if complete else no_offers
             plan = resolve(request, spec, self.machine(), _NOWHERE, offers, self._history(), builds_later=True)
         except TandemError as error:

@@ -32,7 +32,7 @@ from runtime.engines.service import EngineService
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.residency import Loader, Residency
 from runtime.machine.probe import Machine
-from runtime.models.loras import model_for
+from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.weights import load_module
 from runtime.planner.resolve import resolve
@@ -188,7 +188,7 @@ class Forward:
     def _planned(self, configuration: Configuration, folder: Path) -> _Case:
         setup, request = self.setup, configuration.request
         if not setup.random:
-            spec = model_for(request, setup.weights_dir)
+            spec = model_for(request, setup.weights_dir, None)
             offers = () if setup.engines is None else (setup.engines.offers(spec),)
             return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4", *offers))
         engine = next((name for name in request.backends.values() if name not in {AUTO, PYTORCH}), None)
@@ -199,7 +199,7 @@ class Forward:
             )
         if request.loras:
             raise ValueError(f"Configuration {configuration.name!r}: LoRAs cannot be combined with random weights.")
-        spec = model_for(request, setup.weights_dir, needs_weights=False)
+        spec = model_for(request, setup.weights_dir, None, needs_weights=False)
         own = folder / f"model-{spec.name.replace('/', '-')}"
         spec = replace(spec, directory=own, is_downloaded=True) if own.exists() else random_spec(spec, own)
         return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4"))

@@ -70,7 +70,13 @@ MESSAGES: Mapping[str, Message] = {
         "Unknown component {component}.", "The components are {components:list}; all stands for every component."
     ),
     "request.unknown_backend": Message("Unknown backend {backend}.", "Select one of {choices:list}."),
-    # LoRAs and the step cache.
+    # Images, LoRAs and the step cache.
+    "request.image_file": Message(
+        "{field:setting} is not a file's name: {value}.", "Give the path of an image, such as a PNG or JPEG."
+    ),
+    "request.image_reference": Message(
+        "{field:setting} is {value}, which names no image.", "Give a path, or sha256: and 64 hexadecimal digits."
+    ),
     "lora.not_a_list": Message("{field:setting} is {value}.", 'Give a list, as in ["style", "high=fast:0.8"].'),
     "lora.too_many": Message("{count} LoRAs are too many.", "Give at most {most}."),
     "lora.repeated": Message("The LoRA {file} is given twice.", "Give it once."),

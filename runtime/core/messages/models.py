@@ -173,6 +173,25 @@ _FILES: Mapping[str, Message] = {
     ),
 }
 
+_IMAGES: Mapping[str, Message] = {
+    "image.changed": Message("The image {file} has changed since the job was planned.", "Start a new job."),
+    "image.copy_missing": Message(
+        "The copy of the image {file} is no longer in the cache folder.", "Give the image's file again."
+    ),
+    "image.disk_full": Message(
+        "The disk is full: the image was not copied to {folder}.", "Free some disk space and try again."
+    ),
+    "image.gone": Message("The image {file} cannot be read any more: {cause:clause}.", "Start a new job."),
+    "image.last_required": Message("{model} needs a last image too.", "Add {set[last_image]} FILE."),
+    "image.model_without": Message("{model} does not start from an image.", "Select one of {models:list}."),
+    "image.model_without_last": Message(
+        "{model} does not end with an image.", "Leave {set[last_image]} out, or select another model."
+    ),
+    "image.no_model": Message("{model} does not start from an image.", "Leave the image out."),
+    "image.only_last": Message("A last image needs a first one.", "Add {set[image]} FILE."),
+    "image.required": Message("{model} makes videos from an image only.", "Add {set[image]} FILE."),
+}
+
 _LORA_AGAIN = "Copy or download the LoRA again."
 _OTHER_LORA = "Choose one that was made for this model."
 
@@ -252,4 +271,4 @@ _QUANTIZATION: Mapping[str, Message] = {
     ),
 }
 
-MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_LORA, **_SCHEDULER, **_QUANTIZATION}
+MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_IMAGES, **_LORA, **_SCHEDULER, **_QUANTIZATION}

@@ -337,6 +337,13 @@ _WARNINGS: Mapping[str, Message] = {
     "planner.weights_not_downloaded": Message(
         "The weights of {model} are not downloaded; the plan assumes that they are."
     ),
+    "planner.image_cut": Message(
+        "{percent} % of the image {image} is cut off at {size}. {suggested} has its proportions; "
+        "{set[image_fit=fit]} shows all of it."
+    ),
+    "planner.last_image_cut": Message(
+        "{percent} % of the last image {image} is cut off at {size}. {set[image_fit=fit]} shows all of it."
+    ),
     "planner.unusual_size": Message(
         f"{{model}} was not made for {{size}}: {_LOWER_QUALITY}. Its sizes: {{sizes:list}}."
     ),

@@ -48,6 +48,9 @@ MESSAGES: Mapping[str, Message] = {
     # The form.
     "form.empty": Message("{field:setting} is empty.", "Give a value such as {default:g}."),
     "form.incomplete": Message("The form is incomplete.", "Reload the page."),
+    "form.image_is_path": Message(
+        "Images are uploaded here, and “{file}” is a path.", "Upload the file, or make the video on the command line."
+    ),
     "form.lora_is_path": Message(
         "LoRAs are given by name here, and “{file}” is a path.",
         "Put the file into weights/loras in the cache folder and give its name, without .safetensors.",

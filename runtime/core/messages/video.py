@@ -10,6 +10,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "image.damaged": Message("{file} is damaged or incomplete.", "Open it in another program and save it again."),
     "image.empty": Message("{file} is empty.", "Give the file of an image, such as a PNG or JPEG."),
+    "image.file_too_large": Message("{file} is larger than {most:bytes}.", "Save it as a JPEG, and give that."),
     "image.format_heic": Message("{file} is a HEIC image, which Tandem does not read.", "Save it as a PNG or JPEG."),
     "image.format_unknown": Message("{file} is not an image that Tandem reads.", "Give one of: {formats:list}."),
     "image.not_a_file": Message("{file} is not a file.", "Give the file of an image, such as a PNG or JPEG."),

@@ -1,0 +1,175 @@
+"""Image files: find and check them, keep a copy of each, and add them to a model's spec. Imports no torch.
+
+A copy has the content of the file, and its SHA-256 as its name, so that a job runs and resumes after the file has
+changed or is gone. `queue.storage` removes the copies that no job needs.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+from runtime.core.errors import InvalidRequestError, OutputError, TandemError
+from runtime.core.files import replace_file
+from runtime.core.images import ImageUse, parse_reference
+from runtime.core.request import GenerationRequest
+from runtime.models.catalogue import add_usable, not_downloaded
+from runtime.models.spec import ModelSpec
+from runtime.video.images import decode_image, read_bytes, read_size
+
+_FOLDER = "images"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# Sizes of images that were decoded without an error, by digest: a form asks for a plan with each change.
+_DECODED: dict[str, tuple[int, int]] = {}
+_MOST_DECODED = 256
+
+
+def images_dir(cache_dir: Path) -> Path:
+    """Return the folder of the copies."""
+    return cache_dir / _FOLDER
+
+
+def with_images(
+    spec: ModelSpec,
+    request: GenerationRequest,
+    weights_dir: Path,
+    cache_dir: Path | None,
+    *,
+    needs_image: bool = True,
+    keep: bool = True,
+    decode: bool = True,
+) -> ModelSpec:
+    """Return a model with the images of a request, checked and copied.
+
+    Args:
+        cache_dir: the cache folder; `None` for none, so that nothing is copied.
+        needs_image: whether an image must be given for a model that makes no video without one.
+        keep: whether the images are copied to the cache; otherwise the files themselves are used.
+        decode: whether the images are decoded; otherwise only their headers are checked, which runs less of the
+            decoders on files that others sent.
+
+    Raises:
+        InvalidRequestError: if an image cannot be read, or the model does not start from an image, or ends with none.
+        OutputError: if the disk is too full for a copy.
+    """
+    _check_supported(spec, request, weights_dir, needs_image=needs_image)
+    image, last_image = (
+        None if file is None else find_image(file, field, cache_dir, keep=keep, decode=decode)
+        for field, file in (("image", request.image), ("last_image", request.last_image))
+    )
+    return replace(spec, image=image, last_image=last_image)
+
+
+def find_image(file: str, field: str, cache_dir: Path | None, *, keep: bool = True, decode: bool = True) -> ImageUse:
+    """Return an image that a request names, checked; see `with_images`.
+
+    Args:
+        field: the request's field, for errors.
+    """
+    reference = parse_reference(file)
+    if reference is not None:
+        path = images_dir(cache_dir or Path()) / reference.digest
+        name, data = reference.name, None if cache_dir is None else _copied(path, reference.digest)
+        if data is None:
+            raise InvalidRequestError(field, "image.copy_missing", file=name)
+    else:
+        path = Path(file)
+        with contextlib.suppress(RuntimeError):  # the home folder of an unknown user
+            path = path.expanduser()
+        path = path.absolute()
+        # Backslashes separate folders in names of other systems.
+        name, data = path.name.replace("\\", "_"), read_bytes(path, field)
+    digest = hashlib.sha256(data).hexdigest()
+    width, height = _decoded_size(data, digest, name, field) if decode else read_size(data, name, field)
+    return ImageUse(
+        name=name,
+        path=_kept(path, data, digest, cache_dir) if keep and cache_dir is not None else path,
+        digest=digest,
+        width=width,
+        height=height,
+    )
+
+
+def open_image(use: ImageUse, field: str = "image") -> Image.Image:
+    """Return an image as RGB, 8 bits, upright, in sRGB; see `video.images.read_image`.
+
+    Raises:
+        InvalidRequestError: if its file is gone or has changed.
+    """
+    try:
+        data = read_bytes(use.path, field)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(field, "image.gone", file=use.name, cause=error.fact) from error
+    if hashlib.sha256(data).hexdigest() != use.digest:
+        raise InvalidRequestError(field, "image.changed", file=use.name)
+    return decode_image(data, use.name, field)
+
+
+def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_image: bool) -> None:
+    known = spec.image_input
+    given = {"image": request.image, "last_image": request.last_image}
+    for field, file in given.items():
+        if file is not None and known is None:
+            able = _models_with_images(weights_dir)
+            code = "image.model_without" if able else "image.no_model"
+            raise InvalidRequestError(field, code, model=spec.title, models=able)
+    if known is None:
+        return
+    if request.last_image is not None and request.image is None:
+        raise InvalidRequestError("image", "image.only_last")
+    if request.last_image is not None and known.last == "none":
+        raise InvalidRequestError("last_image", "image.model_without_last", model=spec.title)
+    if known.required and needs_image and request.image is None:
+        raise InvalidRequestError("image", "image.required", model=spec.title)
+    if known.last == "required" and request.image is not None and request.last_image is None:
+        raise InvalidRequestError("last_image", "image.last_required", model=spec.title)
+
+
+def _models_with_images(weights_dir: Path) -> list[str]:
+    """Return the names of the models that start from an image, installed ones first."""
+    try:
+        specs = [*add_usable({}, weights_dir).values(), *not_downloaded(weights_dir)]
+    except TandemError:  # the weights folder cannot be read
+        return []
+    return [spec.name for spec in specs if spec.image_input is not None]
+
+
+def _decoded_size(data: bytes, digest: str, name: str, field: str) -> tuple[int, int]:
+    if digest not in _DECODED:
+        size = decode_image(data, name, field).size
+        if len(_DECODED) >= _MOST_DECODED:
+            _DECODED.clear()
+        _DECODED[digest] = size
+    return _DECODED[digest]
+
+
+def _copied(path: Path, digest: str) -> bytes | None:
+    """Return the content of a copy; `None` if it is missing or damaged."""
+    try:
+        data = read_bytes(path)
+    except InvalidRequestError:
+        return None
+    return data if hashlib.sha256(data).hexdigest() == digest else None
+
+
+def _kept(path: Path, data: bytes, digest: str, cache_dir: Path) -> Path:
+    """Copy an image to the cache, or find its copy; return its path, or `path` if nothing can be written there."""
+    folder = images_dir(cache_dir)
+    copy = folder / digest
+    if _copied(copy, digest) is not None:
+        # It is in use from now on: copies that no job needs are removed by age.
+        with contextlib.suppress(OSError):
+            os.utime(copy)
+        return copy
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(copy, data, sync=True)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise OutputError("image.disk_full", folder=folder) from error
+        return path
+    return copy
