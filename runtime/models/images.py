@@ -8,20 +8,30 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
+import time
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
+from stat import S_ISREG
 
 from PIL import Image
 
 from runtime.core.errors import InvalidRequestError, OutputError, TandemError
-from runtime.core.files import replace_file
+from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.images import ImageUse, parse_reference
+from runtime.core.locks import held
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import add_usable, not_downloaded
 from runtime.models.spec import ModelSpec
 from runtime.video.images import decode_image, read_bytes, read_size
 
 _FOLDER = "images"
+# Held while a copy is written, found or removed.
+_LOCK = "lock"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# Copies that no job uses stay for a day: a form may show them, or a question wait for its answer.
+KEPT_SECONDS = 24 * 3600.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Sizes of images that were decoded without an error, by digest: a form asks for a plan with each change.
 _DECODED: dict[str, tuple[int, int]] = {}
@@ -160,16 +170,45 @@ def _kept(path: Path, data: bytes, digest: str, cache_dir: Path) -> Path:
     """Copy an image to the cache, or find its copy; return its path, or `path` if nothing can be written there."""
     folder = images_dir(cache_dir)
     copy = folder / digest
-    if _copied(copy, digest) is not None:
-        # It is in use from now on: copies that no job needs are removed by age.
-        with contextlib.suppress(OSError):
-            os.utime(copy)
-        return copy
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(copy, data, sync=True)
+        with held(folder / _LOCK):
+            if _copied(copy, digest) is None:
+                replace_file(copy, data, sync=True)
+            else:
+                # It is new again, so that `remove_unused` does not take it for one that is no longer used.
+                os.utime(copy)
     except OSError as error:
+        if _copied(copy, digest) is not None:
+            return copy
         if error.errno in _FULL:
             raise OutputError("image.disk_full", folder=folder) from error
         return path
     return copy
+
+
+def copy_bytes(digests: Iterable[str], cache_dir: Path) -> int:
+    """Return the size of the copies of images that exist, each counted once."""
+    total = 0
+    for digest in set(digests):
+        with contextlib.suppress(OSError):
+            total += (images_dir(cache_dir) / digest).stat().st_size
+    return total
+
+
+def remove_unused(cache_dir: Path, used: Collection[str], older_than: float = KEPT_SECONDS) -> int:
+    """Remove copies of images that are not in `used`; return the freed bytes.
+
+    A copy that was made or used less than `older_than` seconds ago stays: its job may be about to be stored.
+    """
+    freed, folder = 0, images_dir(cache_dir)
+    copies = [one for one in folder.iterdir() if _DIGEST.fullmatch(one.name)] if folder.is_dir() else []
+    for copy in copies:
+        if copy.name not in used:
+            with contextlib.suppress(OSError), held(folder / _LOCK):
+                found = copy.stat()
+                if S_ISREG(found.st_mode) and time.time() - found.st_mtime > older_than:
+                    copy.unlink()
+                    freed += found.st_size
+    remove_partial_files(folder)
+    return freed

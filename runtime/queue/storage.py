@@ -3,13 +3,15 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.core.errors import StoreError
 from runtime.core.files import remove_partial_files
+from runtime.core.images import referenced
 from runtime.core.locks import remove_scratch_folders
+from runtime.models.images import copy_bytes, remove_unused
 from runtime.pipeline.files import CHECKPOINTS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
@@ -35,6 +37,7 @@ class DiskUsage:
         finished_bytes: of these, checkpoints of finished videos, which only reruns need.
         deleted, deleted_bytes: deleted jobs that can be restored, with all their files.
         old: the number of jobs that ended at least so many days ago and the bytes of their videos, by days.
+        image_bytes: copies of images that the jobs start from, also of deleted ones.
     """
 
     videos: int = 0
@@ -44,6 +47,7 @@ class DiskUsage:
     deleted: int = 0
     deleted_bytes: int = 0
     old: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    image_bytes: int = 0
 
 
 def measure(store: JobStore, owner: str | None, ages: Sequence[int] = (), now: float | None = None) -> DiskUsage:
@@ -65,8 +69,17 @@ def measure(store: JobStore, owner: str | None, ages: Sequence[int] = (), now: f
         finished_bytes=sum(kept[job.id] for job in there if job.state == "done"),
         deleted=len(gone),
         deleted_bytes=sum(video_bytes(job) + checkpoint_bytes(store, job.id) for job in gone),
+        image_bytes=_image_bytes(store, [*there, *gone]),
         old={days: (len(sizes), sum(sizes)) for days, sizes in old.items() if sizes},
     )
+
+
+def _image_bytes(store: JobStore, jobs: Iterable[JobRecord]) -> int:
+    """Return the size of the images of jobs; those of several jobs count once."""
+    if store.path is None:
+        return 0
+    digests = {digest for job in jobs for digest in referenced(str(job.request))}
+    return copy_bytes(digests, store.path.parent)
 
 
 def video_bytes(job: JobRecord) -> int:
@@ -116,12 +129,20 @@ def _is_older(job: JobRecord, days: float, now: float | None) -> bool:
 def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:
     """Remove jobs permanently that were deleted more than `older_than` seconds ago; return their number.
 
-    Their files are removed too, except for videos outside `outputs_dir`: the user chose that place.
+    Their files are removed too, except for videos outside `outputs_dir`: the user chose that place. So are copies of
+    images that no job needs any more.
     """
     removed = store.purge(older_than)
     for job in removed:
         remove_files(store, job, outputs_dir)
+    if store.path is not None and not _is_damaged(store):
+        remove_unused(store.path.parent, store.images())
     return len(removed)
+
+
+def _is_damaged(store: JobStore) -> bool:
+    """Whether the store was replaced because it was damaged: the user may repair its backup, which has other jobs."""
+    return bool(store.notice) or any(store.path.parent.glob(f"{store.path.name}.damaged-*")) if store.path else False
 
 
 def remove_files(store: JobStore, job: JobRecord, outputs_dir: Path) -> None:
@@ -147,10 +168,8 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
     if store.path is not None:
         for folder in (store.path.parent, *(store.path.parent / name for name in _CACHES)):
             remove_partial_files(folder)
-    # The user may repair the backup of a damaged store, or damaged rows, so the folders of their jobs stay.
-    if store.path is None or store.notice or any(store.path.parent.glob(f"{store.path.name}.damaged-*")):
-        return
-    if store.unreadable is not None:
+    # The user may repair damaged rows, so the folders of their jobs stay.
+    if store.path is None or _is_damaged(store) or store.unreadable is not None:
         return
     folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
     for name in set(folders) - store.known(folders):

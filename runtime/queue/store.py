@@ -20,6 +20,7 @@ from typing import Any
 from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.images import referenced
 from runtime.core.locks import scratch_folder
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -284,6 +285,16 @@ class JobStore:
         with self.database.reading() as connection:
             query = f"SELECT id FROM jobs WHERE id IN ({_marks(ids)})"
             return {row["id"] for row in connection.execute(query, tuple(ids))}
+
+    def images(self) -> set[str]:
+        """Return the digests of the images of videos, also deleted and unreadable ones, and of builds in the queue."""
+        query = (
+            "SELECT request FROM jobs WHERE request LIKE '%sha256:%' "
+            "AND (kind = 'video' OR state IN ('queued', 'running'))"
+        )
+        with self.database.reading() as connection:
+            # SQLite stores any type in any column.
+            return {digest for (request,) in connection.execute(query) for digest in referenced(str(request))}
 
     def list(
         self,
