@@ -23,8 +23,9 @@ from runtime.ui.formatting import render
 from runtime.ui.watchers import MOST_WATCHERS
 
 CUSTOM = "custom"
-# The fields that the form has controls for; programs give images.
-SHOWN = tuple(name for name, declared in FIELDS.items() if declared.group != "image")
+# The fields that the form has no controls for: programs give images, and an edited job keeps its own.
+UNSHOWN = tuple(name for name, declared in FIELDS.items() if declared.group == "image")
+SHOWN = tuple(name for name in FIELDS if name not in UNSHOWN)
 NAMES = tuple(
     control
     for name in SHOWN

@@ -224,8 +224,7 @@ def test_an_invalid_stored_form_is_ignored(models: dict[str, ModelSpec], value: 
 
 
 def test_every_control_is_a_field_of_the_request() -> None:
-    images = {"image", "last_image", "image_fit", "image_position"}
-    assert set(form.NAMES) == {*GenerationRequest.model_fields, *BACKENDS} - {"backends"} - images
+    assert set(form.NAMES) == {*GenerationRequest.model_fields, *BACKENDS} - {"backends", *form.UNSHOWN}
     with pytest.raises(TandemError):
         form.read([None] * len(form.NAMES), {})
 

@@ -4,7 +4,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import pytest
 from runtime.core.events import Failed
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
+from runtime.models import requested
 from runtime.models.catalogue import find
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ImageInput, ModelSpec
 from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import RefusedError
@@ -22,6 +23,7 @@ from runtime.ui import form
 from runtime.ui.history_panel import HistoryPanel, read_view
 from runtime.ui.panels import Call, read_call, respond
 from runtime.ui.queue_panel import QueuePanel
+from tests.image_files import saved
 from tests.plans import no_engines
 from tests.queue.samples import add_job, sample_result
 from tests.queue.test_worker import small
@@ -358,3 +360,21 @@ def test_a_missing_or_moved_video_is_reported(desk: Panels, worker: JobQueue) ->
     for part in (drawn["gallery"], drawn["detail"]):
         assert f"Saved outside the outputs folder: {outside}" in part and "<video" not in part
     assert "does not exist" in act(desk, "measure", tab="history", pair=[job, job])[1]["message"]
+
+
+def test_an_edited_or_repeated_job_keeps_its_image(
+    desk: Panels, worker: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(find("tiny", tmp_path / "weights"), image_input=ImageInput(kind="first_frame", required=False))
+    monkeypatch.setattr(requested, "find", lambda *_: spec)
+    image = saved(tmp_path / "boat.png")
+    first = worker.submit(small(image=str(image), image_position=10)).id
+    image.unlink()
+    kept = worker.store.get(first).request["image"]
+    assert kept.startswith("sha256:") and kept.endswith("/boat.png")
+    act(desk, "save", first, form=values(prompt="a calm sea"))
+    act(desk, "duplicate", first)
+    for job in worker.open_videos():
+        assert (job.request["prompt"], job.request["image"]) == ("a calm sea", kept)
+        assert job.request["image_position"] == 10.0
+    assert len(worker.open_videos()) == 2
