@@ -155,7 +155,7 @@ class Split(FrozenModel):
 
     def shares(self, component: str) -> bool:
         """Return whether all GPUs run a component together."""
-        return self.decode if component == "vae" else component != "text_encoder"
+        return self.decode if component == "vae" else component.startswith("transformer")
 
 
 class Speed(FrozenModel):

@@ -158,7 +158,8 @@ class Pace:
 
     def _loads(self, plan: ExecutionPlan, now: float) -> float:
         names = list(plan.components)
-        current = names.index(self.part) if self.part in names else int(self.encoded)
+        encoders = sum(not name.startswith("transformer") for name in names) - 1  # all but the VAE's decoder
+        current = names.index(self.part) if self.part in names else self.encoded * encoders
         took, forecast = self.loading
         total = plan.seconds["load"].likely
         trust = forecast / total if total else 0.0

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from PIL.Image import Image
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
@@ -35,14 +36,16 @@ class Denoiser(Protocol):
         """Predict the velocity.
 
         Args:
-            latents: (1, channels, frames, height, width), float32.
-            timestep: scalar tensor, 0 to 1000.
-            text_embeds: (1, text tokens, text width).
+            latents: (1, channels, frames, height, width), float32; where the model takes the latents of given frames as
+                channels, with these after its own.
+            timestep: scalar tensor, 0 to 1000, or two: of the first latent frame and of the others.
+            text_embeds: (1, text tokens, text width). A model that attends to images takes their embeddings, padded
+                with zeros to the text's width, as the first tokens.
             which: the pass of the step; each pass has its own cache.
 
         Returns:
-            The prediction in the transformer's dtype, shaped like `latents`. It may be written over by the call after
-            the next.
+            The prediction in the transformer's dtype, shaped like the model's own latents. It may be written over by
+            the call after the next.
         """
 
     def pair(
@@ -84,6 +87,25 @@ class PyTorchDenoiser(Denoiser, Protocol):
 
     def forget(self) -> None:
         """Free values cached for a text or a size, and use no block engines from then on."""
+
+
+class ImageEncoder(Protocol):
+    """A model that embeds images, such as CLIP's."""
+
+    def encode(self, images: Sequence[Image]) -> torch.Tensor:
+        """Return the embeddings of images one after the other, (1, tokens of all images, width)."""
+
+
+class VideoEncoder(Protocol):
+    """The encoder of a VAE, for clips whose frames are given at the start and the end only."""
+
+    def latents(self, images: Sequence[torch.Tensor], frames: int) -> torch.Tensor:
+        """Return the latents of a clip, (1, channels, latent frames, height, width), float32, normalised.
+
+        Args:
+            images: the first frame and, if there are two, the last, each (3, height, width), float32 in -1 to 1.
+            frames: of the clip; those between the images are gray.
+        """
 
 
 class VideoDecoder(Protocol):
@@ -136,6 +158,17 @@ class Components(Protocol):
 
     def text_encoder(self, spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
         """Make the text encoder of a tokenizer and a model that embeds tokens."""
+
+    def image_encoder(self, processor: Any, model: Callable[[torch.Tensor], torch.Tensor]) -> ImageEncoder:
+        """Make the image encoder of an image processor and a model that embeds pixels."""
+
+    def image_model(
+        self, module: torch.nn.Module, device: str | torch.device
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Make the function of a loaded image encoder that embeds pixels, (images, 3, side, side)."""
+
+    def video_encoder(self, module: torch.nn.Module, device: str | torch.device) -> VideoEncoder:
+        """Make the encoder of a loaded VAE that computes on `device`; its weights may be elsewhere until then."""
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:
         """Make the denoiser of a loaded transformer; its weights may be elsewhere until it is called."""

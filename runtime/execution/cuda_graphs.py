@@ -45,7 +45,7 @@ class CudaGraphRunner:
         if self._failed:
             return self._function(latents, timestep, text)
         state = text()
-        key = (state, tuple(latents.shape))
+        key = (state, (tuple(latents.shape), tuple(timestep.shape)))
         for (known, size), recorded in self._recorded:
             if known is state and size == key[1]:
                 return recorded.replay(latents, timestep)

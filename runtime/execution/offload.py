@@ -60,8 +60,8 @@ class Placed(Protocol):
 def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
     """Return the placement of a component's weights.
 
-    The VAE is small and moves as a whole. Text encoders have no list of blocks that diffusers finds, so they move layer
-    by layer where transformers move block by block.
+    The VAE and image encoders are small and move as a whole. Text encoders have no list of blocks that diffusers
+    finds, so they move layer by layer where transformers move block by block.
 
     Args:
         offload: of the plan: "none", "model", "group" or "sequential"; "auto" is "none".
@@ -77,7 +77,7 @@ def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
     against = constraints.offload_conflict(case)
     if against is not None:
         raise against.refusal
-    if offload == "model" or name == "vae":
+    if offload == "model" or not (is_transformer(name) or name == "text_encoder"):
         return "whole"
     return "blocks" if offload == "group" and is_transformer(name) else "leaves"
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -20,7 +20,15 @@ from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in
-from runtime.execution.components import Denoiser, PyTorchDenoiser, PyTorchVideoDecoder, VideoDecoder, components_of
+from runtime.execution.components import (
+    Denoiser,
+    ImageEncoder,
+    PyTorchDenoiser,
+    PyTorchVideoDecoder,
+    VideoDecoder,
+    VideoEncoder,
+    components_of,
+)
 from runtime.execution.engine_components import EngineDenoiser, EngineTextModel, EngineVideoDecoder, failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
@@ -28,8 +36,8 @@ from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoi
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
-from runtime.models.spec import ModelSpec
-from runtime.models.weights import load_module, load_tokenizer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, folder_of
+from runtime.models.weights import load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
 
 Part = TypeVar("Part")
@@ -160,6 +168,26 @@ class Residency:
 
         with self._use(spec, job, "text_encoder", build, EngineTextModel) as model:
             yield components_of(spec).text_encoder(spec, load_tokenizer(spec), model)
+
+    @contextmanager
+    def image_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[ImageEncoder]:
+        """Yield the image encoder, loaded."""
+
+        def build(module: torch.nn.Module, part: ComponentPlan) -> Any:
+            return components_of(spec).image_model(module, part.device)
+
+        with self._use(spec, job, IMAGE_ENCODER, build, _no_engines) as model:
+            yield components_of(spec).image_encoder(load_image_processor(spec), model)
+
+    @contextmanager
+    def video_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoEncoder]:
+        """Yield the VAE encoder, loaded."""
+
+        def build(module: torch.nn.Module, part: ComponentPlan) -> VideoEncoder:
+            return components_of(spec).video_encoder(module, part.device)
+
+        with self._use(spec, job, VAE_ENCODER, build, _no_engines) as encoder:
+            yield encoder
 
     @contextmanager
     def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
@@ -386,6 +414,10 @@ def compute_as_planned(
     denoiser.compute(speed, partial(job.on_degraded, name), engines)
 
 
+def _no_engines(*_: object) -> NoReturn:
+    raise AssertionError("the component has no programs")
+
+
 def _fall_back(job: Watch, name: str, reason: Fact) -> None:
     """Report, once, that block engines failed: their component and the later ones that use them run in PyTorch."""
     if job.plan.components[name].in_blocks:
@@ -420,7 +452,7 @@ def _block_engines_key(spec: ModelSpec, part: ComponentPlan) -> _Key:
 
 def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
     where = placement(name, part, plan.strategy.offload)
-    stamp = _stamp(spec.directory / name)
+    stamp = _stamp(spec.directory / folder_of(name))
     split = plan.split if plan.split is not None and plan.split.shares(name) and not part.on_engine else None
     # A module is the same with and without block engines. Processes of several GPUs open their own.
     engines = tuple(use.id for use in part.engines) if part.on_engine or split is not None else ()

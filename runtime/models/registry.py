@@ -23,7 +23,7 @@ from runtime.models.spec import ModelSpec
 class Entry(NamedTuple):
     """One family: `_class_name` in its folders' `model_index.json`, and its Python package."""
 
-    pipeline: str
+    pipelines: tuple[str, ...]
     package: str
 
 
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 _MAX_NAME_LENGTH = 80
 # By name, as `ModelSpec.family` and engine keys have it.
 FAMILIES: dict[str, Entry] = {
-    "wan": Entry("WanPipeline", "runtime.families.wan"),
+    "wan": Entry(("WanPipeline", "WanImageToVideoPipeline"), "runtime.families.wan"),
 }
 
 
@@ -205,9 +205,9 @@ def check_folder(directory: Path, title: str) -> None:
 def _family_in(directory: Path, title: str) -> Family:
     pipeline = read_config(directory / "model_index.json").get("_class_name")
     for name, entry in FAMILIES.items():
-        if entry.pipeline == pipeline:
+        if pipeline in entry.pipelines:
             return family_of(name)
-    supported = [entry.pipeline for entry in FAMILIES.values()]
+    supported = [pipeline for entry in FAMILIES.values() for pipeline in entry.pipelines]
     if not pipeline:
         raise ModelError("model.family_unstated", model=title, supported=supported)
     name = " ".join(str(pipeline).split())[:_MAX_NAME_LENGTH]

@@ -20,12 +20,19 @@ from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
 # Of a small model's weights in float32.
 _SMALL_BYTES = 1 << 30
+# The components that run only if there is an image.
+IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 def is_transformer(component: str) -> bool:
     """Whether a component is one of the experts."""
     return component.startswith("transformer")
+
+
+def folder_of(component: str) -> str:
+    """Return the folder of a component in a model's folder: both parts of the VAE have one."""
+    return "vae" if component == VAE_ENCODER else component
 
 
 def attention_flops(spec: "ModelSpec", tokens: int) -> float:
@@ -129,6 +136,16 @@ class VaeSpec(Protocol):
         """Return the bytes that one call passes to the next when a clip is decoded in several calls."""
 
 
+class VaeEncoderSpec(Protocol):
+    """Architecture of a VAE encoder: a frozen dataclass of the family."""
+
+    def encode_flops(self, frames: int, height: int, width: int, images: int) -> float:
+        """Return the operations of encoding a clip of so many frames and pixels; all but `images` frames are gray."""
+
+    def encode_bytes(self, frames: int, height: int, width: int, element_bytes: int, images: int) -> int:
+        """Return the peak memory of that in bytes, weights excluded."""
+
+
 @dataclass(frozen=True)
 class LatentRgb:
     """A linear map from normalised latents to RGB in -1 to 1, for previews: `factors` is channels × 3."""
@@ -158,13 +175,18 @@ class ImageInput:
     Attributes:
         kind: "channels" appends a mask and the latents of the given frames to the latents; "first_frame" puts the
             latents of the image in place of the first latent frame, whose timestep is 0.
+        vae: the encoder of the images' latents.
         required: whether the model makes no video without an image.
         last: whether a last image can be given.
+        tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
     """
 
     kind: Literal["channels", "first_frame"]
+    vae: VaeEncoderSpec
     required: bool
     last: Literal["none", "optional", "required"] = "none"
+    tokens: int = 0
+    width: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +252,14 @@ class ModelSpec:
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def for_text(self) -> "ModelSpec":
-        """Return the model without the components that only an image needs."""
-        only_images = ("image_encoder", "vae_encoder")
-        return replace(self, programs={name: own for name, own in self.programs.items() if name not in only_images})
-
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""
         return tuple(use for use in self.loras if use.changes(component))
+
+    def for_text(self) -> "ModelSpec":
+        """Return the model as a video without images needs it."""
+        text = {name: own for name, own in self.programs.items() if name not in {IMAGE_ENCODER, VAE_ENCODER}}
+        return replace(self, programs=text, image=None, last_image=None)
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -245,9 +267,19 @@ class ModelSpec:
         return tuple(self.programs)
 
     @property
+    def images(self) -> tuple[ImageUse, ...]:
+        """The request's images: the first, and the last if there is one."""
+        return tuple(one for one in (self.image, self.last_image) if one is not None)
+
+    @property
+    def context_tokens(self) -> int:
+        """The tokens that the transformer attends to besides the clip's: of the text, and of the images."""
+        return self.max_sequence_length + (0 if self.image_input is None else self.image_input.tokens)
+
+    @property
     def total_parameters(self) -> int:
-        """The number of weights in all components."""
-        return sum(self.parameters.values())
+        """The number of weights in all components; those of the VAE's encoder are among the VAE's."""
+        return sum(count for name, count in self.parameters.items() if name != VAE_ENCODER)
 
     @property
     def small(self) -> bool:

@@ -26,7 +26,7 @@ from runtime.models.folder import tensor_types, weight_files
 from runtime.models.loras import read_lora
 from runtime.models.quantization import is_quantized, quantized_like
 from runtime.models.registry import Family, components_of, family_of
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_transformer
 from runtime.upstream.diffusers import import_submodules_only
 
 # Tandem shows its own progress.
@@ -43,7 +43,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     """Load one component's weights, for inference, with the spec's LoRAs added.
 
     Args:
-        name: "text_encoder", "transformer", "transformer_2" or "vae".
+        name: "text_encoder", "image_encoder", "vae_encoder", "transformer", "transformer_2" or "vae".
         part: with the dtype and, for a transformer, the quantization.
         device: for the weights, instead of the part's device; ignored for quantized weights.
 
@@ -83,7 +83,7 @@ def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
     Raises:
         ModelError, MemoryError: see `load_module`.
     """
-    folder = spec.directory / name
+    folder = spec.directory / folder_of(name)
     stored = tensor_types(folder)
     sizes: Counter[str] = Counter()
     for kind, count in stored.values():
@@ -116,12 +116,12 @@ def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, 
     Raises:
         ModelError, MemoryError: see `load_module`.
     """
-    dtype_argument = "dtype" if name == "text_encoder" else "torch_dtype"
+    dtype_argument = "dtype" if name in {"text_encoder", IMAGE_ENCODER} else "torch_dtype"
     arguments: dict[str, Any] = {
         dtype_argument: dtype,
         "use_safetensors": True,
         "local_files_only": True,
-        "subfolder": name,
+        "subfolder": folder_of(name),
         "output_loading_info": True,
         **more,
     }
@@ -154,6 +154,21 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         )
     except Exception as error:  # errors of the tokenizers package derive from Exception
         raise ModelError("model.tokenizer_unloadable", model=spec.title) from error
+
+
+def load_image_processor(spec: ModelSpec) -> Any:
+    """Load the processor of a model's image encoder.
+
+    Raises:
+        ModelError: if it is missing or damaged.
+    """
+    try:
+        # Not the one that scales with torchvision, if that is installed: its results differ.
+        return transformers.CLIPImageProcessorPil.from_pretrained(
+            str(spec.directory), subfolder="image_processor", local_files_only=True
+        )
+    except Exception as error:
+        raise ModelError("model.image_processor_unloadable", model=spec.title) from error
 
 
 def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:

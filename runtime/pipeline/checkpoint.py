@@ -31,10 +31,10 @@ from runtime.core.facts import Fact, Warnings
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.core.untrusted_files import parse_json
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, folder_of
 from runtime.models.tensor_files import read_header
 from runtime.pipeline.files import BOUNDARY, COMPUTE_FIELDS, HEADER_KEY, LATEST, LOW_NOISE_FIELD, newest_checkpoint
-from runtime.pipeline.sampling import Conditioning, SamplingState
+from runtime.pipeline.sampling import Conditioning, GivenFrames, SamplingState
 
 _VERSION = 1
 _PARTIAL = ".tmp"
@@ -42,6 +42,8 @@ _PARTIAL = ".tmp"
 Stamps = Mapping[str, list[list[Any]]]
 
 _CHECKSUM = "checksum"
+# Begins the name of the tensor of given frames, which ends with their kind.
+_GIVEN = "given."
 # Checkpoints may take this share of the time of the steps.
 _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
@@ -49,8 +51,6 @@ _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
 # The model and LoRAs are identified by their files.
 _OTHER_FIELDS = {*COMPUTE_FIELDS, "model", "loras"}
 _IMAGE_FIELDS = {"image", "last_image", "image_fit", "image_position"}
-# The VAE's encoder is loaded from the VAE's folder.
-_VAE, _VAE_ENCODER = "vae", "vae_encoder"
 # Set when a scheduler is loaded.
 _SCHEDULER_CONFIGURATION = frozenset({"_internal_dict"})
 
@@ -289,10 +289,9 @@ def stamps(spec: ModelSpec) -> Stamps:
 
     Without the VAE's decoder: a damaged one can be replaced. An image depends on the VAE's encoder.
     """
-    used = spec if spec.image is not None else spec.for_text()
-    parts = [name for name in used.component_names if name != _VAE]
-    folders = {part: _VAE if part == _VAE_ENCODER else part for part in (*parts, "tokenizer", "scheduler")}
-    files = {part: sorted((spec.directory / folder).rglob("*")) for part, folder in folders.items()}
+    used = spec.for_text() if spec.image is None else spec
+    parts = [name for name in used.component_names if name != "vae"]
+    files = {part: sorted((spec.directory / folder_of(part)).rglob("*")) for part in (*parts, "tokenizer", "scheduler")}
     files["pipeline"] = [spec.directory / "model_index.json"]
     found: dict[str, list[list[Any]]] = {
         part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
@@ -398,12 +397,14 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
                 header.step, tensors["latents"].to(device), _tensors_in(header.scheduler, tensors, device)
             )
         negative = tensors.get("negative")
+        found = next((name for name in tensors if name.startswith(_GIVEN)), None)
+        given = None if found is None else GivenFrames(found.removeprefix(_GIVEN), tensors[found].to(device))
         return Checkpoint(
             planned=planned,
             plan=current,
             of=header.of,
             conditioning=Conditioning(
-                tensors["positive"].to(device), None if negative is None else negative.to(device)
+                tensors["positive"].to(device), None if negative is None else negative.to(device), given
             ),
             sampling=sampling,
             warnings=header.warnings,
@@ -419,6 +420,9 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
     tensors["positive"] = checkpoint.conditioning.positive
     if checkpoint.conditioning.negative is not None:
         tensors["negative"] = checkpoint.conditioning.negative
+    given = checkpoint.conditioning.given
+    if given is not None:
+        tensors[f"{_GIVEN}{given.kind}"] = given.latents
     if checkpoint.sampling is None:
         return None
     tensors["latents"] = checkpoint.sampling.latents

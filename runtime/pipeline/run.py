@@ -21,7 +21,7 @@ from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.oom_retry import with_oom_retry
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
-from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_prompt
+from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_images, encode_prompt
 from runtime.video.mp4 import check_output, sweep
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,10 @@ def _generate(
     context.resume()
     context.build_engines()
     if context.conditioning is None:
-        context.record_conditioning(with_oom_retry(context, partial(encode_prompt, context)))
+        conditioning = with_oom_retry(context, partial(encode_prompt, context))
+        if plan.image is not None:
+            conditioning = with_oom_retry(context, partial(encode_images, context, conditioning))
+        context.record_conditioning(conditioning)
     if history is not None:
         measure_attention(context.plan, context.spec, history)
     previews = Previews(context.spec, context.plan)
@@ -117,8 +120,8 @@ def _denoise(context: RunContext, previews: Previews) -> None:
 
 
 def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunContext, saved: VideoSaved) -> None:
-    """Add the job to the history, without the encode stage if the prompt cache had the texts."""
-    excluded = set() if context.text_encoded else {"encode"}
+    """Add the job to the history, without the encode stage unless it encoded all texts and nothing else."""
+    excluded = set() if context.text_encoded and planned.image is None else {"encode"}
     timings = {name: seconds for name, seconds in saved.timings.items() if name not in excluded}
     peaks = {name: size for name, size in context.metrics.stage_peaks.items() if name not in excluded}
     history.add_job(planned, context.plan, context.spec, timings, peaks)

@@ -20,7 +20,7 @@ from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage,
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.checkpoint import (
@@ -294,7 +294,7 @@ class RunContext:
         _, steps = self.schedule()
         needed = {"vae"} | {step.expert for step in steps[self.step :]}
         if self.conditioning is None:
-            needed.add("text_encoder")
+            needed |= {"text_encoder", IMAGE_ENCODER, VAE_ENCODER}
         failed: set[str] = set()
         for name, part in self.plan.components.items():
             if name not in needed or name in failed:

@@ -6,10 +6,11 @@ Equal to the family's diffusers pipeline for the same seed with a CPU generator 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError, ModelError, first_line
@@ -17,14 +18,73 @@ from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
 from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
 from runtime.execution.decoded_frames import fetch
+from runtime.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class GivenFrames:
+    """The frames of a clip that are given as images, as the transformers take them.
+
+    Attributes:
+        kind: see `ImageInput`.
+        latents: float32: "channels": a mask, 1 in given frames, and the latents of the clip whose other frames are
+            gray, (1, frames per latent frame + channels, frames, height, width); "first_frame": those of the image,
+            (1, channels, 1, height, width).
+    """
+
+    kind: str
+    latents: torch.Tensor
+
+    @classmethod
+    def of(cls, spec: ModelSpec, latents: torch.Tensor, images: int) -> "GivenFrames":
+        """Return the given frames of a clip from the latents that the VAE encoded.
+
+        Args:
+            images: 1 for the first frame, 2 for the first and the last.
+        """
+        assert spec.image_input is not None
+        kind = spec.image_input.kind
+        if kind == "first_frame":
+            return cls(kind, latents)
+        mask = torch.zeros_like(latents[:, :1]).repeat(1, spec.vae.scale_factor_temporal, 1, 1, 1)
+        mask[:, :, 0] = 1
+        if images > 1:
+            mask[:, -1, -1] = 1
+        return cls(kind, torch.cat([mask, latents], dim=1))
+
+    def placed_in(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return a clip's latents with a given first latent frame in its place."""
+        return torch.cat([self.latents, latents[:, :, 1:]], dim=2) if self.kind == "first_frame" else latents
+
+    def inputs(self, latents: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a `Denoiser` takes for a clip's latents at a timestep."""
+        if self.kind == "first_frame":
+            return latents, torch.stack([torch.zeros_like(timestep), timestep])
+        return torch.cat([latents, self.latents], dim=1), timestep
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Text embeddings, each (1, text tokens, text width); `negative` is `None` without guidance."""
+    """What a clip is made from.
+
+    Attributes:
+        positive: embeddings of the prompt, (1, text tokens, text width); see `Denoiser` for those of images.
+        negative: of the negative prompt; `None` without guidance.
+        given: `None` without an image.
+    """
 
     positive: torch.Tensor
     negative: torch.Tensor | None
+    given: GivenFrames | None = None
+
+    def with_tokens(self, embeds: torch.Tensor) -> "Conditioning":
+        """Return it with embeddings of images, (1, tokens, width), before those of the texts."""
+
+        def joined(text: torch.Tensor) -> torch.Tensor:
+            return torch.cat([F.pad(embeds.to(text), (0, text.shape[2] - embeds.shape[2])), text], dim=1)
+
+        negative = None if self.negative is None else joined(self.negative)
+        return replace(self, positive=joined(self.positive), negative=negative)
 
 
 @dataclass(frozen=True)
@@ -152,7 +212,9 @@ def denoise(
         CancelledError: within one step of the request.
         PausedError: before the next step.
     """
-    index = start
+    index, given = start, conditioning.given
+    if given is not None:
+        latents = given.placed_in(latents)
     while index < len(steps):
         expert = steps[index].expert
         with open_expert(expert) as denoiser:
@@ -168,6 +230,8 @@ def denoise(
                     latents = scheduler.step(velocity, step.timestep, latents, return_dict=False)[0]
                 except _SCHEDULER_ERRORS as error:
                     raise _scheduler_error(scheduler, error) from error
+                if given is not None:
+                    latents, estimate = given.placed_in(latents), given.placed_in(estimate)
                 # Reading one value waits for the device, so the measured time is the step's own.
                 if not torch.isfinite(latents).all().item():
                     raise BadResultError("pipeline.not_finite", step=index + 1, of=len(steps))
@@ -216,13 +280,14 @@ def _guided(
     denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
 ) -> torch.Tensor:
     """Return the predicted velocity, with classifier-free guidance if the step has it."""
-    positive, negative = conditioning.positive, conditioning.negative
+    positive, negative, given = conditioning.positive, conditioning.negative, conditioning.given
+    inputs = (latents, step.timestep) if given is None else given.inputs(latents, step.timestep)
     if negative is None or step.guidance_scale <= 1:
-        return denoiser(latents, step.timestep, positive)
+        return denoiser(*inputs, positive)
     if denoiser.pairs:
-        conditional, unconditional = denoiser.pair(latents, step.timestep, positive, negative)
+        conditional, unconditional = denoiser.pair(*inputs, positive, negative)
     else:
-        conditional = denoiser(latents, step.timestep, positive)
+        conditional = denoiser(*inputs, positive)
         cancel.check()
-        unconditional = denoiser(latents, step.timestep, negative, which=UNPROMPTED)
+        unconditional = denoiser(*inputs, negative, which=UNPROMPTED)
     return unconditional + step.guidance_scale * (conditional - unconditional)

@@ -7,12 +7,14 @@ import base64
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
+from PIL.Image import Image
 
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError
@@ -24,12 +26,13 @@ from runtime.execution.components import Denoiser
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.text_encoder import TextEncoding
 from runtime.models.images import open_image
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
-from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, resumable_after
-from runtime.video.images import thumbnail
+from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, resumable_after
+from runtime.video.images import fitted, thumbnail
 from runtime.video.mp4 import VideoWriter
 
 
@@ -71,6 +74,33 @@ def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> No
         context.warn(Fact("pipeline.text_cut", {"field": field}))
 
 
+def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioning:
+    """Return the conditioning with the plan's images: their latents and, where the model attends to it, embeddings."""
+    plan, spec = context.plan, context.spec
+    assert spec.image_input is not None
+    context.current = ("load", VAE_ENCODER)
+    images = [
+        fitted(open_image(use, field), plan.width, plan.height, plan.image_fit, plan.image_position)
+        for field, use in (("image", plan.image), ("last_image", plan.last_image))
+        if use is not None
+    ]
+    if IMAGE_ENCODER in plan.components:
+        with context.residency.image_encoder(spec, context) as encoder, context.metrics.stage("encode"):
+            context.begin_stage("encode", IMAGE_ENCODER)
+            conditioning = conditioning.with_tokens(encoder.encode(images))
+    frames = 1 if spec.image_input.kind == "first_frame" else plan.frames
+    with context.residency.video_encoder(spec, context) as vae, context.metrics.stage("encode"):
+        context.begin_stage("encode", VAE_ENCODER)
+        latents = vae.latents([_pixels(image) for image in images], frames)
+    device = context.plan.components["transformer"].device
+    return replace(conditioning, given=GivenFrames.of(spec, latents.to(device), len(images)))
+
+
+def _pixels(image: Image) -> torch.Tensor:
+    """Return an image as (3, height, width), float32 in -1 to 1."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
 def denoise_latents(context: RunContext, previews: Previews) -> None:
     """Run the remaining steps, and save a checkpoint whenever one is due."""
     context.cancel.check_pause()
@@ -91,7 +121,8 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
             held = {
                 part for part in context.plan.components if context.residency.holds(context.spec, context.plan, part)
             }
-            idle = {*context.plan.components} - {"vae"} - {step.expert for step in steps}
+            waiting = {"vae", *(step.expert for step in steps)}
+            idle = {*context.plan.components} - waiting
             with read_ahead(next_files(context.spec, context.plan, name, held | idle)):
                 yield denoiser
 

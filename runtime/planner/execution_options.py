@@ -66,7 +66,7 @@ def shared_options(inputs: ForecastInputs) -> Speed:
 def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
     """Return the bytes of the texts' keys and values in all blocks of one transformer."""
     transformer = spec.transformer
-    values = 2 * transformer.num_layers * spec.max_sequence_length * transformer.width
+    values = 2 * transformer.num_layers * spec.context_tokens * transformer.width
     return texts * values * DTYPE_BYTES[dtype]
 
 

@@ -13,7 +13,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan, Speed
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import placement
 from runtime.planner.memory_model import Workload, baseline_bytes, corrected, stages
 
@@ -148,7 +148,7 @@ def calls_of(
         scales["transformer_2"] = guidance_scale_2
     passes = {name: 2 if scale > 1 else 1 for name, scale in scales.items()}
     experts = {name: count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
-    return {"text_encoder": max(passes.values()), **experts, "vae": 1}
+    return {"text_encoder": max(passes.values()), IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": 1}
 
 
 def _calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
@@ -157,10 +157,10 @@ def _calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
 
 def history_tag(speed: Speed, component: str) -> str:
     """Return `Kind.speed`: the options of `Speed` that change a component's latency, as text; empty for none."""
-    if component == "text_encoder":
-        return ""
     if component == "vae":
         options = {"compiled": speed.compiled, "channels last": speed.channels_last}
+    elif not is_transformer(component):
+        return ""
     else:
         kernel = {} if speed.attention == "native" else {speed.attention: True}
         options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}

@@ -12,7 +12,7 @@ from runtime.core.estimates import MemoryStrategy, StageMemory
 from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize, Speed, Split, is_block_program
 from runtime.core.step_cache import NONE
 from runtime.core.tiles import times_decoded
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ImageInput, ModelSpec, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -50,6 +50,8 @@ _SHARD_BYTES = 5_000_000_000
 _SLACK_SHARE = {"encode": 0.5, "denoise": 0.5, "decode": 0.75}
 _SLACK_BYTES = 500_000_000
 _FLOAT32 = 4
+# Tensors of the size of an image's embeddings in a layer of CLIP, whose feed-forward is four times as wide.
+_IMAGE_TENSORS = 16
 # Tensors of the clip's length between block engines, besides the stream: queries, keys, values and attended values.
 _BLOCK_TENSORS = 4
 # First-block caching stores the first block's output and residual, and the other blocks' residual.
@@ -101,7 +103,7 @@ class Workload:
     def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
         """Return a plan's workload; `spec` is its model's."""
         return cls(
-            spec=spec,
+            spec=spec if VAE_ENCODER in plan.components else spec.for_text(),
             device=plan.components["transformer"].device,
             dtypes={name: part.dtype for name, part in plan.components.items()},
             engines={name: part.engines for name, part in plan.components.items() if part.engines},
@@ -149,13 +151,31 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
     """
     if component == "text_encoder":
         return 2.0 * spec.parameters[component] * spec.max_sequence_length
+    if component == IMAGE_ENCODER:
+        return 2.0 * spec.parameters[component] * _image_input(spec).tokens
     if is_transformer(component):
         tokens = prod(n // patch for n, patch in zip(latent, spec.transformer.patch_size, strict=True))
-        return spec.transformer.forward_flops(tokens, spec.max_sequence_length)
+        return spec.transformer.forward_flops(tokens, spec.context_tokens)
+    if component == VAE_ENCODER:
+        images = _image_input(spec)
+        return images.vae.encode_flops(*_encoded_clip(spec, latent), max(len(spec.images), 1))
     frames, height, width = latent
     vae, scale = spec.vae, spec.vae.scale_factor_spatial
     whole = vae.decode_flops((frames - 1) * vae.scale_factor_temporal + 1, height * scale, width * scale)
     return whole * times_decoded(height, width, tile)
+
+
+def _image_input(spec: ModelSpec) -> ImageInput:
+    assert spec.image_input is not None, "only models that start from images have these components"
+    return spec.image_input
+
+
+def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
+    """Return the (frames, height, width) that the VAE's encoder takes for a clip of so many latents."""
+    frames, height, width = latent
+    vae = spec.vae
+    count = 1 if _image_input(spec).kind == "first_frame" else (frames - 1) * vae.scale_factor_temporal + 1
+    return count, height * vae.scale_factor_spatial, width * vae.scale_factor_spatial
 
 
 def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str = "none") -> dict[str, int]:
@@ -172,7 +192,7 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
 
 def stage_of(component: str) -> str:
     """Return the stage in which a component runs."""
-    return {"text_encoder": "encode", "vae": "decode"}.get(component, "denoise")
+    return "denoise" if is_transformer(component) else "decode" if component == "vae" else "encode"
 
 
 def encode_bytes(spec: ModelSpec, dtype: str) -> int:
@@ -318,6 +338,12 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
             # Its embedding counts as weights, and is freed before attention.
             working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
         return working
+    if name == IMAGE_ENCODER:
+        images = _image_input(spec)
+        return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]
+    if name == VAE_ENCODER:
+        clip = _encoded_clip(spec, workload.latent_shape[2:])
+        return _image_input(spec).vae.encode_bytes(*clip, DTYPE_BYTES[dtype], max(len(spec.images), 1))
     if name == "vae":
         return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)
     kept = workload.text_bytes if strategy.offload in {"none", "model"} else 0
@@ -378,7 +404,9 @@ def _on_device(
         running = spec.component_names.index(name)
         freed = {part for part in strategy.freed if spec.component_names.index(part) < running}
         return sum(size for part, size in weights.items() if part not in freed)
-    if strategy.offload in {"none", "model"} or name == "vae" or name in on_engines:
+    if strategy.offload in {"none", "model"} or name in on_engines:
+        return weights[name]
+    if not (is_transformer(name) or name == "text_encoder"):
         return weights[name]
     if not is_transformer(name):
         return int(_LARGEST_LAYER * weights[name])

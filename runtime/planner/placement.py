@@ -14,7 +14,7 @@ from runtime.core.plan import PYTORCH, ComponentPlan, Split
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, seen_from
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints
 from runtime.planner.engine_offers import EngineOffer, refused
 
@@ -78,11 +78,13 @@ def place(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) -> Pla
         dtypes, code = dict.fromkeys(names, "bfloat16"), "planner.bfloat16_on_gpu"
     else:
         # UMT5 overflows in float16; VAEs were not tested.
-        dtypes = dict.fromkeys(names, "float16") | {"text_encoder": _FULL, "vae": _FULL}
+        dtypes = {name: "float16" if is_transformer(name) else _FULL for name in names}
         code = "planner.float16_on_gpu"
-    uniform = vae == AUTO and set(dtypes.values()) == {_FULL}
+    if IMAGE_ENCODER in dtypes:
+        dtypes[IMAGE_ENCODER] = _FULL  # as its authors run it
+    uniform = vae == AUTO and dtypes["vae"] == dtypes["transformer"] == _FULL
     if vae != AUTO:
-        dtypes["vae"] = vae
+        dtypes |= dict.fromkeys({"vae", VAE_ENCODER} & {*names}, vae)
     details = [] if uniform else [_about_vae(dtypes["vae"], asked=vae != AUTO)]
     return Placement(device, dtypes, Fact(code, {"gpu": gpu.name, "details": details}), gpu.free_bytes)
 

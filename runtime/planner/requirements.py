@@ -203,7 +203,8 @@ def smallest_card(spec: ModelSpec, *, resident: bool = False, at_least: int = 0)
         except TandemError:
             continue
         if plan.strategy.keep_loaded or not resident:
-            ram = plan.forecast.ram_bytes
+            # Each component is read into RAM on its way to the GPU, see `constraints.load_conflict`.
+            ram = max(plan.forecast.ram_bytes, *(part.weights_bytes for part in plan.components.values()))
             return Card(gib=gib, peak_bytes=plan.memory_bytes, ram_bytes=ram, strategy=plan.forecast.title)
     return None
 

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 
 TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",
+    "image_encoder": "Image encoder",
+    "vae_encoder": "VAE encoder",
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",

@@ -66,5 +66,4 @@ MESSAGES: Mapping[str, Message] = {
     "family.option_unsupported": Message(
         "{model} does not support {option:setting}.", "Omit {option:setting}, or choose another model."
     ),
-    "model.image_to_video": Message("The transformer expects an image.", _TEXT_TO_VIDEO),
 }

@@ -165,6 +165,7 @@ _FILES: Mapping[str, Message] = {
         _AGAIN,
     ),
     "model.tensor_missing": Message("The model's files have no {tensor}.", _AGAIN),
+    "model.image_processor_unloadable": Message("The image processor of {model} cannot be loaded.", _AGAIN),
     "model.tokenizer_unloadable": Message("The tokenizer of {model} cannot be loaded.", _AGAIN),
     "model.scheduler_unloadable": Message("The scheduler of {model} cannot be loaded.", _AGAIN),
     "model.scheduler_unknown": Message(

@@ -48,6 +48,10 @@ class Tokens:
         start = self._number * self.share
         return _padded(x[:, start : start + self.share], self.share)
 
+    def own_first(self, count: int) -> int:
+        """Return how many of this process's tokens are among the first `count` tokens of the pass."""
+        return min(max(count - self._number * self.share, 0), self.share)
+
     def all(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the shares of all processes: return all tokens, (batch, tokens, …)."""
         parts = [torch.empty_like(x) for _ in range(self._degree)]

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from transformers import UMT5EncoderModel
+from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.parallel.ulysses import Tokens
@@ -14,12 +14,16 @@ from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.wan import transformer
 from runtime.families.wan.block_programs import BLOCK_PARTS
 from runtime.families.wan.conditioning import clean_prompt
+from runtime.families.wan.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
 from runtime.families.wan.programs import TextEncoderForm, TransformerForm, VaeClipForm, VaeForm
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
+from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models.spec import ModelSpec
 
 MODULES: Mapping[str, Any] = {
     "text_encoder": UMT5EncoderModel,
+    "image_encoder": CLIPVisionModel,
+    "vae_encoder": AutoencoderKLWan,
     "transformer": WanTransformer3DModel,
     "transformer_2": WanTransformer3DModel,
     "vae": AutoencoderKLWan,
@@ -29,6 +33,23 @@ MODULES: Mapping[str, Any] = {
 def text_encoder(spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
     """See `execution.components.Components`."""
     return TextEncoder(tokenizer, model, spec.max_sequence_length, clean_prompt)
+
+
+def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:
+    """See `execution.components.Components`."""
+    return ImageEncoder(processor, model)
+
+
+def image_model(module: torch.nn.Module, device: str | torch.device) -> ImageModel:
+    """See `execution.components.Components`."""
+    return PyTorchImageModel(module, device)
+
+
+def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoEncoder:
+    """See `execution.components.Components`."""
+    vae = cast("Any", module)
+    vae.decoder = None
+    return PyTorchVideoEncoder(vae, device)
 
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> transformer.PyTorchDenoiser:
@@ -68,5 +89,5 @@ def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]
 
 def _without_encoder(module: torch.nn.Module) -> AutoencoderKLWan:
     vae = cast("Any", module)
-    vae.encoder = None  # text to video decodes only
+    vae.encoder = None
     return cast("AutoencoderKLWan", vae)

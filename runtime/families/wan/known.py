@@ -24,6 +24,9 @@ _TRANSFORMER: Mapping[str, Any] = {
     "text_dim": 4096,
 }
 _WIDE: Mapping[str, Any] = {**_TRANSFORMER, "num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}
+# With four mask channels and the 16 channels of the given frames' latents.
+_WIDE_IMAGE: Mapping[str, Any] = {**_WIDE, "in_channels": 36}
+_CLIP: Mapping[str, Any] = {"hidden_size": 1280, "image_size": 224, "patch_size": 14}
 _VAE: Mapping[str, Any] = {
     "base_dim": 96,
     "decoder_base_dim": None,
@@ -51,7 +54,9 @@ _VAE_5B: Mapping[str, Any] = {
 }
 # 1.3B was trained at 480p; its card calls 720p less stable.
 _SIZES_480P = ((832, 480), (480, 832))
-_VAE_PARAMETERS = 126_892_531
+_SIZES_720P = ((1280, 720), (720, 1280))
+_VAE_PARAMETERS, _VAE_ENCODER_PARAMETERS = 126_892_531, 53_596_928
+_CLIP_PARAMETERS = 630_766_080
 
 
 def _model(
@@ -60,19 +65,23 @@ def _model(
     transformer_parameters: int,
     vae: Mapping[str, Any] = _VAE,
     vae_parameters: int = _VAE_PARAMETERS,
+    vae_encoder_parameters: int = _VAE_ENCODER_PARAMETERS,
     experts: int = 1,
     flow_shift: float = 5.0,
     **fields: Any,
 ) -> KnownModel:
     names = ("transformer", "transformer_2")[:experts]
+    encoder = {"image_encoder": _CLIP} if transformer["image_dim"] is not None else {}
     return KnownModel(
         family="wan",
         license=_LICENSE,
-        configs={"transformer": transformer, "vae": vae},
+        configs={"transformer": transformer, "vae": vae, **encoder},
         parameters={
             "text_encoder": _UMT5_XXL,
             **dict.fromkeys(names, transformer_parameters),
             "vae": vae_parameters,
+            "vae_encoder": vae_encoder_parameters,
+            **dict.fromkeys(encoder, _CLIP_PARAMETERS),
         },
         experts=experts,
         flow_shift=flow_shift,
@@ -97,7 +106,7 @@ KNOWN = (
         name="wan2.2-ti2v-5b",
         title="Wan2.2 TI2V-5B",
         repository="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-        about="720p at 24 frames per second from a mid-size model, whose VAE compresses more.",
+        about="720p at 24 frames per second, from text or an image, from a mid-size model whose VAE compresses more.",
         aliases=frozenset({"wan2.2-5b", "ti2v-5b"}),
         transformer={
             **_TRANSFORMER,
@@ -110,7 +119,51 @@ KNOWN = (
         transformer_parameters=4_999_787_712,
         vae=_VAE_5B,
         vae_parameters=704_688_668,
+        vae_encoder_parameters=149_637_088,
         expand_timesteps=True,
+    ),
+    _model(
+        name="wan2.2-i2v-a14b",
+        title="Wan2.2 I2V-A14B",
+        repository="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+        about="The largest Wan model for videos that start from an image, at 480p and 720p; also between two images.",
+        aliases=frozenset({"wan2.2-i2v-14b", "i2v-a14b"}),
+        transformer=_WIDE_IMAGE,
+        transformer_parameters=14_288_901_184,
+        experts=2,
+        boundary_ratio=0.9,
+    ),
+    _model(
+        name="wan2.1-i2v-14b-480p",
+        title="Wan2.1 I2V-14B 480P",
+        repository="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+        about="A large Wan model with one transformer, for videos that start from an image at 480p.",
+        aliases=frozenset({"i2v-14b-480p"}),
+        transformer={**_WIDE_IMAGE, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        transformer_parameters=16_394_878_784,
+        flow_shift=3.0,
+        sizes=_SIZES_480P,
+    ),
+    _model(
+        name="wan2.1-i2v-14b-720p",
+        title="Wan2.1 I2V-14B 720P",
+        repository="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+        about="A large Wan model with one transformer, for videos that start from an image at 720p.",
+        aliases=frozenset({"i2v-14b-720p"}),
+        transformer={**_WIDE_IMAGE, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        transformer_parameters=16_394_878_784,
+        sizes=_SIZES_720P,
+    ),
+    _model(
+        name="wan2.1-flf2v-14b",
+        title="Wan2.1 FLF2V-14B",
+        repository="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+        about="A large Wan model for the video between a first and a last image, at 720p.",
+        aliases=frozenset({"wan2.1-flf2v-14b-720p", "flf2v-14b"}),
+        transformer={**_WIDE_IMAGE, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
+        transformer_parameters=16_395_536_704,
+        flow_shift=16.0,
+        sizes=_SIZES_720P,
     ),
     _model(
         name="wan2.1-t2v-1.3b",

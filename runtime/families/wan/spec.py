@@ -1,15 +1,15 @@
 """Wan's architecture, defaults and limits, read from a folder in diffusers' format. Imports no torch.
 
 Covers Wan2.1 (one transformer), Wan2.2-A14B (two experts), Wan2.2-TI2V-5B (48-channel VAE that patchifies, a timestep
-per token) and other models of the same architectures. What diffusers' configurations do not hold (title, defaults,
-trained sizes, preview colours) is read from `tandem.json` in the model's folder, or else taken from the model cards:
-https://huggingface.co/Wan-AI.
+per token), their variants that start from images, and other models of the same architectures. What diffusers'
+configurations do not hold (title, defaults, trained sizes, preview colours) is read from `tandem.json` in the model's
+folder, or else taken from the model cards: https://huggingface.co/Wan-AI.
 """
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,9 +18,9 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.families.wan import lora_names
 from runtime.families.wan.known import KNOWN
-from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading
+from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading, tensor_types
 from runtime.models.registry import Family, KnownModel
-from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
 
 # WanPipeline.__call__'s default; Wan was trained with it.
@@ -32,6 +32,8 @@ _KERNEL = 27
 # On a CPU, oneDNN computes convolutions whose input has more channels × frames × rows (`use_mkldnn` in PyTorch's
 # Convolution.cpp).
 _UNFOLDED = 20480
+# Of an image and gray frames, those that the VAE's encoder computes at each level; the others are equal.
+_COMPUTED_FRAMES = (12, 20, 24)
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 _SCHEDULER = "UniPCMultistepScheduler"
@@ -64,6 +66,9 @@ class TransformerSpec:
     patch_size: tuple[Annotated[int, _up_to(64)], Annotated[int, _up_to(64)], Annotated[int, _up_to(64)]]
     # diffusers' default, if the configuration has none.
     rope_max_seq_len: Annotated[int, _up_to(65_536)] = 1024
+    # Only of models that attend to CLIP's embeddings of images: their width, and their tokens if two images are given.
+    image_dim: Annotated[int, _up_to(65_536)] | None = None
+    pos_embed_seq_len: Annotated[int, _up_to(65_536)] | None = None
 
     @property
     def width(self) -> int:
@@ -110,6 +115,7 @@ class VaeSpec:
     """Architecture of a `diffusers.AutoencoderKLWan`, with the names of its config."""
 
     z_dim: Annotated[int, _up_to(4_096)]
+    base_dim: Annotated[int, _up_to(8_192)]
     decoder_base_dim: Annotated[int, _up_to(8_192)]
     dim_mult: Annotated[tuple[Annotated[int, _up_to(64)], ...], Field(min_length=1, max_length=8)]
     num_res_blocks: Annotated[int, _up_to(64)]
@@ -119,6 +125,31 @@ class VaeSpec:
     scale_factor_spatial: Annotated[int, _up_to(256)] = 8
     patch_size: Annotated[int, _up_to(64)] = 1
     is_residual: bool = False
+
+    def encode_flops(self, frames: int, height: int, width: int, images: int) -> float:
+        """Return the operations of encoding a clip of which all frames but `images` are gray; 0 without images."""
+        h, w, t = height // self.patch_size, width // self.patch_size, frames
+        dims = [self.base_dim * m for m in (1, *self.dim_mult)]
+        total = 0.0
+        for level, (before, out) in enumerate(itertools.pairwise(dims)):
+            computed = min(t, _COMPUTED_FRAMES[min(level, len(_COMPUTED_FRAMES) - 1)] * images)
+            convolutions = before * out + out * out * (2 * self.num_res_blocks - 1)
+            total += 2.0 * _KERNEL * computed * h * w * convolutions
+            if level < len(self.dim_mult) - 1:
+                t = (t + 1) // 2 if self.temperal_downsample[level] else t
+                h, w = h // 2, w // 2
+        return total + 2.0 * _KERNEL * min(t, frames * images) * h * w * 4 * dims[-1] ** 2
+
+    def encode_bytes(self, frames: int, height: int, width: int, element_bytes: int, images: int) -> int:
+        """Return the peak memory of that in bytes, weights excluded: a residual block of the first level.
+
+        There are the block's input, the norm's input in float32 and its result, and the convolution's input padded and
+        its output, both also in the layout of the kernel's library.
+        """
+        computed = min(frames, _COMPUTED_FRAMES[0] * images)
+        values = computed * (height // self.patch_size) * (width // self.patch_size) * self.base_dim
+        lifted = 0 if element_bytes == _FLOAT32 else _FLOAT32
+        return values * (5 * element_bytes + lifted)
 
     @property
     def last_channels(self) -> int:
@@ -221,16 +252,30 @@ class _TextEncoder:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoder:
-    """What a VAE's configuration says of its encoder, which is built with the decoder."""
+    """What a VAE's configuration says of its encoder only."""
 
-    base_dim: Annotated[int, _up_to(8_192)]
     attn_scales: Annotated[tuple[float, ...], Field(max_length=8)] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ImageEncoder:
+    """The sizes of a `transformers.CLIPVisionModel`."""
+
+    hidden_size: Annotated[int, _up_to(65_536)]
+    image_size: Annotated[int, _up_to(8_192)]
+    patch_size: Annotated[int, _up_to(8_192)]
+
+    @property
+    def tokens(self) -> int:
+        """Embeddings of one image: one for each patch, and the class token."""
+        return (self.image_size // self.patch_size) ** 2 + 1
 
 
 _TRANSFORMER = TypeAdapter(TransformerSpec)
 _VAE = TypeAdapter(VaeSpec)
 _TEXT_ENCODER = TypeAdapter(_TextEncoder)
 _ENCODER = TypeAdapter(_Encoder)
+_IMAGE_ENCODER = TypeAdapter(_ImageEncoder)
 _FLOW_SHIFT = TypeAdapter(Annotated[float, Field(strict=True, gt=0)] | None)
 _BOUNDARY_RATIO = TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=1)] | None)
 
@@ -246,10 +291,10 @@ class WanFamily:
     distilled_shift = staticmethod(lora_names.distilled_shift)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
-        """Read a model folder, as `WanPipeline.save_pretrained` writes it.
+        """Read a model folder, as `save_pretrained` of `WanPipeline` or `WanImageToVideoPipeline` writes it.
 
         Raises:
-            ModelError: if it is incomplete, damaged or invalid, or wants an image.
+            ModelError: if it is incomplete, damaged or invalid.
         """
         with reading(directory.name):
             found = _read_configurations(directory, directory.name)
@@ -258,10 +303,10 @@ class WanFamily:
                 "title": directory.name,
                 "license": "unknown",
                 "latent_rgb": None,
-                **card_defaults(found.vae, experts),
+                **card_defaults(found.vae, experts, found.image_input),
             }
-            names = tuple(found.experts)
-            counted = {part: count_parameters(directory / part, _TIED) for part in ("text_encoder", *names, "vae")}
+            programs = _programs(experts, found.image_input)
+            counted = {part: _parameters(directory, part) for part in programs}
             return ModelSpec(
                 family="wan",
                 name=name,
@@ -274,7 +319,8 @@ class WanFamily:
                 expand_timesteps=bool(found.pipeline.get("expand_timesteps", False)),
                 max_sequence_length=MAX_SEQUENCE_LENGTH,
                 parameters=counted,
-                programs=_programs(experts),
+                programs=programs,
+                image_input=found.image_input,
                 block_programs=_block_programs(list(found.experts.values())),
                 flow_shift=found.flow_shift,
                 noise=noise_levels(found.scheduler),
@@ -285,7 +331,7 @@ class WanFamily:
         """Check a folder's configurations.
 
         Raises:
-            ModelError: if one is missing, damaged or invalid, or wants an image.
+            ModelError: if one is missing, damaged or invalid.
         """
         with reading(title):
             _read_configurations(directory, title)
@@ -293,7 +339,10 @@ class WanFamily:
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
         vae = vae_spec(dict(known.configs["vae"]))
-        card = card_defaults(vae, known.experts)
+        transformer = transformer_spec(dict(known.configs["transformer"]))
+        encoder = known.configs.get("image_encoder")
+        image_input = _image_input(transformer, vae, encoder, expand_timesteps=known.expand_timesteps)
+        card = card_defaults(vae, known.experts, image_input)
         return ModelSpec(
             family="wan",
             name=known.name,
@@ -301,7 +350,7 @@ class WanFamily:
             license=known.license,
             about=known.about,
             directory=weights_dir / known.folder,
-            transformer=transformer_spec(dict(known.configs["transformer"])),
+            transformer=transformer,
             experts=known.experts,
             vae=vae,
             boundary_ratio=known.boundary_ratio,
@@ -309,10 +358,11 @@ class WanFamily:
             expand_timesteps=known.expand_timesteps,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             parameters=known.parameters,
-            programs=_programs(known.experts),
+            programs=_programs(known.experts, image_input),
+            image_input=image_input,
             block_programs=_block_programs([known.configs["transformer"]]),
             latent_rgb=None,
-            **(card | {"sizes": known.sizes or card["sizes"]}),
+            **_with_sizes(card, known.sizes),
             is_downloaded=False,
             noise=_NOISE,
         )
@@ -331,6 +381,7 @@ class _Configurations(NamedTuple):
     boundary_ratio: float | None
     scheduler: dict[str, Any]
     flow_shift: float | None
+    image_input: ImageInput | None
 
 
 def _read_configurations(directory: Path, title: str) -> _Configurations:
@@ -338,7 +389,7 @@ def _read_configurations(directory: Path, title: str) -> _Configurations:
 
     Raises:
         KeyError, TypeError, ValueError: if one is incomplete or wrong.
-        ModelError: if one is missing or not JSON, or the model wants an image.
+        ModelError: if one is missing or not JSON, or they do not fit each other.
     """
     index = read_config(directory / "model_index.json")
     names = ["transformer", "transformer_2"][: 2 if has_component(index, "transformer_2") else 1]
@@ -347,7 +398,14 @@ def _read_configurations(directory: Path, title: str) -> _Configurations:
     if any(other != transformer for other in others):
         raise ModelError("model.experts_differ", model=title)
     vae = vae_spec(read_config(directory / "vae" / "config.json"))
-    if vae.z_dim != transformer.in_channels:
+    encoder = None
+    if transformer.image_dim is not None:
+        encoder = read_config(directory / "image_encoder" / "config.json")
+        read_config(directory / "image_processor" / "preprocessor_config.json")
+    sidecar = directory / "tandem.json"
+    by_first_frame = index.get("expand_timesteps") or (sidecar.exists() and read_config(sidecar).get("from_images"))
+    image_input = _image_input(transformer, vae, encoder, expand_timesteps=bool(by_first_frame))
+    if image_input is None and vae.z_dim != transformer.in_channels:
         raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
     boundary_ratio = _BOUNDARY_RATIO.validate_python(index.get("boundary_ratio"))
     if others and boundary_ratio is None:
@@ -358,14 +416,56 @@ def _read_configurations(directory: Path, title: str) -> _Configurations:
         raise ModelError("model.dynamic_shifting", model=title)
     noise_levels(scheduler)
     flow_shift = _FLOW_SHIFT.validate_python(scheduler.get("flow_shift", scheduler.get("shift")))
-    return _Configurations(index, experts, transformer, vae, boundary_ratio, scheduler, flow_shift)
+    return _Configurations(index, experts, transformer, vae, boundary_ratio, scheduler, flow_shift, image_input)
 
 
-def _programs(experts: int) -> dict[str, tuple[str, ...]]:
+def _parameters(directory: Path, component: str) -> int:
+    """Return the number of weights of a component; the VAE's are those of both its parts."""
+    folder = directory / folder_of(component)
+    if component == VAE_ENCODER:
+        found = tensor_types(folder).items()
+        return sum(count for name, (_, count) in found if name.startswith(("encoder.", "quant_conv.")))
+    return count_parameters(folder, _TIED)
+
+
+def _image_input(
+    transformer: TransformerSpec, vae: VaeSpec, encoder: Mapping[str, Any] | None, *, expand_timesteps: bool
+) -> ImageInput | None:
+    """Return how a model starts from images, as `WanImageToVideoPipeline` does; `None` if it cannot.
+
+    Args:
+        encoder: `config.json` of CLIP, if the transformer attends to its embeddings.
+        expand_timesteps: whether the first frame can have its own timestep.
+
+    Raises:
+        ValueError: if the sizes of the encoder and the transformer differ.
+    """
+    if transformer.in_channels == 2 * vae.z_dim + vae.scale_factor_temporal:
+        if encoder is None:
+            return ImageInput(kind="channels", vae=vae, required=True, last="optional")
+        sizes = _IMAGE_ENCODER.validate_python(dict(encoder))
+        both = transformer.pos_embed_seq_len
+        if sizes.hidden_size != transformer.image_dim or both not in {None, 2 * sizes.tokens}:
+            raise ValueError("image_dim")
+        return ImageInput(
+            kind="channels",
+            vae=vae,
+            required=True,
+            last="required" if both else "none",
+            tokens=both or sizes.tokens,
+            width=sizes.hidden_size,
+        )
+    fits = expand_timesteps and transformer.in_channels == vae.z_dim and transformer.image_dim is None
+    return ImageInput(kind="first_frame", vae=vae, required=False) if fits else None
+
+
+def _programs(experts: int, image_input: ImageInput | None) -> dict[str, tuple[str, ...]]:
     """Return the programs by component; both experts have one architecture, so one program serves them."""
     names = ("transformer", "transformer_2")[:experts]
     return {
         "text_encoder": ("text_encoder",),
+        **({IMAGE_ENCODER: ()} if image_input is not None and image_input.tokens else {}),
+        **({VAE_ENCODER: ()} if image_input is not None else {}),
         **dict.fromkeys(names, ("transformer",)),
         "vae": ("vae_first", "vae_next"),
     }
@@ -383,10 +483,7 @@ def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
 
     Raises:
         ValueError: if it is incomplete or wrong.
-        ModelError: if it wants an image.
     """
-    if config.get("image_dim"):
-        raise ModelError("model.image_to_video")
     return _TRANSFORMER.validate_python(config)
 
 
@@ -404,16 +501,27 @@ def vae_spec(config: Mapping[str, Any]) -> VaeSpec:
     return vae
 
 
-def card_defaults(vae: VaeSpec, experts: int) -> dict[str, Any]:
-    """Return the model cards' settings for TI2V-5B, Wan2.2-A14B or Wan2.1, by VAE and number of experts."""
+def _with_sizes(card: dict[str, Any], sizes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    """Return a card's settings for a model that was trained for other sizes; the first is the default."""
+    if not sizes:
+        return card
+    (width, height), defaults = sizes[0], card["defaults"]
+    return card | {"sizes": sizes, "defaults": replace(defaults, width=width, height=height)}
+
+
+def card_defaults(vae: VaeSpec, experts: int, image_input: ImageInput | None = None) -> dict[str, Any]:
+    """Return the model cards' settings for TI2V-5B, Wan2.2-A14B or Wan2.1, by VAE, number of experts and images."""
+    from_image = image_input is not None and image_input.required
     if vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
         width, height, frames, fps, steps, guidance, guidance_2 = 1280, 704, 121, 24, 50, 5.0, None
         sizes: tuple[tuple[int, int], ...] = ((1280, 704), (704, 1280))
     elif experts > 1:
-        width, height, frames, fps, steps, guidance, guidance_2 = 832, 480, 81, 16, 40, 4.0, 3.0
+        width, height, frames, fps, steps = 832, 480, 81, 16, 40
+        guidance, guidance_2 = (3.5, 3.5) if from_image else (4.0, 3.0)
         sizes = ((832, 480), (480, 832), (1280, 720), (720, 1280))
     else:
-        width, height, frames, fps, steps, guidance, guidance_2 = 832, 480, 81, 16, 50, 5.0, None
+        width, height, frames, fps, guidance, guidance_2 = 832, 480, 81, 16, 5.0, None
+        steps = 40 if from_image else 50
         sizes = ((832, 480), (480, 832), (1280, 720), (720, 1280))
     return {
         "defaults": Defaults(

@@ -6,7 +6,8 @@ Equal to `diffusers.WanTransformer3DModel` up to rounding (tests/families/wan/te
   rotation is two products and a sum.
 - The text is the same in all steps. It is projected once per clip; `TextState` can also hold every block's keys and
   values of it.
-- All tokens of a clip have the same timestep. Where diffusers passes one timestep per token (TI2V-5B), one is passed.
+- All tokens of a clip have the same timestep, except those of a first frame that is given. Where diffusers passes one
+  timestep per token (TI2V-5B), one or two are passed.
 - Operations between two matrix products are adjacent, so that a compiler can fuse them into one kernel.
 
 `install` replaces `forward` of a loaded module and of its blocks. Both keep diffusers' calling convention, so that its
@@ -34,11 +35,13 @@ from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.first_block_cache import Sharing, first_block_cached
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
+from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
 from runtime.upstream.diffusers import reset_step_cache
 
 # The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
-# (batch, text tokens, heads, head width).
-BlockText = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# (batch, text tokens, heads, head width). With CLIP's embeddings of images: their tokens come first, or their keys and
+# values after those of the text.
+BlockText = torch.Tensor | tuple[torch.Tensor, ...]
 # Cosines and signed sines, see `rotation_tables`.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 # `block_step`, a compiled version of it, or an `EngineStep`.
@@ -48,28 +51,32 @@ _CACHED_TEXTS = 2
 
 
 def block_step(
-    block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation
+    block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation, given: int = 0
 ) -> torch.Tensor:
     """Run one block. The function is compiled as a whole.
 
     Args:
         x: hidden states, (batch, tokens, width).
         text: see `BlockText`.
-        modulation: (batch, 6, width), in the model's dtype.
+        modulation: (timesteps, 6, width), in the model's dtype.
         rotation: from `rotation_tables`.
+        given: the number of first tokens that have the first of two timesteps.
 
     Returns:
         The hidden states after the block, shaped like `x`.
     """
     table = block.scale_shift_table + modulation.float()
     # Nested calls, so that intermediate values are freed as soon as possible.
-    x = _add_in_float32(x, _self_attended(block, block.attend(*block_qkv(block, x, table, rotation)).flatten(2), table))
+    x = _add_in_float32(
+        x,
+        _self_attended(block, block.attend(*block_qkv(block, x, table, rotation, given)).flatten(2), table, given),
+    )
     x = x + block.attn2.to_out[0](_attend_text(block, _text_query(block, x), text))
-    return _add_feed_forward(block, x, table)
+    return _add_feed_forward(block, x, table, given)
 
 
 def block_qkv(
-    block: Any, x: torch.Tensor, table: torch.Tensor, rotation: Rotation
+    block: Any, x: torch.Tensor, table: torch.Tensor, rotation: Rotation, given: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values of self-attention, each (batch, tokens, heads, head width).
 
@@ -77,10 +84,11 @@ def block_qkv(
 
     Args:
         x: hidden states, (batch, tokens, width), in the dtype of the block's arithmetic or float32.
-        table: modulation with the block's table added, (batch, 6, width), float32.
+        table: modulation with the block's table added, (timesteps, 6, width), float32.
         rotation: of these tokens.
+        given: see `block_step`.
     """
-    attn, (shift, scale) = block.attn1, table[:, :2].chunk(2, dim=1)
+    attn, (shift, scale) = block.attn1, _by_token(table[:, :2], x.shape[1], given)
     normed = (block.norm1(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
     if getattr(attn, "fused_projections", False):
         q, k, v = attn.to_qkv(normed).chunk(3, dim=-1)
@@ -122,10 +130,15 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return (x * cos).addcmul_(swapped, sin).to(x.dtype)
 
 
-def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a block's keys and values of the projected text."""
-    keys = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
-    return keys, attn.to_v(text).unflatten(2, (attn.heads, -1))
+def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a block's keys and values of the projected text, and of the images' tokens before it."""
+    image = None
+    if attn.add_k_proj is not None:
+        image, text = text[:, :-MAX_SEQUENCE_LENGTH], text[:, -MAX_SEQUENCE_LENGTH:]
+    found = [attn.norm_k(attn.to_k(text)), attn.to_v(text)]
+    if image is not None:
+        found += [attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)]
+    return tuple(one.unflatten(2, (attn.heads, -1)) for one in found)
 
 
 def _add_in_float32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -137,9 +150,25 @@ def _add_in_float32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x.float() + y).to(x.dtype)
 
 
-def _self_attended(block: Any, attended: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _by_token(table: torch.Tensor, tokens: int, given: int) -> list[torch.Tensor]:
+    """Return the rows of `table`, (timesteps, rows, width), each (1, 1 or tokens, width).
+
+    Args:
+        given: the number of first tokens that have the first of two timesteps.
+    """
+    if len(table) > 1 and not 0 < given < tokens:
+        table = table[:1] if given else table[1:]
+    rows = list(table.chunk(table.shape[1], dim=1))
+    if len(table) == 1:
+        return rows
+    first = (torch.arange(tokens, device=table.device) < given)[None, :, None]
+    return [torch.where(first, row[:1], row[1:]) for row in rows]
+
+
+def _self_attended(block: Any, attended: torch.Tensor, table: torch.Tensor, given: int = 0) -> torch.Tensor:
     """Return what self-attention adds to the hidden states, (batch, tokens, width), float32."""
-    out: torch.Tensor = block.attn1.to_out[0](attended) * table[:, 2:3]
+    (gate,) = _by_token(table[:, 2:3], attended.shape[1], given)
+    out: torch.Tensor = block.attn1.to_out[0](attended) * gate
     return out
 
 
@@ -149,13 +178,16 @@ def _text_query(block: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_text(block: Any, query: torch.Tensor, text: BlockText) -> torch.Tensor:
-    keys, values = keys_and_values(block.attn2, text) if isinstance(text, torch.Tensor) else text
-    attended: torch.Tensor = block.attend_text(query.unflatten(2, (block.attn2.heads, -1)), keys, values)
+    keys, values, *of_image = keys_and_values(block.attn2, text) if isinstance(text, torch.Tensor) else text
+    query = query.unflatten(2, (block.attn2.heads, -1))
+    attended: torch.Tensor = block.attend_text(query, keys, values)
+    if of_image:
+        attended = attended + block.attend_text(query, *of_image)
     return attended.flatten(2)
 
 
-def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    shift, scale, gate = table[:, 3:].chunk(3, dim=1)
+def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor, given: int = 0) -> torch.Tensor:
+    shift, scale, gate = _by_token(table[:, 3:], x.shape[1], given)
     normed = (block.norm3(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
     return _add_in_float32(x, _feed_forward(block.ffn, normed).float() * gate)
 
@@ -176,17 +208,23 @@ class EngineStep:
         self._engines = engines
 
     def __call__(
-        self, block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation
+        self,
+        block: Any,
+        x: torch.Tensor,
+        text: BlockText,
+        modulation: torch.Tensor,
+        rotation: Rotation,
+        given: int = 0,
     ) -> torch.Tensor:
         """See `block_step`; `x` is not modified."""
         engines, x = self._engines, x.contiguous()
-        table = block.scale_shift_table + modulation.float()
+        parts = self._parts(x.shape[1], block.scale_shift_table + modulation.float(), given)
         weights = engines.weights(block, x.device)
-        attended = self._attend(block, x, table, rotation, weights)
+        attended = self._attend(block, x, parts, rotation, weights)
         if isinstance(text, torch.Tensor):
             text = keys_and_values(block.attn2, text)
         (out,) = engines.outputs("block_feed_forward", x)
-        for part in engines.chunks(x.shape[1]):
+        for part, table in parts:
             here, own = x[:, part], attended[:, part]
             stream, query = engines.outputs("block_query", here)
             engines.run(
@@ -206,13 +244,29 @@ class EngineStep:
             )
         return out
 
+    def _parts(self, tokens: int, table: torch.Tensor, given: int) -> list[tuple[slice, torch.Tensor]]:
+        """Return the chunks of tokens, each with its modulation, (1, 6, width)."""
+        given = min(given, tokens) if len(table) > 1 else 0
+        rows = (table[:1], 0, given), (table[-1:], given, tokens)
+        return [
+            (slice(start + part.start, start + part.stop), own)
+            for own, start, end in rows
+            if end > start
+            for part in self._engines.chunks(end - start)
+        ]
+
     def _attend(
-        self, block: Any, x: torch.Tensor, table: torch.Tensor, rotation: Rotation, weights: BoundWeights
+        self,
+        block: Any,
+        x: torch.Tensor,
+        parts: list[tuple[slice, torch.Tensor]],
+        rotation: Rotation,
+        weights: BoundWeights,
     ) -> torch.Tensor:
         """Return the result of self-attention, (1, tokens, width)."""
         engines = self._engines
         projections = engines.outputs("block_qkv", x)
-        for part in engines.chunks(x.shape[1]):
+        for part, table in parts:
             cos, sin = (angles[:, part] for angles in rotation)
             engines.run(
                 "block_qkv",
@@ -228,7 +282,7 @@ class EngineStep:
 class TextState:
     """A text in one transformer: its projection, and optionally every block's keys and values of it."""
 
-    def __init__(self, projected: torch.Tensor, per_block: list[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+    def __init__(self, projected: torch.Tensor, per_block: list[tuple[torch.Tensor, ...]] | None) -> None:
         self._projected = projected
         self._per_block = per_block
 
@@ -241,9 +295,17 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
     """Return the state of text embeddings, (batch, text tokens, text width), in a transformer.
 
     Args:
+        embeds: for a transformer that attends to images, with their tokens before those of the text, see `Denoiser`.
         keys_values: whether to compute every block's keys and values too; all weights must be on the device.
     """
-    projected = module.condition_embedder.text_embedder(embeds)
+    embedder = module.condition_embedder
+    text = embeds[:, -MAX_SEQUENCE_LENGTH:]
+    projected = embedder.text_embedder(text)
+    if embedder.image_embedder is not None:
+        image = embeds[:, :-MAX_SEQUENCE_LENGTH, : module.config.image_dim]
+        if embedder.image_embedder.pos_embed is not None:
+            image = image.unflatten(1, (2, -1)).flatten(0, 1)  # as diffusers takes two images
+        projected = torch.cat([embedder.image_embedder(image), projected], dim=1)
     per_block = [keys_and_values(block.attn2, projected) for block in module.blocks] if keys_values else None
     return TextState(projected, per_block)
 
@@ -268,9 +330,9 @@ def install(module: Any, kind: str = "native", step: BlockStep = block_step, *, 
             block.forward = MethodType(_block_forward, block)
         block.attend, block.attend_text, block.compute_dtype = attend, attend_text, dtype
     _use_step(module, step, wide=wide)
-    if getattr(module, "is_fast", None) is None:
+    if getattr(module, "own_first", None) is None:
         module.forward = MethodType(_forward, module)
-        module.is_fast = True
+        module.own_first = lambda count: count
 
 
 def _use_step(module: Any, step: BlockStep, *, wide: bool = False) -> None:
@@ -285,9 +347,10 @@ def _block_forward(
     encoder_hidden_states: BlockText,
     temb: torch.Tensor,
     rotary_emb: Rotation,
+    given: int = 0,
 ) -> torch.Tensor:
-    """Run one block. The signature is that of diffusers' block, but the text may be keys and values."""
-    out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+    """Run one block. The signature begins as that of diffusers' block, but the text may be keys and values."""
+    out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb, given)
     return out
 
 
@@ -298,11 +361,11 @@ def _forward(
     encoder_hidden_states: torch.Tensor | TextState | Callable[[], TextState],
     return_dict: bool = False,
 ) -> tuple[torch.Tensor]:
-    """Return the prediction, shaped like `hidden_states`, in a tuple.
+    """Return the prediction, (batch, output channels, frames, height, width), in a tuple.
 
     Args:
         hidden_states: (batch, channels, frames, height, width).
-        timestep: (batch,): one for all tokens.
+        timestep: (1,): of all tokens, or (2,): of the first latent frame's and of the others'.
         encoder_hidden_states: text embeddings, or their state from `project_text`. A function that returns the state
             is called here, because offloaded weights are on the device by now.
     """
@@ -321,9 +384,10 @@ def _forward(
         text = project_text(self, text, keys_values=False)
     elif not isinstance(text, TextState):
         text = text()
+    given = self.own_first(grid[1] * grid[2]) if len(timestep) > 1 else 0
     for index, block in enumerate(self.blocks):
-        x = block(x, text.for_block(index), modulation, rotation)
-    shift, scale = (self.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
+        x = block(x, text.for_block(index), modulation, rotation, given)
+    shift, scale = _by_token(self.scale_shift_table + time.unsqueeze(1), x.shape[1], given)
     # In place: these tensors are the largest of a pass on block engines.
     x = self.proj_out(self.norm_out(x.float()).mul_(1 + scale).add_(shift).to(dtype))
     x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
@@ -331,7 +395,7 @@ def _forward(
 
 
 def _modulate(embedder: Any, timestep: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the embedding of a timestep, (batch, width), and the blocks' modulation, (batch, 6, width)."""
+    """Return the embeddings of timesteps, (timesteps, width), and the blocks' modulation, (timesteps, 6, width)."""
     sinusoids = embedder.timesteps_proj(timestep)
     linear_dtype = next(iter(embedder.time_embedder.parameters())).dtype
     time = embedder.time_embedder(sinusoids.to(linear_dtype)).to(dtype)
@@ -403,6 +467,7 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
 
     blocks: Any = module.blocks
     parts: Any = module
+    parts.own_first = tokens.own_first
     parts.rope.register_forward_hook(divide_rotations)
     blocks[0].register_forward_pre_hook(divide_input)
     parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
@@ -546,7 +611,7 @@ class PyTorchDenoiser:
         return self._graphed(latents, timestep, text)
 
     def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], TextState]) -> torch.Tensor:
-        output: torch.Tensor = self._module(latents.to(self.dtype), timestep.reshape(1), text)[0]
+        output: torch.Tensor = self._module(latents.to(self.dtype), timestep.reshape(-1), text)[0]
         return output
 
     def _text_state(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:

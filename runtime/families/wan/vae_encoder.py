@@ -6,13 +6,18 @@ frames, 12 in the first and largest level, 20 in the second. The operations betw
 `families.wan.vae`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResample
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    AutoencoderKLWan,
+    WanAttentionBlock,
+    WanResample,
+    patchify,
+)
 
 from runtime.families.wan.vae import CACHED_FRAMES, DecoderOps
 from runtime.upstream.diffusers import causal_padding
@@ -58,6 +63,45 @@ class Clip:
     def each(self, function: _Frames) -> "Clip":
         """Return the clip after a function that treats every frame alike and alone."""
         return Clip(function(self.start), self.repeats, None if self.end is None else function(self.end))
+
+
+class PyTorchVideoEncoder:
+    """The encoder of a `diffusers.AutoencoderKLWan`, computed by `EncoderSteps`; see `execution.components`.
+
+    Args:
+        module: its weights may be on another device until it is called.
+        device: the device that computes; by default, that of the weights.
+    """
+
+    def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
+        self._vae: Any = module
+        config: Any = module.config
+        parameter = next(module.encoder.parameters())
+        device, shape = device or parameter.device, (1, config.z_dim, 1, 1, 1)
+        # Always float32, as in decoding.
+        self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
+        self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
+        self._dtype = parameter.dtype
+        self._steps = EncoderSteps(module.encoder)
+
+    # Not in inference mode: offloading hooks change weights while the module runs.
+    @torch.no_grad()
+    def latents(self, images: Sequence[torch.Tensor], frames: int) -> torch.Tensor:
+        """See `VideoEncoder`."""
+        first, *last = [self._frame(image) for image in images]
+        gray = frames - len(images)
+        start = torch.cat([first, torch.zeros_like(first)], dim=2) if gray > 0 else first
+        clip = Clip(start, max(gray - 1, 0), last[0] if last else None)
+        moments = self._vae.quant_conv(self._steps(clip))
+        # The mean of the distribution, as in `WanImageToVideoPipeline`.
+        mean: torch.Tensor = moments[:, : self._mean.shape[1]].float()
+        return (mean - self._mean) / self._std
+
+    def _frame(self, image: torch.Tensor) -> torch.Tensor:
+        frame = image.to(self._mean.device, self._dtype)[None, :, None]
+        size = self._vae.config.patch_size
+        patched: torch.Tensor = frame if size is None else patchify(frame, size)
+        return patched
 
 
 class EncoderSteps:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 MANIFEST = "tandem-files.json"
 _INDEX = "model_index.json"
-_SETTINGS = ("scheduler",)
+_SETTINGS = ("scheduler", "image_processor")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
-_WITH_WEIGHTS = ("text_encoder", "text_encoder_2", "transformer", "transformer_2", "vae")
-_OPTIONAL = frozenset({"text_encoder_2", "transformer_2"})
+_WITH_WEIGHTS = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "transformer_2", "vae")
+_OPTIONAL = frozenset({"text_encoder_2", "image_encoder", "transformer_2"})
 # A file name that is valid on every system: no path, no device, no hidden file.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
