@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from PIL import Image
 
 from runtime.core.images import ImageUse
 from runtime.models.images import images_dir
+from runtime.models.spec import ImageInput, ModelSpec
 
 
 def picture(width: int = 64, height: int = 48) -> Image.Image:
@@ -35,6 +37,12 @@ def saved(path: Path, width: int = 64, height: int = 48) -> Path:
 def kept(use: ImageUse, cache_dir: Path) -> bool:
     """Whether an image's copy is in a cache folder."""
     return use.path == images_dir(cache_dir) / use.digest and use.path.is_file()
+
+
+def taking_images(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """Return a model as if it started from images; `changes` are fields of `ImageInput`."""
+    vae: Any = spec.vae
+    return replace(spec, image_input=ImageInput(**{"kind": "first_frame", "vae": vae, "required": False, **changes}))
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

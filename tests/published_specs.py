@@ -15,5 +15,5 @@ _PUBLISHED = {
 
 
 def spec(model: str) -> ModelSpec:
-    """Return the spec of one of `_PUBLISHED`, marked as downloaded."""
-    return replace(look_up(_PUBLISHED[model], Path("none")), is_downloaded=True)
+    """Return the spec of one of `_PUBLISHED` for videos without images, marked as downloaded."""
+    return replace(look_up(_PUBLISHED[model], Path("none")), is_downloaded=True).for_text()

@@ -4,13 +4,26 @@ from pathlib import Path
 
 import torch
 import transformers
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 # Tests read what commands print.
 transformers.utils.logging.disable_progress_bar()
@@ -33,11 +46,16 @@ WORDS = [
     "night",
 ]
 ARCHITECTURES = ("wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b")
+# That make no video without an image.
+IMAGE_ARCHITECTURES = ("wan2.2-i2v-a14b", "wan2.1-i2v", "wan2.1-flf2v")
 
 
 def build(architecture: str, directory: Path, seed: int = 0) -> Path:
-    """Save a tiny random model of one of `ARCHITECTURES` into `directory` and return it."""
+    """Save a tiny random model of one of `ARCHITECTURES` or `IMAGE_ARCHITECTURES` into `directory` and return it."""
     torch.manual_seed(seed)
+    if architecture in IMAGE_ARCHITECTURES:
+        _image_pipeline(architecture).save_pretrained(directory)
+        return directory
     large_vae = architecture == "wan2.2-ti2v-5b"
     two_experts = architecture == "wan2.2-a14b"
     pipeline = WanPipeline(
@@ -56,6 +74,34 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     return directory
 
 
+def _image_pipeline(architecture: str) -> WanImageToVideoPipeline:
+    two_experts, clip = architecture == "wan2.2-i2v-a14b", architecture != "wan2.2-i2v-a14b"
+    more = {"image_dim": 24, "added_kv_proj_dim": 24} if clip else {}
+    more |= {"pos_embed_seq_len": 2 * 5} if architecture == "wan2.1-flf2v" else {}
+    return WanImageToVideoPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=_text_encoder(),
+        image_encoder=_image_encoder() if clip else None,
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        if clip
+        else None,
+        vae=_vae(),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        ),
+        transformer=_transformer(36, out_channels=16, **more),
+        transformer_2=_transformer(36, out_channels=16) if two_experts else None,
+        boundary_ratio=0.9 if two_experts else None,
+    )
+
+
+def _image_encoder() -> CLIPVisionModel:
+    config = CLIPVisionConfig(
+        hidden_size=24, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return CLIPVisionModel(config).eval()
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -72,17 +118,18 @@ def _text_encoder() -> UMT5EncoderModel:
     return UMT5EncoderModel(config).eval()
 
 
-def _transformer(channels: int) -> WanTransformer3DModel:
+def _transformer(channels: int, **more: int) -> WanTransformer3DModel:
     return WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
         in_channels=channels,
-        out_channels=channels,
+        out_channels=more.pop("out_channels", channels),
         text_dim=32,
         freq_dim=32,
         ffn_dim=48,
         num_layers=2,
         rope_max_seq_len=64,
+        **more,
     ).eval()
 
 

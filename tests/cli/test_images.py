@@ -12,7 +12,7 @@ import pytest
 from runtime.cli.main import run
 from runtime.models import requested
 from runtime.models.images import images_dir
-from runtime.models.spec import ImageInput, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.queue.store import open_store
 from runtime.video.mp4 import read_metadata
 from tests.cli.test_bad_input import refused
@@ -28,7 +28,7 @@ def spec(tiny: Tiny, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ModelS
     """A tiny model that starts from an image, which requests find by any name."""
     made = tiny("wan2.2-ti2v-5b")
     defaults = replace(made.defaults, width=64, height=32)
-    made = replace(made, defaults=defaults, image_input=ImageInput(kind="first_frame", required=False))
+    made = replace(made, defaults=defaults)
     for name in ("find", "look_up"):
         monkeypatch.setattr(requested, name, lambda *_: made)
     return made

@@ -156,7 +156,7 @@ def test_export_revision_depends_on_code_only(tmp_path: Path, monkeypatch: pytes
         folder.mkdir()
         (folder / "__init__.py").touch()
         (folder / "programs.py").write_text(source, encoding="utf-8")
-        monkeypatch.setitem(FAMILIES, name, Entry("Pipeline", name))
+        monkeypatch.setitem(FAMILIES, name, Entry(("Pipeline",), name))
         return export_revision(name)
 
     monkeypatch.syspath_prepend(tmp_path)

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def registered(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Register the family here and in child processes, with an empty cache."""
-    monkeypatch.setitem(registry.FAMILIES, "ltx", registry.Entry("LTXPipeline", "tests.families.ltx"))
+    monkeypatch.setitem(registry.FAMILIES, "ltx", registry.Entry(("LTXPipeline",), "tests.families.ltx"))
     (tmp_path / "sitecustomize.py").write_text(REGISTRATION, encoding="utf-8")
     before = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), *before]))

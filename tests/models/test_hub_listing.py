@@ -36,7 +36,7 @@ NOT_LOADED = (
     "vae/config.json -> ..",
     "vae/.hidden.json",
     "tokenizer/tokenizer.pkl",
-    "image_encoder/model.safetensors",
+    "safety_checker/model.safetensors",
 )
 
 

@@ -18,9 +18,9 @@ from runtime.core.request import GenerationRequest
 from runtime.models import images
 from runtime.models.catalogue import find
 from runtime.models.images import find_image, images_dir, open_image, with_images
-from runtime.models.spec import ImageInput, ModelSpec
+from runtime.models.spec import ModelSpec
 from tests.full_disk import fill
-from tests.image_files import encoded, kept, picture, saved
+from tests.image_files import encoded, kept, picture, saved, taking_images
 
 Tiny = Callable[[str], ModelSpec]
 NOBODYS = "0123456789abcdef" * 4
@@ -38,7 +38,7 @@ def text(tmp_path: Path) -> ModelSpec:
 def able(
     spec: ModelSpec, *, required: bool = False, last: Literal["none", "optional", "required"] = "optional"
 ) -> ModelSpec:
-    return replace(spec, image_input=ImageInput(kind="first_frame", required=required, last=last))
+    return taking_images(spec, required=required, last=last)
 
 
 def found(spec: ModelSpec, cache: Path, **values: Any) -> ModelSpec:

@@ -20,7 +20,7 @@ from runtime.models.catalogue import EMBEDDED
 from runtime.models.images import images_dir
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
-from runtime.models.spec import ImageInput, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity, stamps
 from runtime.planner.resolve import resolve
 from runtime.queue.job_runner import Planner
@@ -37,8 +37,8 @@ SMALL: Mapping[str, Any] = {"prompt": "a red boat", "width": 64, "height": 32, "
 
 @pytest.fixture
 def spec(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
-    """A tiny TI2V-5B, which requests find by any name."""
-    made = replace(tiny("wan2.2-ti2v-5b"), image_input=ImageInput(kind="first_frame", required=False, last="optional"))
+    """A tiny I2V-A14B, which requests find by any name."""
+    made = tiny("wan2.2-i2v-a14b")
     monkeypatch.setattr(requested, "find", lambda *_: made)
     return made
 
@@ -75,8 +75,9 @@ def test_the_mp4_names_the_image_and_shows_it(spec: ModelSpec, tmp_path: Path) -
     assert "boat.png" in refused.value.what
 
 
-def test_a_video_without_an_image_names_none(spec: ModelSpec, tmp_path: Path) -> None:
-    plan, spec = planned(tmp_path)
+def test_a_video_without_an_image_names_none(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-ti2v-5b")
+    plan = tiny_plan(spec, tmp_path / "x.mp4")
     assert isinstance(run(plan, spec, None)[-1], VideoSaved)
     facts = read_metadata(tmp_path / "x.mp4")
     assert "images" not in facts and facts["plan"]["images"] == {}

@@ -11,8 +11,9 @@ import pytest
 from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.models.spec import ImageInput, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
+from tests.image_files import taking_images
 from tests.plans import machine
 
 Tiny = Callable[[str], ModelSpec]
@@ -24,8 +25,7 @@ def use(width: int, height: int, digest: str = DIGEST) -> ImageUse:
 
 
 def plan(spec: ModelSpec, image: ImageUse | None, last: ImageUse | None = None, **values: Any) -> ExecutionPlan:
-    spec = replace(spec, image_input=ImageInput(kind="first_frame", required=False, last="optional"))
-    spec = replace(spec, image=image, last_image=last)
+    spec = replace(taking_images(spec, last="optional"), image=image, last_image=last)
     given = {name: one.reference for name, one in (("image", image), ("last_image", last)) if one is not None}
     request = GenerationRequest.from_mapping({"prompt": "a boat", "seed": 1, "frames": 9} | given | values)
     return resolve(request, spec, machine(), Path("x.mp4"))

@@ -12,12 +12,11 @@ from runtime.core.images import ImageUse
 from runtime.core.request import GenerationRequest
 from runtime.models import images
 from runtime.models.images import find_image, images_dir, remove_unused
-from runtime.models.spec import ImageInput
 from runtime.planner.resolve import resolve
 from runtime.queue import storage
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
-from tests.image_files import saved
+from tests.image_files import saved, taking_images
 from tests.plans import machine
 from tests.queue.samples import sample_result
 from tests.queue.test_worker import stored
@@ -49,7 +48,7 @@ def add(store: JobStore, use: ImageUse, tmp_path: Path) -> JobRecord:
     """Add a job that starts from an image."""
     from runtime.models.catalogue import find
 
-    spec = replace(find("diorama", tmp_path), image_input=ImageInput(kind="first_frame", required=False), image=use)
+    spec = replace(taking_images(find("diorama", tmp_path)), image=use)
     request = GenerationRequest.from_mapping({"prompt": "a boat", "image": str(use.path)})
     return store.add(request, resolve(request, spec, machine(), tmp_path / "outputs" / "x.mp4"))
 

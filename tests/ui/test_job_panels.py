@@ -4,7 +4,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.models import requested
 from runtime.models.catalogue import find
-from runtime.models.spec import ImageInput, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import RefusedError
@@ -23,7 +23,7 @@ from runtime.ui import form
 from runtime.ui.history_panel import HistoryPanel, read_view
 from runtime.ui.panels import Call, read_call, respond
 from runtime.ui.queue_panel import QueuePanel
-from tests.image_files import saved
+from tests.image_files import saved, taking_images
 from tests.plans import no_engines
 from tests.queue.samples import add_job, sample_result
 from tests.queue.test_worker import small
@@ -365,7 +365,7 @@ def test_a_missing_or_moved_video_is_reported(desk: Panels, worker: JobQueue) ->
 def test_an_edited_or_repeated_job_keeps_its_image(
     desk: Panels, worker: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = replace(find("tiny", tmp_path / "weights"), image_input=ImageInput(kind="first_frame", required=False))
+    spec = taking_images(find("tiny", tmp_path / "weights"))
     monkeypatch.setattr(requested, "find", lambda *_: spec)
     image = saved(tmp_path / "boat.png")
     first = worker.submit(small(image=str(image), image_position=10)).id

@@ -96,14 +96,63 @@ def test_a_sidecar_adds_values_that_configs_lack(tiny: Tiny, tmp_path: Path) -> 
         read_spec(folder, "mine")
 
 
-def test_an_image_to_video_transformer_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "kind", "required", "last", "tokens"),
+    [
+        ("wan2.2-ti2v-5b", "first_frame", False, "none", 0),
+        ("wan2.2-i2v-a14b", "channels", True, "optional", 0),
+        ("wan2.1-i2v", "channels", True, "none", 5),
+        ("wan2.1-flf2v", "channels", True, "required", 10),
+    ],
+)
+def test_how_models_start_from_images(
+    architecture: str, kind: str, required: bool, last: str, tokens: int, tiny: Tiny
+) -> None:
+    spec = tiny(architecture)
+    found = spec.image_input
+    assert found is not None
+    assert (found.kind, found.required, found.last, found.tokens) == (kind, required, last, tokens)
+    with_clip = ("image_encoder",) if tokens else ()
+    assert spec.component_names[:-1] == (
+        "text_encoder", *with_clip, "vae_encoder", *("transformer", "transformer_2")[: spec.experts]
+    )  # fmt: skip
+    assert 0 < spec.parameters["vae_encoder"] < spec.parameters["vae"]
+    assert spec.for_text().component_names == tuple(
+        name for name in spec.component_names if name not in {"image_encoder", "vae_encoder"}
+    )
+
+
+def test_a_model_of_text_takes_no_images(tiny: Tiny) -> None:
+    for architecture in ("wan2.1", "wan2.2-a14b"):
+        assert tiny(architecture).image_input is None
+        assert "vae_encoder" not in tiny(architecture).component_names
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "code"),
+    [
+        ("transformer", {"in_channels": 35}, "model.channels_differ"),
+        ("transformer", {"pos_embed_seq_len": 9}, "model.config_invalid"),
+        ("image_encoder", {"hidden_size": 25}, "model.config_invalid"),
+        ("image_encoder", {"image_size": 10**7}, "model.number_too_large"),
+        ("image_encoder", {"patch_size": 0}, "model.config_invalid"),
+        ("image_encoder", None, "model.file_missing"),
+        ("image_processor", None, "model.file_missing"),
+    ],
+)
+def test_a_broken_image_model_is_refused(
+    config: str, change: dict[str, int] | None, code: str, tiny: Tiny, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(tiny("wan2.1").directory, folder)
-    config = json.loads((folder / "transformer" / "config.json").read_text())
-    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"in_channels": 36}))
+    shutil.copytree(tiny("wan2.1-i2v").directory, folder)
+    path = folder / config / ("preprocessor_config.json" if config == "image_processor" else "config.json")
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError) as refused:
         read_spec(folder, "i2v")
-    assert refused.value.code == "model.channels_differ"
+    assert refused.value.code == code
 
 
 def test_sharded_weights_are_counted_and_must_exist(tiny: Tiny, tmp_path: Path) -> None:
