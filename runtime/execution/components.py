@@ -108,6 +108,17 @@ class VideoEncoder(Protocol):
         """
 
 
+class PyTorchVideoEncoder(VideoEncoder, Protocol):
+    """A VAE encoder in PyTorch."""
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+
+    def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
+        """Apply a plan's `Speed` from the next call on; what fails costs time only."""
+
+
 class VideoDecoder(Protocol):
     """A causal video decoder."""
 
@@ -167,7 +178,7 @@ class Components(Protocol):
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Make the function of a loaded image encoder that embeds pixels, (images, 3, side, side)."""
 
-    def video_encoder(self, module: torch.nn.Module, device: str | torch.device) -> VideoEncoder:
+    def video_encoder(self, module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoEncoder:
         """Make the encoder of a loaded VAE that computes on `device`; its weights may be elsewhere until then."""
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:

@@ -25,6 +25,7 @@ from runtime.execution.components import (
     ImageEncoder,
     PyTorchDenoiser,
     PyTorchVideoDecoder,
+    PyTorchVideoEncoder,
     VideoDecoder,
     VideoEncoder,
     components_of,
@@ -183,10 +184,10 @@ class Residency:
     def video_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoEncoder]:
         """Yield the VAE encoder, loaded."""
 
-        def build(module: torch.nn.Module, part: ComponentPlan) -> VideoEncoder:
+        def build(module: torch.nn.Module, part: ComponentPlan) -> PyTorchVideoEncoder:
             return components_of(spec).video_encoder(module, part.device)
 
-        with self._use(spec, job, VAE_ENCODER, build, _no_engines) as encoder:
+        with self._vae_part(spec, job, VAE_ENCODER, build, _no_engines) as encoder:
             yield encoder
 
     @contextmanager
@@ -224,16 +225,29 @@ class Residency:
         def build(module: Any, part: ComponentPlan) -> PyTorchVideoDecoder:
             return components_of(spec).video_decoder(module, part.device)
 
-        used: list[PyTorchVideoDecoder] = []
+        with self._vae_part(spec, job, "vae", build, EngineVideoDecoder) as decoder:
+            yield decoder
 
-        def prepare(decoder: Any, _: ComponentPlan) -> None:
+    @contextmanager
+    def _vae_part(
+        self,
+        spec: ModelSpec,
+        job: Watch,
+        name: str,
+        build: Callable[[torch.nn.Module, ComponentPlan], Part],
+        on_engines: Callable[[OpenEngines, Callable[[Fact], Any]], Any],
+    ) -> Iterator[Any]:
+        """Yield the VAE's encoder or decoder, loaded, with the job's `Speed`."""
+        used: list[PyTorchVideoEncoder | PyTorchVideoDecoder] = []
+
+        def prepare(made: Any, _: ComponentPlan) -> None:
             self._keep_compiled(job)
-            decoder.compute(job.plan.speed, partial(job.on_degraded, "vae"))
-            used.append(decoder)
+            made.compute(job.plan.speed, partial(job.on_degraded, name))
+            used.append(made)
 
-        with self._use(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
+        with self._use(spec, job, name, build, on_engines, prepare) as loaded:
             try:
-                yield decoder
+                yield loaded
             finally:
                 took = sum(one.compile_seconds for one in used)
                 self.compile_seconds += took

@@ -136,15 +136,7 @@ class DecoderSteps:
         self._decoder = decoder
         self.layout = torch.channels_last_3d if channels_last else torch.contiguous_format
         self.ops = ops or DecoderOps()
-        for module in decoder.modules():
-            if isinstance(module, nn.Conv3d) and self.ops.supports(module):
-                # The kernel reads weights with contiguous output channels.
-                weight = module.weight.data.permute(2, 3, 4, 1, 0).contiguous()
-                module.weight.data = weight.permute(4, 3, 0, 1, 2)
-            elif channels_last and isinstance(module, nn.Conv3d | nn.Conv2d):
-                flat = isinstance(module, nn.Conv2d)
-                layout = torch.channels_last if flat else torch.channels_last_3d
-                module.weight.data = module.weight.data.contiguous(memory_format=layout)
+        lay_out(decoder, self.ops, channels_last=channels_last)
 
     def __call__(
         self, z: torch.Tensor, caches: list[torch.Tensor], *, first: bool, trim: Trim | None = None
@@ -158,6 +150,19 @@ class DecoderSteps:
             trim: must be the same in all calls of a clip, because it also determines the size of the caches.
         """
         return _Call(self, caches, trim, first=first).run(self._decoder, z)
+
+
+def lay_out(module: nn.Module, ops: DecoderOps, *, channels_last: bool) -> None:
+    """Change the memory layout of the convolutions' weights to the one that their kernels read."""
+    for conv in module.modules():
+        if isinstance(conv, nn.Conv3d) and ops.supports(conv):
+            # The kernel reads weights with contiguous output channels.
+            weight = conv.weight.data.permute(2, 3, 4, 1, 0).contiguous()
+            conv.weight.data = weight.permute(4, 3, 0, 1, 2)
+        elif channels_last and isinstance(conv, nn.Conv3d | nn.Conv2d):
+            flat = isinstance(conv, nn.Conv2d)
+            layout = torch.channels_last if flat else torch.channels_last_3d
+            conv.weight.data = conv.weight.data.contiguous(memory_format=layout)
 
 
 class _Call:
@@ -256,6 +261,19 @@ def triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+def triton_ops(
+    device: torch.device, dtype: torch.dtype, speed: Speed, on_degraded: Callable[[str, Fact], None] | None
+) -> "TritonDecoderOps | None":
+    """Return the operations as Triton kernels, if a plan's `Speed` has them and they run on the device."""
+
+    def report(reason: Fact) -> None:
+        if on_degraded is not None:
+            on_degraded("compiled", reason)
+
+    fast = speed.compiled and speed.channels_last and triton_runs_on(device)
+    return TritonDecoderOps(device, dtype, report) if fast else None
+
+
 class TritonDecoderOps(DecoderOps):
     """`DecoderOps` computed by Triton kernels.
 
@@ -325,13 +343,7 @@ class PyTorchVideoDecoder:
 
     def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
         """Apply a plan's `Speed` from the next call on; see `PyTorchDenoiser.compute`."""
-
-        def report(reason: Fact) -> None:
-            if on_degraded is not None:
-                on_degraded("compiled", reason)
-
-        fast = speed.compiled and speed.channels_last and triton_runs_on(self._mean.device)
-        ops = TritonDecoderOps(self._mean.device, self._dtype, report) if fast else None
+        ops = triton_ops(self._mean.device, self._dtype, speed, on_degraded)
         self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, ops=ops)
 
     @property

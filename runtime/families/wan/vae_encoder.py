@@ -19,7 +19,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     patchify,
 )
 
-from runtime.families.wan.vae import CACHED_FRAMES, DecoderOps
+from runtime.core.facts import Fact
+from runtime.core.plan import Speed
+from runtime.families.wan.vae import CACHED_FRAMES, DecoderOps, lay_out, triton_ops
 from runtime.upstream.diffusers import causal_padding
 
 _Frames = Callable[[torch.Tensor], torch.Tensor]
@@ -84,6 +86,16 @@ class PyTorchVideoEncoder:
         self._dtype = parameter.dtype
         self._steps = EncoderSteps(module.encoder)
 
+    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
+        """Apply a plan's `Speed` from the next call on; see `PyTorchDenoiser.compute`."""
+        ops = triton_ops(self._mean.device, self._dtype, speed, on_degraded)
+        self._steps = EncoderSteps(self._vae.encoder, channels_last=speed.channels_last, ops=ops)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return self._steps.ops.compile_seconds
+
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def latents(self, images: Sequence[torch.Tensor], frames: int) -> torch.Tensor:
@@ -117,23 +129,27 @@ class EncoderSteps:
     def __init__(self, encoder: Any, *, channels_last: bool = False, ops: DecoderOps | None = None) -> None:
         self._encoder = encoder
         self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-        self._ops = ops or DecoderOps()
+        self.ops = ops or DecoderOps()
+        lay_out(encoder, self.ops, channels_last=channels_last)
 
     def __call__(self, clip: Clip) -> torch.Tensor:
         """Encode a clip of 1 + 4n frames; return latents before `quant_conv`, (1, channels, 1 + n, height, width)."""
         encoder: Any = self._encoder
-        x = self._convolve(clip, encoder.conv_in)
+        x = self._convolve(clip.each(self._in_layout), encoder.conv_in)
         for block in encoder.down_blocks:
             x = self._down(block, x)
         mid = encoder.mid_block
         x = self._residual(mid.resnets[0], x)
         for attention, resnet in zip(mid.attentions, mid.resnets[1:], strict=True):
-            x = self._residual(resnet, x.each(attention))
+            x = self._residual(resnet, x.each(lambda frames, attend=attention: self._in_layout(attend(frames))))  # type: ignore[misc]  # bound now
         return self._convolve(x, encoder.conv_out, encoder.norm_out).whole()
+
+    def _in_layout(self, frames: torch.Tensor) -> torch.Tensor:
+        return frames.contiguous(memory_format=self._layout)
 
     def _down(self, block: Any, x: Clip) -> Clip:
         if isinstance(block, WanAttentionBlock):
-            return x.each(block)
+            return x.each(lambda frames: self._in_layout(block(frames)))
         if isinstance(block, WanResample):
             return self._downsample(block, x)
         if not hasattr(block, "avg_shortcut"):
@@ -143,31 +159,42 @@ class EncoderSteps:
             x = self._residual(resnet, x)
         if block.downsampler is not None:
             x = self._downsample(block.downsampler, x)
-        return _sum(x, _averaged(block.avg_shortcut, before))
+        return _joined(x, _averaged(block.avg_shortcut, before), torch.add)
 
     def _residual(self, block: Any, x: Clip) -> Clip:
         shortcut = x.each(block.conv_shortcut)
-        y = self._convolve(x, block.conv1, block.norm1)
-        y = self._convolve(y, block.conv2, block.norm2)
-        return _sum(y, shortcut)
+        y = self._convolve(x, block.conv1, block.norm1, with_bias=False)
+        y = self._convolve(y, block.conv2, block.norm2, block.conv1.bias, with_bias=False)
+        return _joined(y, shortcut, lambda one, other: self.ops.add_residual(one, block.conv2.bias, other))
 
-    def _convolve(self, x: Clip, conv: Any, norm: Any = None) -> Clip:
-        """Normalize and activate, if there is a norm, and convolve causally in time."""
+    def _convolve(
+        self, x: Clip, conv: Any, norm: Any = None, bias: torch.Tensor | None = None, *, with_bias: bool = True
+    ) -> Clip:
+        """Add a bias, normalize and activate, if there is a norm, and convolve causally in time."""
         x = x.begun(x.start.shape[2] + min(CACHED_FRAMES, x.repeats))
-        _, *space = causal_padding(conv)
+        by_kernel = norm is not None and not with_bias and self.ops.supports(conv)
+        border = 1 if by_kernel else 0
 
-        def joined(frames: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        def padded(frames: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
             if norm is None:
                 return torch.cat([before, frames], dim=2)
-            out: torch.Tensor = self._ops.norm_activate(frames, None, norm.gamma * norm.scale, before)
+            out: torch.Tensor = self.ops.norm_activate(frames, bias, norm.gamma * norm.scale, before, border)
             return out
 
-        padded = joined(x.start, torch.zeros_like(x.start[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1))
-        start = F.conv3d(padded, conv.weight, conv.bias, padding=(0, *space))
+        def convolved(frames: torch.Tensor) -> torch.Tensor:
+            if by_kernel:
+                out: torch.Tensor = self.ops.convolve(frames, conv.weight)
+                return out
+            space = (0, *causal_padding(conv)[1:])
+            return F.conv3d(frames, conv.weight, conv.bias if with_bias else None, padding=space)
+
+        zeros = torch.zeros_like(x.start[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1)
+        start = padded(x.start, self._in_layout(zeros))
         if x.end is None:
-            return Clip(start, x.repeats)
-        ended = joined(x.end, padded[:, :, -CACHED_FRAMES:])
-        return Clip(start, x.repeats, F.conv3d(ended, conv.weight, conv.bias, padding=(0, *space)))
+            return Clip(convolved(start), x.repeats)
+        before = start[:, :, -CACHED_FRAMES:]
+        before = before[..., 1:-1, 1:-1] if by_kernel else before
+        return Clip(convolved(start), x.repeats, convolved(padded(x.end, self._in_layout(before))))
 
     def _downsample(self, block: Any, x: Clip) -> Clip:
         def halved(frames: torch.Tensor) -> torch.Tensor:
@@ -211,11 +238,11 @@ def _averaged(shortcut: Any, x: Clip) -> Clip:
     return Clip(start, x.repeats // 2, None if x.end is None else shortcut(x.end))
 
 
-def _sum(one: Clip, other: Clip) -> Clip:
-    """Return the sum of two clips with the same number of frames."""
+def _joined(one: Clip, other: Clip, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Clip:
+    """Return the frame by frame sum of two clips with the same number of frames."""
     frames = max(one.start.shape[2], other.start.shape[2])
     one, other = one.begun(frames), other.begun(frames)
     if one.repeats != other.repeats:
         one, other = Clip(one.whole()), Clip(other.whole())
-    end = None if one.end is None or other.end is None else one.end + other.end
-    return Clip(one.start + other.start, one.repeats, end)
+    end = None if one.end is None or other.end is None else add(one.end, other.end)
+    return Clip(add(one.start, other.start), one.repeats, end)
