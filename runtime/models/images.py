@@ -93,15 +93,28 @@ def find_image(file: str, field: str, cache_dir: Path | None, *, keep: bool = Tr
         path = path.absolute()
         # Backslashes separate folders in names of other systems.
         name, data = path.name.replace("\\", "_"), read_bytes(path, field)
+    use = _checked(data, name, field, path, decode=decode)
+    return use.replace(path=_kept(path, data, use.digest, cache_dir)) if keep and cache_dir is not None else use
+
+
+def keep_image(data: bytes, name: str, field: str, cache_dir: Path, *, decode: bool = True) -> ImageUse:
+    """Check the content of an image's file, and keep it in the cache folder; see `find_image`.
+
+    Raises:
+        InvalidRequestError: if it cannot be used.
+        OutputError: if it cannot be written.
+    """
+    use = _checked(data, name, field, Path(), decode=decode)
+    path = _kept(Path(), data, use.digest, cache_dir)
+    if path == Path():
+        raise OutputError("image.not_kept", folder=images_dir(cache_dir))
+    return use.replace(path=path)
+
+
+def _checked(data: bytes, name: str, field: str, path: Path, *, decode: bool) -> ImageUse:
     digest = hashlib.sha256(data).hexdigest()
     width, height = _decoded_size(data, digest, name, field) if decode else read_size(data, name, field)
-    return ImageUse(
-        name=name,
-        path=_kept(path, data, digest, cache_dir) if keep and cache_dir is not None else path,
-        digest=digest,
-        width=width,
-        height=height,
-    )
+    return ImageUse(name=name, path=path, digest=digest, width=width, height=height)
 
 
 def open_image(use: ImageUse, field: str = "image") -> Image.Image:

@@ -119,13 +119,17 @@ class JobQueue:
             for gpu in self._gpus
         ]
 
-    def submit(self, request: GenerationRequest, owner: str | None = None) -> Job:
+    def submit(self, request: GenerationRequest, owner: str | None = None, *, decode: bool = True) -> Job:
         """Plan a request and queue it.
+
+        Args:
+            decode: see `models.images.with_images`; the worker decodes in any case.
 
         Raises:
             TandemError: if it cannot be planned; nothing is queued then.
         """
-        return self.submit_all([request], owner)[0]
+        make_folder(self._outputs_dir)
+        return self._add([(request, self._plan(request, decode=decode))], owner)[0]
 
     def submit_all(self, requests: Sequence[GenerationRequest], owner: str | None = None) -> list[Job]:
         """Plan requests and queue them in order; several are one batch.
@@ -134,7 +138,9 @@ class JobQueue:
             TandemError: if one of them cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        planned = [(request, self._plan(request)) for request in requests]
+        return self._add([(request, self._plan(request)) for request in requests], owner)
+
+    def _add(self, planned: Sequence[tuple[GenerationRequest, ExecutionPlan]], owner: str | None) -> list[Job]:
         return [self._job_of(record) for record in self.store.add_all(planned, owner=owner)]
 
     def redo_second_half(self, job_id: str, changes: Mapping[str, Any], owner: str | None = None) -> Job:
@@ -150,7 +156,7 @@ class JobQueue:
         source, target = self.store.folder(job_id), self.store.folder(new_id)
         if first is None or source is None or target is None:
             raise StoreError("queue.nothing_kept", job=job_id)
-        spec = self._model(GenerationRequest.from_mapping(first.request_json()))
+        spec = self.model(GenerationRequest.from_mapping(first.request_json()))
         output = output_path(self._outputs_dir, first.prompt)
         machine = seen_from(self.machine(), self._gpus[0])
         plan = plan_rerun(
@@ -286,11 +292,12 @@ class JobQueue:
         except StoreError as error:
             logger.warning("Jobs that were running cannot be updated: %s", error)
 
-    def _model(self, request: GenerationRequest) -> ModelSpec:
-        return model_for(request, self._weights_dir, self._engines.cache_dir)
+    def model(self, request: GenerationRequest, *, decode: bool = True) -> ModelSpec:
+        """Return a request's model; see `models.requested.model_for`."""
+        return model_for(request, self._weights_dir, self._engines.cache_dir, decode=decode)
 
-    def _plan(self, request: GenerationRequest) -> ExecutionPlan:
-        spec = self._model(request)
+    def _plan(self, request: GenerationRequest, *, decode: bool = True) -> ExecutionPlan:
+        spec = self.model(request, decode=decode)
         output = output_path(self._outputs_dir, request.prompt)
         offers, first = self._engines.offers(spec), self._gpus[0]
         return resolve(request, spec, self.machine(), output, offers, self.history(), first, builds_later=True)

@@ -1,8 +1,9 @@
 """Which requests reach Gradio, and what they may contain. Pure functions.
 
 Open are the page and its assets, the login, calls of the page's functions, the streams of their results, and Tandem's
-own routes. All other routes of Gradio are closed, among them uploads, the proxy, files by path or address, deep links,
-component servers, media streams, monitoring, the log-out (it ends every session) and the development pages.
+own routes, one of which takes the place of Gradio's uploads. All other routes of Gradio are closed, among them the
+proxy, files by path or address, deep links, component servers, media streams, monitoring, the log-out (it ends every
+session) and the development pages.
 
 Gradio trusts what it is sent: a call that does not fit ends as a traceback and status 500, and a value that looks like
 a file is read or downloaded. Calls are therefore validated before Gradio sees them.
@@ -14,6 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from starlette.exceptions import HTTPException
+
+from runtime.core.images import PREFIX
+from runtime.video.images import MAX_FILE_BYTES
 
 Access = Literal["public", "login"]
 
@@ -28,10 +32,15 @@ HEARTBEAT = "/gradio_api/heartbeat/"
 LOGIN = "/login"
 # Tandem's own routes: all of the owner's page, and the videos of the visitors' page.
 OWN = "/tandem/"
+IMAGES = f"{OWN}images/"
+# The path of Gradio's own route, which gradio_client uses; `image_uploads` takes its place.
+UPLOAD = "/gradio_api/upload"
 VIDEO = "/video/"
 
 # Two texts of 5,000 characters, each character as an escape of twelve bytes, and the other fields.
 MAX_BODY_BYTES = 192 * 1024
+# Of an upload: an image, and the form around it.
+MAX_UPLOAD_BYTES = MAX_FILE_BYTES + 64 * 1024
 _MAX_DEPTH = 16
 _MAX_VALUES = 5_000
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -48,7 +57,8 @@ _READ = re.compile(
     rf"/config/?|/gradio_api/info/?|/gradio_api/openapi\.json|/gradio_api/user/?|{STREAM}"
     rf"|{HEARTBEAT}[A-Za-z0-9_-]{{1,64}}|{GENERATE}/[0-9a-f]{{32}}"
 )
-_WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?")
+_UPLOADS = re.compile(rf"{UPLOAD}|{IMAGES}[^/]{{1,600}}", re.DOTALL)
+_WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{_UPLOADS.pattern}", re.DOTALL)
 _OWNER_READ = re.compile(
     rf"{OWN}(?:now|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|report/(?:whole/)?[0-9a-f]{{8}}\.json)"
     rf"|{FILE}.*",
@@ -82,6 +92,11 @@ def access(method: str, path: str, *, visitors: bool = False) -> Access | None:
         own_write = not visitors and _OWNER_WRITE.fullmatch(path)
         return "login" if _WRITE.fullmatch(path) or own_write else None
     return None
+
+
+def is_upload(path: str) -> bool:
+    """Return whether a POST to this path sends an image."""
+    return _UPLOADS.fullmatch(path) is not None
 
 
 def read_session(value: object) -> str:
@@ -120,6 +135,7 @@ def read_call(
         raise RefusedError(
             f'"data" must be a list of {most}{inputs[number]} values, in the order of the endpoint\'s parameters.'
         )
+    call["data"] = data = [_uploaded(value) for value in data]
     if call.get("session_hash") is not None:
         read_session(call["session_hash"])
     elif api is None:
@@ -131,6 +147,14 @@ def read_call(
             raise RefusedError(f'"{name}" has the wrong type.')
     check_values([data, call.get("event_data")])
     return call
+
+
+def _uploaded(value: Any) -> Any:
+    """Return the name of the copy of an uploaded image that gradio_client sends as a file; other values unchanged."""
+    match value:
+        case {"path": str(path), "meta": {"_type": "gradio.FileData"}} if path.startswith(PREFIX):
+            return path
+    return value
 
 
 def read_reset(body: bytes) -> None:

@@ -15,7 +15,8 @@ References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `Tr
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -56,6 +57,9 @@ _HEADERS = (
     ("Referrer-Policy", "no-referrer"),
     ("X-Content-Type-Options", "nosniff"),
 )
+
+# Of one page, at once.
+_MOST_UPLOADS = 4
 
 # Queues the job of a call. It is given the call's values and the visitor's name, and returns the job, or an error.
 Submit = Callable[[Sequence[Any], str], Awaitable[object]]
@@ -274,6 +278,22 @@ class ValidationMiddleware:
         self._app = app
         self._visitors = visitors
         self._submissions = submissions
+        self._uploads = 0
+
+    @contextmanager
+    def _uploading(self) -> Iterator[None]:
+        """Count an upload that is read: each takes its size of memory.
+
+        Raises:
+            RefusedError: if there are too many.
+        """
+        if self._uploads >= _MOST_UPLOADS:
+            raise RefusedError("Too many uploads at once. Try again.", 429)
+        self._uploads += 1
+        try:
+            yield
+        finally:
+            self._uploads -= 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -282,8 +302,13 @@ class ValidationMiddleware:
             return
         query = scope["query_string"]
         scope = {**scope, "headers": self._supported(scope["headers"]), "query_string": b""}
+        if scope["method"] == "POST" and gradio_requests.is_upload(scope["path"]):
+            with self._uploading():
+                body = await _read_body(receive, gradio_requests.MAX_UPLOAD_BYTES)
+                await self._app(scope, _replayed(body, receive), send)
+            return
         if scope["method"] == "POST":
-            body = await _read_body(receive)
+            body = await _read_body(receive, gradio_requests.MAX_BODY_BYTES)
             path = scope["path"].rstrip("/")
             if path != gradio_requests.LOGIN and not path.startswith(gradio_requests.OWN):
                 body = await self._validated(scope, body)
@@ -295,7 +320,10 @@ class ValidationMiddleware:
         await self._app(scope, receive, send)
 
     async def _validated(self, scope: Scope, body: bytes) -> bytes:
-        """Validate the body of a call, submit its job, and return the body with defaults for missing values."""
+        """Validate the body of a call, submit its job, and return the body as Gradio should read it.
+
+        It has defaults for missing values, and names uploaded images as requests do.
+        """
         app, path = scope["app"], scope["path"].rstrip("/")
         if path == gradio_requests.RESET:
             gradio_requests.read_reset(body)
@@ -310,10 +338,10 @@ class ValidationMiddleware:
             if path == gradio_requests.GENERATE:
                 api = private.function_number(app, "generate")
                 call = gradio_requests.read_call(body, inputs, api, functions[api].defaults)
-                body = json.dumps(call).encode()
             else:
                 call = gradio_requests.read_call(body, inputs)
                 api = call["fn_index"]
+            body = json.dumps(call).encode()
         self._check_session(scope, call.get("session_hash"))
         if path in {gradio_requests.JOIN, gradio_requests.GENERATE}:
             await self._submit(scope, functions[api].api_name, call["data"])
@@ -373,17 +401,17 @@ class ValidationMiddleware:
         ]
 
 
-async def _read_body(receive: Receive) -> bytes:
-    body: bytes = b""
+async def _read_body(receive: Receive, most: int) -> bytes:
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise RefusedError("The request was incomplete.", 400)
-        body += bytes(message.get("body", b""))
-        if len(body) > gradio_requests.MAX_BODY_BYTES:
-            raise RefusedError(f"A request has at most {gradio_requests.MAX_BODY_BYTES:,} bytes.", 413)
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise RefusedError(f"A request has at most {most:,} bytes.", 413)
         if not message.get("more_body", False):
-            return body
+            return bytes(body)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from runtime.core.errors import InvalidRequestError, LimitError
+from runtime.core.images import ImageUse
 from runtime.core.request import AUTO, FIELDS, GenerationRequest
 from runtime.core.settings import Settings
 from runtime.models.spec import ModelSpec
+from runtime.planner.clip import like_image, size_for
 
 HOUR_SECONDS = 3600.0
+# Uploads of one visitor, and of all visitors together, in an hour.
+MOST_IMAGES, MOST_IMAGE_BYTES = 20, 1 << 30
 _MINUTE_SECONDS = 60
 # Disk space that is kept free for the owner's videos.
 _RESERVED_BYTES = 1 << 29
@@ -72,8 +77,15 @@ def allows_size(size: tuple[int, int], limits: Limits) -> bool:
 
 
 def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> GenerationRequest:
-    """Replace "auto" by defaults within the limits, and reset the fields that visitors may not set."""
+    """Replace "auto" by defaults within the limits, and reset the fields that visitors may not set.
+
+    Args:
+        spec: with the images of the request, whose proportions the size has if the limits allow it.
+    """
     own = defaults_within(spec, limits)
+    if spec.image is not None:
+        width, height = _size_of_image(request, spec, spec.image, limits)
+        own |= {"width": width, "height": height}
     filled = {name: value for name, value in own.items() if getattr(request, name) == AUTO}
     reset = {
         name: info.get_default(call_default_factory=True)
@@ -81,6 +93,17 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
         if FIELDS[name].group in {"acceleration", "loras"}
     }
     return request.replace(**{**filled, **reset, "build": "never"})
+
+
+def _size_of_image(request: GenerationRequest, spec: ModelSpec, image: ImageUse, limits: Limits) -> tuple[int, int]:
+    """Return the size that follows from an image, made smaller until the limits allow it."""
+    size = size_for(request, spec)
+    if {request.width, request.height} == {AUTO}:
+        pixels, least = prod(size), prod(spec.strides)
+        while not allows_size(size, limits) and pixels > least:
+            pixels = pixels * 9 // 10
+            size = like_image(spec, image, pixels)
+    return size
 
 
 def check_request(request: GenerationRequest, limits: Limits) -> None:
@@ -119,6 +142,24 @@ def check_queue(limits: Limits, own_waiting: int, all_waiting: int, submitted: S
     if len(recent) >= limits.per_hour:
         minutes = max(1, round((recent[-limits.per_hour] + HOUR_SECONDS - now) / _MINUTE_SECONDS))
         raise LimitError("server.visitor_rate", maximum=limits.per_hour, minutes=minutes)
+
+
+def check_uploads(own: Sequence[float], all_bytes: int, now: float) -> None:
+    """Check that a visitor may upload another image now.
+
+    Args:
+        own: times of this visitor's earlier uploads in seconds, ascending, on the clock of `now`.
+        all_bytes: what all visitors have uploaded in the last hour.
+
+    Raises:
+        LimitError: if a limit is reached.
+    """
+    recent = [at for at in own if now - at < HOUR_SECONDS]
+    if len(recent) >= MOST_IMAGES:
+        minutes = max(1, round((recent[-MOST_IMAGES] + HOUR_SECONDS - now) / _MINUTE_SECONDS))
+        raise LimitError("server.visitor_images", maximum=MOST_IMAGES, minutes=minutes)
+    if all_bytes >= MOST_IMAGE_BYTES:
+        raise LimitError("server.images_full")
 
 
 def check_disk(free_bytes: int) -> None:

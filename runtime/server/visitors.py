@@ -11,12 +11,14 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtime.core.errors import StoreError
+from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import VideoSaved
+from runtime.core.images import ImageUse, parse_reference
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import check_offered
+from runtime.models.images import keep_image, with_images
 from runtime.models.spec import ModelSpec
 from runtime.queue.instances import is_alive
 from runtime.queue.job_queue import JobQueue
@@ -24,7 +26,16 @@ from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
-from runtime.server.visitor_limits import HOUR_SECONDS, check_disk, check_queue, check_request, filled_in, limits_of
+from runtime.server.visitor_limits import (
+    HOUR_SECONDS,
+    MOST_IMAGES,
+    check_disk,
+    check_queue,
+    check_request,
+    check_uploads,
+    filled_in,
+    limits_of,
+)
 
 _VIDEO = re.compile(r"([0-9a-f]{8})\.mp4")
 # Per visitor; an open page needs two or three.
@@ -55,6 +66,9 @@ class Visitors:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._requests: Counter[str] = Counter()
         self._submitted: dict[str, deque[float]] = {}
+        # Time, visitor and size of each upload of the last hour, and the digests of each visitor's newest ones.
+        self._uploads: deque[tuple[float, str, int]] = deque()
+        self._images: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._lock = threading.Lock()
         self._submitting = threading.Lock()
 
@@ -70,7 +84,9 @@ class Visitors:
         """
         spec = check_offered(request.model, self._models)
         limits = limits_of(self._settings, spec)
-        request = filled_in(request, spec, limits)
+        self._check_images(request, visitor)
+        weights, cache = self._settings.weights_dir, self._settings.cache_dir
+        request = filled_in(request, with_images(spec, request, weights, cache, decode=False), limits)
         check_request(request, limits)
         check_disk(free_disk_bytes(self._settings.outputs_dir))
         # One at a time, so that two simultaneous requests cannot both take the last place in the queue.
@@ -79,10 +95,48 @@ class Visitors:
             waiting = [job.owner for job in visitor_jobs(self._worker)]
             times = self._submitted.get(visitor, deque())
             check_queue(limits, waiting.count(visitor), len(waiting), tuple(times), now)
-            job = self._worker.submit(request, owner=visitor)
+            job = self._worker.submit(request, owner=visitor, decode=False)
             self._submitted = {name: times for name, times in self._submitted.items() if now - times[-1] < HOUR_SECONDS}
             self._submitted.setdefault(visitor, deque(maxlen=limits.per_hour)).append(now)
         return job
+
+    def keep_image(self, data: bytes, name: str, visitor: str) -> ImageUse:
+        """Keep an image that a visitor uploaded. Only its header is checked here: workers decode images.
+
+        Raises:
+            TandemError: if it cannot be an image, or a limit is reached.
+        """
+        check_disk(free_disk_bytes(self._settings.cache_dir))
+        now = time.monotonic()
+        with self._lock:
+            while self._uploads and now - self._uploads[0][0] >= HOUR_SECONDS:
+                self._uploads.popleft()
+            own = [at for at, name, _ in self._uploads if name == visitor]
+            check_uploads(own, sum(size for _, _, size in self._uploads), now)
+            self._uploads.append((now, visitor, len(data)))
+        use = keep_image(data, name, "image", self._settings.cache_dir, decode=False)
+        with self._lock:
+            images = self._images.setdefault(visitor, OrderedDict())
+            images[use.digest] = None
+            self._images.move_to_end(visitor)
+            for kept, most in ((images, MOST_IMAGES), (self._images, _MAX_SESSIONS)):
+                while len(kept) > most:
+                    kept.popitem(last=False)
+        return use
+
+    def _check_images(self, request: GenerationRequest, visitor: str) -> None:
+        """Check that a request names only images that the visitor has uploaded.
+
+        Raises:
+            InvalidRequestError: for a path, or another image.
+        """
+        with self._lock:
+            own = set(self._images.get(visitor, ()))
+        for field in ("image", "last_image"):
+            file = getattr(request, field)
+            reference = None if file is None else parse_reference(file)
+            if file is not None and (reference is None or reference.digest not in own):
+                raise InvalidRequestError(field, "server.visitor_image_unknown")
 
     def job(self, job_id: object, visitor: str) -> Job | None:
         """Return a job by its id if it belongs to this visitor."""

@@ -4,7 +4,7 @@ It is a page of its own on another port: actions that visitors may not use do no
 handlers too; every value is validated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ _WATCHERS = 4
 
 def build(
     worker: JobQueue, settings: Settings, models: dict[str, ModelSpec], visitors: Visitors
-) -> tuple[gr.Blocks, Mapping[str, Submit]]:
-    """Return the page, with `/generate` for visitors' programs, and what submits its jobs (see `server.start`).
+) -> tuple[gr.Blocks, Mapping[str, Submit], Callable[[str], str]]:
+    """Return the page with `/generate` for programs, what submits its jobs, and what removes paths from messages.
 
     Args:
         models: what visitors may use, by name; the first is chosen.
@@ -53,7 +53,8 @@ def build(
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
         add_make(page, handlers, chosen, form.sampling_section, {"limits": limits})
-    return page, {"generate": api.visitors_submission(visitors, handlers.audience), SUBMITS: handlers.submit}
+    submissions = {"generate": api.visitors_submission(visitors, handlers.audience), SUBMITS: handlers.submit}
+    return page, submissions, handlers.audience.redact
 
 
 class VisitorHandlers(Handlers):

@@ -32,6 +32,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import open_when_usable
 from runtime.queue.worker import WorkerConfig
+from runtime.server import image_uploads
 from runtime.server.connections import listen
 from runtime.server.gradio_requests import VIDEO
 from runtime.server.job_files import video_response
@@ -218,7 +219,8 @@ def main(
         return LOOPBACK if host is None else LOOPBACK | {host}
 
     threading.Thread(target=obey, name="owner", daemon=True).start()
-    page, submissions = visitor_page.build(worker, config.settings, dict(config.models), visitors)
+    page, submissions, redact = visitor_page.build(worker, config.settings, dict(config.models), visitors)
+    uploads = image_uploads.routes(visitors.keep_image, redact)
 
     async def video(request: Request) -> Response:
         name, visitor = request.path_params["name"], request.user.display_name
@@ -233,7 +235,7 @@ def main(
         config.auth,
         _LOGIN_MESSAGE,
         visitors,
-        [Route(f"{VIDEO}{{name}}", video), Route("/robots.txt", _robots)],
+        [Route(f"{VIDEO}{{name}}", video), *uploads, Route("/robots.txt", _robots)],
         sockets,
         logins,
     )

@@ -125,9 +125,9 @@ def _check_header(image: Image.Image, refused: Callable[..., InvalidRequestError
     if max(width, height) > MAX_RATIO * min(width, height):
         raise refused("image.too_long", width=width, height=height, most=MAX_RATIO)
     # Photos of many phones have further pictures behind the first, such as a depth map.
-    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if frames > 1:
-        raise refused("image.animated", frames=frames)
+    # Counting the frames of a GIF would read all of it.
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        raise refused("image.animated")
 
 
 def fitted(image: Image.Image, width: int, height: int, fit: str = CROP, position: float = MIDDLE) -> Image.Image:

@@ -25,6 +25,20 @@ def test_a_valid_call_is_read() -> None:
     assert gradio_requests.read_call(short, INPUTS, api=0, defaults=[None, 3])["data"] == ["a", 3]
 
 
+def test_an_uploaded_image_is_named_as_in_requests() -> None:
+    name = f"sha256:{'a' * 64}/boat.png"
+    file = {"path": name, "orig_name": "boat.png", "meta": {"_type": "gradio.FileData"}}
+    assert gradio_requests.read_call(body(data=[file, name]), INPUTS)["data"] == [name, name]
+    for other in (
+        {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}},
+        {"path": name},
+        {"path": [name], "meta": {"_type": "gradio.FileData"}},
+        [file],
+    ):
+        with pytest.raises(RefusedError, match="Files are not accepted"):
+            gradio_requests.read_call(body(data=[other, None]), INPUTS)
+
+
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
@@ -105,7 +119,13 @@ def test_a_cancellation_must_name_an_event(values: dict[str, Any]) -> None:
         ("GET", "/assets/..", None),
         ("GET", "/assets/a\0", None),
         ("GET", "/pwa_icon/99999", None),
-        ("POST", "/gradio_api/upload", None),
+        ("POST", "/gradio_api/upload", "login"),  # Tandem's own route, see `image_uploads`
+        ("GET", "/gradio_api/upload", None),
+        ("POST", "/gradio_api/upload/", None),
+        ("POST", "/tandem/images/boat.png", "login"),
+        ("GET", "/tandem/images/boat.png", None),
+        ("POST", "/tandem/images/", None),
+        ("POST", "/tandem/images/a/b", None),
         ("POST", "/gradio_api/component_server", None),
         ("POST", "/gradio_api/api/generate", None),
         ("POST", "/gradio_api/run/generate", None),

@@ -1,6 +1,7 @@
 """The web app over HTTP: the endpoint for programs, which files are served, and what is shut."""
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from gradio_client import Client
+from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,6 +29,7 @@ from runtime.core.errors import MachineError
 from runtime.core.settings import Settings
 from runtime.server import security
 from tests.app_server import DEFAULTS, MODEL, ROOT, Server, free_port, make_cache, serving
+from tests.image_files import saved
 from tests.waiting import until
 
 
@@ -225,8 +227,34 @@ def test_unused_routes_are_closed(server: Server) -> None:
         assert status(server, f"gradio_api/{path}") == 403, path
     for path in ("file=https://example.com/", "file=http:/example.com", "file/https://example.com/"):
         assert status(server, f"gradio_api/{path}") in {403, 404}, path
-    assert status(server, "gradio_api/upload", method="POST") == 403
+    assert status(server, "gradio_api/upload", method="POST") == 422
     assert status(server, "monitoring") == 403
+
+
+def test_a_program_uploads_an_image(server: Server, client: Any, tmp_path: Path) -> None:
+    """The model of this server does not start from images, which it says only once the image was read."""
+    boat = saved(tmp_path / "my boat.png")
+    for image in (handle_file(str(boat)), str(boat)):
+        with pytest.raises(AppError, match=r"does not start from an image|is a path"):
+            client.predict("a boat", image=image, api_name="/generate")
+    (copy,) = (path for path in (server.cache_dir / "images").iterdir() if len(path.name) == 64)
+    assert copy.read_bytes() == boat.read_bytes()
+    address = f"{server.url}tandem/images/my%20boat.png"
+    with urllib.request.urlopen(urllib.request.Request(address, boat.read_bytes()), timeout=10) as answer:
+        kept = json.loads(answer.read())
+    assert kept == {"image": f"sha256:{copy.name}/my boat.png", "width": 64, "height": 48}
+    with pytest.raises(AppError, match="does not start from an image"):
+        client.predict("a boat", image=kept["image"], api_name="/generate")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(address, b"no image"), timeout=10)
+    with refused.value as answer:
+        assert answer.code == 422 and "my boat.png is not an image" in answer.read().decode()
+    # Nothing sends an image, by whatever name.
+    for path in (f"tandem/images/{copy.name}", f"gradio_api/file={quote(str(copy))}", "tandem/images/my%20boat.png"):
+        assert status(server, path) in {403, 404}, path
+    for header in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert status(server, "tandem/images/boat.png", method="POST", headers=header) == 403
+    assert "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
 
 
 def test_other_host_names_are_refused(server: Server) -> None:

@@ -1,22 +1,30 @@
 """Visitors' jobs, sessions and limits on a running queue."""
 
+import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
-from runtime.core.errors import LimitError, ModelError, TandemError
+from runtime.core.errors import InvalidRequestError, LimitError, ModelError, TandemError
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
+from runtime.models import images
 from runtime.models.catalogue import find
+from runtime.models.images import find_image
 from runtime.models.spec import ModelSpec
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.visitors import Visitors, cancel_orphaned, stop_videos, visitor_jobs
+from runtime.video.images import decode_image
+from tests.image_files import bomb, encoded, picture, saved
 from tests.plans import no_engines, tiny_plan
 from tests.thread_queue import RunningQueue
 from tests.waiting import until
@@ -139,3 +147,103 @@ def test_on_a_full_disk_nothing_is_queued(
     with pytest.raises(LimitError, match="disk of this server is nearly full"):
         visitors.submit(long(), "a visitor")
     assert worker.open_videos() == []
+
+
+@pytest.fixture
+def able(worker: JobQueue, tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Visitors:
+    """Visitors whose model starts from an image."""
+    folder = tmp_path / "weights" / "able"
+    shutil.copytree(tiny("wan2.2-ti2v-5b").directory, folder)
+    defaults = {"width": 64, "height": 32, "frames": 5, "fps": 8, "steps": 1, "guidance_scale": 1.0}
+    sizes = {"sizes": [[64, 32]], "frame_counts": [5], "title": "Able", "license": "none"}
+    (folder / "tandem.json").write_text(json.dumps({"defaults": defaults | {"negative_prompt": ""}, **sizes}))
+    spec = find("able", tmp_path / "weights")
+    assert spec.image_input is not None
+    return Visitors(worker, Settings(cache_dir=tmp_path, share_steps=1000), {"able": spec})
+
+
+def test_a_visitor_starts_a_video_from_their_own_uploads_only(able: Visitors, tmp_path: Path) -> None:
+    anna, ben = able.name_of("anna"), able.name_of("ben")
+    own = able.keep_image(encoded(picture()), "boat.png", anna).reference
+    owners = find_image(str(saved(tmp_path / "mine.png", 50, 50)), "image", tmp_path)
+    link = tmp_path / "images" / ("b" * 64)
+    link.symlink_to("/etc/passwd")
+    for visitor, file in (
+        (ben, own),
+        (anna, owners.reference),
+        (anna, str(owners.path)),
+        (anna, str(tmp_path / "mine.png")),
+        (anna, "/etc/passwd"),
+        (anna, f"sha256:{link.name}"),
+    ):
+        for field in ("image", "last_image"):
+            with pytest.raises(InvalidRequestError) as refused:
+                able.submit(long(model="able", **{"image": own if visitor == anna else None, field: file}), visitor)
+            assert (refused.value.field, refused.value.code) == (field, "server.visitor_image_unknown")
+    job = able.submit(long(model="able", image=own, steps=1), anna)
+    assert end_of(job) == "done"
+    assert job.plan.image is not None and job.plan.image.reference == own
+
+
+@pytest.mark.parametrize(
+    ("image", "asked", "size"),
+    [
+        ((60, 60), {}, (32, 32)),  # at the model's number of pixels it would be larger than any allowed size
+        ((30, 60), {}, (32, 64)),
+        ((60, 45), {}, (64, 32)),
+        ((60, 60), {"width": 64, "height": 32}, (64, 32)),
+        ((60, 30), {"width": 64}, (64, 32)),
+    ],
+)
+def test_a_visitors_size_follows_from_the_image_within_the_limits(
+    image: tuple[int, int], asked: dict[str, int], size: tuple[int, int], able: Visitors
+) -> None:
+    file = able.keep_image(encoded(picture(*image)), "boat.png", "anna").reference
+    job = able.submit(long(model="able", image=file, steps=1, **({"width": "auto", "height": "auto"} | asked)), "anna")
+    assert (job.plan.width, job.plan.height) == size
+    assert end_of(job) == "done"
+
+
+def test_a_visitors_image_is_decoded_by_the_worker(
+    able: Visitors, worker: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anna, decoded = able.name_of("anna"), []
+    decode = decode_image
+
+    def decode_here(*arguments: Any) -> Image.Image:
+        decoded.append(threading.current_thread().name)
+        return decode(*arguments)
+
+    monkeypatch.setattr(images, "decode_image", decode_here)
+    cut = able.keep_image(encoded(picture(640, 480))[:1500], "cut.png", anna).reference
+    job = able.submit(long(model="able", image=cut), anna)
+    assert decoded == [] or "MainThread" not in decoded
+    assert end_of(job) == "failed"
+    failure = worker.store.get(job.id).failure
+    assert failure is not None and failure.fact.code == "image.damaged" and decoded
+    assert "MainThread" not in decoded
+    for data, code in ((b"", "image.empty"), (b"text", "image.format_unknown"), (bomb(10_000), "image.too_large")):
+        with pytest.raises(InvalidRequestError) as refused:
+            able.keep_image(data, "boat.png", anna)
+        assert refused.value.code == code
+
+
+def test_visitors_upload_a_limited_number_of_images(
+    able: Visitors, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("runtime.server.visitor_limits.MOST_IMAGES", 3)
+    data = encoded(picture())
+    for _ in range(3):
+        able.keep_image(data, "boat.png", "anna")
+    with pytest.raises(LimitError) as refused:
+        able.keep_image(data, "boat.png", "anna")
+    assert refused.value.code == "server.visitor_images" and "60 minutes" in refused.value.remedy
+    # The limit for all together counts bytes, whoever sent them.
+    able.keep_image(data, "boat.png", "ben")
+    monkeypatch.setattr("runtime.server.visitor_limits.MOST_IMAGE_BYTES", 4 * len(data))
+    with pytest.raises(LimitError) as full:
+        able.keep_image(data, "boat.png", "cleo")
+    assert full.value.code == "server.images_full"
+    later = time.monotonic() + 3601
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    able.keep_image(data, "boat.png", "anna")

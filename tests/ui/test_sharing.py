@@ -1,5 +1,6 @@
 """A share link over HTTP, through a stand-in for gradio's tunnel on loopback: who gets in, and what they get."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -7,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradio_client import Client
+from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
 from tests.app_server import MODEL, ROOT, Server, make_cache, serving
 from tests.fuzz.raw_http import Answer, send
+from tests.image_files import saved
 from tests.sharing_app import HOST, link_of
 from tests.waiting import until
 
@@ -70,7 +72,8 @@ def test_the_link_has_a_password_and_the_owners_page_needs_none(server: Server) 
     assert send(port, b"GET", b"/").status == 200
     for path in (b"/config", b"/gradio_api/info", b"/video/00000000.mp4", b"/gradio_api/queue/data?session_hash=a"):
         assert send(port, b"GET", path).status == 401, path
-    for path in (b"/gradio_api/queue/join", b"/gradio_api/call/generate", b"/gradio_api/cancel"):
+    uploads = (b"/gradio_api/upload", b"/tandem/images/boat.png")
+    for path in (b"/gradio_api/queue/join", b"/gradio_api/call/generate", b"/gradio_api/cancel", *uploads):
         assert send(port, b"POST", path, body=b"{}").status == 401, path
     with pytest.raises(ValueError, match="Could not login"):
         Client(f"http://127.0.0.1:{port}/", auth=(user, "wrong"), verbose=False)
@@ -182,7 +185,7 @@ def test_owner_functions_do_not_exist_for_visitors(visitor: Visitor) -> None:
         assert part not in page, part
     with pytest.raises(TypeError, match="not a valid key-word"):
         visitor.client.predict("a red boat", backends={"all": "inductor"}, api_name="/generate")
-    for path in ("upload", "run/predict", "api/generate", "component_server", "token", "startup", "call/other"):
+    for path in ("run/predict", "api/generate", "component_server", "token", "startup", "call/other"):
         for method in ("GET", "POST"):
             assert visitor.ask(method, f"/gradio_api/{path}", {}).status == 403, path
     assert visitor.get("/logout").status == 403
@@ -225,3 +228,20 @@ def test_login_attempts_are_limited(server: Server) -> None:
     assert {attempt("x", f"1.2.{number}.1").status for number in range(100)} >= {400, 429}
     until(lambda: attempt(password, "1.0.0.1").status == 200)
     assert attempt("x", "1.2.0.1").status == 429
+
+
+def test_visitors_name_their_own_uploads_only(visitor: Visitor, other: Visitor, tmp_path: Path) -> None:
+    """The model of this server does not start from images, which it says only of a visitor's own."""
+    boat = saved(tmp_path / "boat.png")
+    with pytest.raises(AppError, match="does not start from an image"):
+        visitor.client.predict("a boat", image=handle_file(str(boat)), api_name="/generate")
+    own = f"sha256:{hashlib.sha256(boat.read_bytes()).hexdigest()}/boat.png"
+    with pytest.raises(AppError, match="does not start from an image"):
+        visitor.client.predict("a boat", image=own, api_name="/generate")
+    for image in (own, str(boat), "/etc/passwd"):
+        with pytest.raises(AppError, match="not an image that you uploaded"):
+            other.client.predict("a boat", image=image, api_name="/generate")
+    for name in (own.partition("/")[0].removeprefix("sha256:"), "boat.png"):
+        assert visitor.get(f"/tandem/images/{name}").status == 403
+    refused = visitor.ask("POST", "/tandem/images/boat.png", "no image")
+    assert refused.status == 422 and b"boat.png is not an image" in refused.body

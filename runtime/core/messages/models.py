@@ -189,6 +189,9 @@ _IMAGES: Mapping[str, Message] = {
         "{model} does not end with an image.", "Leave {set[last_image]} out, or select another model."
     ),
     "image.no_model": Message("{model} does not start from an image.", "Leave the image out."),
+    "image.not_kept": Message(
+        "The image cannot be written to {folder}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
+    ),
     "image.only_last": Message("A last image needs a first one.", "Add {set[image]} FILE."),
     "image.required": Message("{model} makes videos from an image only.", "Add {set[image]} FILE."),
 }

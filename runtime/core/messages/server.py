@@ -14,6 +14,13 @@ MESSAGES: Mapping[str, Message] = {
     "server.visitor_rate": Message(
         "Visitors may generate {maximum:n video} an hour.", "Try again in {minutes:n minute}."
     ),
+    "server.visitor_images": Message(
+        "Visitors may upload {maximum:n image} an hour.", "Try again in {minutes:n minute}."
+    ),
+    "server.visitor_image_unknown": Message(
+        "{field:setting} is not an image that you uploaded since you logged in.", "Upload the image first."
+    ),
+    "server.images_full": Message("Visitors have uploaded too many images.", "Try again in an hour."),
     "server.disk_full": Message(
         "The disk of this server is nearly full.", "Ask the person who shared it to free some space."
     ),

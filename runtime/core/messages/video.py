@@ -6,7 +6,7 @@ from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
     "image.animated": Message(
-        "{file} has {frames} frames.", "Save the frame to start from as a PNG or JPEG, and give that."
+        "{file} is animated, or has several pages.", "Save the frame to start from as a PNG or JPEG, and give that."
     ),
     "image.damaged": Message("{file} is damaged or incomplete.", "Open it in another program and save it again."),
     "image.empty": Message("{file} is empty.", "Give the file of an image, such as a PNG or JPEG."),

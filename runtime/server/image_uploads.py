@@ -1,0 +1,73 @@
+"""Uploads of images: a route for programs and pages, and the one that gradio_client's `handle_file` uses.
+
+An upload is answered with the name of its copy, "sha256:DIGEST/NAME", which requests take as an image. Gradio's own
+upload route and folder are not used, and no route sends an image: only jobs read the copies.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from runtime.core.errors import LimitError, TandemError
+from runtime.core.images import ImageUse
+from runtime.server.gradio_requests import IMAGES, UPLOAD, RefusedError
+
+_PRIVATE = {"Cache-Control": "private, no-store"}
+_MOST_NAME = 200
+_NAMELESS = "image"
+
+# Checks and keeps an image: given its file's content, its name, and the visitor's name or "" for the owner.
+Keep = Callable[[bytes, str, str], ImageUse]
+
+
+def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
+    """Return the routes of a page. The middleware has checked the login and the size.
+
+    Args:
+        redact: removes from a message what a visitor should not read.
+    """
+
+    async def kept(request: Request, data: bytes, name: str) -> ImageUse:
+        try:
+            return await asyncio.to_thread(keep, data, plain_name(name), request.user.display_name)
+        except TandemError as error:
+            status = 429 if isinstance(error, LimitError) else 422
+            raise RefusedError(redact(f"{error.what} {error.remedy}".strip()), status) from error
+
+    async def image(request: Request) -> Response:
+        """Keep the image that is the request's body."""
+        use = await kept(request, await request.body(), unquote(request.path_params["name"]))
+        values: dict[str, Any] = {"image": use.reference, "width": use.width, "height": use.height}
+        return JSONResponse(values, headers=_PRIVATE)
+
+    async def upload(request: Request) -> Response:
+        """Keep the image of a form, as gradio_client sends it."""
+        try:
+            async with request.form(max_files=1, max_fields=0) as form:
+                file = form.get("files")
+                if not isinstance(file, UploadFile):
+                    raise RefusedError("The form has no file.")
+                use = await kept(request, await file.read(), file.filename or _NAMELESS)
+        except (HTTPException, ValueError, AssertionError) as error:  # of the form's syntax, or with more parts
+            if isinstance(error, RefusedError):
+                raise
+            raise RefusedError("The body is not a form with one file.") from error
+        return JSONResponse([use.reference], headers=_PRIVATE)
+
+    return [
+        Route(f"{IMAGES}{{name}}", image, methods=["POST"]),
+        Route(UPLOAD, upload, methods=["POST"]),
+    ]
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a file as messages can show it: without folders, and without control characters."""
+    last = name.replace("\\", "/").rpartition("/")[2].strip()[-_MOST_NAME:]
+    return last if last and last.isprintable() and last not in {".", ".."} else _NAMELESS

@@ -1,0 +1,166 @@
+"""The routes for uploads, behind the middleware that limits them."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.core.errors import LimitError
+from runtime.core.images import ImageUse
+from runtime.models.images import images_dir, keep_image
+from runtime.server import gradio_requests, image_uploads, security
+from runtime.server.gradio_requests import RefusedError
+from tests.image_files import encoded, picture
+
+BOAT = encoded(picture())
+
+
+class Anna:
+    """Stands in for the login: every request is of one user."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "user": SimpleNamespace(display_name="anna")}, receive, send)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    def keep(data: bytes, name: str, visitor: str) -> ImageUse:
+        assert visitor == "anna"
+        if name == "late.png":
+            raise LimitError("server.images_full")
+        return keep_image(data, name, "image", tmp_path)
+
+    limits = Middleware(security.ValidationMiddleware, visitors=None, submissions={})
+    middleware = [Middleware(ExceptionMiddleware), Middleware(Anna), limits]
+    app = Starlette(
+        routes=image_uploads.routes(keep, lambda text: text.replace(str(tmp_path), "the cache")), middleware=middleware
+    )
+    with TestClient(app) as made:
+        yield made
+
+
+def copies(tmp_path: Path) -> list[Path]:
+    return [path for path in images_dir(tmp_path).iterdir()] if images_dir(tmp_path).exists() else []
+
+
+def test_a_body_and_a_form_are_the_same_image(client: TestClient, tmp_path: Path) -> None:
+    plain = client.post("/tandem/images/boat.png", content=BOAT)
+    form = client.post("/gradio_api/upload", files={"files": ("boat.png", BOAT)}, params={"upload_id": "x"})
+    assert (plain.status_code, form.status_code) == (200, 200)
+    (copy,) = copies(tmp_path)
+    assert copy.read_bytes() == BOAT
+    assert plain.json() == {"image": f"sha256:{copy.name}/boat.png", "width": 64, "height": 48}
+    assert form.json() == [plain.json()["image"]]
+    assert plain.headers["cache-control"] == form.headers["cache-control"] == "private, no-store"
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [("my%20boat.png", "my boat.png"), ("b%C3%BCrd.png", "bürd.png"), ("..", "image"), ("%0A", "image"),
+     ("..%5C..%5Cboat.png", "boat.png"), ("a%00b.png", "image"), ("%22%3E.png", '">.png'), ("x" * 600, "x" * 200)],
+)  # fmt: skip
+def test_names_are_plain(sent: str, name: str, client: TestClient) -> None:
+    if sent != "..":  # clients resolve it
+        answer = client.post(f"/tandem/images/{sent}", content=BOAT)
+        assert answer.json()["image"].partition("/")[2] == name
+    assert image_uploads.plain_name(sent) == "image" if sent == ".." else True
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"", "is empty"), (b"text", "not an image"), (BOAT[:100], "damaged"), (encoded(picture(1, 1)), "1 × 1 pixels")],
+)
+def test_bad_images_are_refused_with_a_remedy(data: bytes, words: str, client: TestClient, tmp_path: Path) -> None:
+    for answer in (
+        client.post("/tandem/images/boat.png", content=data),
+        client.post("/gradio_api/upload", files={"files": ("boat.png", data)}),
+    ):
+        assert answer.status_code == 422 and "boat.png" in answer.text and words in answer.text
+    assert copies(tmp_path) == []
+
+
+def test_a_limit_is_answered_as_one(client: TestClient) -> None:
+    answer = client.post("/tandem/images/late.png", content=BOAT)
+    assert answer.status_code == 429 and "too many images" in answer.text
+
+
+def test_forms_with_anything_else_are_refused(client: TestClient, tmp_path: Path) -> None:
+    boat = ("boat.png", BOAT)
+    kinds: list[dict[str, Any]] = [
+        {"files": {"other": boat}},
+        {"files": [("files", boat), ("files", boat)]},
+        {"files": {"files": boat}, "data": {"more": "x"}},
+        {"data": {"files": "text"}},
+        {"content": BOAT},
+        {"content": b"--x\r\n", "headers": {"Content-Type": "multipart/form-data; boundary=x"}},
+        {"content": b"--y\r\n\r\n", "headers": {"Content-Type": "multipart/form-data"}},
+        {"content": b"", "headers": {"Content-Type": "multipart/form-data; boundary=x"}},
+    ]
+    for kind in kinds:
+        answer = client.post("/gradio_api/upload", **kind)
+        assert answer.status_code == 422, kind
+    assert copies(tmp_path) == []
+
+
+def test_a_body_that_is_too_large_is_not_kept(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradio_requests, "MAX_UPLOAD_BYTES", 1000)
+    for address in ("/tandem/images/boat.png", "/gradio_api/upload"):
+        answer = client.post(address, content=bytes(1001))
+        assert answer.status_code == 413 and "1,000 bytes" in answer.text
+    assert copies(tmp_path) == []
+
+
+def test_few_uploads_are_read_at_once() -> None:
+    """Others are refused before their bodies take memory, and an upload that breaks off counts no more."""
+    entered = 0
+
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        nonlocal entered
+        entered += 1
+
+    async def check() -> None:
+        layer = security.ValidationMiddleware(app, None, {})
+        gone = asyncio.Event()
+
+        async def stalled() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def whole() -> Message:
+            return {"type": "http.request", "body": BOAT, "more_body": False}
+
+        async def send(_message: Message) -> None:
+            pass
+
+        scope: Scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/tandem/images/x",
+            "headers": [],
+            "query_string": b"",
+        }
+        held = [asyncio.create_task(layer(scope, stalled, send)) for _ in range(security._MOST_UPLOADS)]
+        await asyncio.sleep(0)
+        with pytest.raises(RefusedError) as refused:
+            await layer(scope, whole, send)
+        assert refused.value.status_code == 429 and entered == 0
+        gone.set()
+        for ended in await asyncio.gather(*held, return_exceptions=True):
+            assert isinstance(ended, RefusedError) and ended.status_code == 400
+        await layer(scope, whole, send)
+        assert entered == 1
+
+    asyncio.run(check())
