@@ -20,7 +20,7 @@ class MemoryStrategy(FrozenModel):
         keep_loaded: whether components stay on the device between stages and jobs, all but those `freed` after their
             stage. Offloaded components stay in RAM in any case.
         decode_chunk: latent frames that the VAE decodes in one call.
-        decode_tile: side of the tiles that the VAE decodes a frame in, in latents; `None` decodes it whole.
+        decode_tile: side of the tiles that the VAE decodes and encodes a frame in, in latents; `None` for it whole.
     """
 
     offload: str = "none"

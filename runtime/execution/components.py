@@ -99,12 +99,14 @@ class ImageEncoder(Protocol):
 class VideoEncoder(Protocol):
     """The encoder of a VAE, for clips whose frames are given at the start and the end only."""
 
-    def latents(self, images: Sequence[torch.Tensor], frames: int) -> torch.Tensor:
+    def latents(self, images: Sequence[torch.Tensor], frames: int, tile: int | None = None) -> torch.Tensor:
         """Return the latents of a clip, (1, channels, latent frames, height, width), float32, normalised.
 
         Args:
             images: the first frame and, if there are two, the last, each (3, height, width), float32 in -1 to 1.
             frames: of the clip; those between the images are gray.
+            tile: side of the tiles that frames are encoded in, in latents; `None` encodes them whole. An engine has
+                its size, and encodes them whole.
         """
 
 

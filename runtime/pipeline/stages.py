@@ -91,7 +91,7 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     frames = 1 if spec.image_input.kind == "first_frame" else plan.frames
     with context.residency.video_encoder(spec, context) as vae, context.metrics.stage("encode"):
         context.begin_stage("encode", VAE_ENCODER)
-        latents = vae.latents([_pixels(image) for image in images], frames)
+        latents = vae.latents([_pixels(image) for image in images], frames, plan.strategy.decode_tile)
     device = context.plan.components["transformer"].device
     return replace(conditioning, given=GivenFrames.of(spec, latents.to(device), len(images)))
 

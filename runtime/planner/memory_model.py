@@ -157,8 +157,8 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
         tokens = prod(n // patch for n, patch in zip(latent, spec.transformer.patch_size, strict=True))
         return spec.transformer.forward_flops(tokens, spec.context_tokens)
     if component == VAE_ENCODER:
-        images = _image_input(spec)
-        return images.vae.encode_flops(*_encoded_clip(spec, latent), max(len(spec.images), 1))
+        whole = _image_input(spec).vae.encode_flops(*_encoded_clip(spec, latent), max(len(spec.images), 1))
+        return whole * times_decoded(*latent[1:], tile)
     frames, height, width = latent
     vae, scale = spec.vae, spec.vae.scale_factor_spatial
     whole = vae.decode_flops((frames - 1) * vae.scale_factor_temporal + 1, height * scale, width * scale)
@@ -342,7 +342,9 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
         images = _image_input(spec)
         return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]
     if name == VAE_ENCODER:
-        clip = _encoded_clip(spec, workload.latent_shape[2:])
+        frames, *sides = workload.latent_shape[2:]
+        rows, columns = (min(side, strategy.decode_tile or side) for side in sides)
+        clip = _encoded_clip(spec, (frames, rows, columns))
         return _image_input(spec).vae.encode_bytes(*clip, DTYPE_BYTES[dtype], max(len(spec.images), 1))
     if name == "vae":
         return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)

@@ -16,7 +16,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan, Speed
 from runtime.core.request import AUTO
 from runtime.core.tiles import times_decoded
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints, execution_options, forecast, memory_model
 from runtime.planner.engine_offers import refused
 from runtime.planner.execution_options import with_less_memory
@@ -235,7 +235,7 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
     fitted = strategy
     memory = forecast.memory(inputs, fitted, computed)
     for tile in (None, *tiles):
-        if _needs(memory[-1:]) <= usable:
+        if _needs(tuple(stage for stage in memory if stage.component in {"vae", VAE_ENCODER})) <= usable:
             break
         fitted = strategy.replace(decode_chunk=1, decode_tile=tile)
         memory = forecast.memory(inputs, fitted, computed)
@@ -409,15 +409,15 @@ def _possible(workload: Workload, other: StrategyForecast) -> bool:
 
 
 def _smaller_decodes(plan: ExecutionPlan, workload: Workload, component: str) -> list[StrategyForecast]:
-    """Return the plan's strategy with smaller decoder calls: fewer frames, then tiles."""
-    if component != "vae" or plan.components["vae"].backend != PYTORCH:
+    """Return the plan's strategy with smaller calls of the VAE: fewer frames to decode, then tiles."""
+    if component not in {"vae", VAE_ENCODER} or plan.components[component].backend != PYTORCH:
         return []
     found = []
     current, strategy = plan.forecast, plan.strategy
     title = current.title
     if title.code in {"strategy.tiles", "strategy.frame_by_frame"}:
         title = title.data["how"]
-    if strategy.decode_chunk > 1:
+    if component == "vae" and strategy.decode_chunk > 1:
         single = strategy.replace(decode_chunk=1)
         found.append(current.replace(strategy=single, title=Fact("strategy.frame_by_frame", {"how": title})))
     scale = workload.spec.vae.scale_factor_spatial
@@ -434,7 +434,7 @@ def _with(
 ) -> ExecutionPlan:
     strategy = chosen.strategy
     dtypes = {name: part.dtype for name, part in plan.components.items()}
-    weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization)
+    weights = memory_model.weights_bytes(workload.spec, dtypes, strategy.quantization)
     components = {
         name: part.replace(quantization=strategy.quantization, weights_bytes=weights[name])
         if is_transformer(name) and not part.on_engine

@@ -16,6 +16,7 @@ from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.families.wan.image_encoder import PyTorchImageModel
+from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
@@ -29,7 +30,7 @@ from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_parallel import apart
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
-from tests.plans import machine, with_strategy
+from tests.plans import machine, tiny_plan, with_strategy
 from tests.wan_pipeline import run_pipeline
 
 Tiny = Callable[[str], ModelSpec]
@@ -184,6 +185,25 @@ def test_out_of_memory_is_retried_with_the_same_video(
     component = "vae_encoder" if kind is PyTorchVideoEncoder else "image_encoder"
     assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", component, True)]
     assert frames_of(clip.plan.output) == wanted
+
+
+def test_out_of_memory_without_an_image_on_a_model_that_takes_one(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, starved = tiny_plan(tiny("wan2.2-ti2v-5b"), tmp_path / "x.mp4"), False
+    computed = PyTorchVideoDecoder.frames
+
+    def starving(self: PyTorchVideoDecoder, *inputs: Any) -> Iterator[torch.Tensor]:
+        nonlocal starved
+        if not starved:
+            starved = True
+            raise torch.OutOfMemoryError("on purpose")
+        yield from computed(self, *inputs)
+
+    monkeypatch.setattr(PyTorchVideoDecoder, "frames", starving)
+    events = run(plan, tiny("wan2.2-ti2v-5b"), None)
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    assert [out.component for out in outs(events)] == ["vae"]
 
 
 @pytest.fixture(scope="module")

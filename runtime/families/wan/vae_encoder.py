@@ -21,6 +21,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
+from runtime.core.tiles import spans
+from runtime.execution.decoded_frames import blend_weights
 from runtime.families.wan.vae import CACHED_FRAMES, DecoderOps, lay_out, triton_ops
 from runtime.upstream.diffusers import causal_padding
 
@@ -98,8 +100,26 @@ class PyTorchVideoEncoder:
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
-    def latents(self, images: Sequence[torch.Tensor], frames: int) -> torch.Tensor:
-        """See `VideoEncoder`."""
+    def latents(self, images: Sequence[torch.Tensor], frames: int, tile: int | None = None) -> torch.Tensor:
+        """See `VideoEncoder`; tiles overlap by a quarter, and are blended as in decoding."""
+        scale: int = self._vae.config.scale_factor_spatial
+        height, width = (side // scale for side in images[0].shape[1:])
+        if tile is None or max(height, width) <= tile:
+            return self._whole(images, frames)
+        rows, columns = spans(height, tile), spans(width, tile)
+        blended: torch.Tensor | None = None
+        for row, down in zip(rows, blend_weights(rows, 1), strict=True):
+            for column, across in zip(columns, blend_weights(columns, 1), strict=True):
+                y, x = (slice(span.start * scale, span.end * scale) for span in (row, column))
+                part = self._whole([image[:, y, x] for image in images], frames)
+                if blended is None:
+                    blended = part.new_zeros((*part.shape[:3], height, width))
+                share = (down[:, None] * across).to(part.device)
+                blended[..., row.start : row.end, column.start : column.end] += part * share
+        assert blended is not None
+        return blended
+
+    def _whole(self, images: Sequence[torch.Tensor], frames: int) -> torch.Tensor:
         first, *last = [self._frame(image) for image in images]
         gray = frames - len(images)
         start = torch.cat([first, torch.zeros_like(first)], dim=2) if gray > 0 else first

@@ -1,6 +1,7 @@
 """The faster VAE encoder equals `AutoencoderKLWan.encode`."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
 from runtime.execution.compilation import discard_compiled_code
 from runtime.families.wan.vae import TritonDecoderOps
-from runtime.families.wan.vae_encoder import Clip, EncoderSteps
+from runtime.families.wan.vae_encoder import Clip, EncoderSteps, PyTorchVideoEncoder
+from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from tests.families.wan.test_vae import Kernels
 from tests.tiny_models import ARCHITECTURES
@@ -36,6 +38,20 @@ def test_latents_of_an_image_and_gray_frames_equal_autoencoder_encode(
         got = vae.quant_conv(steps(clip.each(lambda part: patchify(part, patch_size or 1)))).chunk(2, dim=1)[0]
         assert got.shape == wanted.shape
         assert (got - wanted).abs().max() < 1e-5, frames
+
+
+def test_tiles_are_close_to_whole_frames() -> None:
+    spec = find("diorama", Path("none"))  # trained: random weights attend to all pixels alike
+    encoder = PyTorchVideoEncoder(AutoencoderKLWan.from_pretrained(spec.directory, subfolder="vae").float())
+    scale = spec.vae.scale_factor_spatial
+    rows, columns = torch.linspace(-1, 1, 12 * scale), torch.linspace(-1, 1, 20 * scale)
+    image = torch.stack([rows[:, None] * columns, rows[:, None].expand(-1, 20 * scale), columns.expand(12 * scale, -1)])
+    images = [image, image.flip(1)]
+    whole = encoder.latents(images, 9)
+    assert torch.equal(encoder.latents(images, 9, 20), whole)
+    tiled = encoder.latents(images, 9, 8)
+    assert tiled.shape == whole.shape
+    assert 0 < (tiled - whole).norm() / whole.norm() < 0.1
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["image", "two images"])
