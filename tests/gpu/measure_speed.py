@@ -2,10 +2,10 @@
 
     python tests/gpu/measure_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
 
-PART is of attention, transformer, vae, small. Random weights: speed does not depend on their values; norms are near
-one, so that attention is neither flat nor sharp. Prints a JSON object per measurement and appends it to
-$OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. A failure is reported and the
-next variant runs; none starts after `--seconds`. `--device cpu --tiny` tries the script itself.
+PART is of attention, transformer, vae, vae-encoder, small. Random weights: speed does not depend on their values; norms
+are near one, so that attention is neither flat nor sharp. Prints a JSON object per measurement and appends it to
+$OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. A failure is reported and the next variant
+runs; none starts after `--seconds`. `--device cpu --tiny` tries the script itself.
 
 Errors are ‖out - ref‖ / ‖ref‖ against float32 with TF32 off, of the same weights; the transformer's over
 `--reference-blocks` of its 40 blocks, since float32 takes a minute for all of them at 480p and five at 720p.
@@ -44,6 +44,7 @@ from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
+from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models import quantization
 from runtime.models.catalogue import find
 from runtime.pipeline.sampling import decode
@@ -98,6 +99,12 @@ VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
     ("kernels", Speed(channels_last=True, compiled=True), 1),
     ("kernels", Speed(channels_last=True, compiled=True), 4),
 )
+ENCODER_VARIANTS: dict[str, Speed | None] = {
+    "diffusers": None,
+    "ours": EAGER,
+    "channels last": Speed(channels_last=True),
+    "kernels": Speed(channels_last=True, compiled=True),
+}
 DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
 
 
@@ -212,16 +219,24 @@ def random_module(device: str, make: Callable[[], Any], dtype: torch.dtype) -> A
 
 
 def transformer(bench: Bench) -> None:
-    """Measure one forward pass of one expert of Wan2.2-A14B, in bfloat16 and FP8."""
-    config = TINY if bench.arguments.tiny else A14B
+    """Measure one forward pass of one expert of Wan2.2-A14B, in bfloat16 and FP8; with --images of I2V-A14B too."""
+    kinds: dict[str, dict[str, Any]] = {"t2v": {}}
+    if bench.arguments.images:
+        kinds |= {"i2v": {"in_channels": 36, "out_channels": 16}}
+    for kind, channels in kinds.items():
+        _transformer(bench, kind, (TINY if bench.arguments.tiny else A14B) | channels)
+        discard_compiled_code()
+
+
+def _transformer(bench: Bench, kind: str, config: dict[str, Any]) -> None:
     operations, attends = flops(bench, config)
-    say: dict[str, Any] = {"part": "transformer", "floor": round(operations / PEAK, 3)}
+    say: dict[str, Any] = {"part": "transformer", "kind": kind, "floor": round(operations / PEAK, 3)}
     bench.say(**say, attention_flops=attends, all_flops=operations)
     module = random_module(bench.device, lambda: WanTransformer3DModel(**config), bench.dtype)
     width = config.get("attention_head_dim", 128)
     module.rope = type(module.rope)(width, (1, 2, 2), 1024).to(bench.device)
     generator = torch.Generator(bench.device).manual_seed(1)
-    latents = torch.randn(1, 16, *bench.grid, device=bench.device, generator=generator)
+    latents = torch.randn(1, config.get("in_channels", 16), *bench.grid, device=bench.device, generator=generator)
     shape = (1, TEXT_TOKENS, config.get("text_dim", 4096))
     text = torch.randn(shape, device=bench.device, generator=generator).to(bench.dtype)
     given = (latents, torch.tensor(500.0, device=bench.device), text)
@@ -476,6 +491,47 @@ def vae_in(
     return wanted
 
 
+@torch.inference_mode()
+def vae_encoder(bench: Bench) -> None:
+    """Measure encoding of an image and 80 gray frames, and of two images, by diffusers and by Tandem."""
+    tiny = {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1} if bench.arguments.tiny else {}
+    frames, height, width = bench.grid
+    count = 4 * frames - 3
+    generator = torch.Generator(bench.device).manual_seed(5)
+    both = torch.rand(2, 3, 8 * height, 8 * width, device=bench.device, generator=generator) * 2 - 1
+    for images in (1, 2):
+        clip = torch.zeros(1, 3, count, 8 * height, 8 * width, device=bench.device)
+        clip[0, :, 0] = both[0]
+        if images > 1:
+            clip[0, :, -1] = both[1]
+        exact = random_module(bench.device, lambda: AutoencoderKLWan(**tiny), torch.float32)
+        encoder = PyTorchVideoEncoder(exact)
+
+        def encoded(module: Any, encoder: Any = encoder, clip: torch.Tensor = clip) -> torch.Tensor:
+            mean = module.encode(clip.to(module.dtype)).latent_dist.mode().float()
+            normalised: torch.Tensor = (mean - encoder._mean) / encoder._std
+            return normalised
+
+        with full_float32(clip.device):
+            wanted = encoded(exact)
+        del exact
+        module = random_module(bench.device, lambda: AutoencoderKLWan(**tiny), bench.dtype)
+        encoder = PyTorchVideoEncoder(module)
+        for variant, speed in ENCODER_VARIANTS.items():
+            what = {"part": "vae-encoder", "images": images, "variant": variant}
+            with bench.trying(**what):
+                if speed is None:
+                    run = partial(encoded, module)
+                else:
+                    encoder.compute(speed, raise_if_degraded)
+                    run = partial(encoder.latents, list(both[:images]), count)
+                started = time.perf_counter()
+                error = float(f"{relative_error(run(), wanted):.3g}")
+                bench.wait()
+                first = round(time.perf_counter() - started, 2)
+                bench.say(**what, first=first, **bench.seconds(run, 5), error=error)
+
+
 def raise_if_degraded(field: str, reason: Fact) -> None:
     """Raise if an option cannot be used."""
     raise RuntimeError(f"{field}: {reason}")
@@ -582,6 +638,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "attention": attentions,
     "transformer": transformer,
     "vae": vae,
+    "vae-encoder": vae_encoder,
     "small": small,
 }
 
@@ -595,6 +652,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument("--reference-blocks", type=int, default=4, help="0 measures no errors")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="of the VAE: bfloat16, float16, float32")
+    parser.add_argument("--images", action="store_true", help="also the transformer of I2V-A14B")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true")

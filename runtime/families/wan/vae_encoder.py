@@ -149,7 +149,7 @@ class EncoderSteps:
     def __init__(self, encoder: Any, *, channels_last: bool = False, ops: DecoderOps | None = None) -> None:
         self._encoder = encoder
         self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-        self.ops = ops or DecoderOps()
+        self.ops, self._plain = ops or DecoderOps(), ops is None
         lay_out(encoder, self.ops, channels_last=channels_last)
 
     def __call__(self, clip: Clip) -> torch.Tensor:
@@ -183,6 +183,9 @@ class EncoderSteps:
 
     def _residual(self, block: Any, x: Clip) -> Clip:
         shortcut = x.each(block.conv_shortcut)
+        if self._plain:  # without kernels that add a bias before they round
+            y = self._convolve(self._convolve(x, block.conv1, block.norm1), block.conv2, block.norm2)
+            return _joined(y, shortcut, torch.add)
         y = self._convolve(x, block.conv1, block.norm1, with_bias=False)
         y = self._convolve(y, block.conv2, block.norm2, block.conv1.bias, with_bias=False)
         return _joined(y, shortcut, lambda one, other: self.ops.add_residual(one, block.conv2.bias, other))
