@@ -94,7 +94,7 @@ def test_bad_images(
         (["--image", "x" * 5000], "--image is not a file's name", "PNG or JPEG"),
         (["--image", "sha256:boat"], "names no image", "64 hexadecimal"),
         (["--image", f"sha256:{'a' * 64}"], "no longer in the cache", "file again"),
-        (["--last-image", "boat.png"], "needs a first one", "--image FILE"),
+        (["--last-image", "boat.png"], "needs a first one", "Give one with --image"),
         (["--image", "boat.png", "--last-image", "boat.png"], "does not end with an image", "Leave --last-image out"),
         (["--image-fit", "stretch"], "--image-fit is 'stretch'", "crop, fit"),
         (["--image-position", "101"], "--image-position is 101", "to 100"),

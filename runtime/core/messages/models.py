@@ -183,7 +183,7 @@ _IMAGES: Mapping[str, Message] = {
         "The disk is full: the image was not copied to {folder}.", "Free some disk space and try again."
     ),
     "image.gone": Message("The image {file} cannot be read any more: {cause:clause}.", "Start a new job."),
-    "image.last_required": Message("{model} needs a last image too.", "Add {set[last_image]} FILE."),
+    "image.last_required": Message("{model} needs a last image too.", "Give one with {set[last_image]}."),
     "image.model_without": Message("{model} does not start from an image.", "Select one of {models:list}."),
     "image.model_without_last": Message(
         "{model} does not end with an image.", "Leave {set[last_image]} out, or select another model."
@@ -192,8 +192,8 @@ _IMAGES: Mapping[str, Message] = {
     "image.not_kept": Message(
         "The image cannot be written to {folder}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
     ),
-    "image.only_last": Message("A last image needs a first one.", "Add {set[image]} FILE."),
-    "image.required": Message("{model} makes videos from an image only.", "Add {set[image]} FILE."),
+    "image.only_last": Message("A last image needs a first one.", "Give one with {set[image]}."),
+    "image.required": Message("{model} makes videos from an image only.", "Give one with {set[image]}."),
 }
 
 _LORA_AGAIN = "Copy or download the LoRA again."
