@@ -194,6 +194,23 @@ def test_owner_functions_do_not_exist_for_visitors(visitor: Visitor) -> None:
     assert visitor.ask("POST", "/gradio_api/call/generate", {"data": ["x" * 300_000]}).status == 413
 
 
+def test_visitors_name_their_own_uploads_only(visitor: Visitor, other: Visitor, tmp_path: Path) -> None:
+    """The model of this server does not start from images, which it says only of a visitor's own."""
+    boat = saved(tmp_path / "boat.png")
+    with pytest.raises(AppError, match="does not start from an image"):
+        visitor.client.predict("a boat", image=handle_file(str(boat)), api_name="/generate")
+    own = f"sha256:{hashlib.sha256(boat.read_bytes()).hexdigest()}/boat.png"
+    with pytest.raises(AppError, match="does not start from an image"):
+        visitor.client.predict("a boat", image=own, api_name="/generate")
+    for image in (own, str(boat), "/etc/passwd"):
+        with pytest.raises(AppError, match="not an image that you uploaded"):
+            other.client.predict("a boat", image=image, api_name="/generate")
+    for name in (own.partition("/")[0].removeprefix("sha256:"), "boat.png"):
+        assert visitor.get(f"/tandem/images/{name}").status == 403
+    refused = visitor.ask("POST", "/tandem/images/boat.png", "no image")
+    assert refused.status == 422 and b"boat.png is not an image" in refused.body
+
+
 def test_videos_in_an_hour_are_limited(visitor: Visitor) -> None:
     for seed in range(4):
         visitor.client.predict("a red boat", steps=1, frames=1, seed=seed, api_name="/generate")
@@ -228,20 +245,3 @@ def test_login_attempts_are_limited(server: Server) -> None:
     assert {attempt("x", f"1.2.{number}.1").status for number in range(100)} >= {400, 429}
     until(lambda: attempt(password, "1.0.0.1").status == 200)
     assert attempt("x", "1.2.0.1").status == 429
-
-
-def test_visitors_name_their_own_uploads_only(visitor: Visitor, other: Visitor, tmp_path: Path) -> None:
-    """The model of this server does not start from images, which it says only of a visitor's own."""
-    boat = saved(tmp_path / "boat.png")
-    with pytest.raises(AppError, match="does not start from an image"):
-        visitor.client.predict("a boat", image=handle_file(str(boat)), api_name="/generate")
-    own = f"sha256:{hashlib.sha256(boat.read_bytes()).hexdigest()}/boat.png"
-    with pytest.raises(AppError, match="does not start from an image"):
-        visitor.client.predict("a boat", image=own, api_name="/generate")
-    for image in (own, str(boat), "/etc/passwd"):
-        with pytest.raises(AppError, match="not an image that you uploaded"):
-            other.client.predict("a boat", image=image, api_name="/generate")
-    for name in (own.partition("/")[0].removeprefix("sha256:"), "boat.png"):
-        assert visitor.get(f"/tandem/images/{name}").status == 403
-    refused = visitor.ask("POST", "/tandem/images/boat.png", "no image")
-    assert refused.status == 422 and b"boat.png is not an image" in refused.body
