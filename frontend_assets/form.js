@@ -29,11 +29,24 @@
     const same = radios.find((radio) => radio.value === text);
     check(!custom[name] && same ? same : radios.find((radio) => radio.value === CUSTOM));
   };
+  // The tile of the image's proportions is there only with an image.
+  const showSize = () => {
+    const tile = $("input[name=size][value=image]")?.parentNode;
+    if (tile) {
+      const known = Boolean(value("image")) && Boolean($("#field-image")), size = tandem.imageSize();
+      if (tile.hidden === known) tile.hidden = !known;
+      let pixels = $("small", tile);
+      if (!pixels) { pixels = document.createElement("small"); tile.append(pixels); }
+      write(pixels, size ? `${size[0]} × ${size[1]}` : "");
+    }
+    showTile("size", tandem.fromImage() ? "image" : `${value("width")}x${value("height")}`);
+  };
   tandem.uncustomized = () => { custom.size = custom.length = false; };
   tandem.showForm = () => {
     if (!tandem.values.length) return;
     const frames = value("frames"), fps = value("fps");
-    showTile("size", `${value("width")}x${value("height")}`);
+    tandem.showImages();
+    showSize();
     showTile("length", String(frames));
     const seconds = (count) => `${(count / fps).toFixed(1)} s`;
     for (const radio of $$("input[name=length]")) {
@@ -57,7 +70,10 @@
     if (target.name === "size") {
       custom.size = target.value === CUSTOM;
       const [width, height] = target.value.split("x").map(Number);
-      if (!custom.size) apply({ width, height });
+      const size = tandem.imageSize();
+      if (target.value === "image") apply({ size_from: "image" });
+      else if (!custom.size) apply({ width, height, size_from: "" });
+      else apply({ size_from: "", ...(size ? { width: size[0], height: size[1] } : {}) });
     } else if (target.name === "length") {
       custom.length = target.value === CUSTOM;
       if (!custom.length) apply({ frames: Number(target.value) });
@@ -221,7 +237,8 @@
   document.addEventListener("input", ({ target }) => { if (marked && target === marked.input) tandem.unmark(); });
   tandem.marked = (input) => marked?.input === input ? ` ${marked.line.id}` : "";
   // The plan names the field too, but not while it is being typed.
-  tandem.planned = ({ field, problem }) => {
+  tandem.planned = ({ field, problem, size }) => {
+    tandem.plannedSize(size ?? null);
     tandem.showForm();
     const input = field && fieldOf(field);
     if (input && document.activeElement !== input) tandem.mark(field, problem, true);

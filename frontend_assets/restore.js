@@ -53,7 +53,7 @@
     return new TextDecoder().decode(new Uint8Array(data.buffer, data.byteOffset + place[0] + 8, place[1] - place[0] - 8));
   };
 
-  // Returns the request of a video, `null` if it has none.
+  // Returns the request of a video, `null` if it has none. Small pictures of its images are in the file too.
   const requestOf = async (file) => {
     let text;
     try {
@@ -63,7 +63,8 @@
       throw error;
     }
     try {
-      const request = JSON.parse(text).tandem.request;
+      const { request, images } = JSON.parse(text).tandem;
+      window.tandem.thumbnails(images);
       return request && typeof request.prompt === "string" ? request : null;
     } catch { return null; }
   };
@@ -121,6 +122,7 @@
     hover(false);
     if (!carries(event)) return;
     event.preventDefault();
-    if (event.dataTransfer.files.length) restore(event.dataTransfer.files[0]);
+    const { files } = event.dataTransfer;
+    if (files.length && !window.tandem.takeImages(files, event.target)) restore(files[0]);
   }, true);
 })();

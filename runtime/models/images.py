@@ -137,7 +137,7 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
     given = {"image": request.image, "last_image": request.last_image}
     for field, file in given.items():
         if file is not None and known is None:
-            able = _models_with_images(weights_dir)
+            able = models_with_images(weights_dir)
             code = "image.model_without" if able else "image.no_model"
             raise InvalidRequestError(field, code, model=spec.title, models=able)
     if known is None:
@@ -152,7 +152,7 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
         raise InvalidRequestError("last_image", "image.last_required", model=spec.title)
 
 
-def _models_with_images(weights_dir: Path) -> list[str]:
+def models_with_images(weights_dir: Path) -> list[str]:
     """Return the names of the models that start from an image, installed ones first."""
     try:
         specs = [*add_usable({}, weights_dir).values(), *not_downloaded(weights_dir)]

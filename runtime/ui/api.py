@@ -33,8 +33,6 @@ _MOST_UNREAD = 100
 _MOST_WHOLE = 10
 # Types of the lists and mappings in the endpoint's schema; null stands for the default.
 _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
-# The parameters of the visitors' endpoint.
-VISITORS = (*form.BASIC, *form.UNSHOWN)
 
 
 class ApiWords(Words):
@@ -59,7 +57,7 @@ def submission(worker: JobQueue, models: dict[str, ModelSpec]) -> Submit:
 
 def visitors_submission(visitors: Visitors, audience: job_view.Audience) -> Submit:
     """Return what submits the job of a call of `/generate` on the visitors' page."""
-    return _submission(VISITORS, visitors.submit, audience.redact)
+    return _submission(form.BASIC, visitors.submit, audience.redact)
 
 
 def endpoint(default_model: str) -> Callable[..., Any]:
@@ -98,7 +96,7 @@ def visitors_endpoint(
             async for event in _events(request, watch, lambda job, _: audience.address(job), audience.redact):
                 yield event
 
-    return _with_parameters(generate, VISITORS, default_model)
+    return _with_parameters(generate, form.BASIC, default_model)
 
 
 def _submission(

@@ -16,17 +16,15 @@ import gradio as gr
 
 from runtime.core.errors import MachineError
 from runtime.core.facts import render
-from runtime.core.images import ImageUse
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import has_screen, probe
-from runtime.models.images import keep_image
 from runtime.pipeline.files import make_folder
 from runtime.pipeline.history_file import HistoryFile
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
 from runtime.queue.store import open_store
-from runtime.server import image_uploads, job_files
+from runtime.server import job_files
 from runtime.server.security import LOOPBACK
 from runtime.server.visitors import cancel_orphaned
 from runtime.ui import server
@@ -106,10 +104,6 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
         sharing = Sharing(worker, settings, notify) if settings.share else None
         page, submissions, panel_routes = build(worker, engines, settings, sharing, model_tasks)
         names = LOOPBACK if settings.host in LOOPBACK else None
-
-        def keep(data: bytes, name: str, _visitor: str) -> ImageUse:
-            return keep_image(data, name, "image", settings.cache_dir)
-
         try:
             url = server.start(
                 page,
@@ -119,7 +113,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
                 submissions,
                 settings.auth,
                 _LOGIN_MESSAGE,
-                routes=[*job_files.routes(worker, settings), *image_uploads.routes(keep), *panel_routes],
+                routes=[*job_files.routes(worker, settings), *panel_routes],
             )
         except OSError as error:
             raise _port_taken(settings.port) from error

@@ -11,7 +11,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.images import parse_reference
 from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
-from runtime.core.request_fields import AUTO, Backends, Choice, Loras, Name, Number, Prompt, StepCache
+from runtime.core.request_fields import AUTO, Backends, Choice, ImageFile, Loras, Name, Number, Prompt, StepCache
 
 BACKEND = "backend_"
 _LONGEST_LORAS = 4_000
@@ -65,6 +65,8 @@ def read(name: str, value: Any) -> Any:
             return _number(value, whole=True)
         case Loras():
             return _read_loras(value)
+        case ImageFile():
+            return None if value == "" else value
     return value
 
 
@@ -85,6 +87,8 @@ def shown(name: str, stored: Any) -> Any:
         value = GenerationRequest.model_fields[name].default
     if isinstance(declared, StepCache):
         return value
+    if isinstance(declared, ImageFile):
+        return value or ""
     return "" if value in (None, AUTO) else f"{value:.17g}" if isinstance(value, int) else f"{value:.12g}"
 
 

@@ -18,27 +18,32 @@ from runtime.core.request_fields import AUTO, Number
 from runtime.models.catalogue import check_offered, published
 from runtime.models.folder import read_vocabulary
 from runtime.models.spec import ModelSpec
-from runtime.ui import fields, formatting, theme
+from runtime.ui import fields, formatting, image_places, theme
 from runtime.ui.formatting import render
 from runtime.ui.watchers import MOST_WATCHERS
 
 CUSTOM = "custom"
-# The fields that the form has no controls for: programs give images, and an edited job keeps its own.
-UNSHOWN = tuple(name for name, declared in FIELDS.items() if declared.group == "image")
-SHOWN = tuple(name for name in FIELDS if name not in UNSHOWN)
-NAMES = tuple(
-    control
-    for name in SHOWN
-    for control in ([f"{fields.BACKEND}{one}" for one in COMPONENTS] if name == "backends" else [name])
+# Where the size comes from: "image" for the proportions of the image, if there is one. It is no field of requests.
+SIZE_FROM = "size_from"
+FROM_IMAGE = "image"
+NAMES = (
+    *(
+        control
+        for name in FIELDS
+        for control in ([f"{fields.BACKEND}{one}" for one in COMPONENTS] if name == "backends" else [name])
+    ),
+    SIZE_FROM,
 )
-# The controls that visitors of a share link have too: those that do not choose what runs where.
-BASIC = tuple(name for name, declared in FIELDS.items() if declared.group in {"prompt", "video", "more"})
+# The fields that visitors of a share link have too: those that do not choose what runs where.
+BASIC = tuple(name for name, declared in FIELDS.items() if declared.group in {"prompt", "video", "more", "image"})
+# Their controls.
+BASIC_NAMES = (*BASIC, SIZE_FROM)
 # The controls that a change of model sets to its defaults.
 FOLLOWING_MODEL = (
     "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2", "shift",
 )  # fmt: skip
 # The other elements that depend on the model.
-OTHERS = ("card", "sizes", "lengths")
+OTHERS = ("card", "images", "sizes", "lengths")
 # Proportions that have a name; a size is called by one that is this close.
 _PROPORTIONS = ((16, 9), (9, 16), (4, 3), (3, 4), (1, 1), (3, 2), (2, 3), (21, 9))
 _CLOSE = 0.04
@@ -72,7 +77,7 @@ class Form:
 def prompt_section(
     models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]], *, panels: bool
 ) -> Form:
-    """Create the model's card, the prompt and the suggestions.
+    """Create the model's card, the prompt, the suggestions, and the places of images.
 
     Args:
         values: the properties of what depends on the model, see `model_values`.
@@ -94,7 +99,16 @@ def prompt_section(
     )
     suggestions = render("suggestions.html", suggestions=theme.examples())
     gr.HTML(suggestions, elem_id="suggestions", apply_default_css=False)
-    return Form({"model": model, "prompt": prompt}, {"card": card})
+    images = gr.HTML(**values["images"], elem_id="images", apply_default_css=False)
+    made: dict[str, Any] = {"model": model, "prompt": prompt}
+    # The script draws them; see images.js.
+    for name in (name for name, declared in FIELDS.items() if declared.group == "image"):
+        stored: dict[str, Any] = {"visible": "hidden", "label": FIELDS[name].label, "elem_id": f"stored-{name}"}
+        default = GenerationRequest.model_fields[name].default
+        number = isinstance(FIELDS[name], Number)
+        made[name] = gr.Number(default, **stored) if number else gr.Textbox(default or "", **stored)
+    made[SIZE_FROM] = gr.Textbox("", visible="hidden", label="Size from", elem_id=f"stored-{SIZE_FROM}")
+    return Form(made, {"card": card, "images": images})
 
 
 def video_section(values: Mapping[str, Mapping[str, Any]], *, panels: bool) -> Form:
@@ -186,13 +200,18 @@ def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
     ]
 
 
-def model_values(spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    """Return the properties of the controls and elements that follow the model, by name."""
+def model_values(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> dict[str, dict[str, Any]]:
+    """Return the properties of the controls and elements that follow the model, by name.
+
+    Args:
+        models: what the page offers, by name.
+    """
     defaults, stride = spec.defaults, spec.vae.scale_factor_temporal
     wide, high = spec.strides
     second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale
     return {
         "card": {"value": card_html(spec)},
+        "images": {"value": image_places.places_html(spec, models)},
         "sizes": {"value": sizes_html(spec.sizes)},
         "lengths": {"value": lengths_html(spec.frame_counts, defaults.fps)},
         "width": {"value": defaults.width, "step": wide, "info": f"A multiple of {wide}."},
@@ -226,7 +245,7 @@ def card_html(spec: ModelSpec, *, panels: bool = True) -> str:
 def sizes_html(sizes: Sequence[tuple[int, int]]) -> str:
     """Return the choice of sizes, each with its proportion drawn."""
     shown = [(f"{w}x{h}", proportion(w, h), formatting.size(w, h), *_drawn(w, h)) for w, h in sizes]
-    return render("sizes.html", sizes=shown, custom=CUSTOM)
+    return render("sizes.html", sizes=shown, custom=CUSTOM, from_image=FROM_IMAGE)
 
 
 def lengths_html(frame_counts: Sequence[int], fps: int) -> str:
@@ -273,9 +292,9 @@ def filled(
     """
     known = stored.get("model") in list(models)
     name = stored["model"] if known else next(iter(models))
-    values = {control: dict[str, Any]() for control in NAMES} | model_values(models[name])
+    values = {control: dict[str, Any]() for control in NAMES} | model_values(models[name], models)
     values["model"] = {"value": name}
-    for field in SHOWN:
+    for field in FIELDS:
         declared = FIELDS[field]
         follows_model = declared.group in {"video", "more"} and field != "seed"
         if field in {"model", "backends", "gpus"} or (follows_model and not known):
@@ -287,6 +306,8 @@ def filled(
             values[field]["value"] = ""
     if str(stored.get("gpus")) in ("1", AUTO, *map(str, range(2, gpus + 1))):  # a number in requests
         values["gpus"]["value"] = str(stored["gpus"])
+    from_image = stored.get(SIZE_FROM) == FROM_IMAGE or AUTO in (stored.get("width"), stored.get("height"))
+    values[SIZE_FROM]["value"] = FROM_IMAGE if from_image else ""
     values |= _filled_backends(stored, values, preset)
     return values
 
@@ -320,29 +341,42 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     """
     given = by_name(values)
     spec = check_offered(given["model"], models)
+    size_from = given.pop(SIZE_FROM)
     backends = {name: given.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
     request = {name: fields.read(name, value) for name, value in given.items()}
     request["prompt"] = "" if request["prompt"] is None else request["prompt"]
-    request["backends"] = {name: backends[name] for name in spec.component_names if backends[name] != AUTO}
+    request["backends"] = {
+        name: backend for name, backend in backends.items() if name in spec.component_names and backend != AUTO
+    }
     if spec.experts == 1:
         request["guidance_scale_2"] = AUTO
+    # The form shows no place for what the model does not take.
+    if spec.image_input is None:
+        request["image"] = None
+    if spec.image_input is None or spec.image_input.last == "none":
+        request["last_image"] = None
+    if request["image"] is not None and size_from == FROM_IMAGE:
+        request["width"] = request["height"] = AUTO
     for name, value in request.items():
         if value is None and isinstance(FIELDS[name], Number) and name != "shift":
-            default = model_values(spec).get(name, {}).get("value", GenerationRequest.model_fields[name].default)
+            following = model_values(spec, models).get(name, {})
+            default = following.get("value", GenerationRequest.model_fields[name].default)
             raise InvalidRequestError(name, "form.empty", default=default)
-    return GenerationRequest(**request)
+    read = GenerationRequest(**request)
+    fields.check_copies(read)
+    return read
 
 
 def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
-    """Read the values of a form that has only the controls of `BASIC`.
+    """Read the values of a form that has only the controls of `BASIC_NAMES`.
 
     Raises:
         TandemError: for an invalid value, with its field.
     """
-    if len(values) != len(BASIC):
+    if len(values) != len(BASIC_NAMES):
         raise InvalidRequestError("form", "form.incomplete")
     others = {name: str(info.default) for name, info in GenerationRequest.model_fields.items() if name not in BASIC}
-    given = dict.fromkeys(NAMES, AUTO) | others | {"loras": ""} | dict(zip(BASIC, values, strict=True))
+    given = dict.fromkeys(NAMES, AUTO) | others | {"loras": ""} | dict(zip(BASIC_NAMES, values, strict=True))
     return read([given[name] for name in NAMES], models)
 
 

@@ -16,7 +16,7 @@ from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
-from runtime.ui import form, job_view, restored
+from runtime.ui import form, image_places, job_view, restored
 from runtime.ui.form import LOCAL, SERVED, WATCHING, Form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.job_view import Audience
@@ -101,6 +101,12 @@ def add_make(
     controls["model"].input(handlers.choose_model, controls["model"], dependent, preprocess=False, **SERVED)
     facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
     # Pressed by the script when something that is no control of Gradio's changes the form; see `apply` in form.js.
+    ask_image = gr.Button("Ask about an image", visible="hidden", elem_id="ask-image")
+    answer = gr.Textbox("", visible="hidden", label="About an image")
+    asked: dict[str, Any] = {"inputs": answer, "outputs": answer, "js": "() => window.tandem.imageAsked()"}
+    ask_image.click(handlers.image, **asked, trigger_mode="multiple", **SERVED).then(
+        **LOCAL, inputs=answer, js="(text) => window.tandem.imageAnswered(text)"
+    )
     apply = gr.Button("Apply", visible="hidden", elem_id="apply")
     apply.click(**LOCAL, outputs=inputs, js="() => window.tandem.applied()")
     # Both fill the whole form, including the model's sizes and limits.
@@ -135,6 +141,7 @@ class Handlers:
     Args:
         models: what the page offers, by name.
         audience: of the page; it says where details of internal errors are.
+        images: answers what the script of the images asks.
         preset: the launch flags' backends, see `form.preset_name`.
         gpus: returns how many GPUs can be chosen.
         watchers: of the page.
@@ -149,6 +156,7 @@ class Handlers:
         models: dict[str, ModelSpec],
         audience: Audience,
         icon: str,
+        images: image_places.ImageAnswers,
         preset: str = "",
         gpus: Callable[[], int] = lambda: 1,
         watchers: Watchers | None = None,
@@ -157,6 +165,7 @@ class Handlers:
         self.models = models
         self.audience = audience
         self.icon = icon
+        self._images = images
         self._preset = preset
         self._gpus = gpus
         self._watchers = watchers or Watchers(MOST_WATCHERS)
@@ -232,6 +241,15 @@ class Handlers:
         job.request_cancel()
         return gr.update(value="Stopping…", interactive=False)
 
+    def image(self, request: gr.Request, asked: Any) -> str:
+        """Answer what the script of the images asks, JSON with JSON; see `image_places`."""
+        values = _read_object(asked) or {}
+        try:
+            answer = self._images.answer(values, self._job(values.get("job"), request), self._owner(request) or "")
+        except TandemError as error:
+            answer = image_places.error_answer(error, self.audience.redact)
+        return json.dumps({"id": values.get("id"), **answer})
+
     def choose_model(self, name: Any) -> Updates:
         """Set size, length and the other controls that depend on the model to its defaults."""
         try:
@@ -267,7 +285,7 @@ class Handlers:
 
     def model_values(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
         """Return the properties of all outputs that depend on the model."""
-        return self._limited(spec, form.model_values(spec))
+        return self._limited(spec, form.model_values(spec, self.models))
 
     def _submit(self, values: Sequence[Any], _visitor: str) -> Job:
         return self._worker.submit(form.read(values, self.models))

@@ -6,20 +6,24 @@ from typing import Any
 import gradio as gr
 from starlette.routing import BaseRoute
 
+from runtime.core.images import ImageUse
 from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
 from runtime.machine.probe import has_screen
 from runtime.models.catalogue import add_usable, offered
+from runtime.models.images import keep_image
 from runtime.planner.placement import usable_gpus
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
+from runtime.server import image_uploads
 from runtime.server.security import LOOPBACK, Submit
 from runtime.ui import api, form, panels, theme
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
 from runtime.ui.form import LOCAL, SERVED
 from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
+from runtime.ui.image_places import ImageAnswers
 from runtime.ui.job_view import Audience, video_address
 from runtime.ui.loras_panel import LorasPanel
 from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
@@ -55,7 +59,12 @@ def build(
         lambda job: video_address(job, settings.outputs_dir),
         opens_folders=opens_folders,
     )
-    handlers = Handlers(worker, models, audience, icon, preset, lambda: len(usable_gpus(preview.machine())))
+
+    def keep(data: bytes, name: str, _visitor: str) -> ImageUse:
+        return keep_image(data, name, "image", settings.cache_dir)
+
+    images = ImageAnswers(settings, keep, decode=True)
+    handlers = Handlers(worker, models, audience, icon, images, preset, lambda: len(usable_gpus(preview.machine())))
     models_panel = ModelsPanel(model_tasks, models, settings, preview, worker)
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
@@ -129,7 +138,7 @@ def build(
             "loras": LorasPanel(models, settings.weights_dir),
         }
     )
-    return page, submissions, routes
+    return page, submissions, [*routes, *image_uploads.routes(keep)]
 
 
 def _panel(name: str, **values: Any) -> None:

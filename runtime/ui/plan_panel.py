@@ -465,7 +465,14 @@ class PreviewPanel:
         except TandemError as error:  # an invalid form has a summary too
             summary = stopped(error, COMPONENTS if spec is None else spec.component_names)
         state = {"spec": spec, "request": request, "preview": found, "summary": summary}
-        return {"complete": summary.complete, "field": summary.field, "problem": summary.problem, "state": state}
+        plan = None if found is None else found.plan
+        return {
+            "complete": summary.complete,
+            "field": summary.field,
+            "problem": summary.problem,
+            "size": None if plan is None else [plan.width, plan.height],
+            "state": state,
+        }
 
     def draw(self, call: Call, reply: Reply) -> dict[str, str]:
         """Return all parts."""

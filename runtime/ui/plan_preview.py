@@ -109,7 +109,7 @@ class PlanPreview:
         offers = self._offers(spec) if complete else no_offers
         try:
             spec = with_loras(spec, request.loras, self._weights_dir)
-            spec = with_images(spec, request, self._weights_dir, self._engines.cache_dir, keep=False)
+            spec = with_images(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers
             plan = resolve(request, spec, self.machine(), _NOWHERE, offers, self._history(), builds_later=True)
         except TandemError as error:

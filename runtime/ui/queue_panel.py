@@ -156,8 +156,7 @@ class QueuePanel(JobsPanel):
         request = form.read(call.form, self._models)
         # An empty field keeps the seed.
         seed = job.request.get("seed", AUTO) if request.seed == AUTO else request.seed
-        images = {name: job.request[name] for name in form.UNSHOWN if name in job.request}
-        self._worker.edit(job.id, request.replace(seed=seed, **images))
+        self._worker.edit(job.id, request.replace(seed=seed))
         return {"message": "Saved. The job keeps its place in the queue.", "saved": job.id}
 
     def _list(self) -> str:

@@ -61,7 +61,7 @@ def replaced(stored: Mapping[str, Any], filled: Mapping[str, Mapping[str, Any]],
 
 def _check(name: str, value: Any, models: Mapping[str, ModelSpec]) -> None:
     """Raise a `TandemError` if there is no such setting, or its value is not valid."""
-    GenerationRequest.from_mapping({"prompt": "none", name: value})
+    fields.check_copies(GenerationRequest.from_mapping({"prompt": "none", name: value}))
     if name == "model":
         check_offered(value, models)
     if name == "loras":

@@ -20,6 +20,7 @@ from runtime.server.visitor_limits import allows_size, defaults_within, describe
 from runtime.server.visitors import Visitors, without_paths
 from runtime.ui import api, form, theme
 from runtime.ui.formatting import render
+from runtime.ui.image_places import ImageAnswers
 from runtime.ui.job_view import Audience
 from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
 from runtime.ui.watchers import Watchers
@@ -49,7 +50,7 @@ def build(
             api_name="generate",
             **form.STREAMED,
         )
-        gr.HTML(header(icon, form.BASIC), elem_id="top")
+        gr.HTML(header(icon, form.BASIC_NAMES), elem_id="top")
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
         add_make(page, handlers, chosen, form.sampling_section, {"limits": limits})
@@ -60,7 +61,7 @@ def build(
 class VisitorHandlers(Handlers):
     """The handlers of the visitors' page. The request identifies the visitor."""
 
-    names = form.BASIC
+    names = form.BASIC_NAMES
     others = ("limits", *form.OTHERS)
 
     def __init__(
@@ -76,7 +77,8 @@ class VisitorHandlers(Handlers):
         folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
         folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
         audience = Audience(_DETAILS, _address, lambda message: without_paths(message, folders), panels=False)
-        super().__init__(worker, models, audience, icon, watchers=watchers)
+        images = ImageAnswers(settings, visitors.keep_image, decode=False)
+        super().__init__(worker, models, audience, icon, images, watchers=watchers)
         self._settings = settings
         self._visitors = visitors
 

@@ -42,6 +42,7 @@ _SPECIAL = str.maketrans({c: f"\\{c}" for c in "=;#\\\n"})
 # Without these, ffmpeg would read a playlist of that name and the files that it lists.
 _ONLY_MP4 = ("-protocol_whitelist", "file", "-f", "mov")
 _METADATA_SECONDS = 20.0
+_FRAME_SECONDS = 120.0
 _COMMENT = re.compile(r"^comment=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
 
 
@@ -227,6 +228,29 @@ def read_metadata(video: Path) -> dict[str, Any]:
         return dict(parse_json(unescaped.encode())["tandem"])
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise OutputError("video.no_metadata", file=video.name) from error
+
+
+def read_frame(video: Path, number: int) -> bytes:
+    """Return one frame of a video as a PNG.
+
+    Args:
+        number: from 0.
+
+    Raises:
+        OutputError: if it cannot be read.
+    """
+    chosen = ("-vf", rf"select=eq(n\,{number}),scale=in_color_matrix=bt709:flags=accurate_rnd+full_chroma_int")
+    command = [find_ffmpeg(), "-v", "error", *_ONLY_MP4, "-i", str(video), *chosen, "-frames:v", "1"]
+    command += ["-pix_fmt", "rgb24", "-c:v", "png", "-f", "image2pipe", "-"]
+    try:
+        run = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_FRAME_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OutputError("video.frame_unreadable", file=video.name) from error
+    if run.returncode != 0 or not run.stdout:
+        raise OutputError("video.frame_unreadable", file=video.name)
+    return run.stdout
 
 
 def _metadata_text(video: Path) -> str:

@@ -44,6 +44,9 @@ MESSAGES: Mapping[str, Message] = {
         "ffmpeg could not write {file}: {line}.", "Check the folder and its free space, and try again."
     ),
     "video.no_metadata": Message("{file} has no metadata of Tandem.", "Use an MP4 that Tandem generated."),
+    "video.frame_unreadable": Message(
+        "The frame of {file} cannot be read.", "Check that the video plays, and try again."
+    ),
     "video.comparison_timeout": Message("Comparing the two clips takes too long.", "Compare shorter clips."),
     "video.not_comparable": Message("The two clips cannot be compared.", "Use two complete videos of the same size."),
 }

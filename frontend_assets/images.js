@@ -1,0 +1,286 @@
+// The images of Make: dropped, pasted, picked, an example, or a frame of a video. The form has their names; the places
+// show what the model will see of them. Dropped files of other kinds are for restore.js.
+(() => {
+  "use strict";
+  const tandem = window.tandem;
+  const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
+  const CUT = 0.005;   // a smaller share that is cut cannot be seen
+  const NAME = 100;    // longer names of files are cut
+  const FROM_IMAGE = "image", FIELDS = ["image", "last_image"];
+  const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
+  const $ = (selector, parent = document) => parent.querySelector(selector);
+  const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
+  const names = () => $("#top header").dataset.fields.split(" ");
+  const value = (name) => tandem.values[names().indexOf(name)];
+  const section = () => $("#images .images");
+  const place = (field) => $(`#images [data-place=${field}]`);
+  const able = () => JSON.parse(section()?.dataset.able ?? "[]");
+  const digestOf = (reference) => /^sha256:([0-9a-f]{64})/.exec(reference ?? "")?.[1] ?? "";
+  const nameOf = (reference) => reference.slice(reference.indexOf("/") + 1);
+  const chosen = (field) => place(field) ? value(field) || "" : "";
+  const set = (node, name, text) => { if (node.getAttribute(name) !== text) node.setAttribute(name, text); };
+  const write = (node, text) => { if (node.textContent !== text) node.textContent = text; };
+  const hide = (node, hidden) => { if (node.hidden !== hidden) node.hidden = hidden; };
+
+  // Pictures by digest: of the browser's own file, or from the server. Some stay for reloads.
+  let pictures = {};
+  try { pictures = JSON.parse(tandem.read("localStorage", PICTURES)) ?? {}; } catch { /* none */ }
+  const remember = (digest, picture) => {
+    delete pictures[digest];
+    pictures[digest] = picture;
+    const kept = Object.entries(pictures).filter(([, one]) => one.url).slice(-KEPT);
+    tandem.write("localStorage", PICTURES, JSON.stringify(Object.fromEntries(kept)));
+    tandem.showImages();
+  };
+  // Draws the browser's own file on white, as the server does; `null` for a format that this browser does not show.
+  const pictureOf = async (file) => {
+    try {
+      const bitmap = await createImageBitmap(file, { imageOrientation: "from-image" });
+      const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
+      const canvas = document.createElement("canvas");
+      canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+      canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+      const context = canvas.getContext("2d");
+      context.fillStyle = "white";
+      context.fillRect(0, 0, canvas.width, canvas.height);
+      context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+      bitmap.close();
+      return canvas.toDataURL("image/webp", QUALITY);
+    } catch { return ""; }
+  };
+
+  // Questions to the server, one at a time.
+  const questions = [];
+  let asking = null;
+  const ask = (question) => new Promise((resolve) => { questions.push({ question, resolve }); next(); });
+  const next = () => {
+    if (asking || !questions.length || !$("#ask-image")) return;
+    asking = { ...questions.shift(), id: `${Date.now()}-${Math.random()}` };
+    $("#ask-image").click();
+    asking.timer = setTimeout(() => tandem.imageAnswered(JSON.stringify({
+      id: asking.id, error: "Tandem did not answer. Try again.",
+    })), 30000);
+  };
+  tandem.imageAsked = () => JSON.stringify({ ...asking?.question, id: asking?.id });
+  tandem.imageAnswered = (text) => {
+    let answer = {};
+    try { answer = JSON.parse(text); } catch { /* an answer that was lost */ }
+    if (!asking || answer.id !== asking.id) return;
+    clearTimeout(asking.timer);
+    const { resolve } = asking;
+    asking = null;
+    resolve(answer);
+    next();
+  };
+
+  // One line below the places.
+  const note = (text, bad = false) => {
+    const line = $("#images .note");
+    if (!line) return;
+    write(line, text);
+    line.classList.toggle("bad", bad);
+  };
+  const show = () => {
+    if (tandem.panels?.tab() !== "Make") tandem.goTo?.("Make");
+    for (const dialog of $$("dialog[open]")) dialog.close();
+    setTimeout(() => section()?.scrollIntoView({ block: "nearest" }), 0);
+  };
+  const refuse = async () => {
+    show();
+    const title = $("#card .model")?.dataset.title ?? section().dataset.model;
+    note((await ask({ what: "refusal", model: title })).error, true);
+  };
+  const use = (field, reference, picture, changes = {}) => {
+    remember(digestOf(reference), picture);
+    tandem.unmark();
+    tandem.uncustomized();
+    const first = field === "image" && !chosen("image") ? { size_from: FROM_IMAGE } : {};
+    tandem.apply({ [field]: reference, ...first, ...changes });
+  };
+
+  // The newest file of a place counts.
+  const newest = {};
+  const take = async (file, field, line = "") => {
+    if (!place("image")) { refuse(); return; }
+    show();
+    const most = Number(section().dataset.most), turn = newest[field] = {};
+    if (file.size > most) {
+      note(`“${file.name}” is larger than ${Math.round(most / 2 ** 20)} MB. Save a smaller copy of it.`, true);
+      return;
+    }
+    note(`Loading “${file.name}”…`);
+    const path = `tandem/images/${encodeURIComponent(file.name.slice(-NAME).toWellFormed?.() ?? "image")}`;
+    const answer = await fetch(path, { method: "POST", body: file, cache: "no-store" }).catch(() => null);
+    const found = answer?.ok ? await answer.json().catch(() => null) : null;
+    if (newest[field] !== turn) return;
+    if (!found) {
+      const reason = answer && !answer.ok ? await answer.text().catch(() => "") : "";
+      note(reason || `“${file.name}” cannot be sent. Try again.`, true);
+      return;
+    }
+    const url = await pictureOf(file);
+    if (newest[field] !== turn) return;
+    note(line);
+    use(field, found.image, { url, width: found.width, height: found.height });
+  };
+  const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
+  // Takes the first image of several files; returns whether there is one.
+  tandem.takeImages = (files, target = null) => {
+    const own = target?.closest?.("[data-place]");
+    const images = [...files].filter((file) => file.type.startsWith("image/") || IMAGE.test(file.name));
+    if (!images.length && own && files.length && !/\.(mp4|json)$/i.test(files[0].name)) images.push(files[0]);
+    if (!images.length) return false;
+    const left = files.length - 1;
+    take(images[0], own?.dataset.place ?? free(),
+      left ? `Only “${images[0].name}” was taken; ${left} other file${left === 1 ? " was" : "s were"} left out.` : "");
+    return true;
+  };
+  document.addEventListener("paste", (event) => {
+    const files = [...event.clipboardData?.files ?? []].filter((file) => file.type.startsWith("image/"));
+    const text = event.target.closest?.("input, textarea") && event.clipboardData.types.includes("text/plain");
+    if (!files.length || text || document.querySelector("dialog[open]") || (tandem.panels?.tab() ?? "Make") !== "Make") return;
+    event.preventDefault();
+    tandem.takeImages(files);
+  });
+  document.addEventListener("change", ({ target }) => {
+    if (!target.id?.startsWith("pick-") || !target.files?.length) return;
+    take(target.files[0], target.id.slice("pick-".length));
+    target.value = "";
+  });
+  document.addEventListener("input", ({ target }) => {
+    if (target.id !== "image-position") return;
+    position = Number(target.value);
+    tandem.showImages();
+    tandem.apply({ image_position: position });
+  });
+  // While the slider moves, the form is a step behind.
+  let position = null;
+  document.addEventListener("change", ({ target }) => { if (target.id === "image-position") position = null; });
+
+  // A frame of the video on the stage or in the viewer: the one that is shown if it is paused, else the last.
+  const moment = (button) => {
+    const video = $(button.closest("#history-detail") ? "#history-detail video" : "#picture video");
+    const inside = video?.paused && !video.ended && video.currentTime > 0 && video.currentTime < video.duration - 0.001;
+    return inside ? video.currentTime : null;
+  };
+  const proceed = async (button) => {
+    const asked = { what: "frame", job: button.dataset.continue, seconds: moment(button) };
+    show();
+    note("Reading the frame…");
+    const { image, width, height, picture, model, error } = await ask(asked);
+    if (error) { note(error, true); return; }
+    note("");
+    const known = { url: picture, width, height };
+    if (place("image")) {
+      use("image", image, known, value("model") === model ? { width, height, size_from: "" } : {});
+    } else {
+      const [name, title] = able()[0];
+      remember(digestOf(image), known);
+      tandem.fill({ prompt: value("prompt"), model: name, image, width: "auto", height: "auto" }, "all",
+        `${title} is selected: it starts from images.`);
+    }
+    setTimeout(() => $("#field-prompt textarea")?.focus({ preventScroll: true }), 100);
+  };
+  document.addEventListener("click", async ({ target }) => {
+    const clear = target.closest("[data-clear]"), example = target.closest("[data-example]");
+    const frame = target.closest("[data-continue]");
+    if (clear) {
+      const field = clear.dataset.clear;
+      newest[field] = null;
+      note("");
+      tandem.unmark();
+      tandem.apply({ [field]: "" });
+      $(`#pick-${field}`).focus();
+    }
+    if (example) {
+      const { image, width, height, picture, error } = await ask({ what: "example", name: example.dataset.example });
+      if (error) note(error, true); else { note(""); use("image", image, { url: picture, width, height }); }
+    }
+    if (frame) proceed(frame);
+  });
+
+  // The frame of the plan, or what is known of it before there is a plan.
+  let planned = null;
+  tandem.plannedSize = (size) => { planned = size; tandem.showImages(); };
+  const fromImage = () => Boolean(chosen("image")) && value("size_from") === FROM_IMAGE;
+  const frameSize = (picture) => {
+    if (!fromImage()) return [value("width"), value("height")];
+    return planned ?? (picture?.width ? [picture.width, picture.height] : [value("width"), value("height")]);
+  };
+  const cutShare = (picture, [width, height]) => {
+    if (!picture?.width || !(width > 0 && height > 0)) return 0;
+    const ratio = picture.width / picture.height / (width / height);
+    return 1 - Math.min(ratio, 1 / ratio);
+  };
+  tandem.fromImage = fromImage;
+  tandem.imageSize = () => fromImage() ? planned : null;
+  // Pictures that came with the settings of a video, by digest; see restore.js.
+  tandem.thumbnails = (images) => {
+    for (const { digest, thumbnail, width, height } of Object.values(images ?? {})) {
+      if (digest && /^data:image\/webp;base64,[\w+/=]+$/.test(thumbnail ?? "") && !pictures[digest]?.url) {
+        pictures[digest] = { url: thumbnail, width, height };
+      }
+    }
+  };
+
+  const picture = (reference) => {
+    const digest = digestOf(reference);
+    const found = pictures[digest];
+    // One without a picture is asked for once; visitors' pages have no answer.
+    if (found || !digest || !tandem.restored) return found;
+    pictures[digest] = {};
+    ask({ what: "picture", image: reference }).then((answer) => {
+      if (answer.picture) remember(digest, { url: answer.picture, width: answer.width, height: answer.height });
+    });
+    return null;
+  };
+  tandem.showImages = () => {
+    if (!section() || !tandem.values.length) return;
+    let adjustable = 0, any = false;
+    const fit = value("image_fit"), at = position ?? value("image_position") ?? 50;
+    for (const field of FIELDS) {
+      const node = place(field);
+      if (!node) continue;
+      const reference = chosen(field), seen = $(".seen", node), image = $("img", seen);
+      const known = reference ? picture(reference) : null;
+      const size = frameSize(chosen("image") ? picture(chosen("image")) : known);
+      any ||= Boolean(reference);
+      node.classList.toggle("given", Boolean(reference));
+      hide(seen, !known?.url);
+      if (known?.url) {
+        set(image, "src", known.url);
+        set(image, "alt", `${nameOf(reference)}, as the model sees it`);
+        set(seen, "style", `--width:${size[0]};--height:${size[1]}`);
+        set(image, "style", `object-fit:${fit === "fit" ? "contain" : "cover"};object-position:${fit === "fit" ? 50 : at}% ${fit === "fit" ? 50 : at}%`);
+        adjustable = Math.max(adjustable, cutShare(known, size));
+      }
+      write($(".what", node), reference ? nameOf(reference) : "or drop or paste it");
+      write($("label.button span", node), reference ? "Replace" : "Choose");
+      hide($("[data-clear]", node), !reference);
+      const examples = $(".examples", node);
+      if (examples) hide(examples, Boolean(reference));
+      const input = $(`#pick-${field}`);
+      const described = tandem.marked(input).trim();
+      if (described) set(input, "aria-describedby", described); else input.removeAttribute("aria-describedby");
+    }
+    const adjust = $("#images .adjust");
+    if (adjust) {
+      hide(adjust, !any || adjustable < CUT);
+      for (const radio of $$("input[type=radio]", adjust)) {
+        if (radio.checked !== (radio.value === fit)) radio.checked = radio.value === fit;
+      }
+      hide($(".position", adjust), fit === "fit");
+      const slider = $("#image-position");
+      if (slider.value !== String(at) && document.activeElement !== slider) slider.value = at;
+      set(slider, "aria-valuetext", `${at} %`);
+    }
+    // Buttons below videos need a model that starts from images.
+    for (const button of $$("[data-continue]")) {
+      hide(button, !able().length);
+      const text = moment(button) === null ? "Continue from the last frame" : "Start from the frame shown";
+      write(button, text);
+    }
+    next();
+  };
+  for (const name of ["pause", "play", "seeked", "ended"]) document.addEventListener(name, () => tandem.showImages(), true);
+})();

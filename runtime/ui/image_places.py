@@ -1,0 +1,158 @@
+"""The places for images in Make: their HTML, and the answers to what their script asks for.
+
+The script uploads images to the route of `server.image_uploads`. It asks for the rest here: for a frame of a video, an
+image that ships with Tandem, a small picture of an image that the form names, and why a model takes none.
+"""
+
+import base64
+import io
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.events import VideoSaved
+from runtime.core.images import ImageUse
+from runtime.core.request import FIELDS
+from runtime.core.settings import ROOT, Settings
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.images import find_image, models_with_images, open_image
+from runtime.models.spec import ModelSpec
+from runtime.queue.views import Job
+from runtime.server.job_files import find_output
+from runtime.ui.formatting import page_text, render
+from runtime.ui.panels import unknown_action
+from runtime.video.images import MAX_FILE_BYTES, read_image, thumbnail
+from runtime.video.mp4 import read_frame
+
+EXAMPLES = ROOT / "examples"
+_SIDE = 512
+_QUALITY = 85
+
+
+def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> str:
+    """Return the places that a model has: none, one for the first image, or one for the last image too.
+
+    Args:
+        models: what the page offers, by name.
+    """
+    known = spec.image_input
+    places = []
+    if known is not None:
+        places.append(("image", "First image" if known.last != "none" else FIELDS["image"].label, known.required))
+        if known.last != "none":
+            places.append(("last_image", FIELDS["last_image"].label, known.last == "required"))
+    return render(
+        "images.html",
+        model=spec.name,
+        places=places,
+        able=[[one.name, one.title] for one in models.values() if one.image_input is not None],
+        most=MAX_FILE_BYTES,
+        examples=examples() if known is not None and spec.directory.parent == EMBEDDED else [],
+    )
+
+
+@cache
+def examples() -> list[tuple[str, str]]:
+    """Return the names of the images that ship with Tandem, each with a small picture."""
+    return [(path.stem, _address(thumbnail(read_image(path)))) for path in sorted(EXAMPLES.glob("*.png"))]
+
+
+class ImageAnswers:
+    """The answers of one page.
+
+    Args:
+        keep: checks and keeps an image: its file's content and name, and the visitor's name or "" for the owner.
+        decode: whether the page's process may decode images that were uploaded.
+    """
+
+    def __init__(self, settings: Settings, keep: Callable[[bytes, str, str], ImageUse], *, decode: bool) -> None:
+        self._settings = settings
+        self._keep = keep
+        self._decode = decode
+
+    def answer(self, asked: Mapping[str, Any], job: Job | None, visitor: str) -> dict[str, Any]:
+        """Return what the script asks for.
+
+        Args:
+            job: whose video is meant, if it is the sender's.
+
+        Raises:
+            TandemError: if there is no answer.
+        """
+        match asked:
+            case {"what": "frame", "seconds": int() | float() | None as seconds} if job is not None:
+                return self._frame(job, seconds, visitor)
+            case {"what": "example", "name": str(name)}:
+                return self._example(name, visitor)
+            case {"what": "picture", "image": str(image)} if self._decode:
+                use = find_image(image, "image", self._settings.cache_dir, keep=False)
+                return {"picture": picture(open_image(use)), "width": use.width, "height": use.height}
+            case {"what": "refusal", "model": str(model)}:
+                able = models_with_images(self._settings.weights_dir)
+                code = "image.model_without" if able else "image.no_model"
+                raise InvalidRequestError("image", code, model=model, models=able)
+        raise unknown_action()
+
+    def _frame(self, job: Job, seconds: float | None, visitor: str) -> dict[str, Any]:
+        saved = job.progress.end
+        video = None
+        if isinstance(saved, VideoSaved):
+            video = find_output(str(saved.video), self._settings.outputs_dir)
+        if video is None or not isinstance(saved, VideoSaved):
+            raise InvalidRequestError("image", "ui.video_missing")
+        last, fps = saved.request["frames"] - 1, saved.request["fps"]
+        # A player that is paused can be at the very end of the frame before.
+        frame = last if seconds is None else min(max(int(seconds * fps + 0.01), 0), last)
+        data = read_frame(video, frame)
+        kept = self._kept(data, f"{video.stem[:80]}-frame-{frame + 1}.png", visitor)
+        return kept | {"model": saved.request["model"]}
+
+    def _example(self, name: str, visitor: str) -> dict[str, Any]:
+        if name not in dict(examples()):
+            raise unknown_action()
+        path = EXAMPLES / f"{name}.png"
+        return self._kept(path.read_bytes(), path.name, visitor)
+
+    def _kept(self, data: bytes, name: str, visitor: str) -> dict[str, Any]:
+        use = self._keep(data, name, visitor)
+        with Image.open(io.BytesIO(data)) as image:  # Tandem's own PNG
+            shown = picture(image.convert("RGB"))
+        return {"image": use.reference, "width": use.width, "height": use.height, "picture": shown}
+
+
+def error_answer(error: TandemError, redact: Callable[[str], str]) -> dict[str, Any]:
+    """Return the answer for what failed, as one line."""
+    return {"error": redact(" ".join(page_text(error.fact)).strip())}
+
+
+def picture(image: Image.Image) -> str:
+    """Return an RGB image as a data address, at most 512 pixels wide and high."""
+    small = image.copy()
+    small.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    small.save(file, "WEBP", quality=_QUALITY)
+    return _address(file.getvalue())
+
+
+def small_picture(use: ImageUse) -> str:
+    """Return a thumbnail of an image that a job uses as a data address; empty if its copy is gone."""
+    try:
+        stamp = use.path.stat().st_mtime_ns
+    except OSError:
+        return ""
+    return _small_picture(use, stamp)
+
+
+def _small_picture(use: ImageUse, _stamp: int) -> str:
+    try:
+        return _address(thumbnail(open_image(use)))
+    except InvalidRequestError:
+        return ""
+
+
+def _address(webp: bytes) -> str:
+    return f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
