@@ -8,7 +8,6 @@ import base64
 import io
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from PIL import Image

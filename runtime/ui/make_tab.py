@@ -101,12 +101,6 @@ def add_make(
     controls["model"].input(handlers.choose_model, controls["model"], dependent, preprocess=False, **SERVED)
     facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
     # Pressed by the script when something that is no control of Gradio's changes the form; see `apply` in form.js.
-    ask_image = gr.Button("Ask about an image", visible="hidden", elem_id="ask-image")
-    answer = gr.Textbox("", visible="hidden", label="About an image")
-    asked: dict[str, Any] = {"inputs": answer, "outputs": answer, "js": "() => window.tandem.imageAsked()"}
-    ask_image.click(handlers.image, **asked, trigger_mode="multiple", **SERVED).then(
-        **LOCAL, inputs=answer, js="(text) => window.tandem.imageAnswered(text)"
-    )
     apply = gr.Button("Apply", visible="hidden", elem_id="apply")
     apply.click(**LOCAL, outputs=inputs, js="() => window.tandem.applied()")
     # Both fill the whole form, including the model's sizes and limits.
@@ -116,9 +110,20 @@ def add_make(
     page.load(handlers.fill, **fill, js="() => window.tandem.stored()", **SERVED).then(
         **LOCAL, inputs=inputs, js="(...values) => window.tandem.startKeeping(values)"
     )
+    _add_image_questions(handlers)
     for control in inputs:
         control.change(**LOCAL, inputs=inputs, js="(...values) => window.tandem.save(values)")
     return created
+
+
+def _add_image_questions(handlers: "Handlers") -> None:
+    """Connect the questions of the images' script; see `image_places`."""
+    ask_image = gr.Button("Ask about an image", visible="hidden", elem_id="ask-image")
+    answer = gr.Textbox("", visible="hidden", label="About an image")
+    asked: dict[str, Any] = {"inputs": answer, "outputs": answer, "js": "() => window.tandem.imageAsked()"}
+    ask_image.click(handlers.image, **asked, trigger_mode="multiple", **SERVED).then(
+        **LOCAL, inputs=answer, js="(text) => window.tandem.imageAnswered(text)"
+    )
 
 
 def header(icon: str, fields: Iterable[str], preset: str = "") -> str:

@@ -15,6 +15,7 @@ from runtime.core.request import AUTO, GenerationRequest
 from runtime.models.catalogue import find, known_as
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, make_tab, theme
+from tests.image_files import taking_images
 
 GOOD: dict[str, Any] = {
     "prompt": "a red boat",
@@ -44,6 +45,11 @@ GOOD: dict[str, Any] = {
     "attention": "auto",
     "compile": "auto",
     "vae_precision": "auto",
+    "image": "",
+    "last_image": "",
+    "image_fit": "crop",
+    "image_position": 50,
+    "size_from": "",
 }
 BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
 
@@ -69,8 +75,9 @@ def test_an_empty_number_suggests_the_default(models: dict[str, ModelSpec]) -> N
 
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
-    plain = {name: value for name, value in GOOD.items() if name not in BACKENDS}
-    assert request == GenerationRequest(**(plain | {"seed": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}))
+    plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
+    read_values = {"seed": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO, "image": None, "last_image": None}
+    assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
 
@@ -196,7 +203,7 @@ def test_only_offered_models_are_accepted(models: dict[str, ModelSpec], value: A
 
 
 def test_controls_follow_the_model(models: dict[str, ModelSpec]) -> None:
-    two, one = form.model_values(models["wan2.2-a14b"]), form.model_values(models["wan2.1"])
+    two, one = (form.model_values(models[name], models) for name in ("wan2.2-a14b", "wan2.1"))
     assert two["guidance_scale_2"]["visible"] and not one["guidance_scale_2"]["visible"]
     assert 'value="832x480"' in two["sizes"]["value"]
     assert two["frames"]["step"] == 4
@@ -224,7 +231,7 @@ def test_an_invalid_stored_form_is_ignored(models: dict[str, ModelSpec], value: 
 
 
 def test_every_control_is_a_field_of_the_request() -> None:
-    assert set(form.NAMES) == {*GenerationRequest.model_fields, *BACKENDS} - {"backends", *form.UNSHOWN}
+    assert set(form.NAMES) == {*GenerationRequest.model_fields, *BACKENDS, "size_from"} - {"backends"}
     with pytest.raises(TandemError):
         form.read([None] * len(form.NAMES), {})
 
@@ -240,7 +247,7 @@ def test_a_shift_is_read_and_restored(models: dict[str, ModelSpec], given: Any, 
         assert form.filled(stored, models)["shift"]["value"] == back
     # Of a model that is gone nothing is brought back.
     assert form.filled(GOOD | {"shift": given, "model": "gone"}, models)["shift"]["value"] == ""
-    basics = form.read_basics([(GOOD | {"shift": given})[name] for name in form.BASIC], models)
+    basics = form.read_basics([(GOOD | {"shift": given})[name] for name in form.BASIC_NAMES], models)
     assert basics.shift == shift
 
 
@@ -256,13 +263,13 @@ def test_invalid_shifts_are_rejected_and_not_restored(models: dict[str, ModelSpe
 
 def test_the_help_text_has_the_models_own_shift(models: dict[str, ModelSpec]) -> None:
     spec = models["wan2.2-a14b"]
-    assert form.model_values(spec)["shift"]["info"].endswith("Empty: the model's own (3).")
+    assert form.model_values(spec, models)["shift"]["info"].endswith("Empty: the model's own (3).")
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
     here = replace(known.spec(Path("weights")), is_downloaded=True, noise=spec.noise)
-    assert form.model_values(here)["shift"]["info"].endswith("own (3; the authors use 12).")
+    assert form.model_values(here, models)["shift"]["info"].endswith("own (3; the authors use 12).")
     same = replace(here, noise=replace(spec.noise, shift=12.0))
-    assert form.model_values(same)["shift"]["info"].endswith("own (12).")
+    assert form.model_values(same, models)["shift"]["info"].endswith("own (12).")
 
 
 def test_the_vae_precision_is_read_and_restored(models: dict[str, ModelSpec]) -> None:
@@ -273,11 +280,52 @@ def test_the_vae_precision_is_read_and_restored(models: dict[str, ModelSpec]) ->
     assert form.filled(GOOD | {"vae_precision": "float8"}, models)["vae_precision"]["value"] == AUTO
     before = {name: value for name, value in request.to_json().items() if name != "vae_precision"}
     assert "value" not in form.filled(before, models)["vae_precision"]
-    basics = form.read_basics([GOOD[name] for name in form.BASIC], models)
+    basics = form.read_basics([GOOD[name] for name in form.BASIC_NAMES], models)
     assert basics.vae_precision == AUTO
     with pytest.raises(InvalidRequestError) as refused:
         read(models, vae_precision="float8")
     assert refused.value.field == "vae_precision"
+
+
+IMAGE = f"sha256:{'a' * 64}/boat.png"
+
+
+@pytest.fixture
+def able(models: dict[str, ModelSpec]) -> dict[str, ModelSpec]:
+    """Models of which the first starts from an image, and the second ends with one too."""
+    first, second = models.values()
+    return {first.name: taking_images(first), second.name: taking_images(second, last="optional")}
+
+
+def test_images_are_read_for_models_that_take_them(able: dict[str, ModelSpec], models: dict[str, ModelSpec]) -> None:
+    given = {"image": IMAGE, "last_image": IMAGE, "image_fit": "fit", "image_position": 20.5}
+    both = read(able, model="wan2.1", **given)
+    assert (both.image, both.last_image, both.image_fit, both.image_position) == (IMAGE, IMAGE, "fit", 20.5)
+    # The form shows no place for what a model does not take.
+    assert [(one.image, one.last_image) for one in (read(able, **given), read(models, **given))] == [
+        (IMAGE, None),
+        (None, None),
+    ]
+    basics = form.read_basics([(GOOD | given)[name] for name in form.BASIC_NAMES], able)
+    assert (basics.image, basics.image_position) == (IMAGE, 20.5)
+
+
+def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSpec]) -> None:
+    as_image = read(able, image=IMAGE, size_from="image", width=None)
+    assert (as_image.width, as_image.height) == (AUTO, AUTO)
+    assert read(able, size_from="image").width == read(able, image=IMAGE).width == 64
+    for request, size_from in ((as_image, "image"), (read(able, image=IMAGE), "")):
+        restored = form.filled(request.to_json(), able)
+        assert restored["size_from"]["value"] == size_from
+        assert restored["image"]["value"] == IMAGE
+
+
+@pytest.mark.parametrize("value", ["/etc/passwd", "sha256:12", 12, [], {}, "a\nb"])
+def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec], value: Any) -> None:
+    for field in ("image", "last_image"):
+        with pytest.raises(InvalidRequestError) as refused:
+            read(able, model="wan2.1", **({"image": IMAGE} | {field: value}))
+        assert refused.value.field == field
 
 
 def test_the_page_stores_every_control() -> None:

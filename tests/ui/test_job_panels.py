@@ -363,16 +363,18 @@ def test_a_missing_or_moved_video_is_reported(desk: Panels, worker: JobQueue) ->
 
 
 def test_an_edited_or_repeated_job_keeps_its_image(
-    desk: Panels, worker: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: Panels, worker: JobQueue, models: dict[str, ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = taking_images(find("tiny", tmp_path / "weights"))
+    spec = models["tiny"] = taking_images(models["tiny"])
     monkeypatch.setattr(requested, "find", lambda *_: spec)
     image = saved(tmp_path / "boat.png")
     first = worker.submit(small(image=str(image), image_position=10)).id
     image.unlink()
     kept = worker.store.get(first).request["image"]
     assert kept.startswith("sha256:") and kept.endswith("/boat.png")
-    act(desk, "save", first, form=values(prompt="a calm sea"))
+    edited = act(desk, "edit", first)[1]["edit"]["request"]
+    filled = {name: shown["value"] for name, shown in form.filled(edited, models).items() if "value" in shown}
+    act(desk, "save", first, form=values(**(filled | {"prompt": "a calm sea"})))
     act(desk, "duplicate", first)
     for job in worker.open_videos():
         assert (job.request["prompt"], job.request["image"]) == ("a calm sea", kept)
