@@ -307,7 +307,7 @@ def filled(
     if str(stored.get("gpus")) in ("1", AUTO, *map(str, range(2, gpus + 1))):  # a number in requests
         values["gpus"]["value"] = str(stored["gpus"])
     from_image = stored.get(SIZE_FROM) == FROM_IMAGE or AUTO in (stored.get("width"), stored.get("height"))
-    values[SIZE_FROM]["value"] = FROM_IMAGE if from_image else ""
+    values[SIZE_FROM]["value"] = FROM_IMAGE if from_image and values["image"].get("value") else ""
     values |= _filled_backends(stored, values, preset)
     return values
 
