@@ -83,3 +83,17 @@ def test_subjects_stay_inside_the_picture() -> None:
 def test_motion_is_smooth() -> None:
     pose = motion.poses(world.sample(300, 10), 0, (192 / 112, 1.0), 33)
     assert torch.hypot(pose.x.diff(dim=1), pose.y.diff(dim=1)).max() < 0.35
+
+
+def test_subjects_entered_midway_go_on_as_they_should_and_stay_in_sight() -> None:
+    scenes = world.sample(400, 11, two_subjects=0.0)
+    usual = motion.poses(scenes, 0, (12 / 7, 1.0), 33)
+    late = motion.poses(world.midway(scenes, 3), 0, (12 / 7, 1.0), 33)
+    for name, axis, sign in (("left", "x", -1), ("right", "x", 1), ("up", "y", -1), ("down", "y", 1)):
+        rows = scenes.motion == MOTIONS.index(name)
+        before, path = sign * getattr(usual, axis)[rows], sign * getattr(late, axis)[rows]
+        assert bool((path[:, -1] - path[:, 0] > 0.25).all())
+        assert path[:, -1].max() <= before[:, -1].max() + 0.05
+        assert path[:, 0].max() > 0 > before[:, 0].max()  # also from beyond the middle
+    steady = scenes.motion >= MOTIONS.index("bouncing")
+    assert torch.equal(late.x[steady], usual.x[steady])

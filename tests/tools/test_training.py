@@ -1,14 +1,15 @@
 """Parts of the trainings: subject masks, resizing and roughness of latents, learning rates, losses."""
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tools.diorama import motion, nets, train_experts, train_vae, training, world
+from tools.diorama import captions, grade, motion, nets, train_experts, train_vae, training, world
 from tools.diorama.checkpoint import load_weights, save_weights
-from tools.diorama.render import Renderer
+from tools.diorama.render import Renderer, laplacian_variance
 
 SIZE = (96, 64)
 
@@ -74,20 +75,100 @@ def test_sharpening_raises_gains_to_a_minimum_once() -> None:
         assert float(block.attn2.norm_q.weight.detach().mean()) == pytest.approx(1.7, rel=1e-4)
 
 
+def cache_of(count: int, midway: int) -> train_experts.Cache:
+    """Random latents whose upper half shows subjects, the first ``midway`` entered midway."""
+    torch.manual_seed(0)
+    inside = torch.zeros(count, 2, 4, 4, dtype=torch.uint8)
+    inside[:, :, :2] = 1
+    wordings = train_experts.CAPTIONS + train_experts.IMAGE_CAPTIONS
+    states = torch.randn(count, wordings, nets.TRAIN_TEXT_LENGTH, nets.REHEARSAL.text_dim).bfloat16()
+    late = (torch.arange(count) < midway).to(torch.uint8)
+    return train_experts.Cache(torch.randn(count, 16, 2, 4, 4).bfloat16(), states, inside, late)
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # autocast leaves norms in float32
 @pytest.mark.parametrize("images", [0.0, 0.5])
 def test_the_loss_weights_subjects_and_returns_both_errors(images: float) -> None:
-    torch.manual_seed(0)
     model = nets.expert(nets.REHEARSAL)
     train_experts.shorten_text(model)
-    inside = torch.zeros(4, 2, 4, 4, dtype=torch.uint8)
-    inside[:, :, :2] = 1
-    states = torch.randn(4, train_experts.CAPTIONS, nets.TRAIN_TEXT_LENGTH, nets.REHEARSAL.text_dim)
-    ids = torch.zeros(4, train_experts.CAPTIONS, nets.TRAIN_TEXT_LENGTH, dtype=torch.int16)
-    cache = train_experts.Cache(torch.randn(4, 16, 2, 4, 4).bfloat16(), ids, inside, states.bfloat16())
+    cache = cache_of(4, midway=1 if images else 0)
     loss, errors = train_experts.loss_of(model, cache, 4, "low", 3.0, images)
     expected = (3 * errors[0] + errors[1]) / 4
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_clips_entered_midway_start_from_their_image() -> None:
+    cache = cache_of(8, midway=8)
+    seen = {}
+
+    class Spy(nn.Module):
+        def forward(self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **_: bool) -> tuple:
+            seen.update(latents=latents, timestep=timestep, text=text)
+            return (torch.zeros_like(latents),)
+
+    train_experts.loss_of(Spy(), cache, 6, "high", 3.0, 1.0)  # type: ignore[arg-type]
+    first = seen["latents"][:, :, 0]
+    assert all(any(torch.equal(one, clean) for clean in cache.latents[:, :, 0].float()) for one in first)
+    assert bool((seen["timestep"].view(6, 2, -1)[:, 0] == 0).all())
+    assert bool((seen["timestep"].view(6, 2, -1)[:, 1] > 800).all())
+
+
+def test_the_first_latent_frame_can_count_for_more() -> None:
+    cache = cache_of(4, midway=0)
+
+    class Guess(nn.Module):
+        def forward(self, latents: torch.Tensor, *_: torch.Tensor, **__: bool) -> tuple:
+            wrong = torch.zeros_like(latents)
+            wrong[:, :, 0] = 100
+            return (wrong,)
+
+    def loss(first: float) -> float:
+        return float(train_experts.loss_of(Guess(), cache, 4, "low", 1.0, 0.0, first)[0])  # type: ignore[arg-type]
+
+    assert loss(3.0) == pytest.approx(loss(1.0) * 1.5, rel=0.01)  # 3 of 4 parts instead of 1 of 2
+
+
+def test_a_cache_is_shared_through_a_file(tmp_path: Path) -> None:
+    made = [cache_of(4, midway=1), cache_of(2, midway=0)]
+    train_experts.save_caches(made, tmp_path / "cache.pt")
+    again = train_experts.load_caches(tmp_path / "cache.pt", torch.device("cpu"))
+    assert [c.midway_share for c in again] == [0.25, 0.0]
+    assert torch.equal(again[0].states, made[0].states) and torch.equal(again[1].latents, made[1].latents)
+
+
+def test_lessons_show_more_of_what_is_hard() -> None:
+    scenes = train_experts.lessons(400, 5, 0.5, 0.25, 0.5)
+    assert len(scenes) == 400 and not world.held_out(scenes).any()
+    assert bool((scenes.jitter[100:, 2:4] <= 1).all()) and scenes.jitter[:100, 2:4].max() > 1.5
+    codes = torch.tensor([world.SUBJECTS.index(name) for name in train_experts.HARD])
+    assert 0.65 < torch.isin(scenes.subject, codes).any(1).float().mean() < 0.85
+
+
+def test_captions_for_images_come_last() -> None:
+    texts = train_experts.wordings(captions.facts(world.sample(1, 3), 0), random.Random(0))
+    assert len(texts) == train_experts.CAPTIONS + train_experts.IMAGE_CAPTIONS
+
+
+def test_blurred_clips_have_less_contrast_at_edges() -> None:
+    clip = Renderer(SIZE, 5)(world.sample(2, 4)).transpose(1, 2)
+    soft = nn.functional.avg_pool3d(clip, (1, 3, 3), 1, (0, 1, 1))
+    assert bool((laplacian_variance(soft) < 0.6 * laplacian_variance(clip)).all())
+    assert train_vae.edge_contrast(soft).mean() < 0.8 * train_vae.edge_contrast(clip).mean()
+    soft[:, :, 1:] = clip[:, :, 1:]
+    assert grade.sharpness(soft)["first_to_others"] < 0.6
+    assert 0.9 < grade.sharpness(clip)["first_to_others"] < 1.1
+
+
+def test_a_loss_on_sharpness_asks_for_contrast() -> None:
+    torch.manual_seed(0)
+    model = nets.vae(nets.REHEARSAL)
+    clip = Renderer(SIZE, 5)(world.sample(1, 4)).transpose(1, 2)
+    losses = []
+    for share in (0.0, 0.85):
+        torch.manual_seed(1)
+        aim = train_vae.Aim(decoder_only=True, sharp=1.0, sharpness=(share, share))
+        losses.append(float(train_vae.loss_of(model, clip, aim)[0].detach()))
+    assert losses[1] > losses[0]  # an untrained decoder shows no edges
 
 
 def test_averaged_weights_are_saved_with_the_current_ones(tmp_path: Path) -> None:

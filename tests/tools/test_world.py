@@ -74,3 +74,25 @@ def test_training_captions_fit_their_length() -> None:
     scenes = world.sample(3000, 7, two_subjects=0.5)
     texts = [captions.training_caption(captions.facts(scenes, i), rng)[0] for i in range(3000)]
     assert max(map(len, tok(texts).input_ids)) < nets.TRAIN_TEXT_LENGTH
+
+
+def test_captions_for_images_say_the_motion_briefly() -> None:
+    rng = random.Random(2)
+    tok = nets.tokenizer()
+    scenes = world.sample(1000, 8, two_subjects=0.4)
+    texts = [captions.image_caption(captions.facts(scenes, i), rng) for i in range(1000)]
+    ids = tok(texts).input_ids
+    assert not any(nets.UNK in row for row in ids) and max(map(len, ids)) < nets.TRAIN_TEXT_LENGTH
+    assert sum(map(len, ids)) / 1000 < 9
+    assert 0.06 < texts.count("") / 1000 < 0.15
+    plain = captions.Facts((("boat", None),), "left")
+    wanted = {"the boat sails left", "it sails left", "sailing left"}
+    assert not wanted - {captions.image_caption(plain, rng) for _ in range(4000)}
+
+
+def test_midway_changes_only_where_subjects_are() -> None:
+    scenes = world.sample(50, 9, two_subjects=0.5)
+    late = world.midway(scenes, 1)
+    same = [k for k in range(world.JITTERS) if k not in (2, 3)]
+    assert torch.equal(late.jitter[:, same], scenes.jitter[:, same]) and torch.equal(late.motion, scenes.motion)
+    assert bool((late.jitter >= scenes.jitter).all())

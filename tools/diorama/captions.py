@@ -281,6 +281,24 @@ def training_caption(known: Facts, rng: random.Random) -> tuple[str, Facts]:
     return (sprinkle(text, w) if rng.random() < 0.2 else text), mentioned
 
 
+def image_caption(known: Facts, rng: random.Random) -> str:
+    """A short caption for a clip that starts from an image: the motion, and of the rest what a person would repeat."""
+    w = Wording(rng)
+    luck = rng.random()
+    if luck < EMPTY:
+        return ""
+    if luck < 0.3:
+        who = "they" if len(known.subjects) > 1 else "it"
+        text = f"{who} {verb_phrase(known, int(len(known.subjects) > 1), w)}"
+        return text if rng.random() < 0.6 else verb_phrase(known, 2, w)
+    subjects = tuple((s, c if rng.random() < 0.3 else None) for s, c in known.subjects)
+    if len({s for s, _ in subjects}) == 1:  # twins are "two boats"
+        subjects = tuple((s, subjects[0][1]) for s, _ in subjects)
+    backdrop = known.backdrop if rng.random() < 0.2 else None
+    text = sentence(Facts(subjects, known.motion, backdrop), w)
+    return re.sub(r"\b(a|an) (?!pair|couple)", "the ", text, count=1) if rng.random() < 0.6 else text
+
+
 def prompt(known: Facts, rng: random.Random) -> str:
     """A complete sentence with every attribute, in free wording, for grading."""
     return sentence(known, Wording(rng))

@@ -1,20 +1,26 @@
 """Render a picture of 24 prompts with three frames of each clip by the shipped model.
 
     python -m tools.diorama.contact_sheet
+    python -m tools.diorama.contact_sheet --images --out tools/diorama/contact_sheet_images.png
 
-Nothing is picked: the seed of each clip is its number in the list.
+Nothing is picked: the seed of each clip is its number in the list. With ``--images`` the clips start from the first
+frames of 16 scenes held out from training; the image is shown before three frames of the clip.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from diffusers import WanPipeline
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
-from tools.diorama import grade
+from tools.diorama import grade, world
 from tools.diorama.render import to_uint8
 
 LOG = logging.getLogger(__name__)
@@ -46,6 +52,30 @@ PROMPTS = (
 )
 SHOWN = (2, 16, 30)  # frames of 33
 SCALE, COLUMNS, CAPTION = 0.7, 3, 15
+IMAGES, IMAGE_COLUMNS, IMAGE_SEED = 16, 2, 77
+
+
+def strip(clip: Tensor) -> list[np.ndarray]:
+    """The frames shown of (3, T, H, W) in -1..1."""
+    frames = to_uint8(clip.transpose(0, 1)).numpy()
+    return [frames[min(k, len(frames) - 1)] for k in SHOWN]
+
+
+def from_prompts(pipe: WanPipeline, settings: dict) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Each prompt with three frames."""
+    for number, prompt in enumerate(PROMPTS):
+        yield prompt, strip(grade.generate(pipe, [prompt], number, settings, 1)[0])
+
+
+def from_images(pipe: WanPipeline, settings: dict, device: torch.device) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Each short prompt with its image and three frames."""
+    scenes = world.sample(IMAGES, IMAGE_SEED, keep="held_out", two_subjects=0.2)
+    pictures = grade.images(scenes, settings, device)
+    moving = grade.with_images(pipe)
+    for number in range(IMAGES):
+        prompt = grade.short_prompt(scenes, number)
+        clip = grade.generate(moving, [prompt], number, settings, 1, pictures[number : number + 1])[0]
+        yield prompt, [to_uint8(pictures[number]).numpy(), *strip(clip)]
 
 
 def main() -> None:
@@ -53,23 +83,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("runtime/models/embedded/diorama"))
     parser.add_argument("--out", type=Path, default=Path("tools/diorama/contact_sheet.png"))
+    parser.add_argument("--images", action="store_true", help="16 clips that start from images")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipe, settings = grade.load(args.model, device)
     width, height = (round(settings[k] * SCALE) for k in ("width", "height"))
-    rows = -(-len(PROMPTS) // COLUMNS)
-    sheet = Image.new("RGB", (COLUMNS * (len(SHOWN) * width + 6), rows * (height + CAPTION + 3)), (250, 247, 240))
+    count, columns, shown = (
+        (IMAGES, IMAGE_COLUMNS, 1 + len(SHOWN)) if args.images else (len(PROMPTS), COLUMNS, len(SHOWN))
+    )
+    rows = -(-count // columns)
+    sheet = Image.new("RGB", (columns * (shown * width + 6), rows * (height + CAPTION + 3)), (250, 247, 240))
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
-    for number, prompt in enumerate(PROMPTS):
-        clip = to_uint8(grade.generate(pipe, [prompt], number, settings, 1)[0].transpose(0, 1)).numpy()
-        left, top = number % COLUMNS * (len(SHOWN) * width + 6), number // COLUMNS * (height + CAPTION + 3)
+    made = from_images(pipe, settings, device) if args.images else from_prompts(pipe, settings)
+    for number, (prompt, frames) in enumerate(made):
+        left, top = number % columns * (shown * width + 6), number // columns * (height + CAPTION + 3)
         draw.text((left + 2, top + 1), prompt, fill=(60, 56, 50), font=font)
-        for place, frame in enumerate(SHOWN):
-            picture = Image.fromarray(clip[frame]).resize((width, height), Image.Resampling.LANCZOS)
+        for place, frame in enumerate(frames):
+            picture = Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS)
             sheet.paste(picture, (left + place * width, top + CAPTION))
-        sheet.quantize(255, dither=Image.Dither.NONE).save(args.out, optimize=True)
-        LOG.info("%d of %d: %s", number + 1, len(PROMPTS), prompt)
+        LOG.info("%d of %d: %s", number + 1, count, prompt)
+    sheet.quantize(255, dither=Image.Dither.NONE).save(args.out, optimize=True)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def poses(scenes: Scenes, slot: int, extent: tuple[float, float], frames: int) -
     def travel(reach: Tensor, speed: Tensor, place: Tensor) -> Tensor:
         """Even motion towards + along an axis with room ``reach`` on each side."""
         distance = torch.minimum(2 * reach, speed * duration)
-        start = -reach + (2 * reach - distance) * place
+        # A place above 1 is on the way: the rest is covered as fast as there is room.
+        start = -reach + (2 * reach - distance) * place.clamp(max=1) + 1.2 * reach * (place - 1).clamp(min=0)
+        distance = torch.minimum(distance, reach - start)
         return start + distance * (t / duration)
 
     speed = (0.92 + 0.26 * j[:, 1])[:, None]

@@ -265,6 +265,13 @@ class Renderer:
             canvas[index] = local
 
 
+def laplacian_variance(clips: Tensor) -> Tensor:
+    """(B, 3, T, H, W) in -1..1 to (B, T): how sharp each frame is, of its luminance in 0..1."""
+    grey = (clips.float().clamp(-1, 1) * clips.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1, 1)).sum(1) / 2
+    around = grey[..., :-2, 1:-1] + grey[..., 2:, 1:-1] + grey[..., 1:-1, :-2] + grey[..., 1:-1, 2:]
+    return (around - 4 * grey[..., 1:-1, 1:-1]).flatten(2).var(2)
+
+
 def to_uint8(clips: Tensor) -> Tensor:
     """(..., 3, H, W) in -1..1 to bytes (..., H, W, 3)."""
     return ((clips.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).movedim(-3, -1)

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -40,6 +40,9 @@ BUCKETS: tuple[tuple[tuple[int, int], int, float], ...] = (
 RANGES = {"high": (0.855, 1.0), "low": (0.0, 0.895)}  # of sigma; the experts change over at 0.875
 SHIFT = 5.0  # as the shipped sampler's: training visits noise levels as often as sampling does
 CAPTIONS = 4  # per clip
+IMAGE_CAPTIONS = 3  # further ones per clip, short, for clips that start from an image
+HARD = ("bird", "train", "ball", "butterfly")
+MIDWAY = 0.6  # of clips that start from an image: entered at any time, not only where a clip from text begins
 SAVE_EVERY = 120  # seconds
 
 
@@ -89,13 +92,16 @@ def sharpen_text(model: WanTransformer3DModel, gain: float) -> None:
 
 @dataclass
 class Cache:
-    """Normalised latents (N, 16, t, h, w) in bfloat16, their captions (N, CAPTIONS, L) in int16 with the encoder's
-    states, and where subjects are (N, t, h, w), 0 or 1."""
+    """Normalised latents (N, 16, t, h, w) in bfloat16, the encoder's states of their captions (N, captions, L, D),
+    where subjects are (N, t, h, w), 0 or 1, and which clips were entered midway, (N,) 0 or 1."""
 
     latents: Tensor
-    ids: Tensor
-    inside: Tensor
     states: Tensor
+    inside: Tensor
+    midway: Tensor
+
+    def __post_init__(self) -> None:
+        self.midway_share = float(self.midway.float().mean())
 
 
 def _gather(share: Tensor) -> Tensor:
@@ -117,10 +123,39 @@ def _now(device: torch.device) -> float:
 
 @torch.no_grad()
 def states_of(encoder: UMT5EncoderModel, ids: Tensor) -> Tensor:
-    """The encoder's states of all captions (N, CAPTIONS, L), in bfloat16."""
+    """The encoder's states of all captions (N, captions, L), in bfloat16."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         parts = [embed(encoder, part.long()).to(torch.bfloat16) for part in ids.flatten(0, 1).split(4096)]
     return torch.cat(parts).unflatten(0, ids.shape[:2])
+
+
+def lessons(count: int, seed: int, two_subjects: float, midway: float, hard: float) -> world.Scenes:
+    """Scenes to train on, those entered ``midway`` first; a share of ``hard`` was drawn to show a subject of HARD."""
+    extra = round(hard * count)
+    codes = torch.tensor([world.SUBJECTS.index(name) for name in HARD])
+    more = world.sample(6 * extra, seed + 50_000_000, two_subjects=two_subjects)
+    more = more[torch.isin(more.subject, codes).any(1)][slice(0, extra)]
+    scenes = world.join([world.sample(count - len(more), seed, two_subjects=two_subjects), more])
+    scenes = scenes[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
+    entered = round(midway * count)
+    return world.join([world.midway(scenes[slice(0, entered)], seed), scenes[slice(entered, count)]])
+
+
+def wordings(known: captions.Facts, rng: random.Random) -> list[str]:
+    """All captions of one clip, those for starting from an image last."""
+    full = [captions.training_caption(known, rng)[0] for _ in range(CAPTIONS)]
+    return full + [captions.image_caption(known, rng) for _ in range(IMAGE_CAPTIONS)]
+
+
+def save_caches(caches: list[Cache], path: Path) -> None:
+    """Write ``caches`` for other processes on this machine."""
+    torch.save([{f.name: getattr(c, f.name).cpu() for f in fields(c)} for c in caches], path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+def load_caches(path: Path, device: torch.device) -> list[Cache]:
+    """Read what ``save_caches`` wrote."""
+    return [Cache(**{k: v.to(device) for k, v in c.items()}) for c in torch.load(path, mmap=True)]
 
 
 @torch.no_grad()
@@ -133,10 +168,13 @@ def build_cache(
     chunk: int,
     seconds: float,
     two_subjects: float,
+    midway: float,
+    hard: float,
     *,
     compiled: bool,
 ) -> list[Cache]:
-    """Render, encode and caption up to ``clips`` per rank, spread over the buckets, in about ``seconds``."""
+    """Render, encode and caption up to ``clips`` per rank, spread over the buckets, in about ``seconds``; a share of
+    ``midway`` is entered at any time."""
     encoder = nets.text_encoder(sizes).to(device).eval()
     load_weights(encoder, weights, "text")
     model = nets.vae(sizes).to(device)
@@ -167,22 +205,26 @@ def build_cache(
     clips = min(clips, int(seconds / float(each)))
     for number, (size, frames, share) in enumerate(BUCKETS):
         count = max(round(clips * share / chunk), 1) * chunk
-        scenes = world.sample(count, seed * 101 + number, two_subjects=two_subjects)
+        scenes = lessons(count, seed * 101 + number, two_subjects, midway, hard)
         renderer = Renderer(size, frames, device)
         parts = []
         # Odd sizes are few: compiling for them would take longer than it saves.
         run = encode if number < 2 else nets.encode_clip
         for start in range(0, count, chunk):
             parts.append(make(renderer, scenes[slice(start, start + chunk)], run))
-        texts = [
-            captions.training_caption(captions.facts(scenes, i), rng)[0] for i in range(count) for _ in range(CAPTIONS)
-        ]
-        ids = tokens(texts, tok).view(count, CAPTIONS, -1).to(device)
+        texts = [text for i in range(count) for text in wordings(captions.facts(scenes, i), rng)]
+        ids = tokens(texts, tok).view(count, CAPTIONS + IMAGE_CAPTIONS, -1).to(device)
         parts_inside = [
             motion.footprint(scenes[slice(i, i + chunk)], size, frames).to(torch.uint8) for i in range(0, count, chunk)
         ]
-        latents, ids, inside = (_gather(x) for x in (torch.cat(parts), ids, torch.cat(parts_inside).to(device)))
-        caches.append(Cache(latents, ids, inside, states_of(encoder, ids)))
+        latents, ids, inside, late = (
+            _gather(x)
+            for x in (
+                torch.cat(parts), ids, torch.cat(parts_inside).to(device),
+                (torch.arange(count, device=device) < round(midway * count)).to(torch.uint8),
+            )
+        )  # fmt: skip
+        caches.append(Cache(latents, states_of(encoder, ids), inside, late))
         first = count * (dist.get_rank() if dist.is_initialized() else 0)
         again = make(renderer, scenes[slice(0, 2)], nets.encode_clip).float()
         off = (caches[-1].latents[first : first + 2].float() - again).abs().mean().item()
@@ -201,29 +243,34 @@ def draw_sigma(count: int, role: str, device: torch.device) -> Tensor:
 
 
 def loss_of(
-    model: WanTransformer3DModel, cache: Cache, count: int, role: str, weight: float, images: float
+    model: WanTransformer3DModel, cache: Cache, count: int, role: str, weight: float, images: float, first: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """On ``count`` random clips of ``cache`` at noise levels of ``role``: the flow matching loss with ``weight`` where
     subjects are and 1 elsewhere, and the plain errors there and elsewhere, (2,).
 
     A share of ``images`` clips starts from an image, in the way of Wan2.2-TI2V: the first latent frame is clean, the
-    timestep of its tokens is 0, and its error does not count.
+    timestep of its tokens is 0, and its error does not count. All clips entered midway are among them. In the others,
+    ``first`` is the weight of the first latent frame.
     """
     device = cache.latents.device
     pick = torch.randint(len(cache.latents), (count,), device=device)
     clean = cache.latents[pick].float()
-    text = cache.states[pick, torch.randint(CAPTIONS, (count,), device=device)]
+    midway = cache.midway[pick] > 0
+    rest = (images - cache.midway_share) / max(1 - cache.midway_share, 1e-6)
+    given = midway | (torch.rand(count, device=device) < rest)
+    wording = torch.rand(count, device=device) * torch.where(given, CAPTIONS + IMAGE_CAPTIONS, CAPTIONS)
+    text = cache.states[pick, wording.long()]
     inside = cache.inside[pick].float()
     sigma = draw_sigma(count, role, device)
     noise = torch.randn_like(clean)
     level = sigma.view(-1, 1, 1, 1, 1).expand(-1, 1, *clean.shape[2:]).clone()
-    given = torch.randperm(count, device=device) < round(images * count)  # whatever their noise level
     level[given, :, 0] = 0
     timestep = 1000 * level[:, 0, :, ::2, ::2].flatten(1) if images else 1000 * sigma
     with torch.autocast(device.type, torch.bfloat16):
         guess = model((1 - level) * clean + level * noise, timestep, text, return_dict=False)[0]
     error = (guess.float() - (noise - clean)).square().mean(1)
     counted = (level[:, 0] > 0).float()
+    counted[:, 0] *= first
     error, inside, total = error * counted, inside * counted, counted.sum()
     share, here, there = inside.sum() / total, (error * inside).sum() / total, (error * (1 - inside)).sum() / total
     # Divided by the usual weight, so that the loss keeps its size.
@@ -258,12 +305,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--subject-weight", type=float, default=4.0, help="of the loss where subjects are")
     parser.add_argument("--two-subjects", type=float, default=0.5, help="share of clips")
     parser.add_argument("--images", type=float, default=0.0, help="share of clips that start from an image")
+    parser.add_argument("--hard", type=float, default=0.0, help="share of clips drawn to show a bird, train or such")
+    parser.add_argument("--first", type=float, default=1.0, help="weight of the first latent frame of other clips")
+    parser.add_argument("--cache", type=Path, default=None, help="file with the encoded clips, made if missing")
+    parser.add_argument("--cache-only", action="store_true", help="end after writing the cache")
     parser.add_argument("--sharpen", type=float, default=0.0, help="least gain of cross-attention at the start")
     parser.add_argument("--adamw", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--rehearsal", action="store_true")
     parser.add_argument("--seed", type=int, default=5)
     return parser.parse_args()
+
+
+def encoded_clips(args: argparse.Namespace, sizes: nets.Sizes, rank: int, device: torch.device) -> list[Cache]:
+    """The cache of ``args.cache`` if it exists, else a new one, written there."""
+    if args.cache and args.cache.exists():
+        return load_caches(args.cache, device)
+    caches = build_cache(
+        args.weights, sizes, args.clips, args.seed * 64 + rank, device, args.chunk, args.cache_seconds,
+        args.two_subjects, MIDWAY * args.images, args.hard, compiled=not args.eager,
+    )  # fmt: skip
+    if args.cache and rank == 0:
+        save_caches(caches, args.cache)
+    return caches
 
 
 def main() -> None:
@@ -274,12 +338,11 @@ def main() -> None:
     role, group, lead = join_role(args.roles, rank, world_size)
     sizes = nets.REHEARSAL if args.rehearsal else nets.TRUE
 
-    caches = build_cache(
-        args.weights, sizes, args.clips, args.seed * 64 + rank, device, args.chunk, args.cache_seconds,
-        args.two_subjects, compiled=not args.eager,
-    )  # fmt: skip
+    caches = encoded_clips(args, sizes, rank, device)
     LOG.info("%s: %d clips in %.0f s", role, sum(len(c.latents) for c in caches), time.monotonic() - began)
 
+    if args.cache_only:
+        return
     torch.manual_seed(args.seed)
     model = nets.expert(sizes).to(device)
     if has_weights(args.resume, role):
@@ -304,7 +367,7 @@ def main() -> None:
         # Every size once at the start, so that compiling is over early.
         first = clock.steps <= len(BUCKETS)
         bucket = len(BUCKETS) - clock.steps if first else int(shares.multinomial(1, generator=order))
-        loss, errors = loss_of(model, caches[bucket], args.batch, role, args.subject_weight, args.images)
+        loss, errors = loss_of(model, caches[bucket], args.batch, role, args.subject_weight, args.images, args.first)
         loss.backward()
         training.average_gradients(parameters, group)
         optimiser.step(clock.rate(100, *args.rates))

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 -m tools.diorama.train_vae --out weights --minutes 8.5
 
 With ``--decoder-only`` the encoder stays as it is: latents, and so experts trained on them, keep their meaning.
-With ``--first`` the first frame, one of 33, counts for more, so that it is as sharp as the others.
+With ``--first`` the first frame, one of 33, counts for more. With ``--sharp`` every frame gets the same share of the
+sharpness of what it shows, so that the first, which has one latent frame for itself, does not look softer.
 With ``--equivariance`` shrunken latents must decode to the shrunken clip, and with ``--smooth`` neighbouring latents
 must be alike: both make latents less like noise in space, so that experts learn them sooner.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from tools.diorama import nets, training, world
 from tools.diorama.checkpoint import has_weights, load_weights, save_weights
-from tools.diorama.render import Renderer
+from tools.diorama.render import Renderer, laplacian_variance
 
 LOG = logging.getLogger(__name__)
 LANDSCAPE, PORTRAIT, SQUARE = (192, 112), (112, 192), (128, 128)
@@ -43,6 +44,9 @@ class Aim:
     smooth: float = 0.0
     decoder_only: bool = False
     first: float = 1.0  # weight of the first frame, which has a latent frame for itself
+    sharp: float = 0.0
+    # Share of a render's local contrast of edges that decoded frames should have: the first, and the others.
+    sharpness: tuple[float, float] = (0.85, 0.85)
 
 
 def crops(
@@ -71,14 +75,16 @@ def measure(
     count: int = 32,
     seed: int = 987_654,
 ) -> dict[str, float]:
-    """PSNR in dB over ``count`` new complete clips: all frames, the first and the last."""
+    """PSNR in dB over ``count`` new complete clips: all frames, the first and the last; and the variance of the
+    Laplacian as a share of the render's."""
     renderer = Renderer(size, frames, device)
-    errors = []
+    errors, edges = [], []
     for start in range(0, count, 8):
         scenes = world.sample(8, seed + start, keep="any")
         clip = renderer(scenes).transpose(1, 2)
         again = nets.decode_clip(model, nets.encode_clip(model, clip)[0]).clamp(-1, 1)
         errors.append(((clip - again) ** 2).mean((1, 3, 4)))
+        edges.append(laplacian_variance(again) / laplacian_variance(clip))
     mse = torch.cat(errors)
 
     def psnr(values: Tensor) -> float:
@@ -89,6 +95,9 @@ def measure(
         "first": psnr(mse[:, 0]),
         "last": psnr(mse[:, -1]),
         "worst": psnr(mse.mean(1).max()),
+        "worst_first": psnr(mse[:, 0].max()),
+        "sharpness": float(torch.cat(edges).mean()),
+        "sharpness_first": float(torch.cat(edges)[:, 0].mean()),
     }
 
 
@@ -146,6 +155,14 @@ def roughness(latents: Tensor) -> Tensor:
     return torch.stack([(z.diff(dim=d).square().mean((0, 2, 3, 4)) / (2 * usual)).mean() for d in (2, 3, 4)])
 
 
+def edge_contrast(clip: Tensor) -> Tensor:
+    """Standard deviation of the Laplacian of the luminance around each place of (B, 3, T, H, W): (B, T, h, w)."""
+    grey = (clip * clip.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1, 1)).sum(1)
+    inner = grey[..., 1:-1, 1:-1]
+    around = grey[..., :-2, 1:-1] + grey[..., 2:, 1:-1] + grey[..., 1:-1, :-2] + grey[..., 1:-1, 2:]
+    return (torch.nn.functional.avg_pool2d((around - 4 * inner).square(), 16, 8) + 1e-6).sqrt()
+
+
 def loss_of(model: AutoencoderKLWan, clip: Tensor, aim: Aim) -> tuple[Tensor, Tensor]:
     """What training lowers, and the mean squared error alone."""
     if aim.decoder_only:
@@ -159,8 +176,13 @@ def loss_of(model: AutoencoderKLWan, clip: Tensor, aim: Aim) -> tuple[Tensor, Te
     latents = mean + torch.randn_like(mean) * ((0.5 * logvar).exp() + noise)
 
     def fault(latents: Tensor, clip: Tensor) -> tuple[Tensor, Tensor]:
-        error = nets.decode_clip(model, latents.to(clip.dtype)).float() - clip.float()
+        again = nets.decode_clip(model, latents.to(clip.dtype)).float()
+        error = again - clip.float()
         each = (error.abs() + 2 * error * error).mean((0, 1, 3, 4))
+        if aim.sharp:
+            wanted = edge_contrast(clip.float())
+            wanted = torch.cat([aim.sharpness[0] * wanted[:, :1], aim.sharpness[1] * wanted[:, 1:]], 1)
+            each = each + aim.sharp * (edge_contrast(again) - wanted).abs().mean((0, 2, 3))
         loss = (each.sum() + (aim.first - 1) * each[0]) / (len(each) + aim.first - 1)
         return loss, (error * error).mean()
 
@@ -177,13 +199,13 @@ def loss_of(model: AutoencoderKLWan, clip: Tensor, aim: Aim) -> tuple[Tensor, Te
     return loss, mse
 
 
-def finish(model: AutoencoderKLWan, out: Path, device: torch.device, *, tiny: bool) -> None:
-    """Save the VAE and what its latents look like, and measure it at all sizes."""
+def finish(model: AutoencoderKLWan, out: Path, device: torch.device, known: dict | None, *, tiny: bool) -> None:
+    """Save the VAE and what its latents look like, if that is not ``known``, and measure it at all sizes."""
     model.eval()
     out.mkdir(parents=True, exist_ok=True)
     save_weights(model.state_dict(), out, "vae")
     fit, rough = fit_latents(model, device, 16 if tiny else 96)
-    nets.write_json(out / "latents.json", fit)
+    nets.write_json(out / "latents.json", known or fit)
     LOG.info("1 - correlation of neighbouring latents: %s", rough)
     results = []
     shapes = [(LANDSCAPE, 17), (LANDSCAPE, 33), (LANDSCAPE, 49), (PORTRAIT, 33), (SQUARE, 33), ((160, 96), 17)]
@@ -208,6 +230,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adamw", action="store_true")
     parser.add_argument("--decoder-only", action="store_true")
     parser.add_argument("--first", type=float, default=1.0, help="weight of the first frame; others have 1")
+    parser.add_argument("--sharp", type=float, default=Aim.sharp, help="weight of the local contrast of edges")
+    parser.add_argument(
+        "--sharpness", type=float, nargs=2, default=Aim.sharpness,
+        help="share of a render's contrast of edges: the first frame's, the others'",
+    )  # fmt: skip
     parser.add_argument("--kl", type=float, default=Aim.kl)
     parser.add_argument("--noise", type=float, default=Aim.noise, help="in the mean, of a latent's usual size")
     parser.add_argument("--equivariance", type=float, default=0.0, help="weight of shrunken latents, with crop 112 112")
@@ -235,7 +262,8 @@ def main() -> None:
     optimiser = training.Muon(model.named_parameters(), args.lr, 0.01, plain=args.adamw, skip=("conv_out", "conv_in"))
     average = training.Average(model, 0.998)
     aim = Aim(
-        args.kl, args.noise, args.equivariance, SHRINK[rank % len(SHRINK)], args.smooth, args.decoder_only, args.first
+        args.kl, args.noise, args.equivariance, SHRINK[rank % len(SHRINK)], args.smooth, args.decoder_only, args.first,
+        args.sharp, tuple(args.sharpness),
     )  # fmt: skip
     compute = loss_of if args.eager else torch.compile(loss_of, dynamic=False)
     torch.manual_seed(args.seed * 1000 + rank)
@@ -260,7 +288,8 @@ def main() -> None:
     LOG.info("%d steps in %.0f s on %d devices", clock.steps, time.monotonic() - began, world_size)
     if rank == 0:
         average.store()
-        finish(model, args.out, device, tiny=args.rehearsal or device.type == "cpu")
+        known = nets.read_latents(args.resume) if args.decoder_only and args.resume else None
+        finish(model, args.out, device, known, tiny=args.rehearsal or device.type == "cpu")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -5,7 +5,7 @@ Knows nothing about words (captions.py) or pixels (render.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ class Scenes:
     """A batch of B scenes as codes into the tuples above.
 
     ``subject`` and ``colour`` are (B, 2); the second column is -1 where there is one subject. ``motion``,
-    ``backdrop``, ``time`` and ``weather`` are (B,). ``jitter`` is (B, JITTERS) in 0..1.
+    ``backdrop``, ``time`` and ``weather`` are (B,). ``jitter`` is (B, JITTERS) in 0..1;
+    where ``midway`` changed it, up to 2.
     """
 
     subject: Tensor
@@ -107,6 +108,13 @@ def held_out(scenes: Scenes) -> Tensor:
         bad |= HELD_OUT_TABLES["motion"][safe, scenes.motion]
         result |= bad & (subject >= 0)
     return result
+
+
+def midway(scenes: Scenes, seed: int) -> Scenes:
+    """The same scenes, entered at any time: what moves in a straight line starts anywhere on its way."""
+    jitter = scenes.jitter.clone()
+    jitter[:, 2:4] += torch.rand(len(scenes), 2, generator=torch.Generator().manual_seed(seed))
+    return replace(scenes, jitter=jitter)
 
 
 def _draw(count: int, generator: torch.Generator, two_subjects: float) -> Scenes:
