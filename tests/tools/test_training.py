@@ -99,14 +99,14 @@ def test_the_loss_weights_subjects_and_returns_both_errors(images: float) -> Non
 
 def test_clips_entered_midway_start_from_their_image() -> None:
     cache = cache_of(8, midway=8)
-    seen = {}
+    seen: dict[str, torch.Tensor] = {}
 
     class Spy(nn.Module):
         def forward(self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **_: bool) -> tuple:
             seen.update(latents=latents, timestep=timestep, text=text)
             return (torch.zeros_like(latents),)
 
-    train_experts.loss_of(Spy(), cache, 6, "high", 3.0, 1.0)  # type: ignore[arg-type]
+    train_experts.loss_of(Spy(), cache, 6, "high", 3.0, 1.0)
     first = seen["latents"][:, :, 0]
     assert all(any(torch.equal(one, clean) for clean in cache.latents[:, :, 0].float()) for one in first)
     assert bool((seen["timestep"].view(6, 2, -1)[:, 0] == 0).all())
@@ -123,7 +123,7 @@ def test_the_first_latent_frame_can_count_for_more() -> None:
             return (wrong,)
 
     def loss(first: float) -> float:
-        return float(train_experts.loss_of(Guess(), cache, 4, "low", 1.0, 0.0, first)[0])  # type: ignore[arg-type]
+        return float(train_experts.loss_of(Guess(), cache, 4, "low", 1.0, 0.0, first)[0])
 
     assert loss(3.0) == pytest.approx(loss(1.0) * 1.5, rel=0.01)  # 3 of 4 parts instead of 1 of 2
 

@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
@@ -66,17 +67,16 @@ class BatchedImages(WanImageToVideoPipeline):
     With several generators it encodes all images once for each generator, which fits one image only.
     """
 
-    def prepare_latents(self, image: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    def prepare_latents(self, image: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The latents of noise, the condition and its mask, image by image."""
         _, *size, generators, latents, last = args
-        if kwargs or latents is not None or last is not None:
+        if latents is not None or last is not None:
             raise ValueError("images are graded with their generators alone")
         parts = [
             super(BatchedImages, self).prepare_latents(one[None], 1, *size, [generator], None, None)
             for one, generator in zip(image, generators, strict=True)
         ]
-        latents, condition, masks = zip(*parts, strict=True)
-        return torch.cat(latents), torch.cat(condition), masks[0]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), parts[0][2]
 
 
 @torch.no_grad()
@@ -186,13 +186,14 @@ def grade_images(
     settings: dict[str, float],
     batch: int,
     device: torch.device,
-) -> tuple[dict[str, object], Tensor]:
+) -> tuple[dict[str, dict[str, Any]], Tensor]:
     """The tables of ``count`` clips from images: with full prompts, short ones, and from images amid the motion; and
     the clips with short prompts."""
     scenes, prompts = requests(count, SEED + 100)
     short = [short_prompt(scenes, i) for i in range(count)]
     amid = world.midway(scenes, SEED)
-    kept, result = torch.empty(0), {}
+    kept = torch.empty(0)
+    result: dict[str, dict[str, Any]] = {}
     for name, shown, texts in (("full", scenes, prompts), ("short", scenes, short), ("short_midway", amid, short)):
         pictures = images(shown, settings, device)
         clips = generate(pipe, texts, SEED, settings, batch, pictures)
