@@ -27,10 +27,10 @@ from tools.diorama.world import Scenes
 LOG = logging.getLogger(__name__)
 SEED = 20_260
 HELD_OUT_SHARE = 0.375
-# What each judge reads: edges tell nothing of colours, and too little of the time of day.
+# What each judge reads: edges tell nothing of colours.
 READS = {
     "judge": ("subject", "colour", "motion", "backdrop", "time", "weather"),
-    "outlines": ("subject", "motion", "backdrop", "weather"),
+    "outlines": ("subject", "motion", "backdrop", "time", "weather"),
 }
 
 
