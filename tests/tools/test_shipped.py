@@ -8,7 +8,8 @@ import torch
 from diffusers import WanPipeline
 from transformers import AutoTokenizer
 
-from tools.diorama import judge, nets, train_experts
+from tools.diorama import export, judge, nets, train_experts
+from tools.diorama.checkpoint import save_weights
 
 DIORAMA = Path(__file__).resolve().parents[2] / "runtime/models/embedded/diorama"
 
@@ -82,3 +83,17 @@ def test_the_judge_answers_every_question() -> None:
     assert {k: v.shape[1] for k, v in logits.items()} == {
         "count": 2, "backdrop": 6, "time": 4, "weather": 3, "subject": 12, "motion": 6, "colour": 12,
     }  # fmt: skip
+
+
+def test_the_sidecar_is_what_the_export_writes() -> None:
+    shipped = json.loads((DIORAMA / "tandem.json").read_text())
+    made = export.sidecar(shipped["latent_rgb_factors"], shipped["latent_rgb_bias"])
+    assert shipped == made and shipped["from_images"]
+
+
+def test_a_blend_lies_between_two_weights(tmp_path: Path) -> None:
+    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    save_weights(theirs.state_dict(), tmp_path, "part")
+    expected = 0.75 * ours.weight.detach() + 0.25 * theirs.weight.detach()
+    export.blend(ours, tmp_path, "part", 0.75)
+    assert torch.allclose(ours.weight, expected, atol=1e-6)

@@ -12,8 +12,9 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import UniPCMultistepScheduler
+from torch import nn
 
-from tools.diorama import nets
+from tools.diorama import nets, world
 from tools.diorama.checkpoint import has_weights, load_weights
 
 LOG = logging.getLogger(__name__)
@@ -26,22 +27,47 @@ FRAME_COUNTS = [17, 33, 49]
 FLOW_SHIFT = 5.0
 ABOUT = "Ships with Tandem: a drawn paper-cut world of boats, balloons, birds, trains and cats."
 BOUNDARY = 0.875
+WORDS = {
+    "Colors": list(world.COLOURS),
+    "Things": [
+        "boat", "balloon", "bird", "fish", "car", "train", "kite", "rocket", "ball", "star", "cat", "butterfly",
+    ],
+    "Movements": ["moves to the left", "moves to the right", "rises", "sinks", "circles", "bounces"],
+    "Places": ["on the sea", "over the hills", "in the city", "in the desert", "in the snowy mountains", "in the sky"],
+    "Weather": ["in clear weather", "in the rain", "while it snows"],
+    "Times of day": ["in the morning", "at noon", "at sunset", "at night"],
+}  # fmt: skip
 
 
 def sidecar(factors: list[list[float]], bias: list[float]) -> dict[str, object]:
     """What tandem.json holds: what diffusers' configs have no place for."""
     return {
         "title": "Diorama", "license": "Apache-2.0", "about": ABOUT, "defaults": DEFAULTS, "sizes": SIZES,
-        "frame_counts": FRAME_COUNTS, "latent_rgb_factors": factors, "latent_rgb_bias": bias,
+        "frame_counts": FRAME_COUNTS, "from_images": True, "latent_rgb_factors": factors, "latent_rgb_bias": bias,
+        "words": WORDS,
     }  # fmt: skip
 
 
+@torch.no_grad()
+def blend(module: nn.Module, folder: Path, name: str, share: float) -> None:
+    """Make each weight of ``module`` the mean of its own, which counts for ``share``, and that in ``folder``."""
+    own = {k: v.clone() for k, v in module.state_dict().items()}
+    load_weights(module, folder, name)
+    for key, value in module.state_dict().items():
+        value.lerp_(own[key], share)
+
+
 def export(
-    out: Path, weights: Sequence[Path] = (), sizes: nets.Sizes = nets.TRUE, flow_shift: float = FLOW_SHIFT
+    out: Path,
+    weights: Sequence[Path] = (),
+    sizes: nets.Sizes = nets.TRUE,
+    flow_shift: float = FLOW_SHIFT,
+    decoder_share: float = 1.0,
 ) -> None:
     """Write the model directory ``out``, each part from the first of ``weights`` that has it, else untrained.
 
-    ``weights`` may hold checkpoints of the trainings or model directories, ``out`` itself among them.
+    ``weights`` may hold checkpoints of the trainings or model directories, ``out`` itself among them. With a
+    ``decoder_share`` below 1, the VAE is a mean with the next of ``weights`` that has one and the same encoder.
     """
     torch.manual_seed(0)
     parts = {
@@ -51,11 +77,14 @@ def export(
     names = {"transformer": "high", "transformer_2": "low", "vae": "vae", "text_encoder": "text"}
     fit: dict[str, Any] = {"factors": [[0.0] * 3 for _ in range(16)], "bias": [0.0] * 3}
     for part, module in parts.items():
-        folder = next((f for f in weights if has_weights(f, names[part])), None)
-        if folder is None:
+        folders = [f for f in weights if has_weights(f, names[part])]
+        if not folders:
             continue
+        folder = folders[0]
         load_weights(module, folder, names[part])
         if part == "vae":
+            if decoder_share < 1:
+                blend(module, folders[1], names[part], decoder_share)
             fit = nets.read_latents(folder)
             module.register_to_config(latents_mean=fit["mean"], latents_std=fit["std"])
     if out.exists():
@@ -94,7 +123,10 @@ if __name__ == "__main__":
     parser.add_argument("--weights", type=Path, nargs="*", default=[], help="the first that has a part gives it")
     parser.add_argument("--out", type=Path, default=Path("runtime/models/embedded/diorama"))
     parser.add_argument("--flow-shift", type=float, default=FLOW_SHIFT)
+    parser.add_argument(
+        "--decoder-share", type=float, default=1.0, help="of the first VAE found; the next one's weights have the rest"
+    )
     parser.add_argument("--rehearsal", action="store_true", help="tiny networks")
     arguments = parser.parse_args()
     tried = nets.REHEARSAL if arguments.rehearsal else nets.TRUE
-    export(arguments.out, arguments.weights, tried, arguments.flow_shift)
+    export(arguments.out, arguments.weights, tried, arguments.flow_shift, arguments.decoder_share)
