@@ -126,7 +126,7 @@
   const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
   // Takes the first image of several files; returns whether there is one.
   tandem.takeImages = (files, target = null) => {
-    const own = target?.closest?.("[data-place]");
+    const own = target?.closest?.("#images [data-place]");
     const images = [...files].filter((file) => file.type.startsWith("image/") || IMAGE.test(file.name));
     if (!images.length && own && files.length && !/\.(mp4|json)$/i.test(files[0].name)) images.push(files[0]);
     if (!images.length) return false;

@@ -16,6 +16,7 @@ from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view
 from runtime.ui.formatting import paragraph, render
+from runtime.ui.image_places import used_images
 from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named, proportions
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.video.similarity import Similarity
@@ -268,6 +269,7 @@ class HistoryPanel(JobsPanel):
             job=job,
             request=job.request if saved is None else saved.request,
             rows=rows,
+            images=used_images(job.plan),
             card=self._card(job),
             warning_lines=[]
             if saved is None

@@ -7,14 +7,16 @@ image that ships with Tandem, a small picture of an image that the form names, a
 import base64
 import io
 from collections.abc import Callable, Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 from PIL import Image
 
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
-from runtime.core.images import ImageUse
+from runtime.core.images import PREFIX, ImageUse
+from runtime.core.plan import ExecutionPlan
 from runtime.core.request import FIELDS
 from runtime.core.settings import ROOT, Settings
 from runtime.models.catalogue import EMBEDDED
@@ -87,7 +89,8 @@ class ImageAnswers:
                 return self._frame(job, seconds, visitor)
             case {"what": "example", "name": str(name)}:
                 return self._example(name, visitor)
-            case {"what": "picture", "image": str(image)} if self._decode:
+            # A page cannot open files of its choice.
+            case {"what": "picture", "image": str(image)} if self._decode and image.startswith(PREFIX):
                 use = find_image(image, "image", self._settings.cache_dir, keep=False)
                 return {"picture": picture(open_image(use)), "width": use.width, "height": use.height}
             case {"what": "refusal", "model": str(model)}:
@@ -137,18 +140,32 @@ def picture(image: Image.Image) -> str:
     return _address(file.getvalue())
 
 
-def small_picture(use: ImageUse) -> str:
-    """Return a thumbnail of an image that a job uses as a data address; empty if its copy is gone."""
-    try:
-        stamp = use.path.stat().st_mtime_ns
-    except OSError:
-        return ""
-    return _small_picture(use, stamp)
+@dataclass(frozen=True)
+class UsedImage:
+    """An image that a job uses: the field's label, the file's name, and a thumbnail; empty if its copy is gone."""
+
+    label: str
+    name: str
+    picture: str
 
 
-def _small_picture(use: ImageUse, _stamp: int) -> str:
+def used_images(plan: ExecutionPlan | None, *, pictures: bool = True) -> list[UsedImage]:
+    """Return the images of a job.
+
+    Args:
+        pictures: whether this process may decode them.
+    """
+    given = {} if plan is None else plan.images
+    return [
+        UsedImage(FIELDS[field].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
+        for field, use in given.items()
+    ]
+
+
+@lru_cache(maxsize=128)
+def _small_picture(use: ImageUse, exists: bool) -> str:
     try:
-        return _address(thumbnail(open_image(use)))
+        return _address(thumbnail(open_image(use))) if exists else ""
     except InvalidRequestError:
         return ""
 

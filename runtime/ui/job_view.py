@@ -35,6 +35,7 @@ from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.ui import fields, formatting
 from runtime.ui.formatting import page_text, render
+from runtime.ui.image_places import used_images
 from runtime.ui.watchers import Watch
 
 # Jobs are polled: no thread waits, however many pages watch.
@@ -350,6 +351,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         ],
         summary=_summary(saved),
         rows=rows,
+        images=used_images(job.plan, pictures=audience.panels),
         reasons=backend_reasons(saved),
     )
 

@@ -14,6 +14,7 @@ from runtime.queue.job_queue import combined
 from runtime.queue.records import JobRecord, State
 from runtime.ui import form, formatting
 from runtime.ui.formatting import paragraph, render
+from runtime.ui.image_places import used_images
 from runtime.ui.job_view import ResumeStatus, running_line
 from runtime.ui.jobs_panel import JobsPanel, failure, proportions, title
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
@@ -36,9 +37,9 @@ class Row:
         visitor: whether a visitor submitted it.
         waits: whether it was started and waits for GPUs or disk space.
         idle: whether it runs only while nothing else waits; it has no place in the order.
-        picture: address of its last preview; empty without one.
+        picture: address of its last preview, or before that of its image; empty without one.
         width, height: of the video, in pixels.
-        facts: seed, size and length of the video.
+        facts: seed, size and length of the video, and the names of its images.
         seconds: estimated time until its video is saved once it runs, if it is known.
     """
 
@@ -197,6 +198,8 @@ class QueuePanel(JobsPanel):
             plan = job.summary
             size = formatting.size(plan.width, plan.height)
             facts = f"Seed {plan.seed} · {size} · {plan.frames / plan.fps:.1f} s"
+        images = used_images(record.plan, pictures=record.owner is None)
+        facts = " · ".join(filter(None, (facts, *(image.name for image in images))))
         width, height = proportions(record) if job is None else (job.summary.width, job.summary.height)
         return Row(
             id=record.id,
@@ -208,7 +211,7 @@ class QueuePanel(JobsPanel):
             visitor=record.owner is not None and self._owner is None,
             waits=waits,
             idle=record.idle,
-            picture=self._picture(record),
+            picture=self._picture(record) or next((image.picture for image in images), ""),
             width=width,
             height=height,
             facts=facts,

@@ -1,0 +1,149 @@
+"""The places of images: what they offer for each model, and the answers to their script."""
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from runtime.core.errors import InvalidRequestError, OutputError
+from runtime.core.settings import Settings
+from runtime.models.catalogue import find
+from runtime.models.images import find_image, keep_image
+from runtime.models.spec import ModelSpec
+from runtime.ui import image_places
+from runtime.ui.image_places import ImageAnswers, places_html, used_images
+from runtime.video.mp4 import VideoWriter, read_frame
+from tests.image_files import encoded, picture, saved, taking_images
+from tests.plans import tiny_plan
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> ImageAnswers:
+    settings = Settings(cache_dir=tmp_path / "cache")
+    return ImageAnswers(
+        settings, lambda data, name, _visitor: keep_image(data, name, "image", settings.cache_dir), decode=True
+    )
+
+
+def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.1")
+
+    def places(**known: Any) -> str:
+        able = taking_images(spec, **known)
+        return places_html(able, {"a": able, "b": spec})
+
+    assert "data-place" not in places_html(spec, {"b": spec})
+    assert 'data-able="[]"' in places_html(spec, {"b": spec})
+    optional, required = places(), places(required=True, last="required")
+    assert optional.count("data-place") == 1 and "required" not in optional
+    assert required.count("data-place") == 2 and required.count('aria-required="true"') == 2
+    assert places(last="optional").count("data-place") == 2 and "required" not in places(last="optional")
+    assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
+
+
+def test_the_shipped_model_has_example_images(
+    answers: ImageAnswers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], ModelSpec]
+) -> None:
+    saved(tmp_path / "boat.png", 192, 112)
+    monkeypatch.setattr(image_places, "EXAMPLES", tmp_path)
+    image_places.examples.cache_clear()
+    shipped = taking_images(find("diorama", tmp_path / "weights"))
+    assert 'data-example="boat"' in places_html(shipped, {})
+    assert "data-example" not in places_html(taking_images(tiny("wan2.1")), {})
+    found = answers.answer({"what": "example", "name": "boat"}, None, "")
+    assert (found["width"], found["height"]) == (192, 112)
+    kept = find_image(found["image"], "image", tmp_path / "cache")
+    assert kept.path.read_bytes() == (tmp_path / "boat.png").read_bytes()
+    for name in ("../boat", "cat", ""):
+        with pytest.raises(InvalidRequestError):
+            answers.answer({"what": "example", "name": name}, None, "")
+    image_places.examples.cache_clear()
+
+
+def test_a_picture_of_a_kept_image_is_small(answers: ImageAnswers, tmp_path: Path) -> None:
+    use = keep_image(encoded(picture(1200, 300)), "wide.png", "image", tmp_path / "cache")
+    found = answers.answer({"what": "picture", "image": use.reference}, None, "")
+    assert (found["width"], found["height"]) == (1200, 300)
+    with Image.open(io.BytesIO(base64.b64decode(found["picture"].partition(",")[2]))) as small:
+        assert small.size == (512, 128)
+    use.path.unlink()
+    with pytest.raises(InvalidRequestError) as refused:
+        answers.answer({"what": "picture", "image": use.reference}, None, "")
+    assert refused.value.code == "image.copy_missing"
+    # A page that may not decode what others sent has no picture of it.
+    visitors = ImageAnswers(answers._settings, answers._keep, decode=False)
+    with pytest.raises(InvalidRequestError) as refused:
+        visitors.answer({"what": "picture", "image": use.reference}, None, "")
+    assert refused.value.code == "ui.unknown_action"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"what": "frame", "seconds": 1},
+        {"what": "frame", "job": "12345678", "seconds": None},
+        {"what": "picture", "image": ["a"]},
+        {"what": "example"},
+        {"what": 3},
+    ],
+)
+def test_other_questions_are_refused(answers: ImageAnswers, asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        answers.answer(asked, None, "")
+    assert refused.value.code == "ui.unknown_action"
+
+
+def test_a_page_cannot_have_a_picture_of_a_file_of_its_choice(answers: ImageAnswers, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        answers.answer({"what": "picture", "image": str(saved(tmp_path / "own.png"))}, None, "")
+    assert refused.value.code == "ui.unknown_action"
+
+
+def test_a_text_model_names_those_that_start_from_images(answers: ImageAnswers) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        answers.answer({"what": "refusal", "model": "Tiny"}, None, "")
+    answer = image_places.error_answer(refused.value, str)
+    assert "Tiny does not start from an image." in answer["error"] and "wan2.2-ti2v-5b" in answer["error"]
+    assert "\n" not in json.dumps(answer)
+
+
+def test_a_frame_is_the_one_of_that_number(tmp_path: Path) -> None:
+    grays = [20, 70, 120, 170, 220]
+    frames = np.stack([np.full((32, 64, 3), gray, np.uint8) for gray in grays])
+    video = tmp_path / "steps.mp4"
+    with VideoWriter(video, 64, 32, 8, 10) as writer:
+        writer.write(frames)
+        writer.close_stream()
+        writer.finish("steps", {})
+    for number, gray in enumerate(grays):
+        with Image.open(io.BytesIO(read_frame(video, number))) as frame:
+            assert (frame.size, frame.mode) == ((64, 32), "RGB")
+            assert abs(np.asarray(frame).astype(int) - gray).max() <= 2
+    with pytest.raises(OutputError) as refused:
+        read_frame(video, len(grays))
+    assert refused.value.code == "video.frame_unreadable"
+    (tmp_path / "text.mp4").write_text("text")
+    with pytest.raises(OutputError):
+        read_frame(tmp_path / "text.mp4", 0)
+
+
+def test_the_images_of_a_job_are_shown_while_their_copies_exist(
+    tmp_path: Path, tiny: Callable[[str], ModelSpec]
+) -> None:
+    use = keep_image(encoded(picture()), "boat.png", "image", tmp_path)
+    plan = tiny_plan(replace(taking_images(tiny("wan2.1")), image=use), tmp_path / "a.mp4", image=use.reference)
+    (shown,) = used_images(plan)
+    assert (shown.label, shown.name) == ("Image", "boat.png")
+    assert shown.picture.startswith("data:image/webp;base64,")
+    assert used_images(plan, pictures=False)[0].picture == ""
+    use.path.unlink()
+    assert used_images(plan)[0].picture == ""
+    assert used_images(None) == []
