@@ -21,6 +21,7 @@ from runtime.ui.history_panel import (
     similarity,
     timing,
 )
+from runtime.ui.image_places import UsedImage
 from runtime.ui.job_view import ResumeStatus
 from runtime.ui.queue_panel import Row, queue_html, resumable_html
 from runtime.video.similarity import Similarity
@@ -35,6 +36,7 @@ def detail(job: Any, text: str = "", request: Any = None) -> str:
         job=job,
         request=request or {"prompt": text},
         rows=[(text, text)],
+        images=[UsedImage(text, text, text)],
         card=Card(job, text, text, 16, 9, 5, text),
         warning_lines=[text],
         reasons=text,
