@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
@@ -14,12 +15,22 @@ from runtime.upstream.torch import without_computing
 
 _INPUTS = {
     "text_encoder": ("input_ids", "attention_mask"),
+    "image_encoder": ("pixels",),
+    "vae_encoder_first": ("frames",),
+    "vae_encoder_next": ("frames",),
     "transformer": ("latents", "timestep", "text_embeds"),
     "vae_first": ("z",),
     "vae_next": ("z",),
     "vae_clip": ("z",),
 }
-_OUTPUTS = {"text_encoder": "embeds", "transformer": "velocity"}
+_OUTPUTS = {
+    "text_encoder": "embeds",
+    "image_encoder": "embeds",
+    "vae_encoder_first": "z",
+    "vae_encoder_next": "z",
+    "transformer": "velocity",
+}
+_WITH_CACHES = frozenset({"vae_next", "vae_encoder_next"})
 TEXT_PADDING = "text_padding"
 # The text is cut to a multiple of this many tokens, so that prompts of similar length share a shape.
 _TEXT_STEP = 8
@@ -28,8 +39,8 @@ _EXAMPLE_TIMESTEP = 700.0
 CACHE = "cache_"
 _AXES = ("frames", "height", "width")
 _LATENT_AXES = {2: "frames", 3: "height", 4: "width"}
-# The dynamic axes of each tensor, with the names of their sizes. A cache always has two frames. The VAE's first step
-# always takes and returns one frame, so the profiles of `vae_first` have one frame too.
+# The dynamic axes of each tensor, with the names of their sizes. The number of a cache's frames is fixed. The decoder's
+# first step and both of the encoder's always compute one latent frame, and so have their profiles.
 _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "latents": _LATENT_AXES,
     "velocity": _LATENT_AXES,
@@ -47,7 +58,7 @@ class Program:
     """A program of a model, with its weights.
 
     Attributes:
-        name: "text_encoder", "transformer", "vae_first", "vae_next" or "vae_clip".
+        name: see `engines.programs`.
         module: the exportable form, in evaluation mode.
         spec: the model.
     """
@@ -68,7 +79,7 @@ class Program:
     @property
     def input_names(self) -> tuple[str, ...]:
         """The inputs in the order of the module's arguments."""
-        return (*_INPUTS[self.name], *(_cache_names(self.cache_count) if self.name == "vae_next" else ()))
+        return (*_INPUTS[self.name], *(_cache_names(self.cache_count) if self.name in _WITH_CACHES else ()))
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -98,24 +109,42 @@ class Program:
         def noise(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(self.device)
 
-        length, channels = self.spec.max_sequence_length, self.spec.vae.z_dim
+        spec, scale = self.spec, self.spec.vae.scale_factor_spatial
+        length, channels = spec.max_sequence_length, spec.vae.z_dim
         words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
         if self.name == "text_encoder":
             vocabulary: Any = self.module.vocabulary
             ids = torch.randint(vocabulary, (1, length), generator=generator).to(self.device)
             return {"input_ids": ids * words, "attention_mask": words.long()}
+        if self.name == "image_encoder":
+            side: Any = self.module.side
+            return {"pixels": noise(1, 3, side, side)}
         if self.name == "transformer":
-            return {
-                "latents": noise(1, channels, *latent),
-                "timestep": torch.full((1,), _EXAMPLE_TIMESTEP, device=self.device),
-                "text_embeds": noise(1, length, self.spec.transformer.text_dim) * words.unsqueeze(-1),
+            inputs = {
+                "latents": noise(1, spec.transformer.in_channels, *latent),
+                # A first latent frame that is given has the timestep 0.
+                "timestep": torch.tensor([0.0, _EXAMPLE_TIMESTEP][-spec.timesteps :], device=self.device),
+                "text_embeds": noise(1, length, spec.transformer.text_dim) * words.unsqueeze(-1),
             }
-        inputs = {"z": noise(1, channels, *latent)}
-        if self.name == "vae_next":
+            if spec.image_input is not None and spec.image_input.tokens:
+                width = spec.image_input.width
+                image = noise(1, spec.image_input.tokens, width)
+                image = F.pad(image, (0, spec.transformer.text_dim - width))
+                inputs["text_embeds"] = torch.cat([image, inputs["text_embeds"]], dim=1)
+            return inputs
+
+        def clip(frames: int) -> dict[str, torch.Tensor]:
+            if not self.name.startswith("vae_encoder"):
+                return {"z": noise(1, channels, frames, *latent[1:])}
+            count = 1 if self.name == "vae_encoder_first" else spec.vae.scale_factor_temporal
+            return {"frames": noise(count, latent[1] * scale, latent[2] * scale, 3).clamp(-1.0, 1.0)}
+
+        inputs = clip(latent[0])
+        if self.name in _WITH_CACHES:
             # The caches are those of a first step on other noise.
-            before = noise(1, channels, 1, *latent[1:])
+            (before,) = clip(1).values()
             with torch.inference_mode():
-                _, *caches = self.module(before)
+                _, *caches = self.module(before[:1])
             inputs |= dict(zip(_cache_names(len(caches)), caches, strict=True))
         return inputs
 
@@ -128,7 +157,12 @@ class Program:
         inputs = self.inputs(profile.opt)
         # Tensors created in inference mode cannot be traced.
         inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        return cut_text(inputs) if cut and self.cuts_text else inputs
+        return cut_text(inputs, self._least_text) if cut and self.cuts_text else inputs
+
+    @property
+    def _least_text(self) -> int:
+        """The fewest tokens that `cut_text` may leave: those of images are never cut."""
+        return self.spec.context_tokens - self.spec.max_sequence_length + SMALLEST_DYNAMIC
 
     def shapes(self, profile: ShapeProfile) -> Shapes:
         """Return the shapes of all inputs by name at the profile's minimum, optimum and maximum. Computes nothing."""
@@ -156,7 +190,7 @@ class Program:
             }
             for tensor in signature.inputs
         ]
-        if self.name == "vae_next":
+        if self.name in _WITH_CACHES:
             # The caches are one variadic argument.
             shapes = [shapes[0], tuple(shapes[1:])]
         with torch.no_grad():
@@ -177,7 +211,7 @@ class Program:
                 ranges[_AXES[axis]] = -(-profile.min[axis] // patch), profile.max[axis] // patch
         if TEXT_PADDING in example:
             dynamic["text"] = example["text_embeds"].shape[1]
-            ranges["text"] = SMALLEST_DYNAMIC, self.spec.max_sequence_length
+            ranges["text"] = self._least_text, self.spec.context_tokens
 
         def describe(name: str, tensor: torch.Tensor) -> TensorSignature:
             named = _DYNAMIC_AXES.get(CACHE if name.startswith(CACHE) else name, {})
@@ -199,16 +233,16 @@ class Program:
         )
 
 
-def cut_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def cut_text(inputs: dict[str, torch.Tensor], least: int = 1) -> dict[str, torch.Tensor]:
     """Return the transformer's inputs without most of the text's zero padding; `text_padding` (1,) is the number cut.
 
-    All padding tokens have the same key and value, so attention needs only one of them, weighted by their number. The
+    At least `least` tokens remain. All padding tokens have the same key and value, so attention needs only one of them, weighted by their number. The
     result is exact. On a CPU this saves a quarter of a small transformer's time.
     """
     embeds = inputs["text_embeds"]
     length = embeds.shape[1]
     used = embeds[0].any(dim=1).nonzero()
-    words = int(used[-1].item()) + 1 if len(used) else 1
+    words = max(int(used[-1].item()) + 1 if len(used) else 0, least)
     cut = min(-(-words // _TEXT_STEP) * _TEXT_STEP, length)
     padding = torch.full((1,), float(length - cut), device=embeds.device)
     return inputs | {"text_embeds": embeds[:, :cut].contiguous(), TEXT_PADDING: padding}

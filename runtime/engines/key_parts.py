@@ -24,7 +24,7 @@ from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.folder import read_config
 from runtime.models.registry import FAMILIES
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of, is_transformer
 from runtime.planner.engine_index import EngineKey, is_of_gpu
 
 # `EngineKey.export_revision` of imported engines: this program did not export them.
@@ -102,12 +102,15 @@ def architecture_digest(spec: ModelSpec, component: str, name: str) -> str:
     if is_block_program(name):
         relevant = {size: getattr(spec.transformer, size) for size in _OF_BLOCKS}
     else:
-        config = read_config(spec.directory / component / "config.json")
+        config = read_config(spec.directory / folder_of(component) / "config.json")
         relevant = {
             key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")
         }
     if name == "text_encoder":
         relevant["max_sequence_length"] = spec.max_sequence_length
+    if spec.image_input is not None and (name == "transformer" or component == VAE_ENCODER):
+        # Not for models without images, whose keys stay as they are.
+        relevant |= {"kind": spec.image_input.kind, "image_tokens": spec.image_input.tokens}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -125,7 +128,7 @@ def weights_digest(spec: ModelSpec, component: str, cache_dir: Path | None = Non
     """
     if not spec.is_downloaded:
         return _NOT_DOWNLOADED
-    weights = _weights_digest(spec.directory / component, cache_dir)
+    weights = _weights_digest(spec.directory / folder_of(component), cache_dir)
     if spec.loras_of(component):
         added = "\n".join(use.identity for use in spec.loras_of(component))
         weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()

@@ -21,6 +21,7 @@ from runtime.planner.constraints import build_conflict
 from runtime.planner.engine_index import (
     IMPORTED,
     OTHER_WEIGHTS,
+    STEPS,
     SWAPPED,
     EngineKey,
     EngineRecord,
@@ -193,7 +194,7 @@ class ModelOffers:
 
 def engine_calls(use: EngineUse, spec: ModelSpec, latent: LatentSize) -> float:
     """Return how many calls of an engine, at the size it was measured at, one call of its component takes."""
-    if use.program == "vae_next":
+    if use.program in {"vae_next", "vae_encoder_next"}:
         return latent[0] - 1
     if not use.tokens:
         return 1
@@ -293,7 +294,7 @@ def _size(program: str, latent: LatentSize) -> LatentSize:
     """Return the latent size that a program is called with for a clip."""
     if serves_any_clip(program):
         return (1, 1, 1)
-    return (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
+    return (1, *latent[1:]) if program in STEPS else latent
 
 
 def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, device: str) -> ShapeProfile:

@@ -24,7 +24,7 @@ from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
 from runtime.engines.programs import load_program
 from runtime.engines.signatures import METADATA_KEY
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.engine_index import STEPS, ShapeProfile, serves_any_clip
 from runtime.upstream.onnxscript import fast_rewriting
 
 OPSET = 18
@@ -147,9 +147,9 @@ def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder
 
 def _export_profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeProfile:
     """Return the profile from the smallest useful size to `latent`; an axis of size 1 would become static."""
-    if program == "text_encoder":
+    if serves_any_clip(program):
         return ShapeProfile.fixed((1, 1, 1))
-    frames, height, width = (1, *latent[1:]) if program in {"vae_first", "vae_next"} else latent
+    frames, height, width = (1, *latent[1:]) if program in STEPS else latent
     _, patch_h, patch_w = spec.transformer.patch_size
     low = (min(2, frames), min(2 * patch_h, height), min(2 * patch_w, width))
     return ShapeProfile(low, (frames, height, width), (frames, height, width))

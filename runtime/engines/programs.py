@@ -1,13 +1,20 @@
 """Programs: the modules that are exported and built as engines, with their input and output tensors.
 
-A component has one program, a VAE decoder up to two. The tensors are the same for every backend and precision. The
-batch size is 1:
+A component has one program, each part of a VAE up to two. The tensors are the same for every backend and precision.
+The batch size is 1:
 
-    text_encoder  input_ids, attention_mask (1, L) int64                        -> embeds (1, L, D), zero in the padding
-    transformer   latents (1, C, F, H, W), timestep (1,), text_embeds (1, L, D) -> velocity, like latents
-    vae_first     z (1, C, 1, h, w)                                             -> frames (1, H, W, 3), cache_0 …
-    vae_next      z (1, C, n, h, w), cache_0 …                                  -> frames (4n, H, W, 3), cache_0 …
-    vae_clip      z (1, C, n, h, w)                                             -> frames (4(n - 1) + 1, H, W, 3)
+    text_encoder       input_ids, attention_mask (1, L) int64                -> embeds (1, L, D), zero in the padding
+    image_encoder      pixels (1, 3, S, S)                                   -> embeds (1, T, E)
+    vae_encoder_first  frames (1, H, W, 3)                                   -> z (1, C, 1, h, w), cache_0 … or none
+    vae_encoder_next   frames (4, H, W, 3), cache_0 …                        -> z (1, C, 1, h, w), cache_0 …
+    transformer        latents (1, C, F, h, w), timestep, text_embeds (1, L, D) -> velocity, like latents
+    vae_first          z (1, C, 1, h, w)                                     -> frames (1, H, W, 3), cache_0 …
+    vae_next           z (1, C, n, h, w), cache_0 …                          -> frames (4n, H, W, 3), cache_0 …
+    vae_clip           z (1, C, n, h, w)                                     -> frames (4(n - 1) + 1, H, W, 3)
+
+The transformer's timestep has one value, or two for a model that starts from a first frame: one engine serves its videos
+from text, with equal values, and from images. Latents of given frames are channels after the model's own, which alone
+the velocity has; see `execution.components.Denoiser`.
 
 A transformer may also have programs of block engines (`ModelSpec.block_programs`), whose tensors the family defines:
 see `block_programs`.
@@ -39,6 +46,7 @@ from runtime.models.weights import load_module
 # Makes the exportable form of a program: a module that takes and returns the tensors above. Arguments: the model, the
 # program's name, and a function that loads the component's weights. The form has these attributes:
 #   text encoder   vocabulary: number of tokens
+#   image encoder  side: pixels of an image's side
 #   VAE step       cache_count: number of caches
 #   transformer    cuts_text: whether it also takes `text_padding`, see `component_programs.cut_text`; optional
 # For a program of block engines it is a `BlockPart`; the weights are not loaded.

@@ -144,14 +144,20 @@ def _trajectory(program: Program, size: LatentSize, text: torch.Tensor | None) -
     """Yield a case for each of `TIMESTEPS`: from noise, by Euler steps along the reference's velocities."""
     inputs = program.inputs(size)
     if text is not None:
-        inputs["text_embeds"] = text.to(inputs["text_embeds"])
-    for now, after in pairwise((*TIMESTEPS, 0.0)):
-        inputs = inputs | {"timestep": torch.full_like(inputs["timestep"], now)}
+        # The tokens of images, if the model attends to some, come before those of the text.
+        inputs["text_embeds"][:, -text.shape[1] :] = text
+    for index, (now, after) in enumerate(pairwise((*TIMESTEPS, 0.0))):
+        timestep = torch.full_like(inputs["timestep"], now)
+        if index % 2:
+            # A video from an image, if the model makes both: its first frame has no noise.
+            timestep[:-1] = 0
+        inputs = inputs | {"timestep": timestep}
         with full_float32(program.device):
             expected = program.run(**inputs)
         yield Case(f"{_size_text(size)}, t = {now:g}", required=True, inputs=inputs, expected=expected)
-        latents = inputs["latents"] + (after - now) / TRAINING_STEPS * expected["velocity"]
-        inputs = inputs | {"latents": latents}
+        own, given = inputs["latents"].tensor_split([expected["velocity"].shape[1]], dim=1)
+        moved = own + (after - now) / TRAINING_STEPS * expected["velocity"]
+        inputs = inputs | {"latents": torch.cat([moved, given], dim=1)}
 
 
 def compare(session: Session, cases: Iterable[Case], program: str, precision: str) -> Verification:

@@ -89,6 +89,10 @@ class PyTorchDenoiser(Denoiser, Protocol):
         """Free values cached for a text or a size, and use no block engines from then on."""
 
 
+# Embeds pixels, (images, 3, side, side) float32, as (images, tokens, width).
+ImageModel = Callable[[torch.Tensor], torch.Tensor]
+
+
 class ImageEncoder(Protocol):
     """A model that embeds images, such as CLIP's."""
 
@@ -172,13 +176,11 @@ class Components(Protocol):
     def text_encoder(self, spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
         """Make the text encoder of a tokenizer and a model that embeds tokens."""
 
-    def image_encoder(self, processor: Any, model: Callable[[torch.Tensor], torch.Tensor]) -> ImageEncoder:
+    def image_encoder(self, processor: Any, model: ImageModel) -> ImageEncoder:
         """Make the image encoder of an image processor and a model that embeds pixels."""
 
-    def image_model(
-        self, module: torch.nn.Module, device: str | torch.device
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Make the function of a loaded image encoder that embeds pixels, (images, 3, side, side)."""
+    def image_model(self, module: torch.nn.Module, device: str | torch.device) -> ImageModel:
+        """Make the function of a loaded image encoder that embeds pixels."""
 
     def video_encoder(self, module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoEncoder:
         """Make the encoder of a loaded VAE that computes on `device`; its weights may be elsewhere until then."""

@@ -1,7 +1,7 @@
 """Components that run on engines, and in PyTorch once an engine has failed."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from runtime.core.errors import DeviceLostError, EngineError, first_line, ran_ou
 from runtime.core.facts import Fact
 from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
-from runtime.execution.components import PROMPTED, Denoiser, ResumableDecoder
+from runtime.execution.components import PROMPTED, Denoiser, ImageModel, ResumableDecoder, VideoEncoder
 from runtime.execution.text_encoder import TextModel
 from runtime.upstream.torch import cuda_failure
 
@@ -108,13 +108,72 @@ class EngineTextModel:
         )
 
 
+class EngineImageModel:
+    """An engine that embeds one image per call, and falls back to PyTorch when it fails."""
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], ImageModel]) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of images, (images, tokens, width); `pixels` are (images, 3, side, side)."""
+
+        def embed(engines: OpenEngines) -> torch.Tensor:
+            return torch.cat([engines.infer("image_encoder", pixels=one)["embeds"].clone() for one in pixels.split(1)])
+
+        return self._engines.call(embed, lambda model: model(pixels))
+
+
+class EngineVideoEncoder:
+    """Two engines, for the first frame and the others, that fall back to PyTorch when one fails.
+
+    Args:
+        scale: frames of one latent frame.
+    """
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], VideoEncoder], scale: int) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+        self._scale = scale
+
+    def latents(self, images: Sequence[torch.Tensor], frames: int, tile: int | None = None) -> torch.Tensor:
+        """See `VideoEncoder`."""
+        return self._engines.call(
+            lambda engines: self._encoded(engines, images, frames),
+            lambda encoder: encoder.latents(images, frames, tile),
+        )
+
+    def _encoded(self, engines: OpenEngines, images: Sequence[torch.Tensor], frames: int) -> torch.Tensor:
+        first, *last = [image.permute(1, 2, 0)[None] for image in images]
+        gray = torch.zeros_like(first).repeat(self._scale, 1, 1, 1)
+        caches = dict(engines.infer("vae_encoder_first", frames=first))
+        found = [caches.pop("z").clone()]
+        engines.release("vae_encoder_first")
+        steps, constant = (frames - 1) // self._scale, False
+        for step in range(steps):
+            clip = torch.cat([gray[1:], *last]) if last and step == steps - 1 else gray
+            if constant and clip is gray:
+                # From equal caches and frames follows the same.
+                found.append(found[-1])
+                continue
+            outputs = dict(engines.infer("vae_encoder_next", frames=clip, **caches))
+            found.append(outputs.pop("z").clone())
+            # Those of the last convolutions become constant last.
+            constant = all(torch.equal(caches[name], outputs[name]) for name in reversed(outputs))
+            caches = outputs
+        return torch.cat(found, dim=2)
+
+
 class EngineDenoiser:
-    """An engine that falls back to PyTorch in the call in which it fails."""
+    """An engine that falls back to PyTorch in the call in which it fails.
+
+    Args:
+        timesteps: how many it takes, see `ModelSpec.timesteps`.
+    """
 
     pairs = False
 
-    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], Denoiser]) -> None:
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], Denoiser], timesteps: int = 1) -> None:
         self._engines = EngineWithFallback(engines, fall_back)
+        self._timesteps = timesteps
 
     def reset_cache(self) -> None:
         """See `Denoiser`; neither an engine nor its fallback caches anything."""
@@ -123,7 +182,8 @@ class EngineDenoiser:
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `Denoiser`; the result is valid until the second call after this one."""
-        inputs = {"latents": latents, "timestep": timestep.expand(1).float(), "text_embeds": text_embeds.float()}
+        time = timestep.expand(self._timesteps).float()
+        inputs = {"latents": latents, "timestep": time, "text_embeds": text_embeds.float()}
         return self._engines.call(
             lambda engines: engines.infer("transformer", **inputs)["velocity"],
             lambda denoiser: denoiser(latents, timestep, text_embeds),

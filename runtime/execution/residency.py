@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,7 +30,14 @@ from runtime.execution.components import (
     VideoEncoder,
     components_of,
 )
-from runtime.execution.engine_components import EngineDenoiser, EngineTextModel, EngineVideoDecoder, failure_of_engine
+from runtime.execution.engine_components import (
+    EngineDenoiser,
+    EngineImageModel,
+    EngineTextModel,
+    EngineVideoDecoder,
+    EngineVideoEncoder,
+    failure_of_engine,
+)
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoiser, shared_speed
@@ -177,7 +184,7 @@ class Residency:
         def build(module: torch.nn.Module, part: ComponentPlan) -> Any:
             return components_of(spec).image_model(module, part.device)
 
-        with self._use(spec, job, IMAGE_ENCODER, build, _no_engines) as model:
+        with self._use(spec, job, IMAGE_ENCODER, build, EngineImageModel) as model:
             yield components_of(spec).image_encoder(load_image_processor(spec), model)
 
     @contextmanager
@@ -187,7 +194,8 @@ class Residency:
         def build(module: torch.nn.Module, part: ComponentPlan) -> PyTorchVideoEncoder:
             return components_of(spec).video_encoder(module, part.device)
 
-        with self._vae_part(spec, job, VAE_ENCODER, build, _no_engines) as encoder:
+        on_engines = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
+        with self._vae_part(spec, job, VAE_ENCODER, build, on_engines) as encoder:
             yield encoder
 
     @contextmanager
@@ -206,7 +214,8 @@ class Residency:
             used.append(denoiser)
 
         planned = job.plan.components[name]
-        with self._use(spec, job, name, build, EngineDenoiser, prepare) as denoiser, ExitStack() as stack:
+        on_engines = partial(EngineDenoiser, timesteps=spec.timesteps)
+        with self._use(spec, job, name, build, on_engines, prepare) as denoiser, ExitStack() as stack:
             if not isinstance(denoiser, EngineDenoiser):
                 stack.enter_context(denoiser.caching(job.plan.step_cache))
             try:
@@ -426,10 +435,6 @@ def compute_as_planned(
     if reason is not None:
         job.on_degraded(name, "attention", reason)
     denoiser.compute(speed, partial(job.on_degraded, name), engines)
-
-
-def _no_engines(*_: object) -> NoReturn:
-    raise AssertionError("the component has no programs")
 
 
 def _fall_back(job: Watch, name: str, reason: Fact) -> None:

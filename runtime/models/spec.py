@@ -145,6 +145,9 @@ class VaeEncoderSpec(Protocol):
     def encode_bytes(self, frames: int, height: int, width: int, element_bytes: int, images: int) -> int:
         """Return the peak memory of that in bytes, weights excluded."""
 
+    def encoder_cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
+        """Return the bytes that one call of an engine passes to the next when a clip is encoded in several calls."""
+
 
 @dataclass(frozen=True)
 class LatentRgb:
@@ -275,6 +278,11 @@ class ModelSpec:
     def context_tokens(self) -> int:
         """The tokens that the transformer attends to besides the clip's: of the text, and of the images."""
         return self.max_sequence_length + (0 if self.image_input is None else self.image_input.tokens)
+
+    @property
+    def timesteps(self) -> int:
+        """The timesteps of a forward pass: one, or that of the first latent frame and that of the others."""
+        return 2 if self.image_input is not None and self.image_input.kind == "first_frame" else 1
 
     @property
     def total_parameters(self) -> int:

@@ -22,6 +22,8 @@ SWAPPED = "swapped"
 IMPORTED = "imported"
 # The code of the difference between engines of other weights.
 OTHER_WEIGHTS = "engine.differs_weights"
+# The programs that compute one latent frame in a call.
+STEPS = frozenset({"vae_first", "vae_next", "vae_encoder_first", "vae_encoder_next"})
 _DIGEST_LENGTH = 16
 # At most this many of a CPU's instruction sets are named where they differ.
 _MOST_NAMED = 3
@@ -59,7 +61,7 @@ class ShapeProfile:
 
     Attributes:
         min, opt, max: (frames, height, width) in latent units. For `vae_next` frames counts the latent frames of one
-            call, for `vae_first` it is 1. Programs that serve clips of any size have (1, 1, 1), see
+            call, for the VAE's other steps it is 1. Programs that serve clips of any size have (1, 1, 1), see
             `serves_any_clip`.
 
     Raises:
@@ -95,7 +97,7 @@ class EngineKey:
     """The complete identity of an engine. Engines with equal keys are interchangeable; in doubt keys differ.
 
     Attributes:
-        program: "text_encoder", "transformer", "vae_first", "vae_next" or one of `ModelSpec.block_programs`.
+        program: one of `engines.programs`, or of `ModelSpec.block_programs`.
         family: of the model, a key of `models.registry.FAMILIES`.
         architecture: SHA-256 of the configuration values that shape the program.
         weights: SHA-256 of the weights, or `SWAPPED`.
@@ -243,7 +245,7 @@ class EngineRecord:
 
 def serves_any_clip(program: str) -> bool:
     """Return whether a program sees no latents, so that its engines serve clips of any size."""
-    return program == "text_encoder" or is_block_program(program)
+    return program in {"text_encoder", "image_encoder"} or is_block_program(program)
 
 
 def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -> EngineRecord | None:

@@ -419,7 +419,7 @@ def build_seconds(
         return last.build_seconds * max(call_flops(spec, component, size) / call_flops(spec, component, before), 1.0)
     if in_blocks:
         return _BLOCK_BUILD_SECONDS[builder] + _CHILD_SECONDS
-    if component == "vae" and builder in _VAE_BUILD_SECONDS:
+    if component in {"vae", VAE_ENCODER} and builder in _VAE_BUILD_SECONDS:
         return _VAE_BUILD_SECONDS[builder] + _CHILD_SECONDS
     parameters = spec.parameters[component]
     return _BUILD_SECONDS[builder][sum(parameters > largest for largest in _BUILD_SIZES)] + _CHILD_SECONDS

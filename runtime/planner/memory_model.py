@@ -273,6 +273,25 @@ def _engine_decode_bytes(workload: Workload, element: int) -> int:
     return buffers + vae.decode_bytes(1, *size, cpu=not workload.cuda) - vae.cache_bytes(*size)
 
 
+def _engine_encode_bytes(workload: Workload) -> int:
+    """Return the working set of the VAE encoder's engines; see `_engine_decode_bytes` and `encoder_step_bytes`."""
+    spec, precision = workload.spec, workload.precision(VAE_ENCODER)
+    size = workload.height, workload.width
+    frames = _RGB_FLOAT32 * spec.vae.scale_factor_temporal * workload.height * workload.width
+    caches = 0
+    if _image_input(spec).kind == "channels":
+        caches = _image_input(spec).vae.encoder_cache_bytes(*size, DTYPE_BYTES[precision])
+    if workload.context_bytes([VAE_ENCODER]):
+        return frames + _BUFFER_SETS * caches
+    return frames + _BUFFER_SETS * caches + encoder_step_bytes(spec, *size, precision)
+
+
+def encoder_step_bytes(spec: ModelSpec, height: int, width: int, precision: str) -> int:
+    """Return the activations of encoding one latent frame with the VAE's engines, without caches."""
+    frames = spec.vae.scale_factor_temporal
+    return _image_input(spec).vae.encode_bytes(frames, height, width, DTYPE_BYTES[precision], 1)
+
+
 def clip_bytes(workload: Workload) -> int:
     """Return the bytes of the clip that tiles are assembled in: three colors in float16."""
     frames = (workload.latent_shape[2] - 1) * workload.spec.vae.scale_factor_temporal + 1
@@ -329,7 +348,7 @@ def _stage(
 def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:
     spec, dtype = workload.spec, workload.precision(name)
     on_engine = name in workload.engine_bytes
-    if on_engine and name != "vae" and workload.context_bytes([name]):
+    if on_engine and name not in {"vae", VAE_ENCODER} and workload.context_bytes([name]):
         # Inputs and outputs are latents and texts.
         return _BUFFER_SETS * spec.max_sequence_length * spec.transformer.text_dim * DTYPE_BYTES["float32"]
     if name == "text_encoder":
@@ -341,6 +360,8 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     if name == IMAGE_ENCODER:
         images = _image_input(spec)
         return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]
+    if name == VAE_ENCODER and on_engine:
+        return _engine_encode_bytes(workload)
     if name == VAE_ENCODER:
         frames, *sides = workload.latent_shape[2:]
         rows, columns = (min(side, strategy.decode_tile or side) for side in sides)

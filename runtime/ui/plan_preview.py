@@ -20,7 +20,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, folder_of
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
@@ -168,5 +168,5 @@ def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:
 
 def _modified(spec: ModelSpec) -> str:
     """Return the modification times of the model's folders."""
-    folders = (spec.directory / name for name in spec.component_names)
+    folders = (spec.directory / folder_of(name) for name in spec.component_names)
     return "-".join(str(folder.stat().st_mtime_ns) if folder.is_dir() else "" for folder in folders)

@@ -12,6 +12,8 @@ TITLES: Mapping[str, str] = {
 }
 # Of the programs of engines that are not a whole component.
 _PROGRAMS: Mapping[str, str] = {
+    "vae_encoder_first": "VAE encoder, first frame",
+    "vae_encoder_next": "VAE encoder, further frames",
     "vae_first": "VAE decoder, first step",
     "vae_next": "VAE decoder, further steps",
     "vae_clip": "VAE decoder, whole clips",

@@ -18,7 +18,7 @@ from runtime.engines.key_parts import (
     weights_digest,
 )
 from runtime.machine.probe import Machine
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner.constraints import lacking
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES
@@ -67,8 +67,11 @@ class Builder(ABC):
     def on_request(self, component: str, device: str) -> bool:
         """Return whether its engines are likely slower than PyTorch, and so built only if their backend is requested.
 
-        Measured: on a CPU block engines; on a GPU engines of the VAE, with every backend (`bench/h200.md`).
+        Measured: on a CPU block engines; on a GPU engines of the VAE, with every backend (`bench/h200.md`). Images are
+        encoded once per video, and PyTorch encodes only the frames that differ.
         """
+        if component in {IMAGE_ENCODER, VAE_ENCODER}:
+            return True
         return component == "vae" if device != "cpu" else self.kind == "blocks"
 
     def key(
@@ -204,6 +207,6 @@ def output_reporter(report: Report) -> Callable[[str, float | None], None]:
 
 
 def weights_bytes(spec: ModelSpec, program: str, precision: str) -> int:
-    """Return the bytes of a program's weights; each of the VAE's two programs holds all of the VAE's weights."""
-    component = "vae" if program.startswith("vae") else program
+    """Return the bytes of a program's weights; each program of a part of the VAE holds all of the part's weights."""
+    component = next((part for part in (VAE_ENCODER, "vae") if program.startswith(part)), program)
     return DTYPE_BYTES[precision] * spec.parameters[component]

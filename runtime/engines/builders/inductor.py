@@ -28,7 +28,7 @@ from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
 from runtime.engines.key_parts import cpu_has_bfloat16
 from runtime.machine.probe import Machine, cpp_compiler
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.upstream.torch import PackageError, compile_package, inductor_cache, torch_found_in
 
@@ -58,11 +58,12 @@ class InductorBuilder(Builder):
         On a CPU with bfloat16 instructions the VAE runs in bfloat16, which changes frames by less than 8-bit color
         does (57 dB). Everything else runs in float32, because a transformer's rounding errors accumulate over the
         steps (41 dB in bfloat16, measured on the shipped model). On a GPU the transformer and the text encoder run in
-        bfloat16, in which large models are trained; they would not fit otherwise.
+        bfloat16, in which large models are trained; they would not fit otherwise. The image encoder runs in float32, as
+        its authors run it.
         """
         if device == "cpu":
             return "bfloat16" if program.startswith("vae") and cpu_has_bfloat16() else "float32"
-        return "float32" if program.startswith("vae") else "bfloat16"
+        return "float32" if program.startswith(("vae", IMAGE_ENCODER)) else "bfloat16"
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
         frozen = program == "vae_next" and all(profile.min == profile.max for profile in profiles)

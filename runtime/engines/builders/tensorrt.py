@@ -29,10 +29,10 @@ from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weigh
 from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Gpu, Machine, gpu_index
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.planner import constraints
-from runtime.planner.engine_index import EngineKey, ShapeProfile
-from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes
+from runtime.planner.engine_index import EngineKey, ShapeProfile, serves_any_clip
+from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes, encoder_step_bytes
 from runtime.upstream.torch import clear_module
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class TensorRTBuilder(Builder):
           float16's eleven bits are closer to the weights than bfloat16's eight.
         - text_encoder: bfloat16, in which UMT5 was trained; its feed-forward layers overflow in float16. It runs
           twice per clip, so float32 costs little time where bfloat16 is not available.
+        - image_encoder: float32, as its authors run it.
         - VAE: bfloat16, as PyTorch decodes with large models: in float32, TensorRT uses no tensor cores, and is slower
           than PyTorch with TF32 (376 against 133 ms on an H200). float16 leaves little range for its activations.
         """
@@ -529,6 +530,8 @@ def _block_precision(spec: ModelSpec) -> str:
 def _usual_precision(program: str) -> str:
     if program == "transformer":
         return "float16"
+    if program == IMAGE_ENCODER:
+        return "float32"
     return "bfloat16" if _major_version() >= _FIRST_WITH_BFLOAT16 else "float32"
 
 
@@ -538,9 +541,11 @@ def activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile, preci
     if program == "transformer":
         tokens = prod(size // patch for size, patch in zip(profile.max, spec.transformer.patch_size, strict=True))
         return denoise_bytes(spec, tokens, precision)
-    if program == "text_encoder":
+    if serves_any_clip(program):
         return 0
     scale = spec.vae.scale_factor_spatial
+    if program.startswith(VAE_ENCODER):
+        return encoder_step_bytes(spec, height * scale, width * scale, precision)
     return spec.vae.decode_bytes(frames, height * scale, width * scale, DTYPE_BYTES[precision])
 
 

@@ -70,7 +70,7 @@ class InductorSession(Session):
             raise RuntimeError("the session is closed")
         signature = self._library.signature
         if TEXT_PADDING in signature.names:
-            inputs = cut_text(inputs)
+            inputs = cut_text(inputs, signature.ranges["text"][0])
         tensors, _ = signature.convert(inputs, self._device)
         # The library calls cuDNN with torch's settings.
         with full_float32(self._device):

@@ -77,7 +77,7 @@ class OnnxRuntimeSession(Session):
         if self._session is None:
             raise RuntimeError("the session is closed")
         if TEXT_PADDING in self._signature.names:
-            inputs = cut_text(inputs)
+            inputs = cut_text(inputs, self._signature.ranges["text"][0])
         tensors, named_sizes = self._signature.convert(inputs, self._device)
         outputs = self._next_buffers([output.shape(named_sizes) for output in self._signature.outputs])
         self._run(tensors, outputs)

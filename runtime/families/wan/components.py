@@ -9,15 +9,17 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from runtime.core.plan import EAGER, Speed
+from runtime.execution.components import ImageModel
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.wan import transformer
 from runtime.families.wan.block_programs import BLOCK_PARTS
 from runtime.families.wan.conditioning import clean_prompt
-from runtime.families.wan.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
-from runtime.families.wan.programs import TextEncoderForm, TransformerForm, VaeClipForm, VaeForm
+from runtime.families.wan.image_encoder import ImageEncoder, PyTorchImageModel
+from runtime.families.wan.programs import ImageEncoderForm, TextEncoderForm, TransformerForm
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
+from runtime.families.wan.vae_programs import VaeClipForm, VaeEncoderForm, VaeForm
 from runtime.models.spec import ModelSpec
 
 MODULES: Mapping[str, Any] = {
@@ -80,8 +82,13 @@ def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]
         return BLOCK_PARTS[program](spec)
     if program == "text_encoder":
         return TextEncoderForm(load(), spec.max_sequence_length)
+    if program == "image_encoder":
+        return ImageEncoderForm(load())
     if program == "transformer":
-        return TransformerForm(load())
+        return TransformerForm(load(), 0 if spec.image_input is None else spec.image_input.tokens)
+    if program.startswith("vae_encoder"):
+        alone = spec.image_input is not None and spec.image_input.kind == "first_frame"
+        return VaeEncoderForm(load(), first=program == "vae_encoder_first", alone=alone)
     if program == "vae_clip":
         return VaeClipForm(load(), load())
     return VaeForm(load(), first=program == "vae_first")

@@ -1,13 +1,12 @@
 """Images to the embeddings that Wan2.1's image-to-video transformers attend to: CLIP's vision model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from PIL import Image
 
-# (images, 3, side, side) float32 to (images, tokens, width).
-ImageModel = Callable[[torch.Tensor], torch.Tensor]
+from runtime.execution.components import ImageModel
 
 
 class ImageEncoder:

@@ -151,6 +151,21 @@ class VaeSpec:
         lifted = 0 if element_bytes == _FLOAT32 else _FLOAT32
         return values * (5 * element_bytes + lifted)
 
+    def encoder_cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
+        """Return the bytes that one step of the encoder's engines passes to the next: two frames of each convolution.
+
+        Where time is halved, it is one frame.
+        """
+        dims = [self.base_dim * m for m in (1, *self.dim_mult)]
+        positions = (height // self.patch_size) * (width // self.patch_size)
+        values = 2 * positions * _RGB * self.patch_size**2
+        for level, (before, out) in enumerate(itertools.pairwise(dims)):
+            values += 2 * positions * (before + (2 * self.num_res_blocks - 1) * out)
+            if level < len(self.dim_mult) - 1:
+                positions //= 4
+                values += positions * out if self.temperal_downsample[level] else 0
+        return element_bytes * (values + 2 * positions * 5 * dims[-1])
+
     @property
     def last_channels(self) -> int:
         """Channels of the decoder's last and largest level."""
@@ -462,10 +477,16 @@ def _image_input(
 def _programs(experts: int, image_input: ImageInput | None) -> dict[str, tuple[str, ...]]:
     """Return the programs by component; both experts have one architecture, so one program serves them."""
     names = ("transformer", "transformer_2")[:experts]
+    of_images: dict[str, tuple[str, ...]] = {}
+    if image_input is not None:
+        # With "first_frame", the image alone is encoded.
+        steps = ("vae_encoder_first", "vae_encoder_next")
+        of_images[VAE_ENCODER] = steps[:1] if image_input.kind == "first_frame" else steps
+        if image_input.tokens:
+            of_images = {IMAGE_ENCODER: (IMAGE_ENCODER,), **of_images}
     return {
         "text_encoder": ("text_encoder",),
-        **({IMAGE_ENCODER: ()} if image_input is not None and image_input.tokens else {}),
-        **({VAE_ENCODER: ()} if image_input is not None else {}),
+        **of_images,
         **dict.fromkeys(names, ("transformer",)),
         "vae": ("vae_first", "vae_next"),
     }

@@ -25,7 +25,7 @@ def test_it_equals_diffusers(tiny: Callable[[str], ModelSpec], architecture: str
         denoiser = PyTorchDenoiser(module)
         program = load_program(spec, component, "transformer", device="cpu", dtype="float32")
         inputs = program.inputs(size)
-        expected = denoiser(inputs["latents"], inputs["timestep"][0], inputs["text_embeds"])
+        expected = denoiser(inputs["latents"], inputs["timestep"], inputs["text_embeds"])
         assert relative(program.run(**inputs)["velocity"], expected) < 1e-5
 
 
