@@ -151,7 +151,7 @@ _WEB_SWITCHES: Mapping[str, str] = {
     "offline": "Disable downloads.",
     "share": "Create a link for visitors, with a password and the limits above.",
     "enable_tensorrt": "Select TensorRT for all components at start, or for those of the flags below.",
-    "tensorrt_text_encoders": "With --enable-tensorrt: the text encoder.",
+    "tensorrt_text_encoders": "With --enable-tensorrt: the text and image encoders.",
     "tensorrt_transformer": "With --enable-tensorrt: the transformers.",
     "version": "Print the version and exit.",
 }

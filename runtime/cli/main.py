@@ -261,7 +261,7 @@ def build(
 def export(
     request: GenerationRequest,
     component: Annotated[
-        str, typer.Option(metavar="NAME", help="text_encoder, transformer, transformer_2 or vae.")
+        str, typer.Option(metavar="NAME", help="One of the model's components, such as transformer_2 or vae_encoder.")
     ] = "transformer",
     out: Annotated[str, typer.Option(metavar="FOLDER", help="Folder for the ONNX files.")] = "onnx",
 ) -> Outcome:

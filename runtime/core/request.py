@@ -34,7 +34,7 @@ from runtime.core.step_cache import DEFAULT_STRENGTH, FIRST_BLOCK, NONE
 
 __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests are exported with them
 
-COMPONENTS = ("text_encoder", "transformer", "transformer_2", "vae")
+COMPONENTS = ("text_encoder", "image_encoder", "vae_encoder", "transformer", "transformer_2", "vae")
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}
 IDLE = "idle"
@@ -85,6 +85,11 @@ MAX_GPUS = 16
 MIN_SHIFT, MAX_SHIFT = 0.1, 100.0
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
+
+
+def _named(component: str) -> tuple[str, ...]:
+    """Return the names in `backends` that concern a component, the most specific one first."""
+    return (component, "vae", ALL) if component == "vae_encoder" else (component, ALL)
 
 
 class GenerationRequest(FrozenModel):
@@ -244,8 +249,8 @@ class GenerationRequest(FrozenModel):
         Mapping[str, str],
         Backends(
             label="Backend",
-            help=f"The backend that runs a component ({', '.join(COMPONENTS)}, or {ALL} for every one): "
-            f"{', '.join(BACKENDS)}.",
+            help=f"The backend that runs a component ({', '.join(COMPONENTS)}, or {ALL} for every one; vae is for both "
+            f"parts of the VAE if vae_encoder is not named): {', '.join(BACKENDS)}.",
             group="acceleration",
             flag="--backend",
             metavar="COMPONENT=BACKEND",
@@ -472,7 +477,11 @@ class GenerationRequest(FrozenModel):
 
     def backend(self, component: str) -> str:
         """Return the requested backend of one component."""
-        return self.backends.get(component, self.backends.get(ALL, AUTO))
+        return next((self.backends[name] for name in _named(component) if name in self.backends), AUTO)
+
+    def has_backend(self, component: str) -> bool:
+        """Return whether the request names a backend for a component."""
+        return any(name in self.backends for name in _named(component))
 
     def replace(self, **changes: Any) -> "GenerationRequest":
         """Return a copy with some fields changed, validated again."""

@@ -51,9 +51,9 @@ HUB = "https://huggingface.co"
 TensorRTPart = Literal["text-encoders", "transformer", "vae"]
 # The components of each part that `tensorrt` may name.
 TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
-    "text-encoders": ("text_encoder",),
+    "text-encoders": ("text_encoder", "image_encoder"),
     "transformer": ("transformer", "transformer_2"),
-    "vae": ("vae",),
+    "vae": ("vae_encoder", "vae"),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
 _SIZE = re.compile(r"([1-9][0-9]{0,3})[x×]([1-9][0-9]{0,3})")

@@ -236,8 +236,11 @@ class Program:
 def cut_text(inputs: dict[str, torch.Tensor], least: int = 1) -> dict[str, torch.Tensor]:
     """Return the transformer's inputs without most of the text's zero padding; `text_padding` (1,) is the number cut.
 
-    At least `least` tokens remain. All padding tokens have the same key and value, so attention needs only one of them, weighted by their number. The
+    All padding tokens have the same key and value, so attention needs only one of them, weighted by their number. The
     result is exact. On a CPU this saves a quarter of a small transformer's time.
+
+    Args:
+        least: the fewest tokens to leave.
     """
     embeds = inputs["text_embeds"]
     length = embeds.shape[1]

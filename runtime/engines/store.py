@@ -37,7 +37,7 @@ from runtime.core.facts import Fact
 from runtime.core.locks import held, is_held
 from runtime.core.plan import is_block_program
 from runtime.engines import manifest
-from runtime.models.spec import VAE_ENCODER, ModelSpec
+from runtime.models.spec import ModelSpec, component_of
 from runtime.planner.engine_index import (
     SWAPPED,
     UNREADABLE_KEY,
@@ -495,11 +495,9 @@ def engine_sets(records: Iterable[EngineRecord]) -> list[tuple[EngineRecord, ...
 
 
 def _role(record: EngineRecord) -> str:
-    """Return the kind of component that an engine runs: both experts are transformers, a part of the VAE has several programs."""
+    """Return the kind of component that an engine runs: both experts are transformers."""
     program = record.key.program
-    if is_block_program(program):
-        return "blocks"
-    return next((part for part in (VAE_ENCODER, "vae") if program.startswith(part)), program)
+    return "blocks" if is_block_program(program) else component_of(program)
 
 
 def _maker(record: EngineRecord) -> Hashable:

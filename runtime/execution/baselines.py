@@ -59,11 +59,14 @@ class PyTorchBaseline:
         import torch
 
         part = self.plan.components[self.component]
-        measure: Callable[..., dict[str, float]] = self._decoder
-        if is_block_program(program):
-            measure = self._block_part
-        elif program in {"text_encoder", "transformer"}:
-            measure = self._text_encoder if program == "text_encoder" else self._transformer
+        by_program: dict[str, Callable[..., dict[str, float]]] = {
+            "text_encoder": self._text_encoder,
+            "image_encoder": self._image_encoder,
+            "vae_encoder_first": self._encoder,
+            "vae_encoder_next": self._encoder,
+            "transformer": self._transformer,
+        }
+        measure = self._block_part if is_block_program(program) else by_program.get(program, self._decoder)
         try:
             return measure(program, size, part, torch.device(part.device))
         except Exception as error:
@@ -77,10 +80,10 @@ class PyTorchBaseline:
         from runtime.engines.verify import seconds_of
         from runtime.execution.residency import Residency, compute_as_planned
 
-        latents = torch.randn(1, self.spec.vae.z_dim, *size, device=device)
+        latents = torch.randn(1, self.spec.transformer.in_channels, *size, device=device)
         timestep = torch.tensor(_TIMESTEP, device=device)
-        texts = torch.randn(2, self.spec.max_sequence_length, self.spec.transformer.text_dim, device=device)
-        texts[:, _TOKENS:] = 0
+        texts = torch.randn(2, self.spec.context_tokens, self.spec.transformer.text_dim, device=device)
+        texts[:, _TOKENS - self.spec.max_sequence_length :] = 0
         first, second = texts.split(1)
         job = _Measured(self.plan)
         with Residency() as residency, residency.denoiser(self.spec, job, self.component) as opened:
@@ -148,6 +151,35 @@ class PyTorchBaseline:
         ids = torch.ones(1, self.spec.max_sequence_length, dtype=torch.int64)
         mask = (torch.arange(ids.shape[1])[None] < _TOKENS).long()
         return {EAGER: seconds_of(lambda: model(ids, mask), device)}
+
+    def _image_encoder(self, _: str, __: LatentSize, part: ComponentPlan, device: "torch.device") -> dict[str, float]:
+        from PIL.Image import Image, new
+
+        from runtime.engines.verify import seconds_of
+        from runtime.execution.residency import Residency
+
+        images: list[Image] = [new("RGB", (self.plan.width, self.plan.height))]
+        with Residency() as residency, residency.image_encoder(self.spec, _Measured(self.plan)) as encoder:
+            return {EAGER: seconds_of(lambda: encoder.encode(images), device)}
+
+    def _encoder(self, program: str, _: LatentSize, part: ComponentPlan, device: "torch.device") -> dict[str, float]:
+        import torch
+
+        from runtime.engines.verify import seconds_of
+        from runtime.execution.residency import Residency
+
+        image = torch.zeros(3, self.plan.height, self.plan.width)
+        with Residency() as residency, residency.video_encoder(self.spec, _Measured(self.plan)) as encoder:
+
+            def seconds(frames: int) -> float:
+                return seconds_of(lambda: encoder.latents([image], frames), device)
+
+            first = seconds(1)
+            steps = self.plan.latent_shape[2] - 1
+            if program == "vae_encoder_first" or not steps:
+                return {EAGER: first}
+            # PyTorch encodes a clip at once, and only the frames that differ.
+            return {EAGER: max(seconds(self.plan.frames) - first, 0.0) / steps}
 
     def _block_part(
         self, program: str, size: LatentSize, part: ComponentPlan, device: "torch.device"

@@ -35,6 +35,11 @@ def folder_of(component: str) -> str:
     return "vae" if component == VAE_ENCODER else component
 
 
+def component_of(program: str) -> str:
+    """Return the component of a program that computes all or a step of one; both experts have "transformer"."""
+    return next((part for part in (VAE_ENCODER, "vae") if program.startswith(part)), program)
+
+
 def attention_flops(spec: "ModelSpec", tokens: int) -> float:
     """Return the operations of the attention among a clip's tokens in one block."""
     return 4.0 * tokens**2 * spec.transformer.width
@@ -263,6 +268,11 @@ class ModelSpec:
         """Return the model as a video without images needs it."""
         text = {name: own for name, own in self.programs.items() if name not in {IMAGE_ENCODER, VAE_ENCODER}}
         return replace(self, programs=text, image=None, last_image=None)
+
+    def for_images(self) -> "ModelSpec":
+        """Return the model with the components of images in every plan: for planning its engines."""
+        images = self.image_input
+        return self if images is None else replace(self, image_input=replace(images, required=True))
 
     @property
     def component_names(self) -> tuple[str, ...]:

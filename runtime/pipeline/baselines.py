@@ -14,7 +14,7 @@ from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner import constraints
-from runtime.planner.engine_index import EngineKey, serves_any_clip
+from runtime.planner.engine_index import STEPS, EngineKey, serves_any_clip
 from runtime.planner.resolve import resolve
 
 
@@ -26,7 +26,7 @@ class Baselines:
 
     def __call__(self, spec: ModelSpec, component: str, key: EngineKey, device: str) -> PyTorchBaseline | None:
         """Return what measures PyTorch at an engine's size; `None` if PyTorch cannot make such a clip here."""
-        spec, machine = replace(spec, loras=()), self.engines.machine
+        spec, machine = replace(spec, loras=(), image=None, last_image=None).for_images(), self.engines.machine
         values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}
         if key.precision == FP8:
             # These engines replace weights that PyTorch would have in FP8.
@@ -58,6 +58,6 @@ def _size(spec: ModelSpec, key: EngineKey) -> dict[str, int]:
         return {}
     frames, height, width = key.profiles[0].opt
     size = {"width": width * spec.vae.scale_factor_spatial, "height": height * spec.vae.scale_factor_spatial}
-    if key.program in {"vae_first", "vae_next"}:
+    if key.program in STEPS:
         return size
     return size | {"frames": (frames - 1) * spec.vae.scale_factor_temporal + 1}

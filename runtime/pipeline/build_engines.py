@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, MachineError
 from runtime.core.plan import PYTORCH, EngineUse, ExecutionPlan
-from runtime.core.request import ALL, AUTO, GenerationRequest
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.child import Report
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
@@ -55,12 +55,12 @@ def wanted_engines(
         InvalidRequestError: for a size that the model cannot make, or settings that exclude a requested backend.
         MachineError: if a requested backend cannot build on this machine.
     """
-    plan = resolve(request.replace(backends={}), spec, engines.machine, Path("none.mp4"), gpu=gpu)
+    plan = resolve(request.replace(backends={}), spec.for_images(), engines.machine, Path("none.mp4"), gpu=gpu)
     offers = engines.offers(spec)
     index = engines.store.index()
     found: dict[str, WantedEngine] = {}
     for name in plan.components:
-        if request.backends and not {name, ALL} & set(request.backends):
+        if request.backends and not request.has_backend(name):
             continue
         for offer, use, device in _of_component(name, request, plan, offers, engines.machine, only):
             if use.id not in found:

@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortEr
 from runtime.core.estimates import MemoryStrategy
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
-from runtime.core.request import ALL, AUTO, GenerationRequest
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import forecast
@@ -151,11 +151,6 @@ def _choices(
     reference: _Reference,
 ) -> dict[str, Choice]:
     """Choose the backend of each component by itself."""
-    for name in request.backends:
-        if name != ALL and name not in spec.component_names:
-            raise InvalidRequestError(
-                "backends", "planner.no_such_component", model=spec.title, component=name, known=spec.component_names
-            )
     chosen = {}
     for name in spec.component_names:
         asked = request.backend(name)

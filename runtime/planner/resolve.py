@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortEr
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, default_crf
-from runtime.core.request import AUTO, IDLE, Auto, GenerationRequest
+from runtime.core.request import ALL, AUTO, IDLE, Auto, GenerationRequest
 from runtime.core.step_cache import NONE, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
@@ -98,7 +98,7 @@ def resolve(
 
 
 def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
-    """Check that a request has no option that the model's family does not support.
+    """Check that a request has no option that the model's family does not support, and no unknown component.
 
     Raises:
         InvalidRequestError: naming the first such field.
@@ -106,6 +106,13 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
     for field, off in (("gpus", 1), ("step_cache", NONE)):
         if field in spec.unsupported and getattr(request, field) not in {AUTO, off}:
             raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
+    # A component that the model has, but not this job, may be named: it needs no backend.
+    for name in request.backends:
+        if name != ALL and name not in spec.component_names:
+            known = spec.component_names
+            raise InvalidRequestError(
+                "backends", "planner.no_such_component", model=spec.title, component=name, known=known
+            )
 
 
 def _resolved(

@@ -8,12 +8,14 @@ from pathlib import Path
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.plan import PYTORCH
 from runtime.core.request import GenerationRequest
 from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
 from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
 from runtime.models.catalogue import look_up
 from runtime.models.requested import model_for
+from runtime.models.spec import VAE_ENCODER
 from runtime.pipeline.baselines import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.queue.records import (
@@ -235,4 +237,8 @@ def _narrowed(request: GenerationRequest, component: str | None) -> GenerationRe
     """Return the request with a backend for one component alone: the others then want no engine."""
     if component is None:
         return request
-    return GenerationRequest.from_mapping(request.to_json() | {"backends": {component: request.backend(component)}})
+    backends = {component: request.backend(component)}
+    if component == "vae":
+        # Which names both parts of the VAE otherwise.
+        backends[VAE_ENCODER] = PYTORCH
+    return GenerationRequest.from_mapping(request.to_json() | {"backends": backends})

@@ -17,7 +17,7 @@ from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
 from runtime.models.catalogue import check_offered, published
 from runtime.models.folder import read_vocabulary
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.ui import fields, formatting, image_places, theme
 from runtime.ui.formatting import render
 from runtime.ui.watchers import MOST_WATCHERS
@@ -345,9 +345,10 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     backends = {name: given.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
     request = {name: fields.read(name, value) for name, value in given.items()}
     request["prompt"] = "" if request["prompt"] is None else request["prompt"]
-    request["backends"] = {
-        name: backend for name, backend in backends.items() if name in spec.component_names and backend != AUTO
-    }
+    chosen = {name: backend for name, backend in backends.items() if name in spec.component_names}
+    request["backends"] = {name: backend for name, backend in chosen.items() if backend != AUTO}
+    if "vae" in request["backends"] and VAE_ENCODER in chosen:
+        request["backends"][VAE_ENCODER] = chosen[VAE_ENCODER]  # the VAE's other part has its own control
     if spec.experts == 1:
         request["guidance_scale_2"] = AUTO
     # The form shows no place for what the model does not take.

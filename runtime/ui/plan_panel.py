@@ -192,6 +192,7 @@ def summary_html(summary: PlanSummary) -> str:
 
 def components_html(spec: ModelSpec, summary: PlanSummary, preview: Preview | None, machine: Machine) -> str:
     """Return the table of components and backends: what can run each, what will, and why."""
+    plan = None if preview is None else preview.plan
     rows = [
         (
             name,
@@ -199,7 +200,7 @@ def components_html(spec: ModelSpec, summary: PlanSummary, preview: Preview | No
             cells(name, preview, machine),
             summary.badges.get(name, Badge("", "", "plain")),
         )
-        for name in spec.component_names
+        for name in (spec.component_names if plan is None else plan.components)
     ]
     return render("plan_components.html", rows=rows, backends=list(BACKENDS.values()), prefix=fields.BACKEND)
 

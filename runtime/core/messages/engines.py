@@ -359,6 +359,16 @@ MESSAGES: Mapping[str, Message] = {
     "engine.mismatch_mask": Message("Its mask {mask} may be multiplied or added; the file does not state which."),
     "engine.mismatch_extra_input": Message("It also takes {input}, which a text-to-video model does not have."),
     "engine.mismatch_missing_input": Message("None of its inputs can be {input}."),
+    "engine.mismatch_image_embeddings": Message(
+        "The model attends to embeddings of images, which an imported engine cannot be given."
+    ),
+    "engine.mismatch_one_timestep": Message(
+        "It takes one timestep; the model needs another for the first frame of a video from an image."
+    ),
+    "engine.import_one_timestep": Message(
+        "The imported engine takes one timestep; a video that starts from an image needs another for its first frame.",
+        _BUILD_HERE,
+    ),
     "engine.mismatch_output": Message("Its output {output} does not match its input {input}."),
     "engine.mismatch_outputs": Message("Its outputs are {outputs:list} instead of one tensor of {axes} axes."),
     "engine.mismatch_size": Message("{tensor} has {size} on axis {axis}; the model has {own}."),

@@ -18,7 +18,7 @@ from runtime.engines.key_parts import (
     weights_digest,
 )
 from runtime.machine.probe import Machine
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, component_of, is_transformer
 from runtime.planner.constraints import lacking
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES
@@ -208,5 +208,4 @@ def output_reporter(report: Report) -> Callable[[str, float | None], None]:
 
 def weights_bytes(spec: ModelSpec, program: str, precision: str) -> int:
     """Return the bytes of a program's weights; each program of a part of the VAE holds all of the part's weights."""
-    component = next((part for part in (VAE_ENCODER, "vae") if program.startswith(part)), program)
-    return DTYPE_BYTES[precision] * spec.parameters[component]
+    return DTYPE_BYTES[precision] * spec.parameters[component_of(program)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 TEXT_MASK = "text_mask"
 TRAINING_STEPS = 1000.0
 _LATENT_AXES = 3
+# Of `Timestep.axes`.
+_PER_TOKEN = 2
 
 
 class Adapter(ABC):
@@ -124,6 +127,8 @@ class Batch:
 class Timestep(Adapter):
     """Changes the shape of the timestep, and rounds it if the engine takes integers only.
 
+    An engine that takes one value cannot make a video from an image whose first frame has a timestep of its own.
+
     Attributes:
         axes: 0 for a scalar, 1 for one value, 2 for one value per token.
         whole: whether the engine takes integers.
@@ -142,19 +147,21 @@ class Timestep(Adapter):
         return Fact("engine.adapter_timestep_integer", {"shape": shape}) if self.whole else shape
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
-        timestep = inputs["timestep"].reshape(-1)[:1]
+        import torch
+
+        timestep = inputs["timestep"].reshape(-1)
         if self.whole:
             timestep = timestep.round()
-        if self.axes == 0:
-            timestep = timestep.reshape(())
-        elif self.axes == 1:
-            timestep = timestep.expand(self.count)
-        else:
-            tokens = 1
-            for size, patch in zip(inputs["latents"].shape[-_LATENT_AXES:], self.patch, strict=True):
-                tokens *= size // patch
-            timestep = timestep.expand(self.count, tokens)
-        return inputs | {"timestep": timestep}
+        if self.axes == _PER_TOKEN:
+            frames, rows, columns = (
+                size // patch for size, patch in zip(inputs["latents"].shape[-_LATENT_AXES:], self.patch, strict=True)
+            )
+            # Two are those of the first latent frame and of the others.
+            by_frame = torch.cat([timestep[:1], timestep[-1:].expand(frames - 1)])
+            return inputs | {"timestep": by_frame.repeat_interleave(rows * columns).expand(self.count, -1)}
+        if not bool((timestep == timestep[-1]).all()):
+            raise EngineError("engine.import_one_timestep")
+        return inputs | {"timestep": timestep[-1] if self.axes == 0 else timestep[-1:].expand(self.count)}
 
 
 @dataclass(frozen=True)

@@ -141,12 +141,18 @@ class _Matcher:
         )
 
     def transformer(self) -> Match:
-        spec, roles = self.spec, self._roles()
+        spec = self.spec
+        if spec.image_input is not None and spec.image_input.tokens:
+            # Engines take the embeddings of images in different ways.
+            raise self.mismatch("engine.mismatch_image_embeddings")
+        roles = self._roles()
         latents, text, time = roles["latents"], roles["text_embeds"], roles["timestep"]
         out = self._only_output(_CLIP_AXES)
         self._check_size(latents, 1, spec.transformer.in_channels)
         self._check_size(out, 1, spec.vae.z_dim)
         self._check_size(text, 2, spec.transformer.text_dim)
+        if spec.timesteps > 1 and len(time.sizes) < len(("batch", "tokens")):
+            raise self.mismatch("engine.mismatch_one_timestep")
         patch = spec.transformer.patch_size
         # Before the rows change: one timestep per token counts the clip's tokens.
         chain: list[Adapter] = [Timestep(len(time.sizes), time.dtype in _INTEGERS, patch, self._batch.size)]

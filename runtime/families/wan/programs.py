@@ -109,7 +109,7 @@ class TransformerForm(nn.Module):
     """A `diffusers.WanTransformer3DModel` with float32 inputs and outputs, whatever its dtype.
 
     Values between the blocks are float32: diffusers rounds them to the model's dtype, which costs accuracy and saves no
-    time. Where diffusers has a timestep per token (TI2V-5B), there are two: of the first latent frame and of the others.
+    time. Where diffusers has a timestep per token (TI2V-5B), there are two: the first latent frame's and the others'.
 
     Args:
         module: the transformer; its parameters become this form's.
