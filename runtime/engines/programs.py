@@ -13,8 +13,8 @@ The batch size is 1:
     vae_clip           z (1, C, n, h, w)                                     -> frames (4(n - 1) + 1, H, W, 3)
 
 The transformer's timestep has one value, or two for a model that starts from a first frame: one engine serves its
-videos from text, with equal values, and from images. Latents of given frames are channels after the model's own, which alone
-the velocity has; see `execution.components.Denoiser`.
+videos from text, with equal values, and from images. Latents of given frames are channels after the model's own, which
+alone the velocity has; see `execution.components.Denoiser`.
 
 A transformer may also have programs of block engines (`ModelSpec.block_programs`), whose tensors the family defines:
 see `block_programs`.

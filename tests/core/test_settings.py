@@ -147,9 +147,9 @@ def test_every_variable_is_in_the_docs(name: str) -> None:
     [
         ((False, False, False), {}),
         ((True, False, False), dict.fromkeys(COMPONENTS, "tensorrt")),
-        ((True, True, False), {"text_encoder": "tensorrt"}),
+        ((True, True, False), {"text_encoder": "tensorrt", "image_encoder": "tensorrt"}),
         ((True, False, True), {"transformer": "tensorrt", "transformer_2": "tensorrt"}),
-        ((True, True, True), dict.fromkeys(COMPONENTS[:3], "tensorrt")),
+        ((True, True, True), dict.fromkeys({*COMPONENTS} - {"vae_encoder", "vae"}, "tensorrt")),
     ],
 )
 def test_launch_flags_preset_backends(tmp_path: Path, flags: tuple[bool, bool, bool], backends: dict[str, str]) -> None:

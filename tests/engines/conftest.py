@@ -27,6 +27,9 @@ INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compile
 PROFILES = {
     "text_encoder": ShapeProfile.fixed((1, 1, 1)),
     "transformer": ShapeProfile((1, 4, 4), (3, 6, 8), (5, 10, 12)),
+    "image_encoder": ShapeProfile.fixed((1, 1, 1)),
+    "vae_encoder_first": ShapeProfile((1, 2, 2), (1, 4, 6), (1, 5, 8)),
+    "vae_encoder_next": ShapeProfile((1, 2, 2), (1, 4, 6), (1, 5, 8)),
     "vae_first": ShapeProfile((1, 2, 2), (1, 4, 6), (1, 5, 8)),
     "vae_next": ShapeProfile((1, 2, 2), (2, 4, 6), (4, 5, 8)),
 }

@@ -112,7 +112,7 @@ def test_a_block_program_depends_on_the_sizes_of_blocks_only(copied: ModelSpec) 
         transformer: Any = copied.transformer
         for field in fields(transformer):
             value = getattr(transformer, field.name)
-            changed = tuple(size * 2 for size in value) if isinstance(value, tuple) else value * 2
+            changed = tuple(size * 2 for size in value) if isinstance(value, tuple) else (value or 8) * 2
             other = replace(copied, transformer=replace(transformer, **{field.name: changed}))
             if field.name in {"num_attention_heads", "attention_head_dim", "ffn_dim"}:
                 assert architecture_digest(other, "transformer", program) != digest

@@ -1,0 +1,41 @@
+"""Engines of what starts from images equal PyTorch on every backend of a CPU."""
+
+import pytest
+import torch
+
+from runtime.engines.verify import verify
+from runtime.planner.engine_index import ShapeProfile
+from tests.engines.conftest import INDUCTOR, PROFILES, Build, relative
+
+CASES = [
+    ("wan2.1-flf2v", "transformer", "transformer"),
+    ("wan2.2-ti2v-5b", "transformer", "transformer"),
+    ("wan2.1-i2v", "image_encoder", "image_encoder"),
+    ("wan2.1-i2v", "vae_encoder", "vae_encoder_first"),
+    ("wan2.1-i2v", "vae_encoder", "vae_encoder_next"),
+    ("wan2.2-ti2v-5b", "vae_encoder", "vae_encoder_first"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize("builder", [INDUCTOR, "cpu", "openvino"])
+def test_engines_equal_pytorch(built: Build, builder: str, case: tuple[str, str, str]) -> None:
+    architecture, component, program = case
+    profile = ShapeProfile.fixed(PROFILES[program].opt) if program.startswith("vae") else PROFILES[program]
+    engine = built(builder, architecture, component, program, "float32", profile)
+    with engine.session() as session:
+        result = verify(session, engine.program(), profile, "float32")
+    assert result.error < 1e-5, result.detail
+
+
+@pytest.mark.parametrize("builder", ["cpu", "openvino"])
+def test_text_is_cut_without_the_tokens_of_images(built: Build, builder: str) -> None:
+    engine = built(builder, "wan2.1-flf2v", "transformer", "transformer")
+    program = engine.program()
+    inputs = program.inputs((3, 6, 8))
+    with engine.session() as session:
+        for images, words in ((10, 0), (10, 512), (0, 1), (0, 0)):
+            embeds = torch.randn(inputs["text_embeds"].shape, generator=torch.Generator().manual_seed(words))
+            embeds[:, images:10] = embeds[:, 10 + words :] = 0
+            inputs["text_embeds"] = embeds
+            assert relative(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"]) < 1e-5
