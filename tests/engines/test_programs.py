@@ -23,9 +23,7 @@ CASES = [
     ("wan2.2-ti2v-5b", "vae", "vae_next"),
     ("wan2.1-flf2v", "transformer", "transformer"),
     ("wan2.1-i2v", "image_encoder", "image_encoder"),
-    ("wan2.1-i2v", "vae_encoder", "vae_encoder_first"),
     ("wan2.1-i2v", "vae_encoder", "vae_encoder_next"),
-    ("wan2.2-ti2v-5b", "vae_encoder", "vae_encoder_first"),
 ]
 
 

@@ -81,16 +81,17 @@ class ImageEncoderForm(nn.Module):
         super().__init__()
         self.side: int = module.config.image_size
         self._heads: int = module.config.num_attention_heads
-        self.embeddings = module.embeddings
+        tables = module.embeddings
+        self.class_embedding, self.positions = tables.class_embedding, tables.position_embedding.weight
+        self.patch_embedding = tables.patch_embedding
         self.norm = module.pre_layrnorm
         self.layers = module.encoder.layers[:-1]
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return embeddings (1, tokens, width), float32; `pixels` are (1, 3, side, side), normalised."""
-        tables = self.embeddings
-        patches = tables.patch_embedding(pixels.to(tables.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
-        x = torch.cat([tables.class_embedding.view(1, 1, -1), patches], dim=1)
-        x = self.norm(x + tables.position_embedding.weight.unsqueeze(0))
+        patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
+        x = torch.cat([self.class_embedding.view(1, 1, -1), patches], dim=1)
+        x = self.norm(x + self.positions.unsqueeze(0))
         for layer in self.layers:
             x = x + self._attend(layer.self_attn, layer.layer_norm1(x))
             x = x + layer.mlp(layer.layer_norm2(x))
