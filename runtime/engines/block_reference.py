@@ -10,6 +10,7 @@ Of the model's files only the first blocks are read: weights are mapped.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from runtime.core.plan import EAGER, LatentSize
 from runtime.engines.block_programs import TOKENS, BlockPart, BlockProgram
+from runtime.engines.component_programs import after_images
 from runtime.engines.fp8 import Fp8Part
 from runtime.engines.key_parts import tokens_of
 from runtime.engines.programs import load_program
@@ -73,7 +75,7 @@ def compare_blocks(
     delattr(parent, attribute)
     setattr(parent, attribute, BlocksOnDevice(blocks, target))
     noise, clip = (tensor.to(target) for tensor in _noise_and_clip(spec, _size(spec, tokens)))
-    text = text.to(target)
+    text = after_images(spec, text, partial(torch.randn, generator=torch.Generator().manual_seed(0))).to(target)
     for timestep in TIMESTEPS:
         sigma, where = timestep / TRAINING_STEPS, f"t = {timestep:g}"
         inputs = sigma * noise + (1 - sigma) * clip, torch.tensor(timestep, device=target), text
@@ -103,9 +105,12 @@ def _size(spec: ModelSpec, tokens: int) -> LatentSize:
 
 
 def _noise_and_clip(spec: ModelSpec, size: LatentSize) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noise, and latents as smooth as a clip's with the same variance; each (1, channels, *size)."""
+    """Return noise, and latents as smooth as a clip's with the same variance; each (1, channels, *size).
+
+    Given frames, which some models take as further channels, are treated alike.
+    """
     generator = torch.Generator().manual_seed(0)
-    channels = spec.vae.z_dim
+    channels = spec.transformer.in_channels
     noise = torch.randn(1, channels, *size, generator=generator)
     coarse = torch.randn(1, channels, *(-(-side // _COARSE) for side in size), generator=generator)
     clip = nn.functional.interpolate(coarse, size=list(size), mode="trilinear")

@@ -1,6 +1,6 @@
 """Programs of whole components: how each is run, drawn example inputs for, and exported. Shapes are in `programs`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,18 +120,14 @@ class Program:
             side: Any = self.module.side
             return {"pixels": noise(1, 3, side, side)}
         if self.name == "transformer":
-            inputs = {
+            return {
                 "latents": noise(1, spec.transformer.in_channels, *latent),
                 # A first latent frame that is given has the timestep 0.
                 "timestep": torch.tensor([0.0, _EXAMPLE_TIMESTEP][-spec.timesteps :], device=self.device),
-                "text_embeds": noise(1, length, spec.transformer.text_dim) * words.unsqueeze(-1),
+                "text_embeds": after_images(
+                    spec, noise(1, length, spec.transformer.text_dim) * words.unsqueeze(-1), noise
+                ),
             }
-            if spec.image_input is not None and spec.image_input.tokens:
-                width = spec.image_input.width
-                image = noise(1, spec.image_input.tokens, width)
-                image = F.pad(image, (0, spec.transformer.text_dim - width))
-                inputs["text_embeds"] = torch.cat([image, inputs["text_embeds"]], dim=1)
-            return inputs
 
         def clip(frames: int) -> dict[str, torch.Tensor]:
             if not self.name.startswith("vae_encoder"):
@@ -231,6 +227,15 @@ class Program:
             tuple(describe(name, tensor) for name, tensor in given),
             ranges,
         )
+
+
+def after_images(spec: ModelSpec, text: torch.Tensor, noise: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return a text's embeddings after those of images, which `noise` draws, if the model attends to any."""
+    images = spec.image_input
+    if images is None or not images.tokens:
+        return text
+    drawn = noise(1, images.tokens, images.width)
+    return torch.cat([F.pad(drawn, (0, text.shape[2] - images.width)), text], dim=1)
 
 
 def cut_text(inputs: dict[str, torch.Tensor], least: int = 1) -> dict[str, torch.Tensor]:

@@ -109,6 +109,14 @@ def test_parts_equal_the_familys_own_blocks(diorama: ModelSpec, program: str) ->
     assert len(session.tokens) > 1
 
 
+def test_engines_of_a_model_that_attends_to_images_are_verified(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.1-flf2v")
+    spec = replace(spec, defaults=replace(spec.defaults, width=64, height=64, frames=9))
+    found = verified(spec, Part(part_of(spec, "block_query", "float32")), "block_query", "float32")
+    assert found.passed, found.detail
+    assert found.error < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("program", PARTS)
 def test_rounding_passes_and_is_not_float32(diorama: ModelSpec, program: str, dtype: str) -> None:

@@ -1,5 +1,6 @@
 """Verification passes engines that equal PyTorch, and fails errors, NaN and Inf, wherever they occur."""
 
+import itertools
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,7 +17,7 @@ from runtime.engines.sessions import Session
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import TIMESTEPS, TOLERANCES, Verification, cases_of, compare, verify
 from runtime.models.catalogue import find
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, component_of
 from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, Build
 
@@ -183,19 +184,45 @@ def test_latents_follow_the_reference_from_noise(program: Program, text: torch.T
         torch.testing.assert_close(other.inputs["latents"], after)
 
 
+def test_both_kinds_of_videos_of_one_engine_are_compared(tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.2-ti2v-5b"), "transformer", "transformer", device="cpu", dtype="float32")
+    cases = cases_of(program, ShapeProfile.fixed((2, 4, 4)))
+    given = [case.inputs["timestep"].tolist() for case in cases]
+    assert given == [[999, 999], [0, 900], [800, 800], [0, 500], [50, 50]]
+
+
+def test_given_frames_and_images_stay_along_the_trajectory(tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.1-flf2v"), "transformer", "transformer", device="cpu", dtype="float32")
+    text = torch.randn(1, 512, 32)
+    cases = list(cases_of(program, ShapeProfile.fixed((2, 4, 4)), text))
+    first, *_, last = (case.inputs for case in cases)
+    assert first["latents"].shape == last["latents"].shape == (1, 36, 2, 4, 4)
+    assert torch.equal(first["latents"][:, 16:], last["latents"][:, 16:])
+    assert not torch.equal(first["latents"][:, :16], last["latents"][:, :16])
+    embeds = program.inputs((2, 4, 4))["text_embeds"]
+    assert torch.equal(last["text_embeds"], torch.cat([embeds[:, :10], text], dim=1))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b", "diorama"])
-@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae_first", "vae_next"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *itertools.product(
+            ["wan2.1", "wan2.2-ti2v-5b", "diorama"], ["text_encoder", "transformer", "vae_first", "vae_next"]
+        ),
+        *itertools.product(["wan2.1-flf2v"], ["transformer", "vae_encoder_first", "vae_encoder_next"]),
+    ],
+)
 def test_rounding_of_pytorch_passes(tiny: Callable[[str], ModelSpec], architecture: str, name: str, dtype: str) -> None:
     spec = find("diorama", Path("none")) if architecture == "diorama" else tiny(architecture)
-    component = "vae" if name.startswith("vae") else name
-    if component == "vae" and dtype == "float16":
+    component = component_of(name)
+    if component.startswith("vae") and dtype == "float16":
         pytest.skip("convolutions in float16 take minutes on a CPU")
     if architecture == "diorama" and component == "transformer":
         component = "transformer_2"  # rounds more than the other expert
     rounded = load_program(spec, component, name, device="cpu", dtype=dtype)
     exact = load_program(spec, component, name, device="cpu", dtype="float32")
-    size = {"text_encoder": (1, 1, 1), "transformer": SIZE, "vae_first": (1, 6, 8), "vae_next": (2, 6, 8)}[name]
+    size = {"text_encoder": (1, 1, 1), "transformer": SIZE, "vae_next": (2, 6, 8)}.get(name, (1, 6, 8))
     profile = ShapeProfile.fixed(size)
 
     class Rounded(Session):

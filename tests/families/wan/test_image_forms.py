@@ -1,14 +1,18 @@
 """The exportable forms of what starts from images equal diffusers' and transformers' modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import CLIPVisionModel
 
+from runtime.core.plan import EngineUse, Speed
 from runtime.engines.component_programs import CACHE, TEXT_PADDING, cut_text
 from runtime.engines.programs import load_program
+from runtime.engines.service import OpenEngines
+from runtime.execution.block_engines import BlockEngines
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec, is_transformer
 from tests.engines.conftest import relative
@@ -96,3 +100,49 @@ def test_the_image_encoder_equals_transformers(tiny: Tiny, architecture: str) ->
     with torch.inference_mode():
         expected = module(inputs["pixels"], output_hidden_states=True).hidden_states[-2]
     assert relative(program.run(**inputs)["embeds"], expected) < 1e-5
+
+
+class BlockParts:
+    """Parts of blocks in PyTorch, with the interface of `OpenEngines`; at most eight tokens a call."""
+
+    most_tokens = 8
+
+    def __init__(self, spec: ModelSpec) -> None:
+        names = spec.block_programs
+        self.programs = {name: load_program(spec, "transformer", name, device="cpu", dtype="float32") for name in names}
+        self.calls: list[tuple[int, float]] = []
+
+    def write(self, program: str, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Record the number of tokens and a value of their modulation, and compute."""
+        self.calls.append((len(inputs["x"]), float(inputs["modulation"][0, 0])))
+        for name, result in self.programs[program].run(**inputs).items():
+            outputs[name].copy_(result)
+
+
+@pytest.mark.parametrize("architecture", ["wan2.2-ti2v-5b", "wan2.1-flf2v"])
+def test_blocks_on_engines_equal_diffusers(tiny: Tiny, architecture: str) -> None:
+    spec = tiny(architecture)
+    module = WanTransformer3DModel.from_pretrained(spec.directory / "transformer").eval()
+    inputs = load_program(spec, "transformer", "transformer", device="cpu", dtype="float32").inputs((3, 6, 8))
+    texts, image, time = inputs["text_embeds"], None, inputs["timestep"]
+    if architecture == "wan2.1-flf2v":
+        texts, image = texts[:, 10:], texts[:, :10, :24].unflatten(1, (2, -1)).flatten(0, 1)
+    else:
+        time = torch.tensor([[0.0] * 12 + [700.0] * 24])
+    with torch.inference_mode():
+        (expected,) = module(inputs["latents"], time, texts, image, return_dict=False)
+    parts = BlockParts(spec)
+    uses = [
+        EngineUse(id="0", program=name, builder="b", precision="float32", profile=((1, 1, 1),) * 3)
+        for name in parts.programs
+    ]
+    denoiser = PyTorchDenoiser(WanTransformer3DModel.from_pretrained(spec.directory / "transformer").eval())
+    engines = BlockEngines(cast("OpenEngines", parts), spec, "transformer", uses, print, print)
+    denoiser.compute(Speed(), None, engines)
+    assert relative(denoiser(inputs["latents"], inputs["timestep"], inputs["text_embeds"]), expected) < 1e-5
+    assert not engines.failed
+    tokens, modulations = zip(*parts.calls[:5], strict=True)
+    # The 12 tokens of a first frame with its own timestep are in calls of their own.
+    assert tokens == ((8, 4, 8, 8, 8) if spec.timesteps > 1 else (8, 8, 8, 8, 4))
+    assert len(set(modulations)) == spec.timesteps
+    assert len(set(modulations[:2])) == len(set(modulations[2:])) == 1
