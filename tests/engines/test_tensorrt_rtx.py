@@ -27,6 +27,7 @@ from runtime.engines.onnx_export import export_onnx
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt_rtx import TensorRTRTXSession
 from runtime.machine.probe import Machine
+from runtime.models import spec as spec_module
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile, differences
@@ -49,9 +50,23 @@ DYNAMIC = {
     "vae_first": ShapeProfile((1, 2, 2), (1, 6, 8), (1, 10, 12)),
     "vae_next": ShapeProfile((2, 2, 2), (2, 6, 8), (4, 10, 12)),
 }
-SIZES = {"fixed": FIXED, "dynamic": DYNAMIC}
+# Of models that start from images.
+IMAGES = {
+    "image_encoder": ANY,
+    "vae_encoder_first": ShapeProfile.fixed((1, 6, 8)),
+    "vae_encoder_next": ShapeProfile.fixed((1, 6, 8)),
+    "transformer": ShapeProfile.fixed((3, 6, 8)),
+}
+SIZES = {"fixed": FIXED, "dynamic": DYNAMIC, "images": IMAGES}
 CASES = [
-    *((model, size, program) for model in ("diorama", "wan2.1") for size, names in SIZES.items() for program in names),
+    *(
+        (model, size, program)
+        for model in ("diorama", "wan2.1")
+        for size in ("fixed", "dynamic")
+        for program in SIZES[size]
+    ),
+    *(("wan2.1-flf2v", "images", program) for program in IMAGES),
+    ("wan2.2-ti2v-5b", "images", "transformer"),
     *(("wan2.2-ti2v-5b", "dynamic", program) for program in ("vae_first", "vae_next")),
 ]
 
@@ -105,7 +120,7 @@ def key_of(
 
 def component_of(program: str) -> str:
     """Return the component that a program computes."""
-    return "vae" if program.startswith("vae") else "transformer" if program in BLOCKS else program
+    return "transformer" if program in BLOCKS else spec_module.component_of(program)
 
 
 def build(spec: ModelSpec, key: EngineKey, folder: Path) -> Path:
@@ -157,7 +172,9 @@ def test_every_program_is_built_whole_with_fused_attention(
     log = capfd.readouterr().err
     loaded: Any = load_program(spec, component_of(program), program, device="cpu", dtype=key.precision)
     assert plan.stat().st_size > 0.5 * sum(tensor.nbytes for tensor in loaded.module.parameters())
-    attentions = 2 * spec.transformer.num_layers if program == "transformer" else 0
+    # Among the clip's tokens, to those of the text and, if there are any, to those of images.
+    kinds = 2 if spec.context_tokens == spec.max_sequence_length else 3
+    attentions = kinds * spec.transformer.num_layers if program == "transformer" else 0
     if program == "text_encoder" and model == "diorama":  # the tiny models' heads of 8 channels are too narrow
         attentions = len(loaded.module.block)
     assert fused_attentions(log) == attentions

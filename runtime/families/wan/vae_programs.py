@@ -106,7 +106,7 @@ class _VaeForm(nn.Module):
                 if isinstance(child, causal):
                     self.cache_count += child.weight.shape[2] > 1
                     halves_time = child.stride[0] > 1
-                    if not halves_time:
+                    if first or not halves_time:
                         setattr(parent, name, _FirstConv(child) if first else _NextConv(child))
 
     def _residual(self, block: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
