@@ -53,7 +53,6 @@ DYNAMIC = {
 # Of models that start from images.
 IMAGES = {
     "image_encoder": ANY,
-    "vae_encoder_first": ShapeProfile.fixed((1, 6, 8)),
     "vae_encoder_next": ShapeProfile.fixed((1, 6, 8)),
     "transformer": ShapeProfile.fixed((3, 6, 8)),
 }

@@ -21,6 +21,9 @@ from runtime.planner.engine_index import ShapeProfile
 
 PROFILES = {
     "text_encoder": ShapeProfile.fixed((1, 1, 1)),
+    "image_encoder": ShapeProfile.fixed((1, 1, 1)),
+    "vae_encoder_first": ShapeProfile((1, 4, 4), (1, 4, 6), (1, 8, 8)),
+    "vae_encoder_next": ShapeProfile((1, 4, 4), (1, 4, 6), (1, 8, 8)),
     "transformer": ShapeProfile((2, 4, 4), (3, 8, 6), (9, 16, 16)),
     "vae_first": ShapeProfile((1, 4, 4), (1, 4, 6), (1, 8, 8)),
     "vae_next": ShapeProfile((1, 4, 4), (2, 4, 6), (4, 8, 8)),

@@ -86,10 +86,11 @@ def test_every_operation_has_a_converter(wheel: Path, tiny: Callable[[str], Mode
     bindings = wheels.unpacked(f"tensorrt-cu13-bindings=={wheels.pinned('tensorrt')}")
     libraries = wheels.stand_ins(int(wheels.pinned("tensorrt").partition(".")[0]))
     packages = [wheel, bindings, wheels.unpacked("dllist==2.0.0")]
-    model = tiny("wan2.1").directory
+    spec = tiny("wan2.1-flf2v")
+    model = spec.directory
     lines = wheels.run("tests.engines.contract.conversion", model, packages=packages, libraries=libraries)
     found = json.loads(lines[-1])
-    assert set(found) == {"text_encoder", "transformer", "vae_first", "vae_next"}
+    assert set(found) == {name for programs in spec.programs.values() for name in programs}
     for program in found.values():
         assert program["unconvertible"] == []
         # `tensors.json` has these names.
