@@ -1,7 +1,7 @@
 """One forward pass of each component on the same inputs: relative errors against the reference configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,9 +9,10 @@ from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Step, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, GivenFrames, Step, get_noise, get_schedule
+from runtime.pipeline.stages import image_latents, images_of
 
 
 class StandaloneJob:
@@ -56,12 +57,14 @@ class Passes:
         steps: by expert, the sampling step that was run.
         latents: by component: noise for the first expert; its estimate with noise of the second expert's level for
             the second; the last estimate for the VAE.
-        outputs: by component: embeddings, velocities, frames in -1 to 1.
+        outputs: by component: embeddings, latents of images, velocities, frames in -1 to 1.
+        conditioning: from the prompt and the images.
     """
 
     steps: Mapping[str, Step]
     latents: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
+    conditioning: Conditioning
 
 
 def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency, cancel: Cancel) -> Passes:
@@ -70,18 +73,29 @@ def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency,
     noise = get_noise(plan).cpu()
     embeds = _embeds(spec, job, residency)
     outputs = {"text_encoder": embeds}
+    conditioning = Conditioning(embeds, None)
+    for name in (IMAGE_ENCODER, VAE_ENCODER):
+        if name in plan.components:
+            outputs[name] = _of_images(spec, job, residency, name)
+    if IMAGE_ENCODER in outputs:
+        conditioning = conditioning.with_tokens(outputs[IMAGE_ENCODER])
+    if VAE_ENCODER in outputs:
+        given = GivenFrames.of(spec, outputs[VAE_ENCODER], len(plan.images))
+        conditioning, noise = replace(conditioning, given=given), given.placed_in(noise)
     latents: dict[str, torch.Tensor] = {}
     estimate = noise
     steps = _first_steps(spec, plan)
     for name, step in steps.items():
         cancel.check()
         latents[name] = noise if not latents else (1 - step.sigma) * estimate + step.sigma * noise
-        outputs[name] = _velocity(spec, job, residency, step, latents[name], embeds)
+        outputs[name] = _velocity(spec, job, residency, step, latents[name], conditioning)
         estimate = latents[name] - step.sigma * outputs[name]
+        if conditioning.given is not None:
+            estimate = conditioning.given.placed_in(estimate)
     cancel.check()
     latents["vae"] = estimate
     outputs["vae"] = _frames(spec, job, residency, estimate)
-    return Passes(steps, latents, outputs)
+    return Passes(steps, latents, outputs, conditioning)
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,6 @@ def errors(
 ) -> dict[str, PartError]:
     """Run each component once on the reference's inputs."""
     job = StandaloneJob(plan, cancel)
-    embeds = passes.outputs["text_encoder"]
     found = {}
     for name in plan.components:
         cancel.check()
@@ -111,10 +124,12 @@ def errors(
             continue
         if name == "text_encoder":
             output = _embeds(spec, job, residency)
+        elif name in {IMAGE_ENCODER, VAE_ENCODER}:
+            output = _of_images(spec, job, residency, name)
         elif name == "vae":
             output = _frames(spec, job, residency, passes.latents[name])
         else:
-            output = _velocity(spec, job, residency, passes.steps[name], passes.latents[name], embeds)
+            output = _velocity(spec, job, residency, passes.steps[name], passes.latents[name], passes.conditioning)
         if name in job.fallbacks:
             found[name] = PartError(None, job.fallbacks[name])
         else:
@@ -159,13 +174,31 @@ def _embeds(spec: ModelSpec, job: StandaloneJob, residency: Residency) -> torch.
         return encoder.encode(job.plan.prompt).embeds.float().cpu()
 
 
+def _of_images(spec: ModelSpec, job: StandaloneJob, residency: Residency, name: str) -> torch.Tensor:
+    """Return the output of one of the encoders of images."""
+    images = images_of(job.plan)
+    if name == IMAGE_ENCODER:
+        with residency.image_encoder(spec, job) as model:
+            return model.encode(images).float().cpu()
+    with residency.video_encoder(spec, job) as vae:
+        return image_latents(vae, spec, job.plan, images).float().cpu()
+
+
 def _velocity(
-    spec: ModelSpec, job: StandaloneJob, residency: Residency, step: Step, latents: torch.Tensor, embeds: torch.Tensor
+    spec: ModelSpec,
+    job: StandaloneJob,
+    residency: Residency,
+    step: Step,
+    latents: torch.Tensor,
+    conditioning: Conditioning,
 ) -> torch.Tensor:
-    device = job.plan.components[step.expert].device
+    device, given = job.plan.components[step.expert].device, conditioning.given
+    timestep, embeds = step.timestep.to(latents.device), conditioning.positive
+    if given is not None:
+        latents, timestep = given.inputs(latents, timestep)
     with residency.denoiser(spec, job, step.expert) as denoiser:
         denoiser.reset_cache()
-        return denoiser(latents.to(device), step.timestep.to(device), embeds.to(device)).float().cpu()
+        return denoiser(latents.to(device), timestep.to(device), embeds.to(device)).float().cpu()
 
 
 def _frames(spec: ModelSpec, job: StandaloneJob, residency: Residency, latents: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ Each reads the plan and the progress from the job's `RunContext`, so that it can
 
 import base64
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -22,11 +22,11 @@ from runtime.core.events import FramesDecoded, StageStarted, StepDone, VideoSave
 from runtime.core.facts import Fact
 from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
-from runtime.execution.components import Denoiser
+from runtime.execution.components import Denoiser, VideoEncoder
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.text_encoder import TextEncoding
 from runtime.models.images import open_image
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.previews import Previews
@@ -77,23 +77,36 @@ def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> No
 def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioning:
     """Return the conditioning with the plan's images: their latents and, where the model attends to it, embeddings."""
     plan, spec = context.plan, context.spec
-    assert spec.image_input is not None
     context.current = ("load", VAE_ENCODER)
-    images = [
-        fitted(open_image(use, field), plan.width, plan.height, plan.image_fit, plan.image_position)
-        for field, use in (("image", plan.image), ("last_image", plan.last_image))
-        if use is not None
-    ]
+    images = images_of(plan)
     if IMAGE_ENCODER in plan.components:
         with context.residency.image_encoder(spec, context) as encoder, context.metrics.stage("encode"):
             context.begin_stage("encode", IMAGE_ENCODER)
             conditioning = conditioning.with_tokens(encoder.encode(images))
-    frames = 1 if spec.image_input.kind == "first_frame" else plan.frames
     with context.residency.video_encoder(spec, context) as vae, context.metrics.stage("encode"):
         context.begin_stage("encode", VAE_ENCODER)
-        latents = vae.latents([_pixels(image) for image in images], frames, plan.strategy.decode_tile)
+        latents = image_latents(vae, spec, plan, images)
     device = context.plan.components["transformer"].device
     return replace(conditioning, given=GivenFrames.of(spec, latents.to(device), len(images)))
+
+
+def images_of(plan: ExecutionPlan) -> list[Image]:
+    """Read a plan's images; return them as frames of its size.
+
+    Raises:
+        InvalidRequestError: if one cannot be read.
+    """
+    return [
+        fitted(open_image(use, field), plan.width, plan.height, plan.image_fit, plan.image_position)
+        for field, use in plan.images.items()
+    ]
+
+
+def image_latents(encoder: VideoEncoder, spec: ModelSpec, plan: ExecutionPlan, images: Sequence[Image]) -> torch.Tensor:
+    """Return the latents of a plan's images, see `GivenFrames.of`."""
+    assert spec.image_input is not None
+    frames = 1 if spec.image_input.kind == "first_frame" else plan.frames
+    return encoder.latents([_pixels(image) for image in images], frames, plan.strategy.decode_tile)
 
 
 def _pixels(image: Image) -> torch.Tensor:
