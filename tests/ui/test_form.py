@@ -11,7 +11,7 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, COMPONENTS, GenerationRequest
 from runtime.models.catalogue import find, known_as
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, make_tab, theme
@@ -32,6 +32,8 @@ GOOD: dict[str, Any] = {
     "crf": "",
     "shift": "",
     "backend_text_encoder": "auto",
+    "backend_image_encoder": "auto",
+    "backend_vae_encoder": "auto",
     "backend_transformer": "auto",
     "backend_transformer_2": "auto",
     "backend_vae": "auto",
@@ -51,12 +53,12 @@ GOOD: dict[str, Any] = {
     "image_position": 50,
     "size_from": "",
 }
-BACKENDS = ["backend_text_encoder", "backend_transformer", "backend_transformer_2", "backend_vae"]
+BACKENDS = [f"backend_{name}" for name in COMPONENTS]
 
 
 @pytest.fixture(scope="module")
 def models(tiny: Callable[[str], ModelSpec]) -> dict[str, ModelSpec]:
-    return {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1")}
+    return {name: tiny(name) for name in ("wan2.2-a14b", "wan2.1", "wan2.2-ti2v-5b")}
 
 
 def read(models: dict[str, ModelSpec], **changes: Any) -> GenerationRequest:
@@ -86,11 +88,14 @@ def test_backends_are_read_by_component(models: dict[str, ModelSpec]) -> None:
     request = read(models, **chosen, build="never", offload="group", quantization="fp8")
     assert request.backends == {"transformer_2": "pytorch", "vae": "onnxruntime"}
     assert (request.build, request.offload, request.quantization) == ("never", "group", "fp8")
+    # The parts of the VAE have a row each.
+    from_image = read(models, model="wan2.2-ti2v-5b", backend_vae="onnxruntime", guidance_scale_2=None)
+    assert from_image.backends == {"vae": "onnxruntime", "vae_encoder": "auto"}
     # A row that a model does not have says nothing, whatever was chosen there before.
     assert read(models, model="wan2.1", **chosen).backends == {"vae": "onnxruntime"}
 
 
-@pytest.mark.parametrize("field", [*BACKENDS, "build", "offload", "quantization"])
+@pytest.mark.parametrize("field", ["backend_transformer_2", "backend_vae", "build", "offload", "quantization"])
 @pytest.mark.parametrize("value", [None, "", "cuda", 1, True, [], {}, ["pytorch"], float("nan"), "a" * 100_000])
 def test_invalid_choices_are_rejected_by_field(models: dict[str, ModelSpec], field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
