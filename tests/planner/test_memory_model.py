@@ -226,7 +226,7 @@ def test_memory_of_a_tile_is_near_the_measurement(tile: int | None, measured: fl
 
 def decoding_on_a_cpu(row: dict[str, Any]) -> Workload:
     """Return the load of a row of `ON_CPU`."""
-    model = read_spec(EMBEDDED / "diorama", "diorama")
+    model = read_spec(EMBEDDED / "diorama", "diorama").for_text()
     if row["vae"] == "narrow":
         model = replace(model, vae=replace(model.vae, decoder_base_dim=4, dim_mult=(1, 2, 2, 2)))
     return workload(model, tuple(row["size"]), dict.fromkeys(BF16, "float32"), "cpu")

@@ -33,6 +33,7 @@ def random_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
     Raises:
         ValueError: if the architecture has no configuration, neither in the model's folder nor in Tandem.
     """
+    spec = spec.for_text()
     for name in spec.component_names:
         (folder / name).mkdir(parents=True)
         config = {} if name == "text_encoder" else dict(_config(spec, name))
