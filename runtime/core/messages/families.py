@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 _COPY = "Copy or download the model again."
-_TEXT_TO_VIDEO = "Choose a text-to-video model, not an image-to-video one."
+_OF_WAN = "Choose a model of Wan for videos from text or from images."
 
 MESSAGES: Mapping[str, Message] = {
     "model.folder_missing": Message(
@@ -59,9 +59,9 @@ MESSAGES: Mapping[str, Message] = {
         "The two transformers of {model} differ in architecture.", "Use two transformers of the same model."
     ),
     "model.channels_differ": Message(
-        "The transformer of {model} has {transformer} input channels and its VAE {vae} latent channels: it is not a "
-        "text-to-video model.",
-        _TEXT_TO_VIDEO,
+        "The transformer of {model} has {transformer} input channels and its VAE {vae} latent channels: it takes "
+        "neither text alone nor images.",
+        _OF_WAN,
     ),
     "family.option_unsupported": Message(
         "{model} does not support {option:setting}.", "Omit {option:setting}, or choose another model."
