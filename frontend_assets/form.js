@@ -230,7 +230,7 @@
     line.className = "field-error";
     line.id = `error-${name}`;
     line.textContent = text;
-    (input.closest(".block") ?? input.parentNode).append(line);
+    (input.closest(".block, .place") ?? input.parentNode).append(line);
     input.setAttribute("aria-invalid", "true");
     marked = { input, line };
   };
@@ -241,7 +241,7 @@
     tandem.plannedSize(size ?? null);
     tandem.showForm();
     const input = field && fieldOf(field);
-    if (input && document.activeElement !== input) tandem.mark(field, problem, true);
+    if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
     else if (!field && marked && marked.input.closest("#columns") && !$("#status .status[data-state=failed]")) tandem.unmark();
   };
 
