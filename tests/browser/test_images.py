@@ -1,0 +1,257 @@
+"""Videos from images in the browser: dropped, cropped, generated, continued from, restored, on a phone."""
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from runtime.models.images import images_dir
+from runtime.queue.store import NAME, JobStore
+from runtime.video.images import fitted
+from runtime.video.mp4 import read_metadata
+from tests import tiny_models
+from tests.app_server import DEFAULTS, Server, make_cache, serving
+from tests.browser.conftest import PHONE, SMALL, OpenPage, ask, start, wait_for_state
+from tests.browser.test_accessibility import RUN, axe
+from tests.image_files import encoded, picture
+
+pytestmark = pytest.mark.browser
+
+# The page is handed the events of a drop and of a paste; a file cannot come from outside in a test.
+HAND = """({files, kind, place}) => {
+  const carried = new DataTransfer();
+  for (const {data, name, type} of files) {
+    carried.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name, {type}));
+  }
+  const at = document.querySelector(place);
+  const options = {bubbles: true, cancelable: true};
+  const event = kind === 'drop' ? new DragEvent('drop', {...options, dataTransfer: carried})
+    : new ClipboardEvent('paste', {...options, clipboardData: carried});
+  at.dispatchEvent(event);
+  return event.defaultPrevented;
+}"""
+SEEN = "#images [data-place=image] .seen:not([hidden]) img"
+# What the preview shows of the image, as shares of its width and height: left, top, right, bottom.
+SHOWN = """(image) => {
+  const {objectFit, objectPosition} = getComputedStyle(image), at = parseFloat(objectPosition) / 100;
+  const scales = [image.clientWidth / image.naturalWidth, image.clientHeight / image.naturalHeight];
+  const scale = objectFit === 'cover' ? Math.max(...scales) : Math.min(...scales);
+  const [w, h] = [image.clientWidth / scale / image.naturalWidth, image.clientHeight / scale / image.naturalHeight];
+  return [(1 - w) * at, (1 - h) * at, (1 - w) * at + w, (1 - h) * at + h];
+}"""
+
+
+@pytest.fixture(scope="module")
+def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a web app with three tiny models: from text, from an optional image, and from two images."""
+    cache = make_cache(tmp_path_factory.mktemp("images"))
+    text = cache / "weights" / "tiny"
+    for name, architecture in (("first", "wan2.2-ti2v-5b"), ("both", "wan2.2-i2v-a14b")):
+        model = tiny_models.build(architecture, cache / "weights" / name)
+        sidecar = json.loads((text / "tandem.json").read_text(encoding="utf-8"))
+        channels = 48 if architecture == "wan2.2-ti2v-5b" else 16
+        sidecar |= {"title": name.capitalize(), "latent_rgb_factors": [[0.1, -0.1, 0.05]] * channels}
+        sidecar["defaults"] = DEFAULTS | {"negative_prompt": ""}
+        (model / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
+    with serving(cache, "--model", "first") as running:
+        yield running
+    assert "Traceback" not in (cache / "server.txt").read_text(encoding="utf-8")
+
+
+def file(width: int, height: int, name: str) -> dict[str, str]:
+    return given(encoded(picture(width, height)), name, "image/png")
+
+
+def given(data: bytes, name: str, kind: str = "") -> dict[str, str]:
+    return {"data": base64.b64encode(data).decode(), "name": name, "type": kind}
+
+
+def hand(page: Any, *files: dict[str, str], kind: str = "drop", place: str = "body") -> None:
+    """Drop files at a place of the page, or paste them."""
+    assert page.evaluate(HAND, {"files": files, "kind": kind, "place": place})
+
+
+def chosen(page: Any, name: str, field: str = "image") -> None:
+    """Wait until a place shows an image."""
+    page.wait_for_selector(f"#images [data-place={field}] .what:text-is('{name}')")
+    page.wait_for_selector(f"#images [data-place={field}] .seen:not([hidden])")
+
+
+def value(page: Any, name: str) -> Any:
+    return page.evaluate(
+        "(name) => window.tandem.values[document.querySelector('#top header').dataset.fields.split(' ').indexOf(name)]",
+        name,
+    )
+
+
+def select_model(page: Any, title: str) -> None:
+    page.click("#field-model input")
+    page.click(f"[role=option]:has-text('{title}')")
+
+
+def size(page: Any, pixels: str) -> None:
+    page.wait_for_selector(f"#size .tile:has(input[value=image]:checked) small:text-is('{pixels}')")
+
+
+def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able: Server, tmp_path: Path) -> None:
+    page = open_page(url=able.url)
+    assert not page.is_visible("#size input[value=image]")
+    hand(page, given(b"notes", "notes.txt"), file(96, 96, "square.png"), file(60, 40, "other.png"))
+    chosen(page, "square.png")
+    page.wait_for_selector("#images .note:has-text('Only “square.png” was taken; 2 other files were left out.')")
+    # The size follows from the image.
+    size(page, "32 × 32")
+    hand(page, file(90, 45, "wide.png"), kind="paste")
+    chosen(page, "wide.png")
+    size(page, "64 × 32")
+    # By keyboard, and without an image again.
+    (tmp_path / "third.png").write_bytes(encoded(picture(50, 50)))
+    page.focus("#pick-image")
+    page.set_input_files("#pick-image", tmp_path / "third.png")
+    chosen(page, "third.png")
+    page.focus("[data-clear=image]")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#images .what:text-is('or drop or paste it')")
+    assert page.evaluate("() => document.activeElement.id") == "pick-image"
+    assert not page.is_visible(SEEN) and not page.is_visible("#size input[value=image]")
+    # A bad image is one line at its place, and the form keeps what it has.
+    hand(page, file(90, 45, "wide.png"))
+    chosen(page, "wide.png")
+    page.fill("#field-prompt textarea", "a red boat")
+    for data, name, line in (
+        (b"", "empty.png", "empty.png is empty."),
+        (encoded(picture(640, 480))[:1500], "torn.png", "torn.png is damaged or incomplete."),
+        (b"%PDF", "letter.pdf", "letter.pdf is not an image that Tandem reads."),
+        (encoded(picture(1, 1)), "dot.png", "dot.png has 1 × 1 pixels"),
+    ):
+        hand(page, given(data, name), place="#images [data-place=image]")
+        page.wait_for_selector(f"#images .note.bad:has-text('{line}')")
+    sent = len(page.requests)
+    large = "() => Object.defineProperty(File.prototype, 'size', {get: () => 65 * 2 ** 20, configurable: true})"
+    page.evaluate(large)
+    hand(page, file(20, 20, "large.png"))
+    page.wait_for_selector("#images .note.bad:has-text('“large.png” is larger than 64 MB.')")
+    assert [url for url in page.requests[sent:] if "large" in url] == []
+    assert page.is_visible(SEEN) and value(page, "image").endswith("/wide.png")
+    assert page.input_value("#field-prompt textarea") == "a red boat"
+    assert [one for one in page.complaints if "422" not in one] == []
+
+
+def test_a_model_without_images_names_others_and_two_places_take_two(open_page: OpenPage, able: Server) -> None:
+    page = open_page(url=able.url)
+    select_model(page, "Tiny")
+    page.wait_for_selector("#images .images[data-model=tiny]", state="attached")
+    assert page.locator("#images .place").count() == 0
+    hand(page, file(40, 40, "boat.png"))
+    page.wait_for_selector("#images .note:has-text('Tiny does not start from an image. Select one of')")
+    assert "first" in page.inner_text("#images .note")
+    select_model(page, "Both")
+    page.wait_for_selector("#images [data-place=image]:has-text('required')")
+    hand(page, file(40, 40, "boat.png"))
+    chosen(page, "boat.png")
+    hand(page, file(50, 40, "end.png"))
+    chosen(page, "end.png", "last_image")
+    page.click("[data-clear=image]")
+    page.wait_for_selector("#images [data-place=image] .field-error:has-text('A last image needs a first one.')")
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(160, 40), (40, 120)])
+def test_the_preview_is_what_the_model_sees(open_page: OpenPage, able: Server, width: int, height: int) -> None:
+    page = open_page(url=able.url)
+    hand(page, file(width, height, "photo.png"))
+    chosen(page, "photo.png")
+    page.check("#size input[value='64x32']")
+    page.wait_for_selector("#images .adjust:not([hidden])")
+    image = page.wait_for_selector(SEEN)
+    source = picture(width, height)
+    for position in (0, 50, 100):
+        page.fill("#image-position", str(position))
+        page.wait_for_function("(p) => window.tandem.values.includes(p)", arg=position)
+        left, top, right, bottom = (
+            share * side for share, side in zip(image.evaluate(SHOWN), (width, height) * 2, strict=True)
+        )
+        seen = source.resize((64, 32), Image.Resampling.LANCZOS, box=(max(left, 0), max(top, 0), right, bottom))
+        model = fitted(source, 64, 32, position=position)
+        worst = max(abs(a - b) for a, b in zip(seen.tobytes(), model.tobytes(), strict=True))
+        assert worst <= 4, (position, worst)  # the frame on the page has whole pixels
+    page.check("#images input[value=fit]")
+    page.wait_for_selector("#image-position", state="hidden")
+    assert image.evaluate("(image) => getComputedStyle(image).objectFit") == "contain"
+    # Nothing is cut: nothing is to be chosen.
+    hand(page, file(128, 64, "same.png"))
+    chosen(page, "same.png")
+    page.wait_for_selector("#images .adjust", state="hidden")
+    assert page.complaints == []
+
+
+def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPage, able: Server) -> None:
+    page = open_page(url=able.url)
+    hand(page, file(96, 96, "square.png"))
+    chosen(page, "square.png")
+    size(page, "32 × 32")
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    first = page.get_attribute("#status .status", "data-job")
+    page.click("#facts summary")
+    page.wait_for_selector("#facts .used-images:has-text('square.png') img")
+    with closing(JobStore(able.cache_dir / NAME)) as store:
+        video = store.get(first).output
+    # The last frame, for a model that needs one.
+    select_model(page, "Tiny")
+    page.wait_for_selector("#images .images[data-model=tiny]", state="attached")
+    page.click("#facts [data-continue]")
+    page.wait_for_selector("#images [data-place=image] .what:has-text('-frame-9.png')")
+    page.wait_for_function("() => document.querySelector('#images .images').dataset.model !== 'tiny'")
+    size(page, "32 × 32")
+    assert value(page, "model") == "first" or value(page, "model") == "both"
+    # One that is shown, of a video in the history.
+    page.get_by_role("tab", name="History", exact=True).click()
+    page.click(f"#history-gallery [data-job='{first}'] .poster")
+    page.wait_for_selector("#history-detail .used-images img")
+    page.evaluate("""async () => {
+      const video = document.querySelector('#history-detail video');
+      video.pause();
+      await new Promise((seeked) => { video.onseeked = seeked; video.currentTime = 2.5 / 8; });
+    }""")
+    page.click("#history-detail [data-continue]:has-text('Start from the frame shown')")
+    page.wait_for_selector("#images [data-place=image] .what:has-text('-frame-3.png')")
+    # The MP4 brings the image back; without its copy there are the thumbnail and one line.
+    data = video.read_bytes()
+    hand(page, given(data, "mine.mp4"))
+    chosen(page, "square.png")
+    digest = read_metadata(video)["images"]["image"]["digest"]
+    copy = images_dir(able.cache_dir) / digest
+    content = copy.read_bytes()
+    copy.unlink()
+    other = open_page(url=able.url)
+    hand(other, given(data, "mine.mp4"))
+    chosen(other, "square.png")
+    other.wait_for_selector("#images .field-error:has-text('The copy of the image square.png is no longer')")
+    hand(other, given(content, "square.png", "image/png"))
+    other.wait_for_selector("#images .field-error", state="detached")
+    chosen(other, "square.png")
+    assert page.complaints == other.complaints == []
+
+
+def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Server) -> None:
+    page = open_page(PHONE, url=able.url, color_scheme="dark")
+    hand(page, file(400, 100, "wide.png"))
+    chosen(page, "wide.png")
+    page.check("#size input[value='64x32']")
+    page.wait_for_selector("#images .adjust:not([hidden])")
+    page.evaluate(axe())
+    for viewport in (PHONE, SMALL):
+        page.set_viewport_size(viewport)
+        assert page.evaluate(RUN) == []
+        beside = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert beside <= 0
+        generate = page.locator("#generate").bounding_box()
+        assert generate["y"] + generate["height"] <= viewport["height"]
+    assert page.complaints == []
