@@ -298,7 +298,7 @@ IMAGE = f"sha256:{'a' * 64}/boat.png"
 @pytest.fixture
 def able(models: dict[str, ModelSpec]) -> dict[str, ModelSpec]:
     """Models of which the first starts from an image, and the second ends with one too."""
-    first, second = models.values()
+    first, second, *_ = models.values()
     return {first.name: taking_images(first), second.name: taking_images(second, last="optional")}
 
 
