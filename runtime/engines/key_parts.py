@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 import re
+import threading
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -44,6 +45,8 @@ _OF_BLOCKS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 _EXPORTED_MODULES = ("programs.py", "component_programs.py", "block_programs.py", "signatures.py", "fp8.py")
 _DIGESTS_FILE = "weights.json"
 _REVISION_LENGTH = 16
+# Python 3.11 counts the depth of syntax trees for all threads together, and fails if two of them parse at once.
+_PARSING = threading.Lock()
 # CPU features that affect the choice of kernels by compilers and libraries.
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
 
@@ -68,7 +71,8 @@ def export_revision(family: str) -> str:
 
 def _code(source: str) -> str:
     """Return source code in a standard format, without comments and docstrings."""
-    tree = ast.parse(source)
+    with _PARSING:
+        tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
