@@ -19,11 +19,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     patchify,
 )
 
-from runtime.core.facts import Fact
-from runtime.core.plan import Speed
 from runtime.core.tiles import spans
 from runtime.execution.decoded_frames import blend_weights
-from runtime.families.wan.vae import CACHED_FRAMES, DecoderOps, lay_out, triton_ops
+from runtime.families.wan.vae import CACHED_FRAMES, DecoderOps, PyTorchVaePart, lay_out
 from runtime.upstream.diffusers import causal_padding
 
 _Frames = Callable[[torch.Tensor], torch.Tensor]
@@ -69,7 +67,7 @@ class Clip:
         return Clip(function(self.start), self.repeats, None if self.end is None else function(self.end))
 
 
-class PyTorchVideoEncoder:
+class PyTorchVideoEncoder(PyTorchVaePart):
     """The encoder of a `diffusers.AutoencoderKLWan`, computed by `EncoderSteps`; see `execution.components`.
 
     Args:
@@ -78,25 +76,7 @@ class PyTorchVideoEncoder:
     """
 
     def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
-        self._vae: Any = module
-        config: Any = module.config
-        parameter = next(module.encoder.parameters())
-        device, shape = device or parameter.device, (1, config.z_dim, 1, 1, 1)
-        # Always float32, as in decoding.
-        self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
-        self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
-        self._dtype = parameter.dtype
-        self._steps = EncoderSteps(module.encoder)
-
-    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
-        """Apply a plan's `Speed` from the next call on; see `PyTorchDenoiser.compute`."""
-        ops = triton_ops(self._mean.device, self._dtype, speed, on_degraded)
-        self._steps = EncoderSteps(self._vae.encoder, channels_last=speed.channels_last, ops=ops)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds spent on compiling so far."""
-        return self._steps.ops.compile_seconds
+        super().__init__(module, module.encoder, EncoderSteps, device)
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
