@@ -38,6 +38,9 @@ COMPONENTS = (
     ("transformer_2", "transformer"),
     ("vae", "vae_first"),
     ("vae", "vae_next"),
+    ("image_encoder", "image_encoder"),
+    ("vae_encoder", "vae_encoder_first"),
+    ("vae_encoder", "vae_encoder_next"),
 )
 CLIP: LatentSize = (9, 14, 24)
 CHUNK = 4
@@ -188,8 +191,15 @@ def ssim(frames: torch.Tensor, reference: torch.Tensor) -> float:
     return float((((2 * mx * my + c1) * (2 * vxy + c2)) / ((mx * mx + my * my + c1) * (vx + vy + c2))).mean())
 
 
+def programs_of(spec: ModelSpec) -> list[tuple[str, str]]:
+    """Return those of `COMPONENTS` that a model has."""
+    return [(component, program) for component, program in COMPONENTS if program in spec.programs.get(component, ())]
+
+
 def profile_of(program: str, latent: LatentSize, chunk: int = CHUNK) -> ShapeProfile:
     """Return the profile of one size; the VAE takes `chunk` latent frames a call."""
     frames, height, width = latent
-    sizes = {"text_encoder": (1, 1, 1), "transformer": latent, "vae_first": (1, height, width)}
+    one = (1, height, width)
+    sizes = {"text_encoder": (1, 1, 1), "image_encoder": (1, 1, 1), "transformer": latent, "vae_first": one}
+    sizes |= {"vae_encoder_first": one, "vae_encoder_next": one}
     return ShapeProfile.fixed(sizes.get(program, (min(chunk, frames), height, width)))

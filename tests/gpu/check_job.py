@@ -14,20 +14,23 @@ from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
+from runtime.models.images import with_images
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from tests.gpu.check_clip import PROMPT
-from tests.gpu.check_common import CLIP, COMPONENTS, HOME, Checks, profile_of, psnr, ssim
+from tests.gpu.check_common import CLIP, HOME, Checks, profile_of, programs_of, psnr, ssim
 from tests.pipeline.test_run import frames_of
 
 RUNS = 5
 
 
 def job(checks: Checks) -> None:
-    """One clip by `run_job`: engines planned from the library, loaded, run; alternating with PyTorch."""
-    spec = find("diorama", Path("none"))
+    """One clip from an image by `run_job`: engines planned from the library, loaded, run; alternating with PyTorch."""
+    image = {"image": str(Path(__file__).parents[2] / "examples" / "boat.png")}
+    request = GenerationRequest.from_mapping({"prompt": PROMPT, **image})
+    spec = with_images(find("diorama", Path("none")), request, HOME, None)
     service = EngineService(checks.store, checks.machine, None)
-    for component, program in COMPONENTS:
+    for component, program in programs_of(spec):
         profile = profile_of(program, CLIP, chunk=1)
         with checks.going_on(f"build {component} {program}"):
             checks.engine(spec, component, checks.key(spec, component, program, (profile,), "default"))
@@ -37,7 +40,7 @@ def job(checks: Checks) -> None:
     with Residency(service) as first, Residency(service) as second:
         for residency, asked in (*[(first, backend), (second, "pytorch")] * RUNS,):
             request = GenerationRequest.from_mapping(
-                {"prompt": PROMPT, "seed": 7, "backends": {"all": asked}, "build": "never"}
+                {"prompt": PROMPT, "seed": 7, "backends": {"all": asked}, "build": "never", **image}
             )
             plan = resolve(request, spec, checks.machine, HOME / f"{asked}.mp4", service.offers(spec))
             run_job(plan, spec, events.setdefault(asked, []).append, Cancel(), residency)

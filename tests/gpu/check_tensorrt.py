@@ -28,12 +28,12 @@ from runtime.engines.programs import load_program
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6, wide_models
 from tests.gpu.check_blocks import blocks
 from tests.gpu.check_clip import clip
-from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, relative_error
+from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, programs_of, relative_error
 from tests.gpu.check_damage import case, damage
 from tests.gpu.check_job import job
 
@@ -45,9 +45,8 @@ def build(checks: Checks) -> None:
     wanted = checks.arguments.only.split(",") if checks.arguments.only else None
     chosen = [
         (component, program)
-        for component, program in COMPONENTS
-        if component in spec.component_names
-        and (wanted is None or (program if component == "vae" else component) in wanted)
+        for component, program in programs_of(spec)
+        if (wanted is None or (program if component in {"vae", VAE_ENCODER} else component) in wanted)
     ]
     keys = {
         (component, program): checks.key(
@@ -207,10 +206,10 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
-    parser.add_argument("--model", default="diorama", help="diorama, wan2.1-1.3b or wan2.2-a14b")
+    parser.add_argument("--model", default="diorama", help=f"diorama, {', '.join(wide_models.WIDTHS)}")
     parser.add_argument("--blocks", type=int, default=2, help="of a random model's transformer")
     parser.add_argument("--precision", default="default", help="default, float32 or float16")
-    parser.add_argument("--only", help="of text_encoder,transformer,transformer_2,vae_first,vae_next")
+    parser.add_argument("--only", help="components, and the VAE's programs: text_encoder,vae_first,vae_encoder_first …")
     parser.add_argument("--latent", type=lambda text: tuple(map(int, text.split(","))), help="frames,height,width")
     parser.add_argument("--level", type=int, default=3, help="TensorRT's optimisation level, 0 to 5")
     parser.add_argument("--jobs", type=int, default=1, help="builds at once")

@@ -9,6 +9,7 @@ at full size in `TANDEM_CHECKS`; only a step cache's seconds depend on their val
 processes, prints a JSON object and appends it to $OUT/gpus.jsonl. `--asked` overrides fields of the request. Errors
 are ‖out - one‖ / ‖one‖ relative to one GPU, next to the differences between two equal runs on one GPU and with another
 attention kernel. `clip` needs ffmpeg.
+wan2.2-i2v-a14b starts from examples/boat.png.
 """
 
 import argparse
@@ -42,6 +43,7 @@ from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine, probe
+from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import stages
@@ -64,6 +66,7 @@ CACHED_STEPS, CACHED_FRAMES = 12, 17
 TEXT = {"vocab_size": 32, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 1, "num_heads": 64}
 # As many steps as the clip that is extrapolated to.
 STEPS = 40
+IMAGE = Path(__file__).parents[2] / "examples" / "boat.png"
 STARTED = time.monotonic()
 
 
@@ -88,7 +91,9 @@ def model(arguments: argparse.Namespace) -> ModelSpec:
                 (folder / "transformer_2").symlink_to(folder / "transformer")
             save(partial(AutoencoderKLWan, **VAES.get(arguments.model, VAES["wan2.1"])), folder / "vae", device)
         (folder / "complete").touch()
-    return read_spec(folder, arguments.model)
+    spec = read_spec(folder, arguments.model)
+    needs_image = spec.image_input is not None and spec.image_input.required
+    return with_images(spec, GenerationRequest(prompt="a boat", image=str(IMAGE)), HOME, None) if needs_image else spec
 
 
 def variants(arguments: argparse.Namespace) -> Iterator[tuple[str, Split | None]]:
@@ -118,6 +123,8 @@ def planned(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace, *
         size = {"width": 1280, "height": 720, "frames": frames}
     asked = {"prompt": "a red boat", "model": str(spec.directory), "seed": 1, "steps": 4, **size, **arguments.asked}
     asked |= values
+    if spec.images:
+        asked["image"] = str(IMAGE)
     request = GenerationRequest.from_mapping(asked)
     plan = resolve(request, spec, computer, Path(os.environ.get("OUT", ".")) / "x.mp4")
     return with_strategy(plan, keep_loaded=True, freed=())

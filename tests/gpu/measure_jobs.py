@@ -50,6 +50,7 @@ MODELS = {
     "wan2.1-1.3b": ("wan2.1", 832, 480, 81),
     "wan2.2-ti2v-5b": ("wan2.2-ti2v-5b", 1280, 704, 121),
     "wan2.2-a14b": ("wan2.2-a14b", 832, 480, 81),
+    "wan2.2-i2v-a14b": ("wan2.2-i2v-a14b", 832, 480, 81),
 }
 # Offload and quantization, as asked for.
 WAYS = [

@@ -31,6 +31,13 @@ from tests.gpu import results
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "wan2.1-1.3b": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     "wan2.2-a14b": {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    "wan2.2-i2v-a14b": {
+        "num_attention_heads": 40,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+        "in_channels": 36,
+        "out_channels": 16,
+    },
     "wan2.2-ti2v-5b": {
         "num_attention_heads": 24,
         "ffn_dim": 14336,
@@ -67,6 +74,7 @@ UMT5: dict[str, Any] = {
 CLIPS = {
     "wan2.1-1.3b": [(832, 480, 81), (832, 480, 33), (480, 272, 49)],
     "wan2.2-a14b": [(832, 480, 81), (832, 480, 33), (1280, 720, 81)],
+    "wan2.2-i2v-a14b": [(832, 480, 81)],
     "wan2.2-ti2v-5b": [(1280, 704, 121), (1280, 704, 49), (832, 480, 81)],
 }
 DECODED = {

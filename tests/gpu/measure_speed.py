@@ -42,6 +42,7 @@ from runtime.engines.reference import full_float32
 from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
+from runtime.families.wan.spec import vae_spec
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
@@ -529,7 +530,10 @@ def vae_encoder(bench: Bench) -> None:
                 error = float(f"{relative_error(run(), wanted):.3g}")
                 bench.wait()
                 first = round(time.perf_counter() - started, 2)
-                bench.say(**what, first=first, **bench.seconds(run, 5), error=error)
+                forecast = None
+                if speed is not None:
+                    forecast = vae_spec(module.config).encode_bytes(count, 8 * height, 8 * width, 2, images)
+                bench.say(**what, first=first, **bench.seconds(run, 5), forecast=forecast, error=error)
 
 
 def raise_if_degraded(field: str, reason: Fact) -> None:

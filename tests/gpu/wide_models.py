@@ -1,15 +1,45 @@
 """Models of Wan's architectures at full width, with few blocks and random weights, for the GPU checks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from transformers import UMT5Config, UMT5EncoderModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
+from tests.gpu.measure_memory import VAES
 from tests.tiny_models import tokenizer
 
-# Heads of 128 channels, feed-forward width: from the models' configurations, https://huggingface.co/Wan-AI.
-WIDTHS = {"wan2.1-1.3b": (12, 8960), "wan2.2-a14b": (40, 13824)}
+# Heads of 128 channels, feed-forward width, and what else differs: from the models' configurations,
+# https://huggingface.co/Wan-AI.
+WIDTHS: dict[str, dict[str, Any]] = {
+    "wan2.1-1.3b": {"num_attention_heads": 12, "ffn_dim": 8960},
+    "wan2.2-a14b": {"num_attention_heads": 40, "ffn_dim": 13824},
+    "wan2.1-i2v-14b": {
+        "num_attention_heads": 40,
+        "ffn_dim": 13824,
+        "in_channels": 36,
+        "out_channels": 16,
+        "image_dim": 1280,
+        "added_kv_proj_dim": 5120,
+    },
+    "wan2.2-ti2v-5b": {"num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+}
+# CLIP's ViT-H/14.
+_IMAGE_ENCODER: dict[str, Any] = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 14,
+}
 
 
 def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
@@ -17,19 +47,18 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
     if (directory / "model_index.json").is_file():
         return directory
     torch.manual_seed(seed)
-    heads, ffn_dim = WIDTHS[name]
     experts = 2 if name == "wan2.2-a14b" else 1
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         transformers = [
-            WanTransformer3DModel(num_attention_heads=heads, attention_head_dim=128, ffn_dim=ffn_dim, num_layers=blocks)
-            for _ in range(experts)
+            WanTransformer3DModel(attention_head_dim=128, num_layers=blocks, **WIDTHS[name]) for _ in range(experts)
         ]
-        vae = AutoencoderKLWan()
+        vae = AutoencoderKLWan(**VAES.get(name, {}))
+        image_encoder = CLIPVisionModel(CLIPVisionConfig(**_IMAGE_ENCODER)) if "image_dim" in WIDTHS[name] else None
     # Of UMT5-XXL's width, with one layer and few words.
     text_encoder = UMT5EncoderModel(
         UMT5Config(vocab_size=32, d_model=4096, d_kv=64, d_ff=10240, num_layers=1, num_heads=64)
     )
-    WanPipeline(
+    parts: dict[str, Any] = dict(
         tokenizer=tokenizer(),
         text_encoder=text_encoder,
         vae=vae.half(),
@@ -39,5 +68,11 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
         transformer=transformers[0].half(),
         transformer_2=transformers[1].half() if experts > 1 else None,
         boundary_ratio=0.875 if experts > 1 else None,
-    ).save_pretrained(directory)
+    )
+    if image_encoder is not None:
+        processor = CLIPImageProcessor(size={"shortest_edge": 224}, crop_size={"height": 224, "width": 224})
+        parts |= {"image_encoder": image_encoder.half(), "image_processor": processor}
+        WanImageToVideoPipeline(**parts).save_pretrained(directory)
+    else:
+        WanPipeline(**parts, expand_timesteps=name == "wan2.2-ti2v-5b").save_pretrained(directory)
     return directory
