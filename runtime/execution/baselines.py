@@ -170,19 +170,13 @@ class PyTorchBaseline:
 
         image = torch.zeros(3, self.plan.height, self.plan.width)
         steps, tile = self.plan.latent_shape[2] - 1, self.plan.strategy.decode_tile
-        job = _Measured(self.plan)
-
-        def measure(plan: ExecutionPlan) -> float:
-            job.plan = plan
-            with Residency() as residency, residency.video_encoder(self.spec, job) as encoder:
-                first = seconds_of(lambda: encoder.latents([image], 1, tile), device)
-                if program == "vae_encoder_first" or not steps:
-                    return first
-                # PyTorch encodes a clip at once, and only the frames that differ.
-                whole = seconds_of(lambda: encoder.latents([image], self.plan.frames, tile), device)
-                return max(whole - first, 0.0) / steps
-
-        return self._both(job, measure)
+        with Residency() as residency, residency.video_encoder(self.spec, _Measured(self.plan)) as encoder:
+            first = seconds_of(lambda: encoder.latents([image], 1, tile), device)
+            if program == "vae_encoder_first" or not steps:
+                return {EAGER: first}
+            # PyTorch encodes a clip at once, and only the frames that differ.
+            whole = seconds_of(lambda: encoder.latents([image], self.plan.frames, tile), device)
+            return {EAGER: max(whole - first, 0.0) / steps}
 
     def _block_part(
         self, program: str, size: LatentSize, part: ComponentPlan, device: "torch.device"

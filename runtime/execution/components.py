@@ -114,17 +114,6 @@ class VideoEncoder(Protocol):
         """
 
 
-class PyTorchVideoEncoder(VideoEncoder, Protocol):
-    """A VAE encoder in PyTorch."""
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds spent on compiling so far."""
-
-    def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
-        """Apply a plan's `Speed` from the next call on; what fails costs time only."""
-
-
 class VideoDecoder(Protocol):
     """A causal video decoder."""
 
@@ -182,7 +171,7 @@ class Components(Protocol):
     def image_model(self, module: torch.nn.Module, device: str | torch.device) -> ImageModel:
         """Make the function of a loaded image encoder that embeds pixels."""
 
-    def video_encoder(self, module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoEncoder:
+    def video_encoder(self, module: torch.nn.Module, device: str | torch.device) -> VideoEncoder:
         """Make the encoder of a loaded VAE that computes on `device`; its weights may be elsewhere until then."""
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:

@@ -25,7 +25,6 @@ from runtime.execution.components import (
     ImageEncoder,
     PyTorchDenoiser,
     PyTorchVideoDecoder,
-    PyTorchVideoEncoder,
     VideoDecoder,
     VideoEncoder,
     components_of,
@@ -191,11 +190,11 @@ class Residency:
     def video_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoEncoder]:
         """Yield the VAE encoder, loaded."""
 
-        def build(module: torch.nn.Module, part: ComponentPlan) -> PyTorchVideoEncoder:
+        def build(module: torch.nn.Module, part: ComponentPlan) -> VideoEncoder:
             return components_of(spec).video_encoder(module, part.device)
 
         on_engines = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
-        with self._vae_part(spec, job, VAE_ENCODER, build, on_engines) as encoder:
+        with self._use(spec, job, VAE_ENCODER, build, on_engines) as encoder:
             yield encoder
 
     @contextmanager
@@ -234,29 +233,16 @@ class Residency:
         def build(module: Any, part: ComponentPlan) -> PyTorchVideoDecoder:
             return components_of(spec).video_decoder(module, part.device)
 
-        with self._vae_part(spec, job, "vae", build, EngineVideoDecoder) as decoder:
-            yield decoder
-
-    @contextmanager
-    def _vae_part(
-        self,
-        spec: ModelSpec,
-        job: Watch,
-        name: str,
-        build: Callable[[torch.nn.Module, ComponentPlan], Part],
-        on_engines: Callable[[OpenEngines, Callable[[Fact], Any]], Any],
-    ) -> Iterator[Any]:
-        """Yield the VAE's encoder or decoder, loaded, with the job's `Speed`."""
-        used: list[PyTorchVideoEncoder | PyTorchVideoDecoder] = []
+        used: list[PyTorchVideoDecoder] = []
 
         def prepare(made: Any, _: ComponentPlan) -> None:
             self._keep_compiled(job)
-            made.compute(job.plan.speed, partial(job.on_degraded, name))
+            made.compute(job.plan.speed, partial(job.on_degraded, "vae"))
             used.append(made)
 
-        with self._use(spec, job, name, build, on_engines, prepare) as loaded:
+        with self._use(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
             try:
-                yield loaded
+                yield decoder
             finally:
                 took = sum(one.compile_seconds for one in used)
                 self.compile_seconds += took

@@ -144,10 +144,10 @@ class VaeSpec(Protocol):
 class VaeEncoderSpec(Protocol):
     """Architecture of a VAE encoder: a frozen dataclass of the family."""
 
-    def encode_flops(self, frames: int, height: int, width: int, images: int) -> float:
-        """Return the operations of encoding a clip of so many frames and pixels; all but `images` frames are gray."""
+    def encode_flops(self, frames: int, height: int, width: int) -> float:
+        """Return the operations of encoding a clip of so many frames and pixels, an image and gray frames."""
 
-    def encode_bytes(self, frames: int, height: int, width: int, element_bytes: int, images: int) -> int:
+    def encode_bytes(self, frames: int, height: int, width: int, element_bytes: int) -> int:
         """Return the peak memory of that in bytes, weights excluded."""
 
     def encoder_cache_bytes(self, height: int, width: int, element_bytes: int) -> int:

@@ -157,7 +157,7 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
         tokens = prod(n // patch for n, patch in zip(latent, spec.transformer.patch_size, strict=True))
         return spec.transformer.forward_flops(tokens, spec.context_tokens)
     if component == VAE_ENCODER:
-        whole = _image_input(spec).vae.encode_flops(*_encoded_clip(spec, latent), max(len(spec.images), 1))
+        whole = _image_input(spec).vae.encode_flops(*_encoded_clip(spec, latent))
         return whole * times_decoded(*latent[1:], tile)
     frames, height, width = latent
     vae, scale = spec.vae, spec.vae.scale_factor_spatial
@@ -289,7 +289,7 @@ def _engine_encode_bytes(workload: Workload) -> int:
 def encoder_step_bytes(spec: ModelSpec, height: int, width: int, precision: str) -> int:
     """Return the activations of encoding one latent frame with the VAE's engines, without caches."""
     frames = spec.vae.scale_factor_temporal
-    return _image_input(spec).vae.encode_bytes(frames, height, width, DTYPE_BYTES[precision], 1)
+    return _image_input(spec).vae.encode_bytes(frames, height, width, DTYPE_BYTES[precision])
 
 
 def clip_bytes(workload: Workload) -> int:
@@ -366,7 +366,7 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
         frames, *sides = workload.latent_shape[2:]
         rows, columns = (min(side, strategy.decode_tile or side) for side in sides)
         clip = _encoded_clip(spec, (frames, rows, columns))
-        return _image_input(spec).vae.encode_bytes(*clip, DTYPE_BYTES[dtype], max(len(spec.images), 1))
+        return _image_input(spec).vae.encode_bytes(*clip, DTYPE_BYTES[dtype])
     if name == "vae":
         return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)
     kept = workload.text_bytes if strategy.offload in {"none", "model"} else 0

@@ -69,7 +69,7 @@ WAYS = [
 class Unjudged(Detector):
     """Disables the check for degenerate clips: random weights show noise."""
 
-    def look(self, frames: Any) -> None:
+    def inspect(self, frames: Any) -> None:
         """Accept any frames."""
 
 

@@ -100,12 +100,6 @@ VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
     ("kernels", Speed(channels_last=True, compiled=True), 1),
     ("kernels", Speed(channels_last=True, compiled=True), 4),
 )
-ENCODER_VARIANTS: dict[str, Speed | None] = {
-    "diffusers": None,
-    "ours": EAGER,
-    "channels last": Speed(channels_last=True),
-    "kernels": Speed(channels_last=True, compiled=True),
-}
 DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
 
 
@@ -518,21 +512,17 @@ def vae_encoder(bench: Bench) -> None:
         del exact
         module = random_module(bench.device, lambda: AutoencoderKLWan(**tiny), bench.dtype)
         encoder = PyTorchVideoEncoder(module)
-        for variant, speed in ENCODER_VARIANTS.items():
+        forecast = vae_spec(module.config).encode_bytes(count, 8 * height, 8 * width, 2)
+        for variant, run in (
+            ("diffusers", partial(encoded, module)),
+            ("ours", partial(encoder.latents, list(both[:images]), count)),
+        ):
             what = {"part": "vae-encoder", "images": images, "variant": variant}
             with bench.trying(**what):
-                if speed is None:
-                    run = partial(encoded, module)
-                else:
-                    encoder.compute(speed, raise_if_degraded)
-                    run = partial(encoder.latents, list(both[:images]), count)
                 started = time.perf_counter()
                 error = float(f"{relative_error(run(), wanted):.3g}")
                 bench.wait()
                 first = round(time.perf_counter() - started, 2)
-                forecast = None
-                if speed is not None:
-                    forecast = vae_spec(module.config).encode_bytes(count, 8 * height, 8 * width, 2, images)
                 bench.say(**what, first=first, **bench.seconds(run, 5), forecast=forecast, error=error)
 
 

@@ -13,7 +13,6 @@ Caches have the format of engines (`programs.VaeForm`): two frames each, initial
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -325,17 +324,10 @@ class PyTorchVaePart:
     Args:
         module: its weights may be on another device until it is called.
         part: the module's encoder or decoder.
-        make: makes the steps that compute it, `DecoderSteps` or `vae_encoder.EncoderSteps`.
         device: the device that computes; by default, that of the weights.
     """
 
-    def __init__(
-        self,
-        module: AutoencoderKLWan,
-        part: nn.Module,
-        make: Callable[..., Any],
-        device: str | torch.device | None = None,
-    ) -> None:
+    def __init__(self, module: AutoencoderKLWan, part: nn.Module, device: str | torch.device | None = None) -> None:
         self._vae: Any = module
         config: Any = module.config
         parameter = next(part.parameters())
@@ -344,18 +336,6 @@ class PyTorchVaePart:
         self._mean = torch.tensor(config.latents_mean, device=device, dtype=torch.float32).view(shape)
         self._std = torch.tensor(config.latents_std, device=device, dtype=torch.float32).view(shape)
         self._dtype = parameter.dtype
-        self._make = partial(make, part)
-        self._steps = self._make()
-
-    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
-        """Apply a plan's `Speed` from the next call on; see `PyTorchDenoiser.compute`."""
-        ops = triton_ops(self._mean.device, self._dtype, speed, on_degraded)
-        self._steps = self._make(channels_last=speed.channels_last, ops=ops)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds spent on compiling so far."""
-        return float(self._steps.ops.compile_seconds)
 
 
 class PyTorchVideoDecoder(PyTorchVaePart):
@@ -370,8 +350,19 @@ class PyTorchVideoDecoder(PyTorchVaePart):
     """
 
     def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
-        super().__init__(module, module.decoder, DecoderSteps, device)
+        super().__init__(module, module.decoder, device)
         self._patch_size: int | None = self._vae.config.patch_size
+        self._steps = DecoderSteps(module.decoder)
+
+    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
+        """Apply a plan's `Speed` from the next call on; see `PyTorchDenoiser.compute`."""
+        ops = triton_ops(self._mean.device, self._dtype, speed, on_degraded)
+        self._steps = DecoderSteps(self._vae.decoder, channels_last=speed.channels_last, ops=ops)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return self._steps.ops.compile_seconds
 
     def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `VideoDecoder`."""

@@ -8,12 +8,9 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
-from runtime.execution.compilation import discard_compiled_code
-from runtime.families.wan.vae import TritonDecoderOps
 from runtime.families.wan.vae_encoder import Clip, EncoderSteps, PyTorchVideoEncoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from tests.families.wan.test_vae import Kernels
 from tests.tiny_models import ARCHITECTURES
 
 
@@ -52,19 +49,3 @@ def test_tiles_are_close_to_whole_frames() -> None:
     tiled = encoder.latents(images, 9, 8)
     assert tiled.shape == whole.shape
     assert 0 < (tiled - whole).norm() / whole.norm() < 0.1
-
-
-@pytest.mark.parametrize("last", [False, True], ids=["image", "two images"])
-@torch.inference_mode()
-def test_kernels_compute_the_convolutions_of_96_channels(last: bool) -> None:
-    discard_compiled_code()
-    torch.manual_seed(0)
-    vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True]).eval().bfloat16()
-    start, end = torch.rand(1, 3, 2, 8, 12).bfloat16(), torch.rand(1, 3, 1, 8, 12).bfloat16()
-    clip = Clip(start, 18 - last, end if last else None)
-    wanted = EncoderSteps(vae.encoder)(clip)
-    kernels = Kernels()
-    fast = TritonDecoderOps(torch.device("cpu"), torch.bfloat16, kernels=kernels)
-    got = EncoderSteps(vae.encoder, channels_last=True, ops=fast)(clip)
-    assert set(kernels.taken) == {(96, 96, 3, 3, 3)}, kernels.taken
-    torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.02)
