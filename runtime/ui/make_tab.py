@@ -6,6 +6,7 @@ The visitors' page has the tab too. Programs can call the handlers: every value 
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def add_make(
                 gr.HTML(render("results.html"), elem_id="recent", apply_default_css=False)
         with gr.Column(elem_id="basics"):
             video = form.video_section(values, panels=panels)
-            refused = gr.HTML(render("restored.html", refused=None), elem_id="refused", apply_default_css=False)
+            refused = gr.HTML(render("restored.html", refused=None, at=0), elem_id="refused", apply_default_css=False)
         with gr.Column(elem_id="settings"):
             more = advanced(values)
     created = form.joined([words, video, more])
@@ -276,7 +277,7 @@ class Handlers:
         found, refused = restored.usable(values, self.models)
         updates, filled = self._filled(found)
         refused += restored.replaced(found, filled, self.names)
-        return (*updates, render("restored.html", refused=refused))
+        return (*updates, render("restored.html", refused=refused, at=time.monotonic_ns()))
 
     @property
     def _outputs(self) -> tuple[str, ...]:

@@ -439,6 +439,9 @@ def test_reset_and_other_settings_are_not_called_those_of_an_earlier_file(open_p
     file.write_text(json.dumps({"prompt": "a green kite", "fps": 9}), encoding="utf-8")
     page.set_input_files("#restore", file)
     page.wait_for_selector("#restored:has-text('Settings of “mine.json”')")
+    page.wait_for_selector("#refused:has-text('All settings are filled in.')")
+    page.set_input_files("#restore", file)  # the same again
+    page.wait_for_selector("#refused:has-text('All settings are filled in.')")
     advance(page)
     page.click("#reset")
     page.wait_for_function("() => document.querySelector('#restored').textContent === 'Defaults of the model:'")

@@ -20,6 +20,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from hypothesis import strategies as st
 
+from runtime.core.request import FIELDS
 from runtime.ui import form
 from tests.app_server import ROOT, Server, make_cache, serving
 from tests.fuzz import random_requests
@@ -43,7 +44,7 @@ class Face:
 
     name: str
     port: int
-    wish: int
+    fields: tuple[str, ...]
     forbidden: tuple[bytes, ...]
     headers: dict[bytes, bytes] = field(default_factory=dict)
     functions: dict[int, int] = field(default_factory=lambda: {0: 1})
@@ -179,14 +180,14 @@ def every_route(attack: Attack) -> None:
 
 
 def _round_of(attack: Attack, face: Face, client: Any, examples: int, seed: int) -> None:
-    body, readable = random_requests.bodies(face.wish), random_requests.calls(face.functions, face.wish)
+    body, readable = random_requests.bodies(face.fields), random_requests.calls(face.functions, face.fields)
     join = st.sampled_from([b"/gradio_api/queue/join", b"/gradio_api/queue/join", b"/gradio_api/run/predict"])
-    try_many(random_requests.asked(face.wish), lambda one: attack.generate(face, one), examples, seed)
+    try_many(random_requests.asked(face.fields), lambda one: attack.generate(face, one), examples, seed)
     try_many(body, lambda one: attack.generate(face, one), 3 * examples, seed)
     try_many(st.tuples(join, readable), lambda one: attack.join(face, *one), 2 * examples, seed)
     try_many(st.tuples(join, body), lambda one: attack.join(face, *one), 3 * examples, seed)
     if client is not None:
-        wish = random_requests.field_values(face.wish)
+        wish = random_requests.field_values(face.fields)
         try_many(wish, lambda values: attack.client(face, client, values), examples // 8 + 1, seed)
 
     before = st.sampled_from([b"/gradio_api/file=", b"/gradio_api/file/", b"/video/", b"/gradio_api//file=", b"/file="])
@@ -233,9 +234,9 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
         cookie = "; ".join(f"{name}={value}" for name, value in second.cookies.items()).encode()
         outside = (marker.encode(), b"root:x:0:0", b"Tandem's entry point. No sub")
         faces = [
-            Face("own page", own, len(random_requests.GOOD), outside),
-            Face("visitor", port, 11, (*outside, strange.encode()), {b"Cookie": cookie}),
-            Face("stranger", port, 11, (*outside, strange.encode())),
+            Face("own page", own, tuple(FIELDS), outside),
+            Face("visitor", port, form.BASIC, (*outside, strange.encode()), {b"Cookie": cookie}),
+            Face("stranger", port, form.BASIC, (*outside, strange.encode())),
         ]
         clients = {"own page": Client(server.url, verbose=False, download_files=False), "visitor": second}
         ports = [int(path.stem.partition("-")[2]) for path in cache.glob("routes-*.json")]

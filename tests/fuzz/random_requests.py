@@ -28,46 +28,66 @@ JSON = st.recursive(
 DATA = st.recursive(
     SCALAR, lambda one: st.lists(one, max_size=4) | st.dictionaries(TEXT, one, max_size=4), max_leaves=12
 )
-# Accepted requests are small, see the server.
 SIDE = st.sampled_from([16, 32, 64, "auto", 17, 0, -16, 8208, 10**9]) | SCALAR
-WISH = st.tuples(
-    st.sampled_from(["a red boat", "a blue car", ""]) | JSON,
-    st.none() | TEXT | JSON,
-    st.sampled_from(["tiny", "none", "/etc", "../tiny", "diorama\0"]) | JSON,
-    SIDE,
-    SIDE,
-    st.sampled_from([1, 5, 9, 4, 0, 4005]) | SCALAR.filter(lambda value: value not in range(10, 4002)),
-    st.sampled_from([8, "auto", 0, 121]) | JSON,
-    st.sampled_from([1, 2, 0, 1001, 10**40]) | SCALAR.filter(lambda value: value not in range(3, 1001)),
-    st.sampled_from([1.0, 3.0, "auto", -1, 101]) | JSON,
-    st.sampled_from([1.0, 3.0, "auto"]) | JSON,
-    st.sampled_from([7, "auto", -1]) | JSON,
-    st.sampled_from([None, {}, {"vae": "pytorch"}, ["vae=pytorch"], {"all": "tensorrt"}]) | JSON,
-    st.sampled_from(["auto", "never"]) | JSON,
-    st.sampled_from(["auto", "none", "model"]) | JSON,
-    st.sampled_from(["auto", "none", "fp8"]) | JSON,
-    st.sampled_from(["retry", "any", "ask"]) | JSON,
-    st.sampled_from([None, [], ["style:0.8"], ["../a"], ["a.safetensors"], ["a:-1"]]) | JSON,
-    st.sampled_from(["none", "first-block", "first-block:0.2", "first-block:9"]) | JSON,
-).map(list)
-# Most requests are nearly valid: one value of a valid request is changed.
-GOOD = ["a red boat", None, "tiny", 32, 32, 5, 8, 1, 1.0, 1.0, 7, None, "never", "none", "none", "retry", None, "none"]
-CHANGED = st.tuples(st.integers(0, len(GOOD) - 1), WISH).map(
-    lambda pick: [*GOOD[: pick[0]], pick[1][pick[0]], *GOOD[pick[0] + 1 :]]
-)
+COPY = f"sha256:{'0' * 64}/boat.png"
+IMAGE = st.sampled_from([COPY, "sha256:0/a", "sha256:../a", "/etc/passwd", "boat.png", "-"]) | JSON
+BACKENDS = [None, {}, {"vae": "pytorch"}, ["vae=pytorch"], {"vae_encoder": "pytorch"}, {"all": "tensorrt"}]
+# A valid value of each field of a request, and random ones. Accepted requests are small, see the server.
+FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
+    "prompt": ("a red boat", st.sampled_from(["a red boat", "a blue car", ""]) | JSON),
+    "negative_prompt": (None, st.none() | TEXT | JSON),
+    "model": ("tiny", st.sampled_from(["tiny", "none", "/etc", "../tiny", "diorama\0"]) | JSON),
+    "width": (32, SIDE),
+    "height": (32, SIDE),
+    "frames": (5, st.sampled_from([1, 5, 9, 4, 0, 4005]) | SCALAR.filter(lambda value: value not in range(10, 4002))),
+    "fps": (8, st.sampled_from([8, "auto", 0, 121]) | JSON),
+    "steps": (1, st.sampled_from([1, 2, 0, 1001, 10**40]) | SCALAR.filter(lambda value: value not in range(3, 1001))),
+    "guidance_scale": (1.0, st.sampled_from([1.0, 3.0, "auto", -1, 101]) | JSON),
+    "guidance_scale_2": (1.0, st.sampled_from([1.0, 3.0, "auto"]) | JSON),
+    "seed": (7, st.sampled_from([7, "auto", -1]) | JSON),
+    "crf": ("auto", st.sampled_from([0, 17, 51, 52, -1, "auto"]) | JSON),
+    "backends": (None, st.sampled_from(BACKENDS) | JSON),
+    "build": ("never", st.sampled_from(["auto", "never"]) | JSON),
+    "offload": ("none", st.sampled_from(["auto", "none", "model"]) | JSON),
+    "quantization": ("none", st.sampled_from(["auto", "none", "fp8"]) | JSON),
+    "on_out_of_memory": ("retry", st.sampled_from(["retry", "any", "ask"]) | JSON),
+    "gpus": ("auto", st.sampled_from(["auto", 1, 2, 0, "0,1", [0, 0]]) | JSON),
+    "loras": (None, st.sampled_from([None, [], ["style:0.8"], ["../a"], ["a.safetensors"], ["a:-1"]]) | JSON),
+    "step_cache": ("none", st.sampled_from(["none", "first-block", "first-block:0.2", "first-block:9"]) | JSON),
+    "attention": ("auto", st.sampled_from(["auto", "fp8", "sage"]) | JSON),
+    "compile": ("auto", st.sampled_from(["auto", "always", "never"]) | JSON),
+    "shift": ("auto", st.sampled_from(["auto", 3.0, 0, -1]) | JSON),
+    "vae_precision": ("auto", st.sampled_from(["auto", "float32", "bfloat16"]) | JSON),
+    "image": (None, IMAGE),
+    "last_image": (None, IMAGE),
+    "image_fit": ("crop", st.sampled_from(["crop", "fit", ""]) | JSON),
+    "image_position": ("center", st.sampled_from(["center", "top", "0.2,0.8"]) | JSON),
+}
+
+
+def changed(names: Sequence[str]) -> st.SearchStrategy[list[Any]]:
+    """Return valid values of some fields, of which one is random: most requests are nearly valid."""
+    good = [FIELD_VALUES[name][0] for name in names]
+
+    def with_one(at: int) -> st.SearchStrategy[list[Any]]:
+        return FIELD_VALUES[names[at]][1].map(lambda value: [*good[:at], value, *good[at + 1 :]])
+
+    return st.integers(0, len(names) - 1).flatmap(with_one)
+
+
 SESSION = st.sampled_from(["abc123", "x" * 64, "x" * 65, "../a", "a b", ""]) | SCALAR
 
 
-def field_values(length: int) -> st.SearchStrategy[list[Any]]:
-    """Return lists of `length` values for `/generate`, and a few of another length."""
-    right = (CHANGED | CHANGED | WISH).map(lambda values: values[:length])
-    return right | st.lists(JSON, max_size=length + 3)
+def field_values(names: Sequence[str]) -> st.SearchStrategy[list[Any]]:
+    """Return lists of values of some fields for `/generate`, and a few of another length."""
+    wild = st.tuples(*(FIELD_VALUES[name][1] for name in names)).map(list)
+    return changed(names) | changed(names) | wild | st.lists(JSON, max_size=len(names) + 3)
 
 
-def bodies(length: int) -> st.SearchStrategy[bytes]:
+def bodies(names: Sequence[str]) -> st.SearchStrategy[bytes]:
     """Return bodies of calls: most are JSON objects with gradio's keys, some are arbitrary."""
     call = st.fixed_dictionaries(
-        {"data": field_values(length) | JSON},
+        {"data": field_values(names) | JSON},
         optional={
             "fn_index": st.integers(-3, 60) | SCALAR,
             "session_hash": SESSION,
@@ -87,17 +107,17 @@ def bodies(length: int) -> st.SearchStrategy[bytes]:
     return plain | plain | plain | odd
 
 
-def calls(functions: dict[int, int], wish: int) -> st.SearchStrategy[bytes]:
-    """Return valid bodies of calls of a page's functions, given the number of values of each."""
+def calls(functions: dict[int, int], names: Sequence[str]) -> st.SearchStrategy[bytes]:
+    """Return valid bodies of calls of a page's functions, given the number of values of each and the form's fields."""
 
     def of(number: int) -> st.SearchStrategy[dict[str, Any]]:
         values = st.lists(DATA, min_size=functions[number], max_size=functions[number])
-        form = CHANGED.map(lambda values: [*values[:wish], *("auto",) * 20][: functions[number]])
+        form = changed(names).map(lambda values: [*values, *("auto",) * 20][: functions[number]])
         return st.fixed_dictionaries(
             {
                 "fn_index": st.just(number),
                 "session_hash": st.integers(0, 10**6).map(lambda n: f"fuzz{n}"),
-                "data": values | form if functions[number] > wish // 2 else values,
+                "data": values | form if functions[number] > len(names) // 2 else values,
             },
             optional={
                 "event_data": DATA,
@@ -110,9 +130,9 @@ def calls(functions: dict[int, int], wish: int) -> st.SearchStrategy[bytes]:
     return st.sampled_from(sorted(functions)).flatmap(of).map(lambda call: json.dumps(call).encode())
 
 
-def asked(wish: int) -> st.SearchStrategy[bytes]:
+def asked(names: Sequence[str]) -> st.SearchStrategy[bytes]:
     """Return valid bodies for `/generate`."""
-    return CHANGED.map(lambda values: json.dumps({"data": values[:wish]}).encode())
+    return changed(names).map(lambda values: json.dumps({"data": values}).encode())
 
 
 def paths(places: list[Path]) -> st.SearchStrategy[bytes]:

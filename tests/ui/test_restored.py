@@ -59,7 +59,7 @@ def test_what_is_not_taken_is_named(models: dict[str, ModelSpec], name: str, val
     assert len(wrong) == 1, wrong
     assert wrong[0].value == repr(value)[: len(wrong[0].value)] or wrong[0].value.endswith("…")
     assert wrong[0].reason.endswith(".")
-    shown = render("restored.html", refused=wrong)
+    shown = render("restored.html", refused=wrong, at=0)
     assert "Filled in, except for:" in shown and "<img" not in shown and "<script" not in shown
 
 
