@@ -251,7 +251,7 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
                 for one in client.config["dependencies"]
                 if any(target[0] in button for target in one["targets"])
             ]
-            face.never = tuple(b'"fn_index": %d,' % one for one in ends)
+            face.never = tuple(b'"fn_index": %d%c' % (one, end) for one in ends for end in b",}")
         attack = Attack(server, places, {face.name: face for face in faces})
         yield attack, clients
         attack.check_server()

@@ -23,6 +23,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
+from tests.image_files import saved
 from tests.pipeline.test_resume import stream_of
 from tests.queue.planted import Planted
 from tests.queue.test_worker import small
@@ -87,6 +88,7 @@ class App:
 def app(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     folder = tmp_path_factory.mktemp("app")
     shutil.copytree(tiny("wan2.2-a14b").directory, folder / "weights" / "tiny")
+    shutil.copytree(tiny("wan2.2-i2v-a14b").directory, folder / "weights" / "images")
     with pytest.MonkeyPatch.context() as monkeypatch:
         made = App(folder, Planted(folder / "planted", monkeypatch))
         yield made
@@ -114,13 +116,27 @@ def test_a_job_resumes_by_itself_after_its_worker_was_killed(
     app: App, undisturbed: str, stage: str, at: dict[str, Any]
 ) -> None:
     app.planted.add("kill", **at)
-    job, saved = app.run(steps=STEPS)
+    job, end = app.run(steps=STEPS)
     assert app.died_in(job) == [(stage, KILLED)]
-    assert Fact("queue.worker_replaced", {"how": KILLED}) in saved.warnings
+    assert Fact("queue.worker_replaced", {"how": KILLED}) in end.warnings
     assert stream_of(job.plan.output) == undisturbed
     resumed = [event.step for event in job.events if isinstance(event, Resumed)]
     assert resumed == ([STEPS] if stage in {"decode", "save"} else resumed)
     assert [path.name for path in app.outputs.iterdir() if path.suffix != ".mp4"] == []
+
+
+def test_a_job_from_an_image_resumes_after_its_worker_was_killed_and_the_image_is_gone(
+    app: App, tmp_path: Path
+) -> None:
+    values = {"model": "images", "image": str(saved(tmp_path / "boat.png", 32, 32)), "steps": 4}
+    wanted, _ = app.run(**values)
+    app.planted.add("kill", event="StepDone", step=2)
+    job = app.queue.submit(small(seed=5, **values))
+    (tmp_path / "boat.png").unlink()
+    until(lambda: not job.open)
+    assert isinstance(job.progress.end, VideoSaved), job.progress.end
+    assert app.died_in(job) == [("denoise", KILLED)]
+    assert stream_of(job.plan.output) == stream_of(wanted.plan.output)
 
 
 def test_a_second_death_fails_the_job(app: App) -> None:
@@ -162,8 +178,8 @@ ENGINE_SIZE = {"width": 64, "height": 32, "frames": 9, "steps": 2}
 @pytest.mark.slow
 def test_an_idle_build_whose_worker_was_killed_is_started_over(app: App) -> None:
     values = {**ENGINE_SIZE, "backends": {"vae": "onnxruntime"}}
-    _, saved = app.run(**values)
-    assert saved.plan["components"]["vae"]["backend"] == "pytorch"
+    _, end = app.run(**values)
+    assert end.plan["components"]["vae"]["backend"] == "pytorch"
     (build,) = app.store.list(kinds=["build"])
     until(app.spawned_children)
     children = app.spawned_children()
