@@ -1,11 +1,15 @@
-"""Build tiny models of each Wan architecture with random weights, in diffusers' format, in about a second."""
+"""Build tiny models of each architecture of Wan and HunyuanVideo with random weights, in diffusers' format, in about a second."""
 
 from pathlib import Path
 
 import torch
 import transformers
 from diffusers import (
+    AutoencoderKLHunyuanVideo,
     AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
@@ -18,8 +22,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
+    LlamaConfig,
+    LlamaModel,
     PreTrainedTokenizerFast,
     UMT5Config,
     UMT5EncoderModel,
@@ -49,10 +57,16 @@ ARCHITECTURES = ("wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b")
 # That make no video without an image.
 IMAGE_ARCHITECTURES = ("wan2.2-i2v-a14b", "wan2.1-i2v", "wan2.1-flf2v")
 
+# The second has no guidance embedding, so that guidance takes a second pass.
+HUNYUAN_ARCHITECTURES = ("hunyuan-video", "hunyuan-video-cfg")
+
 
 def build(architecture: str, directory: Path, seed: int = 0) -> Path:
-    """Save a tiny random model of one of `ARCHITECTURES` or `IMAGE_ARCHITECTURES` into `directory` and return it."""
+    """Save a tiny random model of one of the architectures above into `directory` and return it."""
     torch.manual_seed(seed)
+    if architecture in HUNYUAN_ARCHITECTURES:
+        hunyuan_pipeline(guidance_embeds=architecture == "hunyuan-video").save_pretrained(directory)
+        return directory
     if architecture in IMAGE_ARCHITECTURES:
         _image_pipeline(architecture).save_pretrained(directory)
         return directory
@@ -152,3 +166,49 @@ def _vae_ti2v() -> AutoencoderKLWan:
         latents_mean=[0.1] * 48,
         latents_std=[1.5] * 48,
     ).eval()
+
+
+def hunyuan_pipeline(*, guidance_embeds: bool) -> HunyuanVideoPipeline:
+    """Return a tiny random `HunyuanVideoPipeline`."""
+    llama = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    clip = CLIPTextConfig(
+        vocab_size=32,
+        hidden_size=24,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    transformer = HunyuanVideoTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=32,
+        pooled_projection_dim=24,
+        rope_axes_dim=(4, 6, 6),
+        guidance_embeds=guidance_embeds,
+    )
+    vae = AutoencoderKLHunyuanVideo(block_out_channels=(4, 4, 8, 8), layers_per_block=1, norm_num_groups=2)
+    return HunyuanVideoPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=LlamaModel(llama).eval(),
+        tokenizer_2=tokenizer(),
+        text_encoder_2=CLIPTextModel(clip).eval(),
+        transformer=transformer.eval(),
+        vae=vae.eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+    )

@@ -282,6 +282,8 @@ class ExecutionPlan(ResolvedRequest):
         seconds: the time forecast for "encode", "denoise" and "decode", their "total", and "load", which is extra.
         strategies: forecasts of all strategies on this device, fastest first.
         warnings: warnings about the result.
+        embedded_guidance: guidance scale that is an input of the transformer; `guidance_scale` is 1 then. `None` if the
+            model has no such input.
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
     """
 
@@ -304,6 +306,7 @@ class ExecutionPlan(ResolvedRequest):
     strategies: tuple[StrategyForecast, ...]
     warnings: tuple[Fact, ...]
     builds_later: bool = False
+    embedded_guidance: float | None = None
 
     @field_validator("asked", mode="wrap")
     @classmethod
@@ -372,6 +375,8 @@ class ExecutionPlan(ResolvedRequest):
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
         used |= {field: use.reference for field, use in self.images.items()}
+        if self.embedded_guidance is not None:
+            used["guidance_scale"] = self.embedded_guidance
         if self.guidance_scale_2 is None:
             del used["guidance_scale_2"]
         return used

@@ -34,7 +34,7 @@ from runtime.core.step_cache import DEFAULT_STRENGTH, FIRST_BLOCK, NONE
 
 __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests are exported with them
 
-COMPONENTS = ("text_encoder", "image_encoder", "vae_encoder", "transformer", "transformer_2", "vae")
+COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "vae_encoder", "transformer", "transformer_2", "vae")
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}
 IDLE = "idle"

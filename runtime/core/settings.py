@@ -51,7 +51,7 @@ HUB = "https://huggingface.co"
 TensorRTPart = Literal["text-encoders", "transformer", "vae"]
 # The components of each part that `tensorrt` may name.
 TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
-    "text-encoders": ("text_encoder", "image_encoder"),
+    "text-encoders": ("text_encoder", "text_encoder_2", "image_encoder"),
     "transformer": ("transformer", "transformer_2"),
     "vae": ("vae_encoder", "vae"),
 }

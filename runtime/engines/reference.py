@@ -160,7 +160,7 @@ def _encode(spec: ModelSpec, device: str) -> torch.Tensor:
             found = program.run(input_ids=ids.to(program.device), attention_mask=mask.to(program.device))
         return found["embeds"][:, : int(mask.sum().item())].cpu()
 
-    encoder = components_of(spec.family).text_encoder(spec, load_tokenizer(spec), embed)
+    encoder = components_of(spec.family).text_encoder(spec, "text_encoder", load_tokenizer(spec), embed)
     words: torch.Tensor = encoder.encode(PROMPT).embeds.clone()
     return words
 

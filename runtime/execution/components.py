@@ -38,9 +38,10 @@ class Denoiser(Protocol):
         Args:
             latents: (1, channels, frames, height, width), float32; where the model takes the latents of given frames as
                 channels, with these after its own.
-            timestep: scalar tensor, 0 to 1000, or two: of the first latent frame and of the others.
+            timestep: scalar tensor, 0 to 1000, or two: of the first latent frame and of the others; or, where the model
+                embeds the guidance scale, of all frames and 1000 times the guidance scale.
             text_embeds: (1, text tokens, text width). A model that attends to images takes their embeddings, padded
-                with zeros to the text's width, as the first tokens.
+                with zeros to the text's width, as the first tokens; so do those of a second text encoder.
             which: the pass of the step; each pass has its own cache.
 
         Returns:
@@ -162,8 +163,8 @@ class StripDecoder(Protocol):
 class Components(Protocol):
     """What a family's `components` module provides to this package."""
 
-    def text_encoder(self, spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
-        """Make the text encoder of a tokenizer and a model that embeds tokens."""
+    def text_encoder(self, spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -> TextEncoder:
+        """Make the text encoder `name` of its tokenizer and a model that embeds tokens."""
 
     def image_encoder(self, processor: Any, model: ImageModel) -> ImageEncoder:
         """Make the image encoder of an image processor and a model that embeds pixels."""

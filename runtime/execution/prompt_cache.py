@@ -41,21 +41,26 @@ class PromptCache:
         self._folder = folder
         self._known: OrderedDict[str, TextEncoding] = OrderedDict()
 
-    def find(self, spec: ModelSpec, part: ComponentPlan, text: str) -> TextEncoding | None:
+    def find(
+        self, spec: ModelSpec, part: ComponentPlan, text: str, name: str = "text_encoder"
+    ) -> TextEncoding | None:
         """Return the cached embeddings of a text, on the CPU, or `None`.
 
         Args:
             part: how the text encoder runs.
+            name: of the text encoder.
         """
-        key = _key(spec, part, text)
+        key = _key(spec, part, text, name)
         found = self._known.get(key) or self._read(key)
         if found is not None:
             self._remember(key, found)
         return found
 
-    def keep(self, spec: ModelSpec, part: ComponentPlan, text: str, encoding: TextEncoding) -> None:
+    def keep(
+        self, spec: ModelSpec, part: ComponentPlan, text: str, encoding: TextEncoding, name: str = "text_encoder"
+    ) -> None:
         """Cache the embeddings of a text; a folder that cannot be written to is not an error."""
-        key = _key(spec, part, text)
+        key = _key(spec, part, text, name)
         here = TextEncoding(encoding.embeds.detach().cpu().contiguous(), encoding.unknown_words, encoding.cut)
         self._remember(key, here)
         if self._folder is None:
@@ -103,8 +108,8 @@ class PromptCache:
             path.unlink(missing_ok=True)
 
 
-def _key(spec: ModelSpec, part: ComponentPlan, text: str) -> str:
-    known: list[Any] = [str(spec.directory), spec.max_sequence_length, text]
+def _key(spec: ModelSpec, part: ComponentPlan, text: str, name: str) -> str:
+    known: list[Any] = [str(spec.directory), name, spec.max_sequence_length, text]
     # Only the kind of device: all GPUs compute the same embeddings.
     known += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
     # A family may have more text encoders and tokenizers, such as `text_encoder_2`.

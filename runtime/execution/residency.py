@@ -167,14 +167,14 @@ class Residency:
         return all(key in self._held for key in _keys(spec, name, plan, plan.components[name]))
 
     @contextmanager
-    def text_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[TextEncoder]:
-        """Yield the text encoder, loaded."""
+    def text_encoder(self, spec: ModelSpec, job: Watch, name: str = "text_encoder") -> Iterator[TextEncoder]:
+        """Yield the text encoder called `name`, loaded."""
 
         def build(module: torch.nn.Module, part: ComponentPlan) -> TextModel:
             return PyTorchTextModel(module, part.device)
 
-        with self._use(spec, job, "text_encoder", build, EngineTextModel) as model:
-            yield components_of(spec).text_encoder(spec, load_tokenizer(spec), model)
+        with self._use(spec, job, name, build, EngineTextModel) as model:
+            yield components_of(spec).text_encoder(spec, name, load_tokenizer(spec, name), model)
 
     @contextmanager
     def image_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[ImageEncoder]:

@@ -1,11 +1,12 @@
 """Prompts to text embeddings: tokenizing, and the text model in PyTorch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import regex
 import torch
+import torch.nn.functional as F
 
 _WORD = regex.compile(r"[\p{L}\p{N}]")
 
@@ -15,7 +16,7 @@ class TextEncoding:
     """A prompt's embeddings.
 
     Attributes:
-        embeds: (1, max_sequence_length, text width), zero beyond the prompt's end.
+        embeds: (1, max_sequence_length, text width), zero beyond the prompt's end; or without tokens beyond its end.
         unknown_words: words without a token, in the prompt's order.
         cut: whether the prompt was longer than `max_sequence_length` tokens.
     """
@@ -23,6 +24,20 @@ class TextEncoding:
     embeds: torch.Tensor
     unknown_words: tuple[str, ...]
     cut: bool
+
+
+def joined(encodings: Sequence[TextEncoding]) -> TextEncoding:
+    """Return what several text encoders make of a prompt as one.
+
+    The embeddings of further encoders, padded with zeros to the width of the first one's, come before these. Unknown
+    words and the cut are the first encoder's: further ones summarize a prompt, whose end they may miss.
+    """
+    first, *others = encodings
+    embeds = first.embeds
+    for other in others:
+        missing = embeds.shape[2] - other.embeds.shape[2]
+        embeds = torch.cat([F.pad(other.embeds.to(embeds), (0, missing)), embeds], dim=1)
+    return replace(first, embeds=embeds)
 
 
 # (1, max_sequence_length) token ids and mask, int64, to (1, max_sequence_length, text width), zero beyond the mask.

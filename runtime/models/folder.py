@@ -166,7 +166,7 @@ def check_tokenizer(directory: Path) -> None:
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if path.is_file() and path.stat().st_size > MAX_SMALL_FILE_BYTES:
-            raise ModelError("model.file_too_large", file=f"tokenizer/{path.name}", most=MAX_SMALL_FILE_BYTES)
+            raise ModelError("model.file_too_large", file=f"{directory.name}/{path.name}", most=MAX_SMALL_FILE_BYTES)
     path = directory / "tokenizer_config.json"
     if path.exists() and "auto_map" in _read_object(path):
         raise ModelError("model.tokenizer_runs_code")

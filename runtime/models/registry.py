@@ -32,6 +32,7 @@ _MAX_NAME_LENGTH = 80
 # By name, as `ModelSpec.family` and engine keys have it.
 FAMILIES: dict[str, Entry] = {
     "wan": Entry(("WanPipeline", "WanImageToVideoPipeline"), "runtime.families.wan"),
+    "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
 }
 
 
@@ -181,7 +182,8 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
         raise ModelError("model.name_unreadable", folder=ascii(directory.name))
     family = _family_in(directory, directory.name)
     check_files(directory)
-    check_tokenizer(directory / "tokenizer")
+    for tokenizer in ("tokenizer", "tokenizer_2"):
+        check_tokenizer(directory / tokenizer)
     spec = family.read_spec(directory, name)
     if spec.latent_rgb is not None and len(spec.latent_rgb.factors) != spec.vae.z_dim:
         raise ModelError("model.config_invalid", model=spec.title, detail="latent_rgb_factors")
@@ -198,7 +200,8 @@ def check_folder(directory: Path, title: str) -> None:
         ModelError: if they are of an unknown family, missing or damaged.
     """
     family = _family_in(directory, title)
-    check_tokenizer(directory / "tokenizer")
+    for tokenizer in ("tokenizer", "tokenizer_2"):
+        check_tokenizer(directory / tokenizer)
     family.check(directory, title)
 
 

@@ -30,6 +30,11 @@ def is_transformer(component: str) -> bool:
     return component.startswith("transformer")
 
 
+def is_text_encoder(component: str) -> bool:
+    """Whether a component embeds prompts."""
+    return component.startswith("text_encoder")
+
+
 def folder_of(component: str) -> str:
     """Return the folder of a component in a model's folder: both parts of the VAE have one."""
     return "vae" if component == VAE_ENCODER else component
@@ -213,6 +218,7 @@ class ModelSpec:
         boundary_ratio: the high-noise expert runs while timestep / 1000 is at least this.
         scheduler: name of its diffusers class.
         expand_timesteps: one timestep per token (TI2V-5B).
+        embedded_guidance: whether the guidance scale is an input of the transformer, instead of a second pass.
         max_sequence_length: text tokens that the transformer attends to, zero-padded.
         parameters: number of weights by component.
         programs: the components in the order they run, and the programs to build engines of; see `engines.programs`.
@@ -259,6 +265,7 @@ class ModelSpec:
     last_image: ImageUse | None = None
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    embedded_guidance: bool = False
 
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""
@@ -280,6 +287,11 @@ class ModelSpec:
         return tuple(self.programs)
 
     @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """The components that embed prompts, in the order they run."""
+        return tuple(name for name in self.programs if is_text_encoder(name))
+
+    @property
     def images(self) -> tuple[ImageUse, ...]:
         """The request's images: the first, and the last if there is one."""
         return tuple(one for one in (self.image, self.last_image) if one is not None)
@@ -291,7 +303,12 @@ class ModelSpec:
 
     @property
     def timesteps(self) -> int:
-        """The timesteps of a forward pass: one, or that of the first latent frame and that of the others."""
+        """The timesteps of a forward pass: one, or two.
+
+        Two are those of the first latent frame and of the others, or the timestep and 1000 times the guidance scale.
+        """
+        if self.embedded_guidance:
+            return 2
         return 2 if self.image_input is not None and self.image_input.kind == "first_frame" else 1
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from runtime.core.facts import Fact
 
 # Schedulers whose configuration has a shift, with the spacing of their sigmas before the shift.
-Spread = Literal["unipc", "dpm", "euler"]
+Spread = Literal["unipc", "dpm", "euler", "linear"]
 _FLOW: Mapping[str, Spread] = {
     "UniPCMultistepScheduler": "unipc",
     "DPMSolverMultistepScheduler": "dpm",
@@ -44,7 +44,8 @@ class NoiseLevels:
         setting: name of the shift in the scheduler's configuration; `None` if it cannot be set.
         fixed: why it cannot be set; `None` if it can.
         shift: of the configuration, or diffusers' default.
-        spread: spacing of the sigmas before the shift; `None` if unknown.
+        spread: spacing of the sigmas before the shift; `None` if unknown. "linear" is given to the scheduler by the
+            pipeline; the others are the scheduler's own.
         training_steps: number of training timesteps.
     """
 
@@ -65,6 +66,8 @@ class NoiseLevels:
             return None
         if self.spread == "euler":
             return self._euler(steps, by)
+        if self.spread == "linear":
+            return [_single(_shifted_single(sigma, by) * self.training_steps) for sigma in self.sigmas(steps) or ()]
         end = 1 / self.training_steps
         even = [1 + i * ((end - 1) / steps) for i in range(steps + 1)]
         if self.spread == "dpm":
@@ -73,6 +76,10 @@ class NoiseLevels:
             sigmas = [_shifted(sigma, by) for sigma in even[:-1]]
             sigmas[0] -= _EPSILON if abs(sigmas[0] - 1) < _EPSILON else 0
         return [float(int(sigma * self.training_steps)) for sigma in sigmas]
+
+    def sigmas(self, steps: int) -> list[float] | None:
+        """Return the sigmas before the shift that the pipeline gives to the scheduler; `None` if it gives none."""
+        return [i * (-1.0 / steps) + 1.0 for i in range(steps)] if self.spread == "linear" else None
 
     def _euler(self, steps: int, shift: float) -> list[float]:
         most, least = (

@@ -26,7 +26,7 @@ from runtime.models.folder import tensor_types, weight_files
 from runtime.models.loras import read_lora
 from runtime.models.quantization import is_quantized, quantized_like
 from runtime.models.registry import Family, components_of, family_of
-from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.upstream.diffusers import import_submodules_only
 
 # Tandem shows its own progress.
@@ -43,7 +43,8 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     """Load one component's weights, for inference, with the spec's LoRAs added.
 
     Args:
-        name: "text_encoder", "image_encoder", "vae_encoder", "transformer", "transformer_2" or "vae".
+        name: "text_encoder", "text_encoder_2", "image_encoder", "vae_encoder", "transformer", "transformer_2" or
+            "vae".
         part: with the dtype and, for a transformer, the quantization.
         device: for the weights, instead of the part's device; ignored for quantized weights.
 
@@ -116,7 +117,7 @@ def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, 
     Raises:
         ModelError, MemoryError: see `load_module`.
     """
-    dtype_argument = "dtype" if name in {"text_encoder", IMAGE_ENCODER} else "torch_dtype"
+    dtype_argument = "dtype" if is_text_encoder(name) or name == IMAGE_ENCODER else "torch_dtype"
     arguments: dict[str, Any] = {
         dtype_argument: dtype,
         "use_safetensors": True,
@@ -142,15 +143,15 @@ def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, 
     return module
 
 
-def load_tokenizer(spec: ModelSpec) -> Any:
-    """Load the model's tokenizer.
+def load_tokenizer(spec: ModelSpec, component: str = "text_encoder") -> Any:
+    """Load the tokenizer of a text encoder.
 
     Raises:
         ModelError: if it is missing or damaged.
     """
     try:
         return transformers.AutoTokenizer.from_pretrained(
-            str(spec.directory / "tokenizer"), local_files_only=True, trust_remote_code=False
+            str(spec.directory / component.replace("text_encoder", "tokenizer")), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # errors of the tokenizers package derive from Exception
         raise ModelError("model.tokenizer_unloadable", model=spec.title) from error

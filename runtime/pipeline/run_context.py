@@ -178,7 +178,8 @@ class RunContext:
         """
         # A copy, because setting the timesteps does not reset everything that a step changes.
         scheduler = copy.deepcopy(self._scheduler)
-        return scheduler, get_schedule(self.plan, scheduler, self.spec.boundary_ratio)
+        sigmas = self.spec.noise.sigmas(self.plan.steps)
+        return scheduler, get_schedule(self.plan, scheduler, self.spec.boundary_ratio, sigmas)
 
     @cached_property
     def _scheduler(self) -> Any:
@@ -294,7 +295,7 @@ class RunContext:
         _, steps = self.schedule()
         needed = {"vae"} | {step.expert for step in steps[self.step :]}
         if self.conditioning is None:
-            needed |= {"text_encoder", IMAGE_ENCODER, VAE_ENCODER}
+            needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
         failed: set[str] = set()
         for name, part in self.plan.components.items():
             if name not in needed or name in failed:

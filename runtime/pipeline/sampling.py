@@ -4,7 +4,7 @@ Equal to the family's diffusers pipeline for the same seed with a CPU generator 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,6 +97,8 @@ class Step:
         expert: the transformer that runs it: "transformer" or "transformer_2".
         guidance_scale: the guidance scale of that transformer.
         fresh: whether the step starts with an empty step cache, so that sampling can be resumed before it.
+        embedded_guidance: scalar tensor like `timestep`, 1000 times the guidance scale that the transformer takes as an
+            input; `None` if it takes none.
     """
 
     timestep: torch.Tensor
@@ -104,6 +106,12 @@ class Step:
     expert: str
     guidance_scale: float
     fresh: bool = True
+    embedded_guidance: torch.Tensor | None = None
+
+    @property
+    def times(self) -> torch.Tensor:
+        """What a `Denoiser` of a clip without given frames takes as its timestep."""
+        return self.timestep if self.embedded_guidance is None else torch.stack([self.timestep, self.embedded_guidance])
 
 
 @dataclass(frozen=True)
@@ -154,24 +162,34 @@ def get_noise(plan: ExecutionPlan) -> torch.Tensor:
     return noise.to(plan.components["transformer"].device)
 
 
-def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | None) -> list[Step]:
+def get_schedule(
+    plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | None, sigmas: Sequence[float] | None = None
+) -> list[Step]:
     """Set up the scheduler for the plan's steps and return them with the transformer that runs each.
 
     Args:
         scheduler: a diffusers flow-matching scheduler; its timesteps are set here.
         boundary_ratio: steps with timestep / training timesteps below this run the low-noise transformer.
+        sigmas: given to the scheduler instead of the number of steps, see `NoiseLevels.sigmas`.
 
     Raises:
         ModelError: if it is another kind of scheduler, or its configuration is unsuitable.
     """
     try:
-        scheduler.set_timesteps(plan.steps, device=plan.components["transformer"].device)
+        device = plan.components["transformer"].device
+        if sigmas is None:
+            scheduler.set_timesteps(plan.steps, device=device)
+        else:
+            scheduler.set_timesteps(sigmas=list(sigmas), device=device)
         scheduler.set_begin_index(0)
         # Copied at once, because each copy to the CPU waits for the device. There is one more sigma (0) than timesteps.
         values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
     except _SCHEDULER_ERRORS as error:
         raise _scheduler_error(scheduler, error) from error
     boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
+    embedded = None
+    if plan.embedded_guidance is not None:
+        embedded = scheduler.timesteps.new_tensor(1000 * plan.embedded_guidance)
     steps: list[Step] = []
     for timestep, value, sigma in zip(scheduler.timesteps, values, sigmas, strict=False):
         low_noise = boundary is not None and value < boundary
@@ -179,7 +197,7 @@ def get_schedule(plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | No
         expert = "transformer_2" if low_noise else "transformer"
         switched = not steps or steps[-1].expert != expert
         fresh = switched or plan.step_cache == NONE or len(steps) % STEPS_OF_A_CACHE == 0
-        steps.append(Step(timestep, sigma, expert, scale, fresh))
+        steps.append(Step(timestep, sigma, expert, scale, fresh, embedded))
     return steps
 
 
@@ -281,7 +299,7 @@ def _guided(
 ) -> torch.Tensor:
     """Return the predicted velocity, with classifier-free guidance if the step has it."""
     positive, negative, given = conditioning.positive, conditioning.negative, conditioning.given
-    inputs = (latents, step.timestep) if given is None else given.inputs(latents, step.timestep)
+    inputs = (latents, step.times) if given is None else given.inputs(latents, step.timestep)
     if negative is None or step.guidance_scale <= 1:
         return denoiser(*inputs, positive)
     if denoiser.pairs:

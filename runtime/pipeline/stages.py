@@ -24,7 +24,7 @@ from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.components import Denoiser, VideoEncoder
 from runtime.execution.offload import next_files, read_ahead
-from runtime.execution.text_encoder import TextEncoding
+from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.pipeline.checkpoint import restore_scheduler
@@ -43,28 +43,36 @@ def encode_prompt(context: RunContext) -> Conditioning:
     """
     plan = context.plan
     texts = [plan.prompt, plan.negative_prompt] if wants_guidance(plan) else [plan.prompt]
-    prompts, part = context.residency.prompts, plan.components["text_encoder"]
-    # Not with an engine: whether it is damaged is found only when it runs.
-    cache = prompts if prompts is not None and not part.on_engine else None
-    found = [None if cache is None else cache.find(context.spec, part, text) for text in texts]
-    encoded = [one for one in found if one is not None]
-    if len(encoded) < len(texts):
-        context.current = ("load", "text_encoder")
-        with context.residency.text_encoder(context.spec, context) as encoder, context.metrics.stage("encode"):
-            context.begin_stage("encode", "text_encoder")
-            encoded = [encoder.encode(text) if one is None else one for text, one in zip(texts, found, strict=True)]
-        if cache is not None:
-            for text, one in zip(texts, encoded, strict=True):
-                cache.keep(context.spec, part, text, one)
-    else:
-        context.begin_stage("encode", "text_encoder")
-        context.text_encoded = False
-    positive, negative = encoded[0], encoded[1] if len(encoded) > 1 else None
+    context.text_encoded = False
+    by_encoder = [_encode_texts(context, name, texts) for name in context.spec.text_encoders]
+    positive, *others = map(joined, zip(*by_encoder, strict=True))
+    negative = others[0] if others else None
     _warn_of_text(context, positive, "prompt")
     if negative is not None and plan.negative_prompt != context.spec.defaults.negative_prompt:
         _warn_of_text(context, negative, "negative prompt")
     device = context.plan.components["text_encoder"].device
     return Conditioning(positive.embeds.to(device), negative.embeds.to(device) if negative else None)
+
+
+def _encode_texts(context: RunContext, name: str, texts: Sequence[str]) -> list[TextEncoding]:
+    """Return what one text encoder makes of each text; from the prompt cache if it can."""
+    prompts, part = context.residency.prompts, context.plan.components[name]
+    # Not with an engine: whether it is damaged is found only when it runs.
+    cache = prompts if prompts is not None and not part.on_engine else None
+    found = [None if cache is None else cache.find(context.spec, part, text, name) for text in texts]
+    encoded = [one for one in found if one is not None]
+    if len(encoded) == len(texts):
+        context.begin_stage("encode", name)
+        return encoded
+    context.text_encoded = True
+    context.current = ("load", name)
+    with context.residency.text_encoder(context.spec, context, name) as encoder, context.metrics.stage("encode"):
+        context.begin_stage("encode", name)
+        encoded = [encoder.encode(text) if one is None else one for text, one in zip(texts, found, strict=True)]
+    if cache is not None:
+        for text, one in zip(texts, encoded, strict=True):
+            cache.keep(context.spec, part, text, one, name)
+    return encoded
 
 
 def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> None:

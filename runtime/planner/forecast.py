@@ -13,7 +13,14 @@ from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_progra
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, attention_flops, is_transformer
+from runtime.models.spec import (
+    IMAGE_ENCODER,
+    VAE_ENCODER,
+    ModelSpec,
+    attention_flops,
+    is_text_encoder,
+    is_transformer,
+)
 from runtime.planner import constraints, history, memory_model, placement
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer, PyTorchPath
@@ -498,7 +505,7 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
     rate, bandwidth, slower, known = _rates(workload, machine, dtype)
     operations = workload.flops(component, strategy.decode_tile)
     low, high = _KNOWN_GPU if known else _OTHER_GPU
-    if component in {"text_encoder", IMAGE_ENCODER}:
+    if is_text_encoder(component) or component == IMAGE_ENCODER:
         likely = operations / (_TEXT_SHARE * rate * slower)
     elif component in {"vae", VAE_ENCODER}:
         channels = workload.spec.vae.last_channels

@@ -148,7 +148,8 @@ def calls_of(
         scales["transformer_2"] = guidance_scale_2
     passes = {name: 2 if scale > 1 else 1 for name, scale in scales.items()}
     experts = {name: count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
-    return {"text_encoder": max(passes.values()), IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": 1}
+    texts = dict.fromkeys(("text_encoder", "text_encoder_2"), max(passes.values()))
+    return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": 1}
 
 
 def _calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:

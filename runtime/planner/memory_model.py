@@ -12,7 +12,7 @@ from runtime.core.estimates import MemoryStrategy, StageMemory
 from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize, Speed, Split, is_block_program
 from runtime.core.step_cache import NONE
 from runtime.core.tiles import times_decoded
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ImageInput, ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ImageInput, ModelSpec, is_text_encoder, is_transformer
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -149,7 +149,7 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
         latent: (frames, height, width) of the clip in latent units.
         tile: side of the tiles that the VAE decodes frames in, in latents; overlaps are decoded twice.
     """
-    if component == "text_encoder":
+    if is_text_encoder(component):
         return 2.0 * spec.parameters[component] * spec.max_sequence_length
     if component == IMAGE_ENCODER:
         return 2.0 * spec.parameters[component] * _image_input(spec).tokens
@@ -351,9 +351,9 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     if on_engine and name not in {"vae", VAE_ENCODER} and workload.context_bytes([name]):
         # Inputs and outputs are latents and texts.
         return _BUFFER_SETS * spec.max_sequence_length * spec.transformer.text_dim * DTYPE_BYTES["float32"]
-    if name == "text_encoder":
+    if is_text_encoder(name):
         working = encode_bytes(spec, dtype)
-        if strategy.offload in {"group", "sequential"} and not on_engine:
+        if strategy.offload in {"group", "sequential"} and not on_engine and name == "text_encoder":
             # Its embedding counts as weights, and is freed before attention.
             working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
         return working

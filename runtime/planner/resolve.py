@@ -139,6 +139,9 @@ def _resolved(
     steps = _or(request.steps, defaults.steps)
     guidance = _or(request.guidance_scale, defaults.guidance_scale)
     guidance_2 = _second_guidance(request, spec, guidance)
+    embedded_guidance = None
+    if spec.embedded_guidance:
+        embedded_guidance, guidance = guidance, 1.0
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
     clip.check_shift(request, spec)
     shift = clip.shift_override(request, spec)
@@ -222,6 +225,7 @@ def _resolved(
         steps=steps,
         guidance_scale=guidance,
         guidance_scale_2=guidance_2,
+        embedded_guidance=embedded_guidance,
         seed=seed,
         shift=shift,
         step_cache=step_cache,

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",
+    "text_encoder_2": "Second text encoder",
     "image_encoder": "Image encoder",
     "vae_encoder": "VAE encoder",
     "transformer": "Transformer",

@@ -32,8 +32,9 @@ MODULES: Mapping[str, Any] = {
 }
 
 
-def text_encoder(spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
+def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -> TextEncoder:
     """See `execution.components.Components`."""
+    del name
     return TextEncoder(tokenizer, model, spec.max_sequence_length, clean_prompt)
 
 

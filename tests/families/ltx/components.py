@@ -124,8 +124,9 @@ class LtxVideoDecoder:
         return self.frames(latents, chunk)
 
 
-def text_encoder(spec: ModelSpec, tokenizer: Any, model: TextModel) -> TextEncoder:
+def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -> TextEncoder:
     """See `Components`."""
+    del name
     return TextEncoder(tokenizer, model, spec.max_sequence_length)
 
 

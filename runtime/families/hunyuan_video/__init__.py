@@ -1,0 +1,1 @@
+"""HunyuanVideo text-to-video, and models of the same architecture."""

@@ -1,0 +1,73 @@
+"""HunyuanVideo's components in PyTorch, for `execution.components`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
+from transformers import CLIPTextModel
+
+from runtime.core.plan import EAGER, Speed
+from runtime.execution.components import ImageEncoder, ImageModel, PyTorchVideoEncoder, StripDecoder
+from runtime.execution.text_encoder import TextEncoder, TextModel
+from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncoder, ShortLlama
+from runtime.families.hunyuan_video.transformer import PyTorchDenoiser
+from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
+from runtime.models.spec import ModelSpec
+
+MODULES: Mapping[str, Any] = {
+    "text_encoder": ShortLlama,
+    "text_encoder_2": CLIPTextModel,
+    "transformer": HunyuanVideoTransformer3DModel,
+    "vae": AutoencoderKLHunyuanVideo,
+}
+
+
+def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -> TextEncoder:
+    """See `execution.components.Components`."""
+    if name == "text_encoder":
+        return LlamaEncoder(tokenizer, model, spec.max_sequence_length)
+    return ClipEncoder(tokenizer, model)
+
+
+def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchDenoiser:
+    """See `execution.components.Components`."""
+    return PyTorchDenoiser(module, speed)
+
+
+def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoDecoder:
+    """See `execution.components.Components`."""
+    return PyTorchVideoDecoder(module, device)
+
+
+def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:
+    """No model of the family takes images."""
+    raise AssertionError(processor, model)
+
+
+def image_model(module: torch.nn.Module, device: str | torch.device) -> ImageModel:
+    """No model of the family takes images."""
+    raise AssertionError(module, device)
+
+
+def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoEncoder:
+    """No model of the family takes images."""
+    raise AssertionError(module, device)
+
+
+def strip_decoder(
+    module: torch.nn.Module, device: str | torch.device, number: int, count: int, speed: Speed
+) -> StripDecoder:
+    """One GPU decodes: the spec excludes several."""
+    raise AssertionError(module, device, number, count, speed)
+
+
+def share_tokens(module: torch.nn.Module, tokens: Any) -> None:
+    """One GPU denoises: the spec excludes several."""
+    raise AssertionError(module, tokens)
+
+
+def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """No program is exported: the spec names none."""
+    raise AssertionError(spec, program, load)

@@ -1,0 +1,350 @@
+"""HunyuanVideo's architecture, defaults and limits, read from a folder in diffusers' format. Imports no torch.
+
+Source of defaults and trained sizes: https://github.com/Tencent-Hunyuan/HunyuanVideo and diffusers' pipeline.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
+
+from runtime.core.errors import ModelError
+from runtime.models.folder import count_parameters, read_config, read_sidecar, reading
+from runtime.models.registry import Family, KnownModel
+from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.timesteps import NoiseLevels, noise_levels
+
+# `HunyuanVideoPipeline.__call__`'s default.
+MAX_SEQUENCE_LENGTH = 256
+# Several GPUs and the step cache are not supported by this family's transformer.
+_UNSUPPORTED = frozenset({"gpus", "step_cache"})
+_FLOAT32 = 4
+# Values of a 3×3×3 kernel.
+_KERNEL = 27
+# Latent frames that the decoder takes in one call, and the temporal compression that diffusers implements.
+_GROUP, _TEMPORAL = 5, 4
+# Tokens along an axis. Positions are computed, without a table, so this only limits sizes.
+_LONGEST_AXIS = 1024
+
+
+def _up_to(most: int) -> Any:
+    """Return the limits of a number in a configuration: published models stay far below them."""
+    return Field(strict=True, ge=1, le=most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSpec:
+    """Architecture of a `diffusers.HunyuanVideoTransformer3DModel`.
+
+    Attributes:
+        double_layers: blocks with weights of their own for the clip's tokens and for the text's.
+        single_layers: blocks with one set of weights for both.
+        pooled_dim: channels of CLIP's embedding.
+        guidance_embeds: whether the guidance scale is an input.
+    """
+
+    double_layers: Annotated[int, _up_to(512)]
+    single_layers: Annotated[int, _up_to(512)]
+    num_attention_heads: Annotated[int, _up_to(1_024)]
+    attention_head_dim: Annotated[int, _up_to(1_024)]
+    mlp_ratio: Annotated[float, Field(gt=0, le=64)]
+    in_channels: Annotated[int, _up_to(4_096)]
+    text_dim: Annotated[int, _up_to(65_536)]
+    pooled_dim: Annotated[int, _up_to(65_536)]
+    spatial_patch: Annotated[int, _up_to(64)]
+    temporal_patch: Annotated[int, _up_to(64)]
+    guidance_embeds: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of both kinds."""
+        return self.double_layers + self.single_layers
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def ffn_dim(self) -> int:
+        """Channels of the feed-forward's inner layer."""
+        return int(self.width * self.mlp_ratio)
+
+    @property
+    def patch_size(self) -> tuple[int, int, int]:
+        """Latent frames, rows and columns of one token."""
+        return self.temporal_patch, self.spatial_patch, self.spatial_patch
+
+    @property
+    def rope_max_seq_len(self) -> int:
+        """The most tokens along one axis."""
+        return _LONGEST_AXIS
+
+    @property
+    def _token_parameters(self) -> int:
+        """Weights of a block that each token passes; a double block has them twice."""
+        return 4 * self.width**2 + 2 * self.width * self.ffn_dim
+
+    @property
+    def block_parameters(self) -> int:
+        """Weights in the linear layers of all blocks, which quantization and group offload apply to."""
+        double = 2 * (self._token_parameters + 6 * self.width**2)
+        return self.double_layers * double + self.single_layers * (self._token_parameters + 3 * self.width**2)
+
+    def forward_flops(self, tokens: int, text_tokens: int) -> float:
+        """Return the operations (two per multiply-add) of one forward pass, batch 1."""
+        both = tokens + text_tokens
+        return float(self.num_layers * (2 * both * self._token_parameters + 4 * both**2 * self.width))
+
+    def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
+        """Return the peak memory of one forward pass in bytes, weights excluded; attention stores no matrix.
+
+        The peak is in a single block. Before its last layer there are the clip's and the block's tokens, the residual,
+        the norm, the attention's output, the result and twice the inner layer. In the rotary embedding there are the
+        residual, the norm, queries, keys, values and the inner layer, and three tensors in float32.
+
+        Counted from diffusers' `HunyuanVideoSingleTransformerBlock`, not measured.
+        """
+        del time_per_token
+        e, width = element_bytes, self.width
+        last_layer = e * (6 * width + 2 * self.ffn_dim)
+        rotary = e * (5 * width + self.ffn_dim) + 3 * _FLOAT32 * width
+        return tokens * (max(last_layer, rotary) + 2 * _FLOAT32 * self.attention_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeSpec:
+    """Architecture of a `diffusers.AutoencoderKLHunyuanVideo`."""
+
+    z_dim: Annotated[int, _up_to(4_096)]
+    block_out_channels: Annotated[tuple[Annotated[int, _up_to(8_192)], ...], Field(min_length=1, max_length=8)]
+    layers_per_block: Annotated[int, _up_to(64)]
+    scale_factor_temporal: Annotated[int, Field(strict=True, ge=_TEMPORAL, le=_TEMPORAL)]
+    scale_factor_spatial: Annotated[int, _up_to(256)]
+
+    @property
+    def last_channels(self) -> int:
+        """Channels of the decoder's last and largest level."""
+        return self.block_out_channels[0]
+
+    def _levels(self, latent_frames: int, height: int, width: int) -> list[tuple[int, int, int]]:
+        """Return (values per channel, channels before, channels) of each level of the decoder."""
+        dims = self.block_out_channels
+        time_from = len(dims) - 1 - _TEMPORAL.bit_length() + 1
+        in_space = self.scale_factor_spatial.bit_length() - 1
+        t, h, w = latent_frames, height // self.scale_factor_spatial, width // self.scale_factor_spatial
+        levels = []
+        for level, (before, out) in enumerate(itertools.pairwise((dims[-1], *reversed(dims)))):
+            levels.append((t * h * w, before, out))
+            if level < in_space:
+                h, w = 2 * h, 2 * w
+            if time_from <= level < len(dims) - 1:
+                t = 2 * t - 1
+        return levels
+
+    def decode_flops(self, frames: int, height: int, width: int) -> float:
+        """Return the operations of decoding a clip: the 3×3×3 convolutions, level by level."""
+        latent_frames = (frames - 1) // self.scale_factor_temporal + 1
+        widest = self.block_out_channels[-1]
+        values = latent_frames * (height // self.scale_factor_spatial) * (width // self.scale_factor_spatial)
+        total = 2.0 * _KERNEL * values * (self.z_dim * widest + 4 * widest**2)
+        for positions, before, out in self._levels(latent_frames, height, width):
+            convolutions = before * out + out * out * (2 * self.layers_per_block + 1)
+            total += 2.0 * _KERNEL * positions * convolutions
+        # Groups of five latent frames overlap by one or two.
+        return total * (1.0 if latent_frames < _GROUP else _GROUP / (_GROUP - 2))
+
+    def decode_bytes(
+        self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool = False
+    ) -> int:
+        """Return the peak memory of decoding in bytes, weights excluded: of a group, whatever `latent_frames` is.
+
+        The peak is a convolution of a residual block (the block's input, the norm's result, the convolution's input
+        padded, its output, and both in the layout of the kernel's library), or the mask of the attention in the middle:
+        a value for each two positions of the latents, as truth values, in float32 and in the decoder's dtype.
+
+        Counted from diffusers' modules, not measured.
+        """
+        del cpu, latent_frames
+        positions = (height // self.scale_factor_spatial) * (width // self.scale_factor_spatial)
+        mask = (1 + _FLOAT32 + element_bytes) * (_GROUP * positions) ** 2
+        convolution = max(
+            values * (4 * max(before, out) + 2 * out) for values, before, out in self._levels(_GROUP, height, width)
+        )
+        return max(mask, element_bytes * convolution) + self.cache_bytes(height, width, element_bytes)
+
+    def cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
+        """Return the bytes of the frames that one call passes to the next, which is blended with them."""
+        return 2 * 3 * ((_GROUP - 1) * self.scale_factor_temporal + 1) * height * width * element_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TextEncoder:
+    """The sizes of a `LlamaModel` or a `CLIPTextModel` that determine how many layers and tables it has."""
+
+    hidden_size: Annotated[int, _up_to(65_536)]
+    num_hidden_layers: Annotated[int, Field(strict=True, ge=3, le=512)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SecondTextEncoder:
+    """The same of a `CLIPTextModel`."""
+
+    hidden_size: Annotated[int, _up_to(65_536)]
+    num_hidden_layers: Annotated[int, _up_to(512)]
+
+
+_TRANSFORMER = TypeAdapter(TransformerSpec)
+_VAE = TypeAdapter(VaeSpec)
+_TEXT_ENCODER = TypeAdapter(_TextEncoder)
+_SECOND_TEXT_ENCODER = TypeAdapter(_SecondTextEncoder)
+_SHIFT = TypeAdapter(Annotated[float, Field(strict=True, gt=0)] | None)
+# Names of the fields above in diffusers' configurations.
+_TRANSFORMER_NAMES: Mapping[str, str] = {
+    "double_layers": "num_layers",
+    "single_layers": "num_single_layers",
+    "num_attention_heads": "num_attention_heads",
+    "attention_head_dim": "attention_head_dim",
+    "mlp_ratio": "mlp_ratio",
+    "in_channels": "in_channels",
+    "text_dim": "text_embed_dim",
+    "pooled_dim": "pooled_projection_dim",
+    "spatial_patch": "patch_size",
+    "temporal_patch": "patch_size_t",
+    "guidance_embeds": "guidance_embeds",
+}
+_VAE_NAMES: Mapping[str, str] = {
+    "z_dim": "latent_channels",
+    "block_out_channels": "block_out_channels",
+    "layers_per_block": "layers_per_block",
+    "scale_factor_temporal": "temporal_compression_ratio",
+    "scale_factor_spatial": "spatial_compression_ratio",
+}
+
+
+class HunyuanVideoFamily(Family):
+    """See `models.registry.Family`."""
+
+    negative_prompt = ""
+
+    def read_spec(self, directory: Path, name: str) -> ModelSpec:
+        """Read a model folder, as `HunyuanVideoPipeline.save_pretrained` writes it.
+
+        Raises:
+            ModelError: if it is incomplete, damaged or invalid.
+        """
+        with reading(directory.name):
+            found = _read_configurations(directory, directory.name)
+            sidecar = read_sidecar(directory, 1) or {"title": directory.name, "license": "unknown", **_CARD}
+            return ModelSpec(
+                family="hunyuan_video",
+                name=name,
+                directory=directory,
+                transformer=found.transformer,
+                vae=found.vae,
+                scheduler=str(found.scheduler["_class_name"]),
+                parameters={part: count_parameters(directory / part) for part in _PROGRAMS},
+                flow_shift=found.shift,
+                noise=_given(noise_levels(found.scheduler)),
+                **_common(found.transformer),
+                **{"latent_rgb": None, **sidecar},
+            )
+
+    def check(self, directory: Path, title: str) -> None:
+        """Check a folder's configurations.
+
+        Raises:
+            ModelError: if one is missing, damaged or invalid.
+        """
+        with reading(title):
+            _read_configurations(directory, title)
+
+    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+        """No model of the family is in the catalogue."""
+        raise AssertionError(known, weights_dir)
+
+
+FAMILY: Family = HunyuanVideoFamily()
+
+# The components in the order they run. None is exported to engines.
+_PROGRAMS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("text_encoder", "text_encoder_2", "transformer", "vae"), ())
+# Of the authors' code and diffusers' pipeline.
+_CARD: Mapping[str, Any] = {
+    "defaults": Defaults(
+        width=960,
+        height=544,
+        frames=129,
+        fps=24,
+        steps=50,
+        guidance_scale=6.0,
+        guidance_scale_2=None,
+        negative_prompt="",
+    ),
+    "sizes": ((960, 544), (544, 960), (1280, 720), (720, 1280)),
+    "frame_counts": (129,),
+}
+
+
+class _Configurations(NamedTuple):
+    """The configurations of a folder."""
+
+    transformer: TransformerSpec
+    vae: VaeSpec
+    scheduler: dict[str, Any]
+    shift: float | None
+
+
+def _read_configurations(directory: Path, title: str) -> _Configurations:
+    """Read and check all configurations of a folder, before a library reads one.
+
+    Raises:
+        KeyError, TypeError, ValueError: if one is incomplete or wrong.
+        ModelError: if one is missing or not JSON, or they do not fit each other.
+    """
+    read_config(directory / "model_index.json")
+    config = read_config(directory / "transformer" / "config.json")
+    transformer = _renamed(_TRANSFORMER, _TRANSFORMER_NAMES, config)
+    if config.get("image_condition_type") is not None:
+        raise ValueError("image_condition_type")
+    if sum(config["rope_axes_dim"]) != transformer.attention_head_dim:
+        raise ValueError("rope_axes_dim")
+    vae = _renamed(_VAE, _VAE_NAMES, read_config(directory / "vae" / "config.json"))
+    if vae.z_dim != transformer.in_channels:
+        raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
+    llama = _TEXT_ENCODER.validate_python(read_config(directory / "text_encoder" / "config.json"))
+    clip = _SECOND_TEXT_ENCODER.validate_python(read_config(directory / "text_encoder_2" / "config.json"))
+    # CLIP's embedding is passed on with LLaMA's, see `execution.text_encoder.joined`.
+    if llama.hidden_size != transformer.text_dim or transformer.pooled_dim > transformer.text_dim:
+        raise ValueError("text_embed_dim")
+    if clip.hidden_size != transformer.pooled_dim:
+        raise ValueError("pooled_projection_dim")
+    scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
+    if scheduler.get("use_dynamic_shifting"):
+        raise ModelError("model.dynamic_shifting", model=title)
+    noise_levels(scheduler)
+    return _Configurations(transformer, vae, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
+
+
+def _renamed(adapter: TypeAdapter[Any], names: Mapping[str, str], config: Mapping[str, Any]) -> Any:
+    return adapter.validate_python({ours: config[theirs] for ours, theirs in names.items()})
+
+
+def _given(noise: NoiseLevels) -> NoiseLevels:
+    """Return the noise levels with the sigmas that the pipeline gives to the scheduler."""
+    return replace(noise, spread="linear") if noise.spread == "euler" else noise
+
+
+def _common(transformer: TransformerSpec) -> dict[str, Any]:
+    """Return what all models of the family share."""
+    return {
+        "experts": 1,
+        "boundary_ratio": None,
+        "expand_timesteps": False,
+        "embedded_guidance": transformer.guidance_embeds,
+        "max_sequence_length": MAX_SEQUENCE_LENGTH,
+        "programs": _PROGRAMS,
+        "unsupported": _UNSUPPORTED,
+    }

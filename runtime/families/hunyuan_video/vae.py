@@ -1,0 +1,82 @@
+"""The VAE's decoder in PyTorch: diffusers' modules and tiles, yielded as they are complete.
+
+The pipeline decodes more than four latent frames in overlapping groups of five, each as if it were the start of a clip,
+and blends their overlaps. Here each group is yielded when the next one is blended with it, so that memory does not
+depend on the length of the clip.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from runtime.core.plan import Speed
+
+# diffusers' defaults (`tile_sample_min_num_frames`, `tile_sample_stride_num_frames`), in frames.
+GROUP_FRAMES, STRIDE_FRAMES = 16, 12
+# Of a tile's side, what the next tile does not overlap; diffusers' default.
+_STRIDE_SHARE = 0.75
+
+
+class PyTorchVideoDecoder:
+    """A `diffusers.AutoencoderKLHunyuanVideo` without its encoder; see `execution.components.PyTorchVideoDecoder`.
+
+    The frames equal those of `AutoencoderKLHunyuanVideo.decode` in any number of calls.
+    """
+
+    compile_seconds = 0.0
+
+    def __init__(self, module: Any, device: str | torch.device = "cpu") -> None:
+        module.encoder = None
+        self._vae, self._device = module, torch.device(device)
+
+    def compute(self, speed: Speed, on_degraded: Any = None) -> None:
+        """Do nothing: there is one way to compute it."""
+
+    # Not in inference mode: offloading hooks change weights while the module runs.
+    @torch.no_grad()
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+        """See `execution.components.VideoDecoder`; a group of latent frames is decoded in a call, not `chunk`."""
+        del chunk
+        vae = self._vae
+        z = latents.to(self._device, next(vae.decoder.parameters()).dtype) / vae.config.scaling_factor
+        ratio = vae.config.temporal_compression_ratio
+        group, stride = GROUP_FRAMES // ratio, STRIDE_FRAMES // ratio
+        if z.shape[2] <= group:
+            yield _pixels(self._decoded(z, tile))
+            return
+        before: torch.Tensor | None = None
+        for start in range(0, z.shape[2], stride):
+            decoded = self._decoded(z[:, :, start : start + group + 1], tile)
+            if before is None:
+                yield _pixels(decoded[:, :, : STRIDE_FRAMES + 1])
+            else:
+                # Its first frame is the last of another group, alone.
+                decoded = vae.blend_t(before, decoded[:, :, 1:], GROUP_FRAMES - STRIDE_FRAMES)
+                yield _pixels(decoded[:, :, :STRIDE_FRAMES])
+            before = decoded
+
+    def decode_from(
+        self, latents: torch.Tensor, chunk: int, start: int, caches: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """Decode a clip whose engine failed: no engine of the family decodes a part of one."""
+        assert start == 0
+        assert not caches
+        return self.frames(latents, chunk)
+
+    def _decoded(self, z: torch.Tensor, tile: int | None) -> torch.Tensor:
+        """Return the frames of a few latent frames, (1, 3, frames, height, width)."""
+        vae = self._vae
+        if tile is None or max(z.shape[3:]) <= tile:
+            decoded: torch.Tensor = vae.decoder(vae.post_quant_conv(z))
+            return decoded
+        side = tile * vae.config.spatial_compression_ratio
+        stride = int(tile * _STRIDE_SHARE) * vae.config.spatial_compression_ratio
+        vae.enable_tiling(side, side, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
+        tiled: torch.Tensor = vae.tiled_decode(z).sample
+        return tiled
+
+
+def _pixels(decoded: torch.Tensor) -> torch.Tensor:
+    """Return frames, (frames, height, width, 3), float32 in -1 to 1."""
+    return decoded[0].permute(1, 2, 3, 0).float().clamp(-1.0, 1.0)
