@@ -1,4 +1,4 @@
-"""Build tiny models of each architecture of Wan and HunyuanVideo with random weights, in diffusers' format, in about a second."""
+"""Build tiny models of each architecture with random weights, in diffusers' format, in about a second."""
 
 from pathlib import Path
 

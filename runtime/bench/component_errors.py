@@ -164,7 +164,9 @@ def in_floats(frames: torch.Tensor) -> torch.Tensor:
 def _first_steps(spec: ModelSpec, plan: ExecutionPlan) -> dict[str, Step]:
     """Return the first step of each expert, in their order."""
     first: dict[str, Step] = {}
-    for step in get_schedule(plan, load_scheduler(spec, plan.shift), spec.boundary_ratio, spec.noise.sigmas(plan.steps)):
+    for step in get_schedule(
+        plan, load_scheduler(spec, plan.shift), spec.boundary_ratio, spec.noise.sigmas(plan.steps)
+    ):
         first.setdefault(step.expert, step)
     return first
 

@@ -41,9 +41,7 @@ class PromptCache:
         self._folder = folder
         self._known: OrderedDict[str, TextEncoding] = OrderedDict()
 
-    def find(
-        self, spec: ModelSpec, part: ComponentPlan, text: str, name: str = "text_encoder"
-    ) -> TextEncoding | None:
+    def find(self, spec: ModelSpec, part: ComponentPlan, text: str, name: str = "text_encoder") -> TextEncoding | None:
         """Return the cached embeddings of a text, on the CPU, or `None`.
 
         Args:

@@ -151,7 +151,9 @@ def load_tokenizer(spec: ModelSpec, component: str = "text_encoder") -> Any:
     """
     try:
         return transformers.AutoTokenizer.from_pretrained(
-            str(spec.directory / component.replace("text_encoder", "tokenizer")), local_files_only=True, trust_remote_code=False
+            str(spec.directory / component.replace("text_encoder", "tokenizer")),
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # errors of the tokenizers package derive from Exception
         raise ModelError("model.tokenizer_unloadable", model=spec.title) from error

@@ -137,11 +137,7 @@ def _resolved(
     frames = _or(request.frames, defaults.frames)
     clip.check_size(spec, width, height, frames)
     steps = _or(request.steps, defaults.steps)
-    guidance = _or(request.guidance_scale, defaults.guidance_scale)
-    guidance_2 = _second_guidance(request, spec, guidance)
-    embedded_guidance = None
-    if spec.embedded_guidance:
-        embedded_guidance, guidance = guidance, 1.0
+    guidance, guidance_2, embedded_guidance = _guidance(request, spec)
     seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
     clip.check_shift(request, spec)
     shift = clip.shift_override(request, spec)
@@ -357,6 +353,13 @@ def _cache_reason(component: str, step_cache: str) -> tuple[Fact, ...]:
     if step_cache == NONE or not is_transformer(component):
         return ()
     return (Fact("planner.step_cached", {"step_cache": step_cache}),)
+
+
+def _guidance(request: GenerationRequest, spec: ModelSpec) -> tuple[float, float | None, float | None]:
+    """Return the fields of the plan: the guidance scale of each transformer, and the embedded one."""
+    scale = _or(request.guidance_scale, spec.defaults.guidance_scale)
+    second = _second_guidance(request, spec, scale)
+    return (1.0, second, scale) if spec.embedded_guidance else (scale, second, None)
 
 
 def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:

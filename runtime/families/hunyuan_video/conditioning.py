@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaModel
 
 from runtime.execution.text_encoder import TextEncoder, TextEncoding, TextModel
 
-# `DEFAULT_PROMPT_TEMPLATE` of diffusers' `pipeline_hunyuan_video`, whose import loads every HunyuanVideo pipeline. LLaMA
-# reads the instruction; the transformer gets the tokens after the first 95.
+# `DEFAULT_PROMPT_TEMPLATE` of diffusers' `pipeline_hunyuan_video`, whose import loads every HunyuanVideo pipeline.
+# LLaMA reads the instruction; the transformer gets the tokens after the first 95.
 TEMPLATE = (
     "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
     "1. The main content and theme of the video."

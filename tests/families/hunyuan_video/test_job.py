@@ -1,0 +1,110 @@
+"""HunyuanVideo from the command line and through `run_job`: videos, the prompt cache, checkpoints and refusals."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.cli.main import run
+from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
+from runtime.execution.residency import Residency
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import CheckpointFolder
+from tests.families.test_second_family import frames
+from tests.pipeline.runs import events_of
+from tests.plans import tiny_plan
+
+SIZE = ("--width", "64", "--height", "32", "--frames", "9", "--steps", "4", "--seed", "3")
+Tiny = Callable[[str], ModelSpec]
+Command = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def command(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that runs a command and returns its exit code and JSON."""
+
+    def made(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = run([*arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return made
+
+
+@pytest.fixture
+def model(tiny: Tiny) -> str:
+    """Return the folder of a tiny model with embedded guidance."""
+    return str(tiny("hunyuan-video").directory)
+
+
+def test_a_job_makes_a_video(command: Command, model: str, cache_dir: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "1.mp4")
+    code, made = command("generate", "a red boat", "--model", model, *SIZE, "--guidance", "5", "--out", out)
+    assert code == 0, made
+    assert list(made["plan"]["components"]) == ["text_encoder", "text_encoder_2", "transformer", "vae"]
+    assert {part["backend"] for part in made["plan"]["components"].values()} == {"pytorch"}
+    assert made["warnings"] == []
+    assert made["request"]["guidance_scale"] == 5
+    pixels = frames(out)
+    assert len(pixels) == 9 * 32 * 64 * 3
+    assert len(set(pixels)) > 16
+    assert len(list((cache_dir / "prompts").glob("*.safetensors"))) == 2
+    # The second video takes the embeddings of both encoders from the cache.
+    other = str(tmp_path / "2.mp4")
+    assert command("generate", "a red boat", "--model", model, *SIZE, "--guidance", "5", "--out", other)[0] == 0
+    assert frames(other) == pixels
+    assert len(list((cache_dir / "prompts").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("option", [("--gpus", "2"), ("--step-cache", "first-block:0.1")])
+def test_options_that_the_family_does_not_support_are_refused(
+    option: tuple[str, str], command: Command, model: str
+) -> None:
+    code, made = command("plan", "a red boat", "--model", model, *SIZE, *option)
+    assert code == 2
+    assert option[0] in made["error"]["what"]
+
+
+def test_a_requested_engine_is_refused(command: Command, model: str) -> None:
+    code, made = command("plan", "a red boat", "--model", model, *SIZE, "--backend", "transformer=onnxruntime")
+    assert code == 2, made
+    assert made["error"]["do"]
+
+
+@pytest.mark.parametrize("architecture", ["hunyuan-video", "hunyuan-video-cfg"])
+def test_a_paused_job_resumes_to_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+    spec, out = tiny(architecture), tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out, negative_prompt="blue ball", guidance_scale=5.0)
+    with Residency() as residency:
+        assert isinstance(events_of(plan, spec, residency)[-1], VideoSaved)
+        wanted = frames(str(out))
+        out.unlink()
+        folder = CheckpointFolder(tmp_path / "job")
+        first = events_of(
+            plan, spec, residency, pause_at=lambda e: isinstance(e, StepDone) and e.step == 2, checkpoints=folder
+        )
+        assert first[-1] == Paused(step=2, of=4)
+        again = events_of(plan, spec, residency, checkpoints=CheckpointFolder(tmp_path / "job"))
+    assert Resumed(step=2, of=4) in again
+    assert [event.step for event in again if isinstance(event, StepDone)] == [3, 4]
+    assert frames(str(out)) == wanted
+
+
+def test_embedded_guidance_takes_one_pass(tiny: Tiny, tmp_path: Path) -> None:
+    embedded, twice = (tiny_plan(tiny(name), tmp_path / "x.mp4") for name in ("hunyuan-video", "hunyuan-video-cfg"))
+    assert (embedded.embedded_guidance, embedded.guidance_scale) == (6.0, 1.0)
+    assert (twice.embedded_guidance, twice.guidance_scale) == (None, 6.0)
+    assert 2 * embedded.step_flops == twice.step_flops
+    assert embedded.request_json()["guidance_scale"] == twice.request_json()["guidance_scale"] == 6.0
+
+
+def test_the_tokens_after_the_limit_are_cut_and_reported(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("hunyuan-video")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", prompt="a red zebra " + 300 * "boat ")
+    with Residency() as residency:
+        events = events_of(plan, spec, residency)
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved)
+    assert [fact.code for fact in saved.warnings] == ["pipeline.unknown_words", "pipeline.text_cut"]
+    assert saved.warnings[0].data["words"] == ("zebra",)
