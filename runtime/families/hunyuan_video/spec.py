@@ -151,9 +151,14 @@ class VaeSpec:
         widest = self.block_out_channels[-1]
         values = latent_frames * (height // self.scale_factor_spatial) * (width // self.scale_factor_spatial)
         total = 2.0 * _KERNEL * values * (self.z_dim * widest + 4 * widest**2)
-        for positions, before, out in self._levels(latent_frames, height, width):
+        levels = self._levels(latent_frames, height, width)
+        for positions, before, out in levels:
             convolutions = before * out + out * out * (2 * self.layers_per_block + 1)
             total += 2.0 * _KERNEL * positions * convolutions
+        # After the enlargement at the end of a level, one more.
+        for (_, _, out), (positions, _, _) in itertools.pairwise(levels):
+            total += 2.0 * _KERNEL * positions * out * out
+        total += 2.0 * _KERNEL * levels[-1][0] * self.last_channels * 3
         # Groups of five latent frames overlap by one or two.
         return total * (1.0 if latent_frames < _GROUP else _GROUP / (_GROUP - 2))
 

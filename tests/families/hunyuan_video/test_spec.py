@@ -15,7 +15,7 @@ from runtime.core.errors import ModelError
 from runtime.core.plan import ComponentPlan
 from runtime.families.hunyuan_video.transformer import predict
 from runtime.models.registry import read_spec
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, attention_flops
 from runtime.models.weights import load_module
 from tests.plans import tiny_plan
 
@@ -54,14 +54,11 @@ def test_operations_are_those_of_a_forward_pass(tiny: Tiny) -> None:
     text, latents = 20, torch.randn(1, 16, 3, 16, 16)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         predict(module, latents, torch.tensor([500.0, 6000.0]), torch.randn(1, 1 + text, 32))
-    counted = sum(
-        count
-        for name, operations in counter.get_flop_counts().items()
-        if "transformer_blocks" in name and name.count(".") == 2
-        for count in operations.values()
-    )
-    wanted = spec.transformer.forward_flops(spec.tokens(9, 128, 128), text)
-    assert counted == pytest.approx(wanted, rel=0.1)
+    counted = counter.get_total_flops()
+    tokens = spec.tokens(9, 128, 128)
+    # PyTorch does not count attention on a CPU.
+    attention = spec.transformer.num_layers * attention_flops(spec, tokens + text)
+    assert counted == pytest.approx(spec.transformer.forward_flops(tokens, text) - attention, rel=0.15)
 
 
 def test_the_decoders_operations_are_those_of_the_decoder(tiny: Tiny) -> None:
