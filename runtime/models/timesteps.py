@@ -67,7 +67,9 @@ class NoiseLevels:
         if self.spread == "euler":
             return self._euler(steps, by)
         if self.spread == "linear":
-            return [_single(_shifted_single(sigma, by) * self.training_steps) for sigma in self.sigmas(steps) or ()]
+            return [
+                _single(_shifted_single(_single(sigma), by) * self.training_steps) for sigma in self.sigmas(steps) or ()
+            ]
         end = 1 / self.training_steps
         even = [1 + i * ((end - 1) / steps) for i in range(steps + 1)]
         if self.spread == "dpm":

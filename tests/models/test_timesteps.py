@@ -1,10 +1,12 @@
 """Where a scheduler puts the steps, against diffusers' own schedulers: equal to the last digit."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +47,22 @@ def test_timesteps_equal_those_of_the_scheduler(name: str) -> None:
         for steps in STEPS:
             scheduler.set_timesteps(steps)
             assert own.timesteps(steps) == levels.timesteps(steps, shift) == scheduler.timesteps.tolist()
+
+
+# Of diffusers' own, with NumPy 2.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_timesteps_of_given_sigmas_equal_those_of_the_scheduler() -> None:
+    for shift in SHIFTS:
+        scheduler = made("FlowMatchEulerDiscreteScheduler", shift=shift)
+        own = noise_levels({"_class_name": "FlowMatchEulerDiscreteScheduler", **scheduler.config})
+        given = replace(own, spread="linear")
+        assert own.sigmas(4) is None
+        for steps in STEPS:
+            # As `HunyuanVideoPipeline` does.
+            sigmas = np.linspace(1.0, 0.0, steps + 1)[:-1]
+            assert given.sigmas(steps) == sigmas.tolist()
+            scheduler.set_timesteps(sigmas=sigmas)
+            assert given.timesteps(steps) == scheduler.timesteps.tolist()
 
 
 @pytest.mark.parametrize(
