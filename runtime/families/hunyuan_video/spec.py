@@ -168,18 +168,15 @@ class VaeSpec:
         """Return the peak memory of decoding in bytes, weights excluded: of a group, whatever `latent_frames` is.
 
         The peak is a convolution of a residual block (the block's input, the norm's result, the convolution's input
-        padded, its output, and both in the layout of the kernel's library), or the mask of the attention in the middle:
-        a value for each two positions of the latents, as truth values, in float32 and in the decoder's dtype.
+        padded, its output, and both in the layout of the kernel's library).
 
         Counted from diffusers' modules, not measured.
         """
         del cpu, latent_frames
-        positions = (height // self.scale_factor_spatial) * (width // self.scale_factor_spatial)
-        mask = (1 + _FLOAT32 + element_bytes) * (_GROUP * positions) ** 2
         convolution = max(
             values * (4 * max(before, out) + 2 * out) for values, before, out in self._levels(_GROUP, height, width)
         )
-        return max(mask, element_bytes * convolution) + self.cache_bytes(height, width, element_bytes)
+        return element_bytes * convolution + self.cache_bytes(height, width, element_bytes)
 
     def cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
         """Return the bytes of the frames that one call passes to the next, which is blended with them."""
