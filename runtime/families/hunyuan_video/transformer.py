@@ -5,13 +5,51 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from diffusers.models.embeddings import apply_rotary_emb
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
+from runtime.execution.attention import Attention, attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.components import PROMPTED, OnDegraded
 from runtime.execution.first_block_cache import Sharing
+
+
+class JointAttention:
+    """The attention of both kinds of blocks with a kernel of `execution.attention`, which takes no mask.
+
+    Source: `HunyuanVideoAttnProcessor2_0`.
+    """
+
+    def __init__(self, attend: Attention) -> None:
+        self._attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a block adds to the clip's tokens and to the text's."""
+        count, joint = hidden_states.shape[1], attn.add_q_proj is None
+        x = torch.cat([hidden_states, encoder_hidden_states], dim=1) if joint else hidden_states
+        q, k, v = (project(x).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        q, k = (
+            torch.cat([apply_rotary_emb(y[:, :count], image_rotary_emb, sequence_dim=1), y[:, count:]], dim=1)
+            for y in (q, k)
+        )
+        if not joint:
+            projects = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            of_text = [project(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for project in projects]
+            of_text = [attn.norm_added_q(of_text[0]), attn.norm_added_k(of_text[1]), of_text[2]]
+            q, k, v = (torch.cat(pair, dim=1) for pair in zip((q, k, v), of_text, strict=True))
+        out = self._attend(q, k, v).flatten(2, 3)
+        clip, text = out[:, :count], out[:, count:]
+        return (clip, text) if joint else (attn.to_out[0](clip), attn.to_add_out(text))
 
 
 def predict(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -51,7 +89,7 @@ def predict(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch
 class PyTorchDenoiser:
     """A `diffusers.HunyuanVideoTransformer3DModel`; see `execution.components.PyTorchDenoiser`.
 
-    It runs uncompiled, with PyTorch's own attention: other options of a plan's `Speed` are reported as degraded.
+    It runs uncompiled and without CUDA graphs: a plan's `Speed` that has them is reported as degraded.
     """
 
     pairs = False
@@ -65,7 +103,9 @@ class PyTorchDenoiser:
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """See `execution.components.PyTorchDenoiser`."""
         assert engines is None, "the family has no block programs"
-        for field in ("compiled", "graphed", "attention"):
+        for block in (*self._module.transformer_blocks, *self._module.single_transformer_blocks):
+            block.attn.processor = JointAttention(attention(speed.attention))
+        for field in ("compiled", "graphed"):
             if getattr(speed, field) != getattr(EAGER, field) and on_degraded is not None:
                 on_degraded(field, Fact("execution.option_unsupported"))
 

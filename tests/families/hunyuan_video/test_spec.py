@@ -12,8 +12,9 @@ from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.core.errors import ModelError
-from runtime.core.plan import ComponentPlan
-from runtime.families.hunyuan_video.transformer import predict
+from runtime.core.plan import EAGER, ComponentPlan
+from runtime.execution import attention
+from runtime.families.hunyuan_video.transformer import PyTorchDenoiser, predict
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.models.weights import load_module
@@ -57,8 +58,27 @@ def test_operations_are_those_of_a_forward_pass(tiny: Tiny) -> None:
     counted = counter.get_total_flops()
     tokens = spec.tokens(9, 128, 128)
     # PyTorch does not count attention on a CPU.
-    attention = spec.transformer.num_layers * attention_flops(spec, tokens + text)
-    assert counted == pytest.approx(spec.transformer.forward_flops(tokens, text) - attention, rel=0.15)
+    attended = spec.transformer.num_layers * attention_flops(spec, tokens + text)
+    assert counted == pytest.approx(spec.transformer.forward_flops(tokens, text) - attended, rel=0.15)
+
+
+def test_the_plans_attention_kernel_runs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, calls = tiny("hunyuan-video"), []
+    module = HunyuanVideoTransformer3DModel.from_pretrained(spec.directory, subfolder="transformer").eval()
+    denoiser, native = PyTorchDenoiser(module), attention.attention("native")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        calls.append(q.shape)
+        return native(q, k, v)
+
+    inputs = torch.randn(1, 16, 2, 4, 4), torch.tensor([500.0, 6000.0]), torch.randn(1, 8, 32)
+    wanted = denoiser(*inputs)
+    monkeypatch.setitem(attention._KINDS, "flash", attend)
+    reported: list[str] = []
+    denoiser.compute(EAGER.replace(attention="flash", compiled=True), lambda field, _: reported.append(field))
+    assert torch.equal(denoiser(*inputs), wanted)
+    assert calls == [(1, 2 * 2 * 2 + 7, 2, 16)] * 4
+    assert reported == ["compiled"]
 
 
 def test_the_decoders_operations_are_those_of_the_decoder(tiny: Tiny) -> None:
