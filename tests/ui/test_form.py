@@ -32,6 +32,7 @@ GOOD: dict[str, Any] = {
     "crf": "",
     "shift": "",
     "backend_text_encoder": "auto",
+    "backend_text_encoder_2": "auto",
     "backend_image_encoder": "auto",
     "backend_vae_encoder": "auto",
     "backend_transformer": "auto",
