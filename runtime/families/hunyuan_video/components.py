@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from transformers import CLIPTextModel
 
 from runtime.core.plan import EAGER, Speed
-from runtime.execution.components import ImageEncoder, ImageModel, PyTorchVideoEncoder, StripDecoder
+from runtime.execution.components import ImageEncoder, ImageModel, StripDecoder, VideoEncoder
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncoder, ShortLlama
 from runtime.families.hunyuan_video.transformer import PyTorchDenoiser
@@ -51,7 +51,7 @@ def image_model(module: torch.nn.Module, device: str | torch.device) -> ImageMod
     raise AssertionError(module, device)
 
 
-def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoEncoder:
+def video_encoder(module: torch.nn.Module, device: str | torch.device) -> VideoEncoder:
     """No model of the family takes images."""
     raise AssertionError(module, device)
 
