@@ -69,10 +69,13 @@ def test_a_video_whose_disk_fills_up_is_made_when_there_is_space(
 ) -> None:
     monkeypatch.setattr("runtime.queue.worker._RETRY_SECONDS", 0.1)
     queue = start(disk)
-    first, second = queue.submit(small(steps=50)), queue.submit(small())
+    with (disk / "filler").open("wb") as file:
+        file.write(bytes(45_000_000))  # the rest is filled before the first video is done
+    first, second = queue.submit(small(steps=200)), queue.submit(small())
     reach(first, StepDone)
     filler = fill(disk)
-    until(lambda: f"job {first.id}: the disk is full; it is queued again" in caplog.text)
+    full = f"job {first.id}: the disk is full; it is queued again"
+    until(lambda: full in caplog.text, meanwhile=lambda: first.open)
     # The store is on the same disk.
     until(lambda: f"job {first.id}: OperationalError" in caplog.text)
     filler.unlink()
