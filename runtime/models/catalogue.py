@@ -4,7 +4,7 @@ published models, which can be planned with before their weights are downloaded.
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,9 +126,9 @@ def not_downloaded(weights_dir: Path) -> list[ModelSpec]:
     return [known.spec(weights_dir) for known in known_models() if not _name_of(known, installed)]
 
 
-def known_models() -> Iterator[KnownModel]:
+def known_models() -> list[KnownModel]:
     """Return the published models of every family."""
-    return (model for family in families() for model in family.known)
+    return [model for family in families() for model in family.known]
 
 
 def known_as(name: str) -> KnownModel | None:

@@ -335,7 +335,7 @@ def read_repository(value: object) -> str:
     """
     given = value.strip().removeprefix(_HUB_PAGE).rstrip("/") if isinstance(value, str) else ""
     if not given or len(given) > _MAX_NAME:
-        raise InvalidRequestError("repository", "ui.repository_missing", example=next(known_models()).repository)
+        raise InvalidRequestError("repository", "ui.repository_missing", example=known_models()[0].repository)
     return given
 
 

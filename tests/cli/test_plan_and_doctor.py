@@ -12,7 +12,7 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.core.settings import ROOT
-from runtime.families.wan.known import KNOWN
+from runtime.models.catalogue import known_models
 from runtime.models.spec import ModelSpec
 from tests.plans import gpu, machine
 
@@ -87,7 +87,7 @@ def test_commands_import_no_slow_packages(arguments: list[str], slow_packages: s
 def test_published_models_are_listed_and_cannot_generate(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, text = answer(["models", "list"], capsys)
     here = {model["name"]: model["here"] for model in result["models"]}
-    assert here == {"diorama": True} | dict.fromkeys([known.name for known in KNOWN], False)
+    assert here == {"diorama": True} | dict.fromkeys([known.name for known in known_models()], False)
     assert (
         "34,384.8 M weights, at most about 137.5 GB, not installed: `./install.sh models download wan2.2-t2v-a14b`"
         in text

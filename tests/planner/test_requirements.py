@@ -7,8 +7,7 @@ import pytest
 
 from runtime.core.errors import MemoryShortError
 from runtime.core.request import GenerationRequest
-from runtime.families.wan.known import KNOWN
-from runtime.models.catalogue import find
+from runtime.models.catalogue import find, known_models, look_up
 from runtime.planner.requirements import CARDS, fit, needs
 from runtime.planner.resolve import resolve
 from tests.planner.test_table import CPU_8, H200, here
@@ -16,7 +15,7 @@ from tests.planner.test_table import CPU_8, H200, here
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
+@pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
 def test_the_named_card_suffices_and_a_smaller_one_does_not(known: object) -> None:
     spec = known.spec(Path("none"))  # type: ignore[attr-defined]
     found = needs(spec, H200)
@@ -34,7 +33,7 @@ def test_the_named_card_suffices_and_a_smaller_one_does_not(known: object) -> No
 
 
 def test_requirements_on_a_machine_without_a_gpu() -> None:
-    wide = next(known for known in KNOWN if known.name == "wan2.2-t2v-a14b").spec(Path("none"))
+    wide = look_up("wan2.2-t2v-a14b", Path("none"))
     found = needs(wide, CPU_8)
     assert not found.runs_here
     assert found.peak_bytes == 0
@@ -47,7 +46,7 @@ def test_requirements_on_a_machine_without_a_gpu() -> None:
 
 
 def test_whether_a_model_runs_here() -> None:
-    specs = {known.name: known.spec(Path("none")) for known in KNOWN}
+    specs = {known.name: known.spec(Path("none")) for known in known_models()}
     small = find("diorama", Path("none"))
     assert fit(small, CPU_8).kind == "runs"
     # GiB of video memory and RAM, and the kind for each model.
@@ -64,7 +63,7 @@ def test_whether_a_model_runs_here() -> None:
 
 
 def test_a_model_that_is_too_large_names_what_is_missing() -> None:
-    wide = next(known for known in KNOWN if known.name == "wan2.2-t2v-a14b").spec(Path("none"))
+    wide = look_up("wan2.2-t2v-a14b", Path("none"))
     found = fit(wide, CPU_8)
     assert (found.kind, found.runs, found.detail) == ("too_large", False, None)
     assert str(found.verdict) == "Too large: needs 59.8 GiB of memory, 7.6 GiB free"
@@ -74,7 +73,7 @@ def test_a_model_that_is_too_large_names_what_is_missing() -> None:
 
 
 def test_the_most_frames_that_fit_are_named() -> None:
-    spec = next(known for known in KNOWN if known.name == "wan2.1-t2v-1.3b").spec(Path("none"))
+    spec = look_up("wan2.1-t2v-1.3b", Path("none"))
     least = fit(spec, here(ram=8)).verdict.data["needed"]
     machine = replace(here(ram=64), ram_free_bytes=least - (1 << 20))
     found = fit(spec, machine)

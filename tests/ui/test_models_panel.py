@@ -15,9 +15,8 @@ from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.families.wan.known import KNOWN
 from runtime.machine.probe import probe
-from runtime.models.catalogue import find, folders, known_as
+from runtime.models.catalogue import find, folders, known_as, known_models
 from runtime.models.hub.download import partial_bytes
 from runtime.models.spec import ModelSpec
 from runtime.queue.model_tasks import ModelTasks
@@ -97,7 +96,7 @@ def shown(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Iterator[Shown]:
 def test_known_models_show_license_size_and_hardware(shown: Shown) -> None:
     reply = shown.press()
     view = unescape(reply["parts"]["available"])
-    for known in KNOWN:
+    for known in known_models():
         assert f'data-model="{known.name}" data-state="absent"' in view
         assert known.title in view and known.about in view
     card = shown.card(NAME)
@@ -206,7 +205,7 @@ def test_offline_downloads_are_refused(shown: Shown) -> None:
         reply = respond(panel, call)
         assert reply["error"] and "Downloads are disabled: --offline" in reply["message"]
     view = respond(panel, Call())["parts"]["available"]
-    assert view.count('aria-disabled="true">Download') == len(KNOWN)
+    assert view.count('aria-disabled="true">Download') == len(known_models())
     assert "Downloads are disabled" in view and "Installed models work." in view
     assert not shown.hub.requests
 

@@ -4,7 +4,8 @@ Source of defaults and trained sizes: https://github.com/Tencent-Hunyuan/Hunyuan
 """
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
+from runtime.families.hunyuan_video.known import KNOWN
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec
@@ -22,6 +24,8 @@ MAX_SEQUENCE_LENGTH = 256
 # Several GPUs and the step cache are not supported by this family's transformer.
 _UNSUPPORTED = frozenset({"gpus", "step_cache"})
 _FLOAT32 = 4
+# Of a published model until its folder is here, whose configuration has the shift.
+_NOISE = NoiseLevels(setting="shift", fixed=None, shift=math.nan, spread="linear")
 # Values of a 3×3×3 kernel.
 _KERNEL = 27
 # Latent frames that the decoder takes in one call, and the temporal compression that diffusers implements.
@@ -230,6 +234,7 @@ _VAE_NAMES: Mapping[str, str] = {
 class HunyuanVideoFamily(Family):
     """See `models.registry.Family`."""
 
+    known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
@@ -265,8 +270,25 @@ class HunyuanVideoFamily(Family):
             _read_configurations(directory, title)
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
-        """No model of the family is in the catalogue."""
-        raise AssertionError(known, weights_dir)
+        """Return the spec of a published model, as if its folder were in `weights_dir`."""
+        transformer = _renamed(_TRANSFORMER, _TRANSFORMER_NAMES, known.configs["transformer"])
+        return ModelSpec(
+            family="hunyuan_video",
+            name=known.name,
+            title=known.title,
+            license=known.license,
+            about=known.about,
+            directory=weights_dir / known.folder,
+            transformer=transformer,
+            vae=_renamed(_VAE, _VAE_NAMES, known.configs["vae"]),
+            scheduler="FlowMatchEulerDiscreteScheduler",
+            parameters=known.parameters,
+            latent_rgb=None,
+            is_downloaded=False,
+            noise=_NOISE,
+            **_CARD,
+            **_common(transformer),
+        )
 
 
 FAMILY: Family = HunyuanVideoFamily()

@@ -13,6 +13,7 @@ from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.families.test_second_family import frames
+from tests.models.hub import of_folder, served
 from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
 
@@ -54,6 +55,19 @@ def test_a_job_makes_a_video(command: Command, model: str, cache_dir: Path, tmp_
     assert command("generate", "a red boat", "--model", model, *SIZE, "--guidance", "5", "--out", other)[0] == 0
     assert frames(other) == pixels
     assert len(list((cache_dir / "prompts").glob("*.safetensors"))) == 2
+
+
+def test_a_model_is_downloaded_by_its_name(
+    command: Command, tiny: Tiny, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with served() as hub:
+        monkeypatch.setenv("TANDEM_HUB", hub.address)
+        hub.repositories["hunyuanvideo-community/HunyuanVideo"] = of_folder(tiny("hunyuan-video").directory)
+        code, made = command("models", "download", "hunyuan-video", "--yes")
+    assert code == 0, made
+    assert Path(made["folder"]) == cache_dir.resolve() / "weights" / "HunyuanVideo"
+    assert command("generate", "a", "--model", "hunyuan-video", *SIZE, "--out", str(tmp_path / "1.mp4"))[0] == 0
 
 
 @pytest.mark.parametrize("option", [("--gpus", "2"), ("--step-cache", "first-block:0.1")])

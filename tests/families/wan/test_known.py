@@ -12,7 +12,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.core.errors import ModelError
 from runtime.families.wan.known import KNOWN
-from runtime.models.catalogue import find, folders, known_as, look_up, not_downloaded
+from runtime.models.catalogue import find, folders, known_as, known_models, look_up, not_downloaded
 from runtime.models.registry import KnownModel, read_spec
 from runtime.models.spec import ModelSpec
 
@@ -78,7 +78,7 @@ def test_names(name: str, of: str, tmp_path: Path) -> None:
 
 
 def test_names_are_unique() -> None:
-    for known in KNOWN:
+    for known in known_models():
         assert all(known_as(name) is known for name in known.names)
         assert all(name == name.lower() for name in known.names)
     assert known_as("wan") is None
@@ -101,7 +101,7 @@ def test_downloaded_weights_are_found_by_every_name(folder: str, tiny: Tiny, tmp
     for name in ("A14B", "wan-ai/wan2.2-t2v-a14b-diffusers", folder.upper()):
         assert find(name, tmp_path).directory == tmp_path / folder
     assert "wan2.2-t2v-a14b" not in [spec.name for spec in not_downloaded(tmp_path)]
-    assert len(not_downloaded(tmp_path)) == len(KNOWN) - 1
+    assert len(not_downloaded(tmp_path)) == len(known_models()) - 1
     # Of another size than the published one: it keeps its own name.
     assert find("a14b", tmp_path).title == folder
 

@@ -1,0 +1,45 @@
+"""The published model: parameter counts agree with the libraries' classes, and it can be planned before a download."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
+
+from runtime.families.hunyuan_video.known import KNOWN
+from runtime.models.catalogue import look_up
+
+(PUBLISHED,) = KNOWN
+
+
+def test_parameter_counts_are_those_of_the_architectures() -> None:
+    llama = LlamaConfig(
+        vocab_size=128_320,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    clip = CLIPTextConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768
+    )
+    with torch.device("meta"):
+        modules = {
+            "text_encoder": LlamaModel(llama),
+            "text_encoder_2": CLIPTextModel(clip),
+            "transformer": HunyuanVideoTransformer3DModel(**PUBLISHED.configs["transformer"]),
+            "vae": AutoencoderKLHunyuanVideo(**PUBLISHED.configs["vae"]),
+        }
+    counted = {name: sum(weight.numel() for weight in module.parameters()) for name, module in modules.items()}
+    assert counted == PUBLISHED.parameters
+
+
+def test_it_is_planned_with_before_its_weights_are_here() -> None:
+    spec = look_up("HunyuanVideo", Path("none"))
+    assert (spec.name, spec.is_downloaded, spec.license) == ("hunyuan-video", False, "tencent-hunyuan-community")
+    assert spec.embedded_guidance
+    # The folder's configuration has the shift, which decides the timesteps.
+    assert spec.noise.timesteps(4) is None
+    assert spec.noise.timesteps(2, 7.0) == [1000.0, 875.0]
+    assert PUBLISHED.describes(spec)
