@@ -42,9 +42,9 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Fill a disk; return the file that takes the space, which a test can delete and may have begun."""
+    """Fill a disk; return the file that takes the space, which a test can delete."""
     filler = disk / "filler"
-    with filler.open("ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(bytes(4096))
     return filler

@@ -95,6 +95,20 @@ class KnownModel:
         """The name of its folder."""
         return self.repository.rpartition("/")[2]
 
+    def description(self, weights_dir: Path) -> dict[str, Any]:
+        """Return the fields of its spec that do not depend on the family, for `Family.known_spec`."""
+        return {
+            "family": self.family,
+            "name": self.name,
+            "title": self.title,
+            "license": self.license,
+            "about": self.about,
+            "directory": weights_dir / self.folder,
+            "parameters": self.parameters,
+            "latent_rgb": None,
+            "is_downloaded": False,
+        }
+
     def spec(self, weights_dir: Path) -> ModelSpec:
         """Return its spec, as if its folder were in `weights_dir`."""
         return family_of(self.family).known_spec(self, weights_dir)

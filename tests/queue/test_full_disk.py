@@ -69,8 +69,7 @@ def test_a_video_whose_disk_fills_up_is_made_when_there_is_space(
 ) -> None:
     monkeypatch.setattr("runtime.queue.worker._RETRY_SECONDS", 0.1)
     queue = start(disk)
-    with (disk / "filler").open("wb") as file:
-        file.write(bytes(45_000_000))  # the rest is filled before the first video is done
+    (disk / "other").write_bytes(bytes(45_000_000))  # the rest is filled before the first video is done
     first, second = queue.submit(small(steps=200)), queue.submit(small())
     reach(first, StepDone)
     filler = fill(disk)

@@ -44,7 +44,7 @@ KNOWN = (
         repository="hunyuanvideo-community/HunyuanVideo",
         license="tencent-hunyuan-community",
         about="A large model for videos from text at 544p and 720p; its guidance needs no second pass.",
-        aliases=frozenset({"hunyuanvideo", "hunyuan-video-t2v", "tencent/hunyuanvideo"}),
+        aliases=frozenset({"hunyuan-video-t2v", "tencent/hunyuanvideo"}),
         configs={"transformer": _TRANSFORMER, "vae": _VAE},
         parameters={
             "text_encoder": 7_505_186_816,

@@ -273,21 +273,13 @@ class HunyuanVideoFamily(Family):
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
         transformer = _renamed(_TRANSFORMER, _TRANSFORMER_NAMES, known.configs["transformer"])
         return ModelSpec(
-            family="hunyuan_video",
-            name=known.name,
-            title=known.title,
-            license=known.license,
-            about=known.about,
-            directory=weights_dir / known.folder,
             transformer=transformer,
             vae=_renamed(_VAE, _VAE_NAMES, known.configs["vae"]),
             scheduler="FlowMatchEulerDiscreteScheduler",
-            parameters=known.parameters,
-            latent_rgb=None,
-            is_downloaded=False,
             noise=_NOISE,
             **_CARD,
             **_common(transformer),
+            **known.description(weights_dir),
         )
 
 

@@ -360,12 +360,6 @@ class WanFamily:
         image_input = _image_input(transformer, vae, encoder, expand_timesteps=known.expand_timesteps)
         card = card_defaults(vae, known.experts, image_input)
         return ModelSpec(
-            family="wan",
-            name=known.name,
-            title=known.title,
-            license=known.license,
-            about=known.about,
-            directory=weights_dir / known.folder,
             transformer=transformer,
             experts=known.experts,
             vae=vae,
@@ -373,14 +367,12 @@ class WanFamily:
             scheduler=_SCHEDULER,
             expand_timesteps=known.expand_timesteps,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
-            parameters=known.parameters,
             programs=_programs(known.experts, image_input),
             image_input=image_input,
             block_programs=_block_programs([known.configs["transformer"]]),
-            latent_rgb=None,
-            **_with_sizes(card, known.sizes),
-            is_downloaded=False,
             noise=_NOISE,
+            **_with_sizes(card, known.sizes),
+            **known.description(weights_dir),
         )
 
 

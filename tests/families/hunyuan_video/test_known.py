@@ -8,6 +8,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
 from runtime.families.hunyuan_video.known import KNOWN
 from runtime.models.catalogue import look_up
+from tests.families.wan.test_known import weights
 
 (PUBLISHED,) = KNOWN
 
@@ -31,7 +32,7 @@ def test_parameter_counts_are_those_of_the_architectures() -> None:
             "transformer": HunyuanVideoTransformer3DModel(**PUBLISHED.configs["transformer"]),
             "vae": AutoencoderKLHunyuanVideo(**PUBLISHED.configs["vae"]),
         }
-    counted = {name: sum(weight.numel() for weight in module.parameters()) for name, module in modules.items()}
+    counted = {name: weights(module) for name, module in modules.items()}
     assert counted == PUBLISHED.parameters
 
 
