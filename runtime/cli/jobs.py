@@ -1,4 +1,4 @@
-"""`jobs list`, `show`, `delete` and `undelete`: print the result and return it for `--json`."""
+"""`jobs list`, `show`, `finish`, `delete` and `undelete`: print the result and return it for `--json`."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -78,6 +78,19 @@ def details(id_prefix: str, *, with_prompt: bool) -> dict[str, Any]:
 def _listed(values: Mapping[str, Any]) -> str:
     """Return values with their names on one line, without those that say nothing."""
     return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, "", [], {}))
+
+
+def finish(id_prefix: str) -> dict[str, Any]:
+    """End a job after its current section.
+
+    Raises:
+        StoreError: if it does not exist, has ended, or is made whole.
+    """
+    store = _store(settings.load())
+    job = store.find(id_prefix)
+    store.finish_early(job.id)
+    terminal.result(f"Job {job.id} ends after its current section. To continue it: `{program()} jobs resume {job.id}`")
+    return {"finishing": job.id}
 
 
 def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:

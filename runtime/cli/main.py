@@ -426,10 +426,18 @@ def jobs_resume(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Resume an interrupted, cancelled or failed job."""
+    """Resume an interrupted, cancelled or failed job, or continue a video that ended after a section."""
     from runtime.cli.generate import resume
 
     return resume(job, out, as_json=as_json)
+
+
+@_command(jobs_app, "finish")
+def jobs_finish(job: JobId) -> Outcome:
+    """End a video that is made in sections after the current one; `jobs resume` continues it."""
+    from runtime.cli import jobs
+
+    return jobs.finish(job)
 
 
 @_command(jobs_app, "delete")

@@ -72,9 +72,12 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
 
 def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     """Return a line on the clip that a plan makes."""
+    steps = f"{plan.steps} step{'' if plan.steps == 1 else 's'}"
+    if plan.sections > 1:
+        steps = f"{plan.sections} sections of {steps}"
     return (
         f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
-        f"fps), {plan.steps} step{'' if plan.steps == 1 else 's'}, {plan.tokens:,} tokens, seed {plan.seed}"
+        f"fps), {steps}, {plan.tokens:,} tokens, seed {plan.seed}"
     )
 
 

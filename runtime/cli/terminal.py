@@ -274,6 +274,8 @@ def progress_text(progress: Progress) -> str:
     parts = [f"{bar(progress.fraction)} {progress.title}"]
     if progress.building is not None:
         parts.append(str(progress.building.progress))
+    if progress.section and progress.plan is not None:
+        parts.append(f"section {progress.section}/{progress.plan.sections}")
     if progress.stage == "denoise":
         parts.append(f"step {progress.step}/{progress.steps}")
         if progress.seconds_per_step is not None:

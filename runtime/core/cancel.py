@@ -17,6 +17,7 @@ class Cancel:
     def __init__(self) -> None:
         self._event = Event()
         self._pause = Event()
+        self._finish = Event()
 
     def request(self) -> None:
         """Ask the job to stop at its next check."""
@@ -25,6 +26,15 @@ class Cancel:
     def pause(self) -> None:
         """Ask the job to stop after the current step, with a checkpoint."""
         self._pause.set()
+
+    def finish_early(self) -> None:
+        """Ask a job that makes a video in sections to end after the current one, with the video so far."""
+        self._finish.set()
+
+    @property
+    def finishing(self) -> bool:
+        """Whether `finish_early` was called."""
+        return self._finish.is_set()
 
     @property
     def requested(self) -> bool:

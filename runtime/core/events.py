@@ -12,6 +12,7 @@
     CheckpointSaved     from now on the job can be resumed after this step
     OutOfMemory         memory ran out; the job is retried with the next strategy, or fails
     FramesDecoded       after each decoded chunk
+    SectionDone         a section of a video that is made in sections is finished, and on disk
     Warned              a fact to show with the result
     Paused              this run ends without a result; the job can be resumed
     VideoSaved | Failed | Cancelled     last, exactly one of them
@@ -195,6 +196,16 @@ class FramesDecoded(_Event):
     preview: bytes | None = Field(default=None, repr=False, exclude=True)
 
 
+class SectionDone(_Event):
+    """Section `section` of `of` is finished; `frames` frames of the video, from `start` on, do not change any more."""
+
+    event: Literal["SectionDone"] = "SectionDone"
+    section: int
+    of: int
+    start: int
+    frames: int
+
+
 class Warned(_Event):
     """A fact to show with the result."""
 
@@ -213,6 +224,7 @@ class VideoSaved(_Event):
         load_seconds: seconds spent on loading weights, in all runs.
         peak_memory_bytes: of the device on CUDA, otherwise of the process, in the last run.
         warnings: facts to show with the result; text where an earlier version or an MP4 file holds it.
+        sections: of a video made in sections: how many it has, of how many, and its frames; `None` for another one.
         earlier: for a resumed job: the "step" that it was resumed after, and "timings" and "load_seconds" of the
             earlier runs, which are included above; otherwise empty.
     """
@@ -226,6 +238,17 @@ class VideoSaved(_Event):
     peak_memory_bytes: int
     warnings: Warnings
     earlier: Mapping[str, Any] = Field(default_factory=dict)
+    sections: tuple[int, int, int] | None = None
+
+    @property
+    def frames(self) -> int:
+        """The number of frames in the video."""
+        return int(self.request["frames"]) if self.sections is None else self.sections[2]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the video ended early, and the job can be continued."""
+        return self.sections is not None and self.sections[0] < self.sections[1]
 
     def result_json(self) -> dict[str, Any]:
         """Return the result as `--json` and the HTTP API return it; warnings are sentences."""
@@ -239,6 +262,7 @@ class VideoSaved(_Event):
             "peak_memory_bytes": self.peak_memory_bytes,
             "warnings": [render(fact, Words(self.plan.get("components", ()))).what for fact in self.warnings],
             "earlier": dict(self.earlier),
+            "sections": self.sections,
         }
 
 
@@ -297,6 +321,7 @@ Event = (
     | CheckpointSaved
     | OutOfMemory
     | FramesDecoded
+    | SectionDone
     | Warned
     | Paused
     | VideoSaved

@@ -64,6 +64,16 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that a rename in it survives a power failure; Windows syncs it itself."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
 def remove_partial_files(folder: Path) -> None:
     """Remove the partial files that killed processes left in a folder; those of running ones are younger."""
     with contextlib.suppress(OSError):

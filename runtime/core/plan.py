@@ -268,15 +268,19 @@ class ExecutionPlan(ResolvedRequest):
         asked: the original request, to make a new plan after a fallback or out-of-memory.
         model_directory: the model's folder.
         output: the MP4 to write.
-        latent_shape: (batch, channels, latent frames, latent height, latent width).
+        latent_shape: (batch, channels, latent frames, latent height, latent width) of what is denoised at once: the
+            clip, or a section.
         tokens: sequence length of the transformer.
+        sections: how many sections the video is made in, one after the other; 1 if it is made whole.
+        prompts: how many different prompts the sections have.
         components: by name, in the order they run.
         strategy: how the clip fits into memory.
         split: how several GPUs share the job; `None` on one GPU.
         speed: execution options of PyTorch.
         expert_steps: steps of each transformer, by component; empty if unknown.
         shift_reason: the reason for `shift`; `None` for the model's own.
-        step_flops, decode_flops: operations of one denoising step (guidance included) and of the whole decode.
+        step_flops, decode_flops: operations of one denoising step (guidance included) and of the whole decode, of all
+            sections.
         free_bytes: free memory of the device.
         memory: the memory of each stage, in order.
         seconds: the time forecast for "encode", "denoise" and "decode", their "total", and "load", which is extra.
@@ -307,6 +311,8 @@ class ExecutionPlan(ResolvedRequest):
     warnings: tuple[Fact, ...]
     builds_later: bool = False
     embedded_guidance: float | None = None
+    sections: int = 1
+    prompts: int = 1
 
     @field_validator("asked", mode="wrap")
     @classmethod
@@ -329,6 +335,11 @@ class ExecutionPlan(ResolvedRequest):
     def gpus(self) -> int:
         """Number of devices that run the job; 1 for a CPU."""
         return 1 if self.split is None else len(self.split.devices)
+
+    @property
+    def total_steps(self) -> int:
+        """Denoising steps of the whole video; `steps` is the number for each section."""
+        return self.steps * self.sections
 
     @property
     def latent_size(self) -> LatentSize:
@@ -375,6 +386,7 @@ class ExecutionPlan(ResolvedRequest):
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
         used |= {field: use.reference for field, use in self.images.items()}
+        used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
             used["guidance_scale"] = self.embedded_guidance
         if self.guidance_scale_2 is None:
@@ -387,6 +399,7 @@ class ExecutionPlan(ResolvedRequest):
             "components": {name: part.to_json() for name, part in self.components.items()},
             "latent_shape": list(self.latent_shape),
             "tokens": self.tokens,
+            "sections": self.sections,
             "decode_chunk": self.strategy.decode_chunk,
             "decode_tile": self.strategy.decode_tile,
             "keep_loaded": self.strategy.keep_loaded,

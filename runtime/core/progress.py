@@ -99,10 +99,10 @@ class Pace:
         """Return the pace after `event`, which happened at `now`."""
         if isinstance(event, Planned):
             denoise = event.plan.seconds["denoise"].likely if event.plan.seconds else 0.0
-            per_step = denoise / event.plan.steps
+            per_step = denoise / event.plan.total_steps
             return Pace(plan=event.plan, last=now, began=now, forecast=per_step, expected=per_step)
         if isinstance(event, Resumed):
-            return replace(self, encoded=True, step=event.step)
+            return replace(self, encoded=True, step=event.step, frames=_frames_after(self.plan, event.step))
         if isinstance(event, StageStarted):
             return self._entering(event, now)
         if isinstance(event, StepDone):
@@ -119,7 +119,7 @@ class Pace:
                 expected=self.step_seconds * slower,
                 forecast=self.forecast * slower,
                 measured=(),
-                frames=0,
+                frames=_frames_after(event.plan, self.step),
                 last=now,
                 began=now,
             )
@@ -174,12 +174,16 @@ class Pace:
     def _steps(self, plan: ExecutionPlan, now: float) -> float:
         # A step that takes longer than expected does not shorten the estimate of the following steps.
         elapsed = min(now - self.last, self.step_seconds) if self.stage == "denoise" else 0.0
-        return max((plan.steps - self.step) * self.step_seconds - elapsed, 0.0)
+        return max((plan.total_steps - self.step) * self.step_seconds - elapsed, 0.0)
 
     def _decode(self, plan: ExecutionPlan, now: float) -> float:
         seconds = plan.seconds["decode"].likely
         if self.forecast:
             seconds *= self.step_seconds / self.forecast
+        if plan.sections > 1:
+            # Between the steps of sections: what is measured of one includes none of the others.
+            elapsed = now - self.last if self.stage == "decode" else 0.0
+            return max(seconds * (1 - self.frames / plan.frames) - elapsed, 0.0)
         if self.stage != "decode":
             return seconds
         # The first chunk is a single frame and a poor measure of the others.
@@ -189,6 +193,11 @@ class Pace:
         trust = min(2 * share, 1.0)
         measured = (self.last - self.began) * (1 - share) / share
         return max(trust * measured + (1 - trust) * seconds * (1 - share) - (now - self.last), 0.0)
+
+
+def _frames_after(plan: ExecutionPlan | None, step: int) -> int:
+    """Return about how many frames of finished sections there are after a step; none of a video that is made whole."""
+    return 0 if plan is None or plan.sections == 1 else step // plan.steps * (plan.frames // plan.sections)
 
 
 def _load_forecast(plan: ExecutionPlan, name: str) -> float:
@@ -255,10 +264,18 @@ class Progress:
             return 1.0
         if self.plan is None or not self.steps:
             return 0.0
-        denoise = self.plan.steps * self.plan.step_flops
+        denoise = self.plan.total_steps * self.plan.step_flops
         decoded = self.frames / self.frame_count if self.frame_count else 0.0
         done = self.step / self.steps * denoise + decoded * self.plan.decode_flops
         return min(done / (denoise + self.plan.decode_flops), 1.0)
+
+    @property
+    def section(self) -> int:
+        """The section that is made, from 1, of `ExecutionPlan.sections`; 0 for a video that is made whole."""
+        if self.plan is None or self.plan.sections == 1 or self.stage not in {"denoise", "decode"}:
+            return 0
+        # While a section is decoded, its steps are done.
+        return min((self.step - (self.stage == "decode")) // self.plan.steps + 1, self.plan.sections)
 
     @property
     def title(self) -> str:
@@ -286,7 +303,7 @@ class Progress:
         if isinstance(event, Planned):
             # A resumed job starts again with this event.
             plan = event.plan
-            return Progress(plan=plan, steps=plan.steps, frame_count=plan.frames, pace=pace, now=now)
+            return Progress(plan=plan, steps=plan.total_steps, frame_count=plan.frames, pace=pace, now=now)
         return replace(self, pace=pace, now=now, **self._changes(event))
 
     def _changes(self, event: Event) -> dict[str, Any]:
@@ -296,13 +313,14 @@ class Progress:
         elif isinstance(event, EngineProgress):
             changes = {"building": event}
         elif isinstance(event, Resumed):
-            changes = {"step": event.step}
+            changes = {"step": event.step, "frames": _frames_after(self.plan, event.step)}
         elif isinstance(event, StepDone):
             changes = {"step": event.step, "part": event.part, "preview": event.preview or self.preview}
         elif isinstance(event, FramesDecoded):
             changes = {"frames": event.frames, "preview": event.preview or self.preview}
         elif isinstance(event, OutOfMemory):
-            changes = {"plan": event.plan or self.plan, "frames": 0, "warnings": (*self.warnings, event.fact)}
+            changes = {"plan": event.plan or self.plan, "warnings": (*self.warnings, event.fact)}
+            changes["frames"] = _frames_after(self.plan, self.step)
         elif isinstance(event, Warned | FellBack):
             changes = {"warnings": (*self.warnings, event.fact)}
         elif isinstance(event, Paused):

@@ -77,6 +77,7 @@ IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 MAX_PROMPT_CHARACTERS = 5_000
 MAX_SIDE = 8_192
 MAX_FRAMES = 4_001
+MAX_SECONDS = 600.0
 MAX_FPS = 120
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
@@ -461,6 +462,20 @@ class GenerationRequest(FrozenModel):
             step=1,
         ),
     ] = MIDDLE
+    seconds: Annotated[
+        float | Auto,
+        Number(
+            label="Seconds",
+            help="Length of the video instead of its number of frames; the nearest length that the model can make.",
+            group="video",
+            flag="--seconds",
+            unset="by frames",
+            placeholder=AUTO,
+            low=0.0,
+            high=MAX_SECONDS,
+            whole=False,
+        ),
+    ] = AUTO
 
     @model_validator(mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -12,6 +13,7 @@ from runtime.core.plan import Speed
 from runtime.execution.first_block_cache import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
+from runtime.models.sections import Section
 from runtime.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # which imports this module
@@ -90,6 +92,37 @@ class PyTorchDenoiser(Denoiser, Protocol):
         """Free values cached for a text or a size, and use no block engines from then on."""
 
 
+@dataclass(frozen=True)
+class SectionInputs:
+    """What a section of a video is sampled from, besides noise and text.
+
+    Attributes:
+        section: has the positions of all latent frames.
+        clean: the image and the nearest frame made before, (1, channels, 2, height, width), float32.
+        history_2x: the frames before that, (1, channels, 2, height, width), float32.
+        history_4x: the frames before those, (1, channels, 16, height, width), float32.
+        image_embeds: the embeddings of the image, (1, tokens, width).
+        guidance_scale: the scale that the model was distilled to follow in one pass.
+    """
+
+    section: Section
+    clean: torch.Tensor
+    history_2x: torch.Tensor
+    history_4x: torch.Tensor
+    image_embeds: torch.Tensor
+    guidance_scale: float
+
+
+class SectionDenoiser(Denoiser, Protocol):
+    """A transformer of a model that makes videos in sections. `see` comes before its first call for a section.
+
+    The timestep is a scalar; text embeddings are those of the text alone.
+    """
+
+    def see(self, inputs: SectionInputs) -> None:
+        """Set what the section is sampled from; it stays in memory until `PyTorchDenoiser.forget`."""
+
+
 # Embeds pixels, (images, 3, side, side) float32, as (images, tokens, width).
 ImageModel = Callable[[torch.Tensor], torch.Tensor]
 
@@ -115,6 +148,19 @@ class VideoEncoder(Protocol):
         """
 
 
+class ImageSampler(Protocol):
+    """The encoder of a VAE, for images that are given one at a time."""
+
+    def sample(self, pixels: torch.Tensor, generator: torch.Generator, tile: int | None = None) -> torch.Tensor:
+        """Return latents of an image, drawn from its distribution, (1, channels, 1, height, width), float32.
+
+        Args:
+            pixels: (1, 3, height, width), float32 in -1 to 1.
+            generator: the video's: it draws for the image, then for the last image, then the noise of each section.
+            tile: see `VideoEncoder.latents`.
+        """
+
+
 class VideoDecoder(Protocol):
     """A causal video decoder."""
 
@@ -130,6 +176,19 @@ class VideoDecoder(Protocol):
         Yields:
             (frames, height, width, 3), float32 in -1 to 1: on the decoder's device, or on the CPU if tiled; or uint8,
             rounded from that. Tiled frames are complete at the end only: until then, each call yields 0 frames.
+        """
+
+
+class SectionDecoder(VideoDecoder, Protocol):
+    """The decoder of a model that makes videos in sections."""
+
+    def window(self, latents: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        """Return the frames of latents, (frames, height, width, 3), float32 on the CPU, in about -1 to 1.
+
+        Values outside are not cut off, because sections blend first.
+
+        Args:
+            latents, tile: see `VideoDecoder.frames`.
         """
 
 

@@ -6,6 +6,7 @@ embedding, text and time embedding, last projection), norms and modulation keep 
 
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from runtime.core.errors import MachineError, ModelError, first_line
@@ -16,14 +17,16 @@ BNB_8BIT, BNB_4BIT, FP8 = "bnb-8bit", "bnb-4bit", "fp8"
 # Behind the path of a parameter: the tensors of which torchao's parameters consist, see `fp8_tensor`.
 FP8_DATA, FP8_SCALE = ".qdata", ".scale"
 
-_NOT_QUANTIZED = ("patch_embedding", "condition_embedder", "proj_out")
 _PACKAGES = {BNB_8BIT: "bitsandbytes", BNB_4BIT: "bitsandbytes", FP8: "torchao"}
 _FP8_CAPABILITY = (8, 9)
 _BF16_CAPABILITY = (8, 0)
 
 
-def loading_arguments(part: ComponentPlan) -> dict[str, Any]:
+def loading_arguments(part: ComponentPlan, kept: Sequence[str]) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` quantizes a transformer and loads it onto the part's device.
+
+    Args:
+        kept: layers that keep their precision, see `ModelSpec.unquantized`.
 
     Raises:
         MachineError: if the device does not support the quantization, or a package cannot be imported.
@@ -38,7 +41,11 @@ def loading_arguments(part: ComponentPlan) -> dict[str, Any]:
         actual, needed = (".".join(map(str, numbers)) for numbers in (capability, _FP8_CAPABILITY))
         raise MachineError("quantization.needs_newer_gpu", kind=kind, needed=needed, capability=actual)
     dtype = getattr(torch, compute_dtype(part, bfloat16=capability >= _BF16_CAPABILITY))
-    return {"torch_dtype": dtype, "quantization_config": diffusers_config(kind, dtype), "device_map": {"": part.device}}
+    return {
+        "torch_dtype": dtype,
+        "quantization_config": diffusers_config(kind, dtype, kept),
+        "device_map": {"": part.device},
+    }
 
 
 def compute_dtype(part: ComponentPlan, *, bfloat16: bool) -> str:
@@ -54,12 +61,13 @@ def compute_dtype(part: ComponentPlan, *, bfloat16: bool) -> str:
     return part.dtype
 
 
-def diffusers_config(kind: str, dtype: Any) -> Any:
+def diffusers_config(kind: str, dtype: Any, kept: Sequence[str] = ()) -> Any:
     """Return diffusers' quantization configuration.
 
     Args:
         kind: "bnb-8bit", "bnb-4bit" or "fp8".
         dtype: the torch dtype from `compute_dtype`.
+        kept: layers that keep their precision, see `ModelSpec.unquantized`.
 
     Raises:
         MachineError: if the package is missing or cannot be imported.
@@ -72,16 +80,16 @@ def diffusers_config(kind: str, dtype: Any) -> Any:
 
         # By default, torchao makes Inductor autotune every kernel that this process compiles later, engines included.
         settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
-        return diffusers.TorchAoConfig(settings, modules_to_not_convert=list(_NOT_QUANTIZED))
+        return diffusers.TorchAoConfig(settings, modules_to_not_convert=list(kept))
     if kind == BNB_8BIT:
         # bitsandbytes computes in float16 and logs that at every call.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        return diffusers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(_NOT_QUANTIZED))
+        return diffusers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(kept))
     return diffusers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=list(_NOT_QUANTIZED),
+        llm_int8_skip_modules=list(kept),
     )
 
 

@@ -16,6 +16,7 @@ from pydantic import Field
 from runtime.core.images import ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.request import MAX_FPS, MAX_FRAMES, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SIDE, MAX_STEPS
+from runtime.models.sections import SamplingType, Sections
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
 # Of a small model's weights in float32.
@@ -187,19 +188,40 @@ class ImageInput:
 
     Attributes:
         kind: "channels" appends a mask and the latents of the given frames to the latents; "first_frame" puts the
-            latents of the image in place of the first latent frame, whose timestep is 0.
+            latents of the image in place of the first latent frame, whose timestep is 0; "sections" gives every section
+            the images' latents as further frames, see `ModelSpec.section`.
         vae: the encoder of the images' latents.
         required: whether the model makes no video without an image.
         last: whether a last image can be given.
         tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
     """
 
-    kind: Literal["channels", "first_frame"]
+    kind: Literal["channels", "first_frame", "sections"]
     vae: VaeEncoderSpec
     required: bool
     last: Literal["none", "optional", "required"] = "none"
     tokens: int = 0
     width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SectionSpec:
+    """How a model makes a video in sections, each from the images and from what was made before it.
+
+    Attributes:
+        latent_frames: of each section.
+        sampling_type: the order of sections, by diffusers' names: from the start to the end, or the other way.
+    """
+
+    latent_frames: int
+    sampling_type: Literal["vanilla", "inverted_anti_drifting"]
+
+    def decoded(self, sections: int) -> int:
+        """Return the most latent frames that are decoded for one of `sections` sections.
+
+        They are its own and the image's, and those of the section made before, with which it blends.
+        """
+        return (1 if sections == 1 else 2) * self.latent_frames + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +251,13 @@ class ModelSpec:
         is_downloaded: whether `directory` exists; a published model can be planned with before that.
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache".
+        lacks: what its components in PyTorch do not implement, so that the planner never chooses it: fields of
+            `plan.Speed`; "compiled_vae", compilation of the VAE; and "strips", decoding on several GPUs.
+        unquantized: layers outside the transformers' blocks that keep their precision when the blocks are quantized;
+            each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
         image_input: how it starts from an image; `None` if it cannot.
+        section: how it makes a video in sections; `None` if it makes videos whole.
         image, last_image: the images of one request, see `models.images.with_images`.
         noise: where the scheduler puts the steps.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
@@ -257,10 +284,13 @@ class ModelSpec:
     is_downloaded: bool = True
     flow_shift: float | None = None
     unsupported: frozenset[str] = frozenset()
+    lacks: frozenset[str] = frozenset()
+    unquantized: tuple[str, ...] = ("patch_embedding", "condition_embedder", "proj_out")
     about: str = ""
     block_programs: tuple[str, ...] = ()
     loras: tuple[LoraUse, ...] = ()
     image_input: ImageInput | None = None
+    section: SectionSpec | None = None
     image: ImageUse | None = None
     last_image: ImageUse | None = None
     noise: NoiseLevels = UNKNOWN_LEVELS
@@ -327,12 +357,37 @@ class ModelSpec:
         _, patch_h, patch_w = self.transformer.patch_size
         return self.vae.scale_factor_spatial * patch_w, self.vae.scale_factor_spatial * patch_h
 
+    @property
+    def frame_stride(self) -> int:
+        """The number of frames of a clip is a multiple of this, plus 1: of a latent frame, or of a section."""
+        latent_frames = 1 if self.section is None else self.section.latent_frames
+        return latent_frames * self.vae.scale_factor_temporal
+
+    @property
+    def least_frames(self) -> int:
+        """The frames of the shortest clip: one, or those of one section."""
+        return 1 if self.section is None else self.frame_stride + 1
+
+    def sections(self, frames: int) -> int:
+        """Return how many sections a clip is made in; 1 if it is made whole."""
+        return 1 if self.section is None else (frames - 1) // self.frame_stride
+
+    def sections_of(self, frames: int) -> Sections:
+        """Return the sections of a clip of a model that makes videos in sections."""
+        assert self.section is not None
+        order = SamplingType(self.section.sampling_type)
+        return Sections(self.sections(frames), order, self.section.latent_frames, self.vae.scale_factor_temporal)
+
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
-        """Return (batch, channels, latent frames, latent height, latent width) of one clip."""
+        """Return (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
+
+        It is the clip, or a section, however many there are.
+        """
+        whole = (frames - 1) // self.vae.scale_factor_temporal + 1
         return (
             1,
             self.vae.z_dim,
-            (frames - 1) // self.vae.scale_factor_temporal + 1,
+            whole if self.section is None else self.section.latent_frames,
             height // self.vae.scale_factor_spatial,
             width // self.vae.scale_factor_spatial,
         )

@@ -38,6 +38,12 @@ _Delta = tuple[LoraUse, dict[str, str]]
 # Dtypes of weights in safetensors files.
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+# By folder. Not those that scale with torchvision, if that is installed: their results differ.
+_IMAGE_PROCESSORS = {
+    "image_processor": transformers.CLIPImageProcessorPil,
+    "feature_extractor": transformers.SiglipImageProcessorPil,
+}
+
 
 def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
     """Load one component's weights, for inference, with the spec's LoRAs added.
@@ -58,7 +64,7 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     target = device or part.device
     more: dict[str, Any] = {}
     if quantized:
-        more = quantization.loading_arguments(part)
+        more = quantization.loading_arguments(part, spec.unquantized)
     elif target.startswith("cuda"):
         # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
         more = {"device_map": {"": target}}
@@ -165,11 +171,10 @@ def load_image_processor(spec: ModelSpec) -> Any:
     Raises:
         ModelError: if it is missing or damaged.
     """
+    here = [folder for folder in _IMAGE_PROCESSORS if (spec.directory / folder).is_dir()]
+    folder = here[0] if here else "image_processor"
     try:
-        # Not the one that scales with torchvision, if that is installed: its results differ.
-        return transformers.CLIPImageProcessorPil.from_pretrained(
-            str(spec.directory), subfolder="image_processor", local_files_only=True
-        )
+        return _IMAGE_PROCESSORS[folder].from_pretrained(str(spec.directory), subfolder=folder, local_files_only=True)
     except Exception as error:
         raise ModelError("model.image_processor_unloadable", model=spec.title) from error
 

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -28,15 +29,27 @@ from safetensors import SafetensorError, safe_open
 from runtime.core.errors import CheckpointError, ModelError, ran_out
 from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
+from runtime.core.files import sync_folder
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec, folder_of
 from runtime.models.tensor_files import read_header
-from runtime.pipeline.files import BOUNDARY, COMPUTE_FIELDS, HEADER_KEY, LATEST, LOW_NOISE_FIELD, newest_checkpoint
+from runtime.models.timed_prompts import timed_prompts
+from runtime.pipeline.files import (
+    BOUNDARY,
+    COMPUTE_FIELDS,
+    HEADER_KEY,
+    LATEST,
+    LOW_NOISE_FIELD,
+    SECTIONS,
+    newest_checkpoint,
+)
 from runtime.pipeline.sampling import Conditioning, GivenFrames, SamplingState
+from runtime.pipeline.section_sampling import SectionProgress
 
-_VERSION = 1
+# Of videos made whole, and in sections.
+_VERSION, _SECTION_VERSION = 1, 2
 _PARTIAL = ".tmp"
 # Name, size and time of the files of each component.
 Stamps = Mapping[str, list[list[Any]]]
@@ -44,12 +57,14 @@ Stamps = Mapping[str, list[list[Any]]]
 _CHECKSUM = "checksum"
 # Begins the name of the tensor of given frames, which ends with their kind.
 _GIVEN = "given."
+# Begins the names of the tensors of further prompts, which end with their number, and of a section's progress.
+_PROMPT, _SECTION = "prompt.", "section."
 # Checkpoints may take this share of the time of the steps.
 _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
 _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
-# The model and LoRAs are identified by their files.
-_OTHER_FIELDS = {*COMPUTE_FIELDS, "model", "loras"}
+# The model and LoRAs are identified by their files; a length in seconds became a number of frames.
+_OTHER_FIELDS = {*COMPUTE_FIELDS, "model", "loras", "seconds"}
 _IMAGE_FIELDS = {"image", "last_image", "image_fit", "image_position"}
 # Set when a scheduler is loaded.
 _SCHEDULER_CONFIGURATION = frozenset({"_internal_dict"})
@@ -71,6 +86,8 @@ class _Header(BaseModel):
     warnings: Warnings
     timings: Mapping[str, float]
     load_seconds: float
+    # Sections done, and steps of the next one.
+    section: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +102,7 @@ class Checkpoint:
         warnings: emitted so far.
         timings: seconds of each stage so far, in all runs.
         load_seconds: seconds spent on loading so far, in all runs.
+        section: progress of a video that is made in sections, else `None`.
     """
 
     planned: ExecutionPlan
@@ -95,10 +113,19 @@ class Checkpoint:
     warnings: tuple[Fact, ...]
     timings: Mapping[str, float]
     load_seconds: float
+    section: SectionProgress | None = None
+
+    @property
+    def state(self) -> tuple[int, int, ExecutionPlan]:
+        """What differs if the job's state does: steps and sections done, and the plan."""
+        # A fallback changes the following steps even if no step was done since.
+        return self.step, 0 if self.section is None else self.section.sections, self.plan
 
     @property
     def step(self) -> int:
         """Steps done."""
+        if self.section is not None:
+            return self.section.sections * self.plan.steps + self.section.steps
         return 0 if self.sampling is None else self.sampling.steps
 
     @property
@@ -172,10 +199,12 @@ class CheckpointFolder:
         self._sweep()
         with contextlib.suppress(OSError):
             (self.path / LATEST).unlink(missing_ok=True)
+        shutil.rmtree(self.path / SECTIONS, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all checkpoints."""
+        """Remove all checkpoints and finished sections."""
         self._sweep()
+        shutil.rmtree(self.path / SECTIONS, ignore_errors=True)
         for name in (LATEST, BOUNDARY):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
@@ -224,7 +253,7 @@ class CheckpointPolicy:
         self._spec = spec
         self._emit = emit
         self._warned = False
-        self._last: tuple[int, ExecutionPlan] | None = None
+        self._last: tuple[int, int, ExecutionPlan] | None = None
         self._seconds = 0.0
         self._spent = 0.0
         self._cost: float | None = None
@@ -236,7 +265,11 @@ class CheckpointPolicy:
 
     def found(self, checkpoint: Checkpoint) -> None:
         """Record that this checkpoint is on disk already."""
-        self._last = (checkpoint.step, checkpoint.plan)
+        self._last = checkpoint.state
+
+    def forget(self) -> None:
+        """Record that the checkpoints were removed."""
+        self._last = None
 
     def add_step(self, seconds: float) -> None:
         """Add the duration of a step."""
@@ -262,8 +295,7 @@ class CheckpointPolicy:
             The reason if it cannot be saved, the first time; the job continues without.
         """
         checkpoint = None if self._folder is None else make()
-        # A fallback changes the following steps even if no step was done since.
-        if self._folder is None or checkpoint is None or (checkpoint.step, checkpoint.plan) == self._last:
+        if self._folder is None or checkpoint is None or checkpoint.state == self._last:
             return None
         problem = None
         started = time.perf_counter()
@@ -277,7 +309,7 @@ class CheckpointPolicy:
                 if self._last:
                     problem = Fact("pipeline.checkpoints_stopped_after", data | {"step": self._last[0]})
         else:
-            self._last = (checkpoint.step, checkpoint.plan)
+            self._last = checkpoint.state
             self._emit(CheckpointSaved(step=checkpoint.step))
         self._cost = time.perf_counter() - started
         self._spent += self._cost
@@ -297,6 +329,8 @@ def stamps(spec: ModelSpec) -> Stamps:
         part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
         for part, paths in files.items()
     }
+    if spec.section is not None:
+        found["sections"] = [[spec.section.sampling_type]]
     for part in parts:
         found[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
     return found
@@ -313,6 +347,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
     excluded |= {"step_cache"} if plan.step_cache == NONE else set()
     excluded |= {"shift"} if plan.shift is None else set()
     excluded |= set() if plan.images else _IMAGE_FIELDS
+    # The prompt of a section may depend on when it is played.
+    excluded -= {"fps"} if len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     clip |= {field: use.digest for field, use in plan.images.items()}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
@@ -356,8 +392,10 @@ def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scheduler = _describe_all(checkpoint, tensors)
     on_cpu = _separate(tensors)
+    section = checkpoint.section
     header = _Header(
-        version=_VERSION,
+        version=_VERSION if section is None else _SECTION_VERSION,
+        section=None if section is None else (section.sections, section.steps),
         identity={half: identity(stamps, checkpoint.planned, half=half == "half") for half in ("whole", "half")},
         planned=checkpoint.planned.model_dump_json(),
         plan=checkpoint.plan.model_dump_json(),
@@ -379,7 +417,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
         with safe_open(path, framework="pt") as file:
             # Copies, because tensors in the file have any alignment, and arithmetic may round differently there.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
-        if parse_json(metadata[HEADER_KEY].encode(), infinite=True)["version"] != _VERSION:
+        if parse_json(metadata[HEADER_KEY].encode(), infinite=True)["version"] not in {_VERSION, _SECTION_VERSION}:
             raise CheckpointError("checkpoint.other_version")
         header = _Header.model_validate_json(metadata[HEADER_KEY])
         if metadata[_CHECKSUM] != str(_checksum(metadata[HEADER_KEY], tensors)):
@@ -396,7 +434,10 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
             sampling = SamplingState(
                 header.step, tensors["latents"].to(device), _tensors_in(header.scheduler, tensors, device)
             )
-        negative = tensors.get("negative")
+        negative, embeds = tensors.get("negative"), tensors.get("image_embeds")
+        prompts = sorted(
+            (name for name in tensors if name.startswith(_PROMPT)), key=lambda name: int(name.removeprefix(_PROMPT))
+        )
         found = next((name for name in tensors if name.startswith(_GIVEN)), None)
         given = None if found is None else GivenFrames(found.removeprefix(_GIVEN), tensors[found].to(device))
         return Checkpoint(
@@ -404,9 +445,14 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
             plan=current,
             of=header.of,
             conditioning=Conditioning(
-                tensors["positive"].to(device), None if negative is None else negative.to(device), given
+                tensors["positive"].to(device),
+                None if negative is None else negative.to(device),
+                given,
+                tuple(tensors[name].to(device) for name in prompts),
+                None if embeds is None else embeds.to(device),
             ),
             sampling=sampling,
+            section=_section_in(header, tensors, device),
             warnings=header.warnings,
             timings=header.timings,
             load_seconds=header.load_seconds,
@@ -423,11 +469,34 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
     given = checkpoint.conditioning.given
     if given is not None:
         tensors[f"{_GIVEN}{given.kind}"] = given.latents
+    for number, embeds in enumerate(checkpoint.conditioning.others):
+        tensors[f"{_PROMPT}{number}"] = embeds
+    if checkpoint.conditioning.image_embeds is not None:
+        tensors["image_embeds"] = checkpoint.conditioning.image_embeds
+    section = checkpoint.section
+    if section is not None:
+        tensors[f"{_SECTION}history"], tensors[f"{_SECTION}generator"] = section.history, section.generator
+        if section.latents is not None:
+            tensors[f"{_SECTION}latents"] = section.latents
     if checkpoint.sampling is None:
         return None
     tensors["latents"] = checkpoint.sampling.latents
     state = checkpoint.sampling.scheduler
     return _described(None if state is None else dict(state), tensors)
+
+
+def _section_in(header: _Header, tensors: Mapping[str, torch.Tensor], device: str) -> SectionProgress | None:
+    """Return the progress of a video that is made in sections; its noise is drawn on the CPU."""
+    if header.section is None:
+        return None
+    latents = tensors.get(f"{_SECTION}latents")
+    return SectionProgress(
+        sections=header.section[0],
+        history=tensors[f"{_SECTION}history"].to(device),
+        generator=tensors[f"{_SECTION}generator"],
+        steps=header.section[1],
+        latents=None if latents is None else latents.to(device),
+    )
 
 
 def _described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -486,7 +555,7 @@ def _write(target: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(target)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def _link(target: Path, name: Path, data: bytes) -> None:
@@ -498,14 +567,4 @@ def _link(target: Path, name: Path, data: bytes) -> None:
         _write(name, data)
     else:
         link.replace(name)
-        _sync_folder(name.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a rename in it survives a power failure; Windows syncs it itself."""
-    with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        sync_folder(name.parent)

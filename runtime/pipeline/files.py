@@ -15,6 +15,8 @@ from runtime.models.tensor_files import read_header
 PREVIEW, POSTER = "preview.webp", "poster.webp"
 LATEST, BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
 CHECKPOINTS = "*.safetensors"
+# The folder of a video's finished sections, in that of the job's checkpoints.
+SECTIONS = "sections"
 # The key of a checkpoint's metadata that holds its JSON header.
 HEADER_KEY = "tandem"
 # Request fields that may differ between runs of one clip: how it is computed and encoded.

@@ -68,7 +68,7 @@ def _error(context: RunContext, event: OutOfMemory) -> MachineError:
         if event.strategy is None:
             return MachineError("pipeline.out_of_memory", **data)
         return MachineError("pipeline.out_of_memory_strategy", **data)
-    data |= {"step": context.step, "of": context.plan.steps}
+    data |= {"step": context.step, "of": context.plan.total_steps}
     if event.strategy is None:
         return MachineError("pipeline.out_of_memory_resumable", **data)
     return MachineError("pipeline.out_of_memory_resumable_strategy", **data)

@@ -21,6 +21,7 @@ from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.oom_retry import with_oom_retry
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
+from runtime.pipeline.section_stages import encode_section_images, join_sections, make_sections
 from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_images, encode_prompt
 from runtime.video.mp4 import check_output, sweep
 
@@ -70,7 +71,7 @@ def run_job(
     except CancelledError:
         emit(Cancelled())
     except PausedError:
-        emit(Paused(step=context.step, of=plan.steps))
+        emit(Paused(step=context.step, of=plan.total_steps))
     except Exception as error:
         failed = Failed.because_of(error)
         if failed.internal:
@@ -94,22 +95,30 @@ def _generate(
     context.resume()
     context.build_engines()
     if context.conditioning is None:
-        conditioning = with_oom_retry(context, partial(encode_prompt, context))
-        if plan.image is not None:
+        conditioning, section = with_oom_retry(context, partial(encode_prompt, context)), None
+        if context.spec.section is not None:
+            conditioning, section = with_oom_retry(context, partial(encode_section_images, context, conditioning))
+        elif plan.image is not None:
             conditioning = with_oom_retry(context, partial(encode_images, context, conditioning))
-        context.record_conditioning(conditioning)
+        context.record_conditioning(conditioning, section)
     if history is not None:
         measure_attention(context.plan, context.spec, history)
-    previews = Previews(context.spec, context.plan)
-    _denoise(context, previews)
+    previews, files = Previews(context.spec, context.plan), context.section_files
+    if files is not None:
+        _denoise(context, partial(make_sections, context, previews, files))
+        saved = join_sections(context, files, job_id, on_frames)
+        # The plan's calls are those of all sections.
+        context.representative = context.representative and not saved.continues
+        return saved
+    _denoise(context, partial(denoise_latents, context, previews))
     return with_oom_retry(context, partial(decode_and_save, context, previews, job_id, on_frames))
 
 
-def _denoise(context: RunContext, previews: Previews) -> None:
+def _denoise(context: RunContext, work: Callable[[], None]) -> None:
     """Denoise; if float16 overflows in PyTorch too after block engines failed, repeat the step in another precision."""
     while True:
         try:
-            with_oom_retry(context, partial(denoise_latents, context, previews))
+            with_oom_retry(context, work)
             return
         except BadResultError:
             if not context.leave_float16():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import CheckpointError, EngineError
+from runtime.core.errors import CheckpointError, EngineError, OutputError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineUse, ExecutionPlan
@@ -32,8 +32,11 @@ from runtime.pipeline.checkpoint import (
 )
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_schedule
+from runtime.pipeline.section_files import SectionFiles
+from runtime.pipeline.section_sampling import SectionProgress
 from runtime.planner.constraints import BF16_CAPABILITY
 from runtime.planner.memory_model import DTYPE_BYTES
+from runtime.video.mp4 import video_scratch
 
 Emit = Callable[[Event], None]
 
@@ -55,6 +58,8 @@ class RunContext:
         current: the running stage and its component.
         conditioning: the encoded prompt; `None` until it is encoded.
         sampling: progress of sampling; `None` before the first step.
+        section: progress of a video that is made in sections; `None` before its images are encoded.
+        section_files: where its finished sections are; `None` for another video.
         progress_at: time of the last change of `conditioning` or `sampling`, from `time.perf_counter`.
         earlier: facts about earlier runs of the job, see `VideoSaved`.
         representative: whether this run does the whole job with one plan, so that its timings may enter the history.
@@ -81,6 +86,7 @@ class RunContext:
         self.current: tuple[Stage, str] = ("load", "text_encoder")
         self.conditioning: Conditioning | None = None
         self.sampling: SamplingState | None = None
+        self.section: SectionProgress | None = None
         self.progress_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
         self.representative = True
@@ -91,6 +97,11 @@ class RunContext:
         self._policy = CheckpointPolicy(checkpoints, spec, emit)
         self._engines_in_use = ExitStack()
         self._ready: set[str] = set()
+        self.section_files: SectionFiles | None = None
+        if spec.section is not None:
+            # Without a folder for the job's progress, until the end of the run.
+            folder = checkpoints.path if checkpoints else self._engines_in_use.enter_context(video_scratch(plan.output))
+            self.section_files = SectionFiles(folder, plan.width, plan.height, plan.fps)
 
     def __enter__(self) -> "RunContext":
         return self
@@ -112,6 +123,8 @@ class RunContext:
     @property
     def step(self) -> int:
         """Denoising steps done."""
+        if self.section is not None:
+            return self.section.sections * self.plan.steps + self.section.steps
         return 0 if self.sampling is None else self.sampling.steps
 
     @property
@@ -185,9 +198,13 @@ class RunContext:
     def _scheduler(self) -> Any:
         return load_scheduler(self.spec, self.plan.shift)
 
-    def record_conditioning(self, conditioning: Conditioning) -> None:
-        """Record that the prompt is encoded, and save a checkpoint."""
-        self.conditioning = conditioning
+    def record_conditioning(self, conditioning: Conditioning, section: SectionProgress | None = None) -> None:
+        """Record that the prompt and the images are encoded, and save a checkpoint.
+
+        Args:
+            section: the progress before the first section of a video that is made in sections.
+        """
+        self.conditioning, self.section = conditioning, section
         self.progress_at = time.perf_counter()
         self._save_checkpoint()
 
@@ -216,6 +233,31 @@ class RunContext:
         if boundary or self.step == len(steps) or self._policy.due(self._make_checkpoint):
             self._save_checkpoint(boundary=boundary)
 
+    def checkpoint_section_step(self, seconds: float) -> None:
+        """Save a checkpoint within a section if one is due; always after its last step.
+
+        Args:
+            seconds: duration of the last step.
+        """
+        assert self.section is not None
+        self.progress_at = time.perf_counter()
+        self._policy.add_step(seconds)
+        if self.section.steps == self.plan.steps or self._policy.due(self._make_checkpoint):
+            self._save_checkpoint()
+
+    def record_section(self, progress: SectionProgress) -> None:
+        """Record that a section is finished and its file on disk, and save a checkpoint."""
+        self.section = progress
+        self.progress_at = time.perf_counter()
+        self._save_checkpoint()
+
+    def start_over(self) -> None:
+        """Remove the job's progress, of which a part is damaged; a later run starts from the beginning."""
+        self.conditioning = self.section = None
+        self._policy.forget()
+        if self._folder is not None:
+            self._folder.clear()
+
     def resume(self) -> None:
         """Continue from the checkpoint of an earlier run; one that cannot be used is reported and removed."""
         if self._folder is None:
@@ -224,7 +266,9 @@ class RunContext:
             found = self._folder.load(self.spec, self.plan)
             if found is not None and found.sampling is not None and found.sampling.scheduler is not None:
                 restore_scheduler(self.schedule()[0], found.sampling.scheduler)
-        except CheckpointError as error:
+            if self.section_files is not None:
+                self.section_files.begin(0 if found is None or found.section is None else found.section.sections)
+        except (CheckpointError, OutputError) as error:
             self._folder.clear()
             self.warn(Fact("pipeline.checkpoint_unusable", {"cause": error.fact}))
             return
@@ -235,7 +279,7 @@ class RunContext:
             self.plan = self.plan.replace(**{name: getattr(found.plan, name) for name in _CHANGING_FIELDS})
         complete = found.conditioning.negative is not None or not wants_guidance(self.plan)
         self.conditioning = found.conditioning if complete else None
-        self.sampling = found.sampling
+        self.sampling, self.section = found.sampling, found.section
         for fact in found.warnings:
             self.warn(fact)
         self.metrics.add_earlier(found.timings, found.load_seconds)
@@ -262,9 +306,10 @@ class RunContext:
         return Checkpoint(
             planned=self._planned,
             plan=self.plan,
-            of=self.plan.steps,
+            of=self.plan.total_steps,
             conditioning=self.conditioning,
             sampling=self.sampling,
+            section=self.section,
             warnings=tuple(self.warnings),
             timings=self.metrics.timings(),
             load_seconds=self.metrics.load_seconds,
@@ -281,7 +326,16 @@ class RunContext:
             peak_memory_bytes=self.metrics.peak_bytes(),
             warnings=tuple(self.warnings),
             earlier=self.earlier,
+            sections=self._made(),
         )
+
+    def _made(self) -> tuple[int, int, int] | None:
+        """Return `VideoSaved.sections`."""
+        if self.section is None:
+            return None
+        sections, done = self.spec.sections_of(self.plan.frames), self.section.sections
+        frames = sum(len(sections[number].frames) for number in range(done)) + len(sections[done - 1].pending)
+        return done, sections.count, frames
 
     def build_engines(self) -> None:
         """Build missing and damaged engines of the components that the remaining stages need.
@@ -293,7 +347,8 @@ class RunContext:
             PausedError: once the current engine is built.
         """
         _, steps = self.schedule()
-        needed = {"vae"} | {step.expert for step in steps[self.step :]}
+        remaining = steps if self.spec.section is not None else steps[self.step :]
+        needed = {"vae"} | {step.expert for step in remaining}
         if self.conditioning is None:
             needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
         failed: set[str] = set()

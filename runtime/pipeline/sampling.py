@@ -26,10 +26,10 @@ class GivenFrames:
     """The frames of a clip that are given as images, as the transformers take them.
 
     Attributes:
-        kind: see `ImageInput`.
+        kind: see `ImageInput`; those of "sections" are for `section_sampling` only.
         latents: float32: "channels": a mask, 1 in given frames, and the latents of the clip whose other frames are
             gray, (1, frames per latent frame + channels, frames, height, width); "first_frame": those of the image,
-            (1, channels, 1, height, width).
+            (1, channels, 1, height, width); "sections": those of each image, (1, channels, images, height, width).
     """
 
     kind: str
@@ -71,11 +71,15 @@ class Conditioning:
         positive: embeddings of the prompt, (1, text tokens, text width); see `Denoiser` for those of images.
         negative: of the negative prompt; `None` without guidance.
         given: `None` without an image.
+        others: embeddings of the further prompts of a video's sections, in the order in which sections first use them.
+        image_embeds: embeddings of the image, (1, tokens, width), for sections.
     """
 
     positive: torch.Tensor
     negative: torch.Tensor | None
     given: GivenFrames | None = None
+    others: tuple[torch.Tensor, ...] = ()
+    image_embeds: torch.Tensor | None = None
 
     def with_tokens(self, embeds: torch.Tensor) -> "Conditioning":
         """Return it with embeddings of images, (1, tokens, width), before those of the texts."""

@@ -27,11 +27,13 @@ from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
+from runtime.models.timed_prompts import section_prompts
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
 from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, resumable_after
+from runtime.pipeline.section_sampling import sections_of
 from runtime.video.images import fitted, thumbnail
 from runtime.video.mp4 import VideoWriter
 
@@ -42,16 +44,21 @@ def encode_prompt(context: RunContext) -> Conditioning:
     Emits a warning for words that the model does not know and for text that is cut.
     """
     plan = context.plan
-    texts = [plan.prompt, plan.negative_prompt] if wants_guidance(plan) else [plan.prompt]
+    prompts = [plan.prompt]
+    if context.spec.section is not None:
+        prompts = list(dict.fromkeys(section_prompts(plan.prompt, sections_of(plan, context.spec), plan.fps)))
+    texts = [*prompts, plan.negative_prompt] if wants_guidance(plan) else prompts
     context.text_encoded = False
     by_encoder = [_encode_texts(context, name, texts) for name in context.spec.text_encoders]
-    positive, *others = map(joined, zip(*by_encoder, strict=True))
-    negative = others[0] if others else None
-    _warn_of_text(context, positive, "prompt")
+    encoded = list(map(joined, zip(*by_encoder, strict=True)))
+    negative = encoded.pop() if wants_guidance(plan) else None
+    for one in encoded:
+        _warn_of_text(context, one, "prompt")
     if negative is not None and plan.negative_prompt != context.spec.defaults.negative_prompt:
         _warn_of_text(context, negative, "negative prompt")
     device = context.plan.components["text_encoder"].device
-    return Conditioning(positive.embeds.to(device), negative.embeds.to(device) if negative else None)
+    positive, *others = (one.embeds.to(device) for one in encoded)
+    return Conditioning(positive, negative.embeds.to(device) if negative else None, others=tuple(others))
 
 
 def _encode_texts(context: RunContext, name: str, texts: Sequence[str]) -> list[TextEncoding]:
@@ -114,10 +121,10 @@ def image_latents(encoder: VideoEncoder, spec: ModelSpec, plan: ExecutionPlan, i
     """Return the latents of a plan's images, see `GivenFrames.of`."""
     assert spec.image_input is not None
     frames = 1 if spec.image_input.kind == "first_frame" else plan.frames
-    return encoder.latents([_pixels(image) for image in images], frames, plan.strategy.decode_tile)
+    return encoder.latents([pixels_of(image) for image in images], frames, plan.strategy.decode_tile)
 
 
-def _pixels(image: Image) -> torch.Tensor:
+def pixels_of(image: Image) -> torch.Tensor:
     """Return an image as (3, height, width), float32 in -1 to 1."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
@@ -197,14 +204,23 @@ def decode_and_save(
                     on_frames(frames)
                 written += len(frames)
                 context.emit(FramesDecoded(frames=written, of=plan.frames, preview=previews.of_frames(frames)))
-        if detector.fault is not None:
-            raise degenerate_clip(detector.fault, context.plan)
-        with context.metrics.stage("mux"):
-            context.emit(StageStarted(stage="save"))
-            writer.close_stream()
-        context.cancel.check()
-        saved = context.result()
-        writer.finish(plan.prompt, _metadata(saved, plan, job_id))
+        return finish_video(context, writer, detector, job_id)
+
+
+def finish_video(context: RunContext, writer: VideoWriter, detector: Detector, job_id: str | None) -> VideoSaved:
+    """Complete the MP4 whose frames are written; return the job's result.
+
+    Raises:
+        BadResultError: if the clip is degenerate; nothing is written.
+    """
+    if detector.fault is not None:
+        raise degenerate_clip(detector.fault, context.plan)
+    with context.metrics.stage("mux"):
+        context.emit(StageStarted(stage="save"))
+        writer.close_stream()
+    context.cancel.check()
+    saved = context.result()
+    writer.finish(context.plan.prompt, _metadata(saved, context.plan, job_id))
     return saved
 
 

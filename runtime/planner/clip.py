@@ -7,13 +7,14 @@ import math
 from collections.abc import Mapping
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, shortened
 from runtime.core.images import CROP, ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, GenerationRequest
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
+from runtime.models.timed_prompts import section_prompts, unreadable_times
 
 # Proportions and numbers of pixels that differ by at most this share count as equal.
 _SIMILAR = 0.05
@@ -32,6 +33,41 @@ def size_for(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
     if request.height != AUTO:
         return _multiple(int(request.height) * ratio, spec, "width"), int(request.height)
     return like_image(spec, spec.image, own[0] * own[1])
+
+
+def frames_for(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
+    """Return the number of frames asked for, else the model's; for a length in seconds, the nearest that it makes.
+
+    Raises:
+        InvalidRequestError: if both are asked for, or the length is too long.
+    """
+    if request.seconds == AUTO:
+        return spec.defaults.frames if request.frames == AUTO else int(request.frames)
+    if request.frames != AUTO:
+        raise InvalidRequestError("seconds", "planner.seconds_and_frames")
+    stride = spec.frame_stride
+    most = (min(MAX_FRAMES, _most_positions(spec)["frames"]) - 1) // stride * stride + 1
+    frames = max(round(float(request.seconds) * fps / stride) * stride + 1, spec.least_frames)
+    if frames > most:
+        able = f"{most / fps:.4g}"
+        raise InvalidRequestError(
+            "seconds", "planner.too_long", value=request.seconds, model=spec.title, fps=fps, able=able
+        )
+    return frames
+
+
+def count_prompts(request: GenerationRequest, spec: ModelSpec, frames: int, fps: int) -> int:
+    """Return how many different prompts a clip's sections have; 1 for a clip that is made whole.
+
+    Raises:
+        InvalidRequestError: if the prompt of a model that makes sections has times that cannot be read.
+    """
+    if spec.section is None:
+        return 1
+    unread = unreadable_times(request.prompt)
+    if unread:
+        raise InvalidRequestError("prompt", "planner.prompt_times", part=shortened(unread[0]))
+    return len(set(section_prompts(request.prompt, spec.sections_of(frames), fps)))
 
 
 def like_image(spec: ModelSpec, image: ImageUse, pixels: int) -> tuple[int, int]:
@@ -84,9 +120,9 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
                 stride=stride,
                 able=supported,
             )
-    stride = spec.vae.scale_factor_temporal
-    if frames % stride != 1:
-        supported = nearest(frames, stride, 1, 1, MAX_FRAMES)
+    stride, least = spec.frame_stride, spec.least_frames
+    if frames % stride != 1 or frames < least:
+        supported = nearest(frames, stride, 1, least, MAX_FRAMES)
         raise InvalidRequestError(
             "frames", "planner.frame_count", value=frames, model=spec.title, stride=stride, able=supported
         )
@@ -112,8 +148,10 @@ def _most_positions(spec: ModelSpec) -> Mapping[str, int]:
     """Return the most frames and pixels that the transformer has position embeddings for."""
     positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
     scale = spec.vae.scale_factor_spatial
+    frames = (positions[0] - 1) * spec.vae.scale_factor_temporal + 1
     return {
-        "frames": (positions[0] - 1) * spec.vae.scale_factor_temporal + 1,
+        # The positions of a section do not depend on how many there are.
+        "frames": frames if spec.section is None else MAX_FRAMES,
         "height": positions[1] * scale,
         "width": positions[2] * scale,
     }

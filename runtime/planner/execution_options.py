@@ -44,22 +44,23 @@ def shared_options(inputs: ForecastInputs) -> Speed:
     Raises:
         InvalidRequestError, MachineError: if a requested option is not possible.
     """
-    workload = inputs.workload
+    workload, lacks = inputs.workload, inputs.workload.spec.lacks
+    channels_last = workload.cuda and "channels_last" not in lacks
     if not inputs.loaded:
         reason = Fact("planner.engines_compute")
-        return Speed(attention_reason=reason, compiled_reason=reason, channels_last=workload.cuda)
+        return Speed(attention_reason=reason, compiled_reason=reason, channels_last=channels_last)
     attention, reason = choose_attention(inputs)
     guided = inputs.calls["text_encoder"] > 1
     size = text_bytes(workload.spec, _dtype(inputs), texts=2 if guided else 1)
-    kept = size <= _TEXT_SHARE * inputs.free_bytes
-    apart = bool(inputs.in_blocks) or _passes_apart(inputs)
+    kept = size <= _TEXT_SHARE * inputs.free_bytes and "text_kept" not in lacks
+    apart = bool(inputs.in_blocks) or _passes_apart(inputs) or "paired" in lacks
     return Speed(
         attention=attention,
         attention_reason=reason,
         text_kept=kept,
         text_bytes=size if kept else 0,
         paired=workload.cuda and guided and workload.tokens <= _PAIRED_TOKENS and not apart,
-        channels_last=workload.cuda,
+        channels_last=channels_last,
     )
 
 
@@ -90,13 +91,14 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
     if inputs.loaded:
         on_device = strategy.offload in {"none", "model"}
         resident = strategy.offload == "none" and strategy.quantization == "none"
+        lacks = inputs.workload.spec.lacks
         base = base.replace(
             text_kept=base.text_kept and on_device,
             text_bytes=base.text_bytes if on_device else 0,
             # Block engines read the weights of each projection.
-            fused=inputs.workload.cuda and resident and not inputs.in_blocks,
+            fused=inputs.workload.cuda and resident and not inputs.in_blocks and "fused" not in lacks,
         )
-        single = inputs.workload.cuda and resident and not _passes_apart(inputs)
+        single = inputs.workload.cuda and resident and not _passes_apart(inputs) and "graphed" not in lacks
         base = base.replace(graphed=single and _launch_bound(inputs, strategy, base))
     compiled, reason, seconds, against = (_compiled if inputs.in_pytorch else _decoder_compiled)(inputs, strategy, base)
     return base.replace(compiled=compiled, compiled_reason=reason), seconds if compiled else _NOTHING, against
@@ -181,6 +183,8 @@ def _compiled(
     asked = inputs.request.compile
     if asked == "never":
         return False, Fact("planner.not_compiled_asked"), seconds, None
+    if "compiled" in workload.spec.lacks:
+        return False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}), seconds, None
     part = constraints.ComponentSettings(
         component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
     )

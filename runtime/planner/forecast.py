@@ -364,12 +364,18 @@ def _in_blocks(inputs: ForecastInputs, name: str, speed: Speed) -> Seconds:
 
 
 def transfer_seconds(workload: Workload, strategy: MemoryStrategy, component: str, calls: float) -> Seconds:
-    """Estimate the transfers of a component's weights to the GPU over all its calls."""
+    """Estimate the transfers of a component's weights to the GPU over all its calls.
+
+    Sections use the transformer and the VAE in turn: each time, weights that are not kept are brought or read again.
+    """
+    times = workload.sections if memory_model.stage_of(component) != "encode" else 1
+    if strategy.offload == "none" and times > 1 and not strategy.keeps(component):
+        return _reading_seconds(workload, {component}) * (times - 1)
     if strategy.offload == "none" or component in workload.engine_bytes:
         return Seconds(0, 0, 0)
     size = weights_bytes(workload.spec, workload.dtypes, strategy.quantization)[component]
     if strategy.offload == "model" or not (is_transformer(component) or component == "text_encoder"):
-        return Seconds(size / _PCIE, size / _PCIE_FAST, size / _PCIE_SLOW)
+        return Seconds(size / _PCIE, size / _PCIE_FAST, size / _PCIE_SLOW) * times
     if strategy.offload == "group":
         return Seconds(size / _PCIE, size / _PCIE_FAST, size / _PCIE_SLOW) * calls
     return Seconds(size / _PCIE_SLOW, size / _PCIE, size / _PCIE_BY_LAYER) * calls
@@ -389,7 +395,13 @@ def stage_seconds(compute: Seconds, transfer: Seconds, strategy: MemoryStrategy)
 
 def load_seconds(workload: Workload) -> Seconds:
     """Estimate how long reading all weights from disk takes."""
-    sizes = weights_bytes(workload.spec, workload.dtypes) | dict(workload.engine_bytes)
+    return _reading_seconds(workload, set(workload.spec.component_names))
+
+
+def _reading_seconds(workload: Workload, components: set[str]) -> Seconds:
+    """Estimate how long reading the weights of some components from disk takes."""
+    every = weights_bytes(workload.spec, workload.dtypes) | dict(workload.engine_bytes)
+    sizes = {name: size for name, size in every.items() if name in components}
     size, modules = sum(sizes.values()), _MODULE_SECONDS * len(sizes)
     return Seconds(size / _DISK + modules, size / _DISK_FAST + modules, size / _DISK_SLOW + 2 * modules)
 
@@ -493,7 +505,7 @@ def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: st
     if is_transformer(name):
         return compiled_speedup(strategy.quantization)
     workload = inputs.workload
-    if name != "vae" or not workload.cuda:
+    if name != "vae" or not workload.cuda or "compiled_vae" in workload.spec.lacks:
         return 1.0
     gpu = inputs.machine.gpu_of(workload.device)
     return decoder_speedup(workload.dtypes[name], workload.spec.vae.last_channels, gpu.capability)

@@ -58,7 +58,7 @@ class Run(FrozenModel):
     """Measurements of one stage of a successful job.
 
     Attributes:
-        flops: operations of one call (VAE: of the whole clip).
+        flops: operations of one call (VAE: of the whole clip, or of a section's window).
         seconds: duration of one call; 0 if not measured.
         working_bytes: the forecast working set.
         excess_bytes: the measured peak minus the forecast peak; `None` if not measured.
@@ -136,24 +136,33 @@ def _both_experts(one: str, other: str) -> bool:
 
 
 def calls_of(
-    steps: int, guidance_scale: float, guidance_scale_2: float | None, expert_steps: Mapping[str, int]
+    steps: int,
+    guidance_scale: float,
+    guidance_scale_2: float | None,
+    expert_steps: Mapping[str, int],
+    sections: int = 1,
+    prompts: int = 1,
 ) -> dict[str, float]:
     """Return the number of calls of each component for one clip.
 
     Args:
+        steps: of each section.
+        prompts: different ones of all sections.
         expert_steps: steps of each transformer; if empty, the steps are divided evenly.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
         scales["transformer_2"] = guidance_scale_2
     passes = {name: 2 if scale > 1 else 1 for name, scale in scales.items()}
-    experts = {name: count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
-    texts = dict.fromkeys(("text_encoder", "text_encoder_2"), max(passes.values()))
-    return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": 1}
+    experts = {name: sections * count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
+    texts = dict.fromkeys(("text_encoder", "text_encoder_2"), prompts - 1 + max(passes.values()))
+    return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": sections}
 
 
 def _calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
-    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
+    return calls_of(
+        plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps, plan.sections, plan.prompts
+    )
 
 
 def history_tag(speed: Speed, component: str) -> str:

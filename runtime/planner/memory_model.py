@@ -75,13 +75,14 @@ class Workload:
         engine_bytes: sizes of the engines of components that run on one; engines hold their own weights.
         engine_seconds: of one call, for components whose engines were measured.
         tokens: of the transformer's sequence.
-        latent_shape: (batch, channels, latent frames, latent height, latent width).
+        latent_shape: (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
         height, width: of a frame.
         split: how several GPUs share it; memory is that of the first GPU, which holds most.
         cached_passes: forward passes that a step cache stores.
         text_bytes: of the text's cached keys and values.
         working_sets: working sets of one call of a transformer: two for paired passes, one more for a CUDA graph.
         engines: of each component that has some, those that compute parts of blocks included.
+        sections: how many sections the clip is made in.
     """
 
     spec: ModelSpec
@@ -98,6 +99,7 @@ class Workload:
     text_bytes: int = 0
     working_sets: int = 1
     engines: Mapping[str, tuple[EngineUse, ...]] = field(default_factory=dict)
+    sections: int = 1
 
     @classmethod
     def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
@@ -111,6 +113,7 @@ class Workload:
             engine_seconds={},
             tokens=plan.tokens,
             latent_shape=plan.latent_shape,
+            sections=plan.sections,
             height=plan.height,
             width=plan.width,
             split=plan.split,
@@ -123,6 +126,12 @@ class Workload:
     def cuda(self) -> bool:
         """Whether the device has memory of its own."""
         return self.device.startswith("cuda")
+
+    @property
+    def decoded(self) -> int:
+        """The latent frames that are decoded one after the other: those of the clip, or of a section's window."""
+        section = self.spec.section
+        return self.latent_shape[2] if section is None else section.decoded(self.sections)
 
     def in_blocks(self, component: str) -> bool:
         """Whether a component's engines compute parts of each block; PyTorch loads its weights."""
@@ -139,7 +148,8 @@ class Workload:
 
     def flops(self, component: str, tile: int | None = None) -> float:
         """Return the operations of one call of a component; see `call_flops`."""
-        return call_flops(self.spec, component, self.latent_shape[2:], tile)
+        frames, height, width = self.latent_shape[2:]
+        return call_flops(self.spec, component, (self.decoded if component == "vae" else frames, height, width), tile)
 
 
 def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | None = None) -> float:
@@ -174,7 +184,7 @@ def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
     """Return the (frames, height, width) that the VAE's encoder takes for a clip of so many latents."""
     frames, height, width = latent
     vae = spec.vae
-    count = 1 if _image_input(spec).kind == "first_frame" else (frames - 1) * vae.scale_factor_temporal + 1
+    count = 1 if _image_input(spec).kind != "channels" else (frames - 1) * vae.scale_factor_temporal + 1
     return count, height * vae.scale_factor_spatial, width * vae.scale_factor_spatial
 
 
@@ -246,15 +256,16 @@ def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:
         tile: side of a tile, in latents; `None` decodes frames whole.
     """
     vae, element = workload.spec.vae, DTYPE_BYTES[workload.precision("vae")]
+    window = 0 if workload.cuda else window_bytes(workload)
     if "vae" in workload.engine_bytes:
         return _engine_decode_bytes(workload, element)
     if tile is None:
-        return vae.decode_bytes(chunk, workload.height, workload.width, element, cpu=not workload.cuda)
+        return window + vae.decode_bytes(chunk, workload.height, workload.width, element, cpu=not workload.cuda)
     side = tile * vae.scale_factor_spatial
     working = vae.decode_bytes(
         chunk, min(workload.height, side), min(workload.width, side), element, cpu=not workload.cuda
     )
-    return working if workload.cuda else working + clip_bytes(workload)
+    return working if workload.cuda else working + window + clip_bytes(workload)
 
 
 def _engine_decode_bytes(workload: Workload, element: int) -> int:
@@ -294,8 +305,16 @@ def encoder_step_bytes(spec: ModelSpec, height: int, width: int, precision: str)
 
 def clip_bytes(workload: Workload) -> int:
     """Return the bytes of the clip that tiles are assembled in: three colors in float16."""
-    frames = (workload.latent_shape[2] - 1) * workload.spec.vae.scale_factor_temporal + 1
+    frames = (workload.decoded - 1) * workload.spec.vae.scale_factor_temporal + 1
     return _CLIP_BYTES_PER_PIXEL * frames * workload.height * workload.width
+
+
+def window_bytes(workload: Workload) -> int:
+    """Return the bytes of the frames of a section's window in system memory, as they are decoded and as they blend."""
+    if workload.spec.section is None:
+        return 0
+    frames = (workload.decoded - 1) * workload.spec.vae.scale_factor_temporal + 1
+    return 2 * _RGB_FLOAT32 * frames * workload.height * workload.width
 
 
 def stages(workload: Workload, strategy: MemoryStrategy) -> tuple[StageMemory, ...]:
@@ -320,7 +339,7 @@ def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     weights = weights_bytes(workload.spec, workload.dtypes, strategy.quantization)
     own = {name: size for name, size in weights.items() if name not in workload.engine_bytes}
     processes = 1 if workload.split is None else 1 + len(workload.split.devices)
-    clip = 0 if strategy.decode_tile is None else clip_bytes(workload)
+    clip = window_bytes(workload) + (0 if strategy.decode_tile is None else clip_bytes(workload))
     if strategy.offload != "none":
         return _CUDA_PROCESS_BYTES + sum(own.values()) + clip
     return processes * _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)

@@ -282,7 +282,7 @@ def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bo
     assert degrees is not None
     guidance, sequence = degrees
     devices = tuple(f"cuda:{index}" for index in gpus)
-    return Split(devices=devices, guidance=guidance, sequence=sequence, decode=True)
+    return Split(devices=devices, guidance=guidance, sequence=sequence, decode="strips" not in spec.lacks)
 
 
 def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:

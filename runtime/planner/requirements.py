@@ -176,7 +176,7 @@ def _shorter(request: GenerationRequest, spec: ModelSpec, machine: Machine) -> F
             return False
         return True
 
-    stride = spec.vae.scale_factor_temporal
+    stride = spec.frame_stride
     # More frames need more memory: bisect between a length that fits and one that does not.
     low, high = 1, (spec.defaults.frames - 1) // stride
     if high <= low or not fits(low):

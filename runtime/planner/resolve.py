@@ -106,6 +106,8 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
     for field, off in (("gpus", 1), ("step_cache", NONE)):
         if field in spec.unsupported and getattr(request, field) not in {AUTO, off}:
             raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
+    if request.compile == "always" and "compiled" in spec.lacks:
+        raise InvalidRequestError("compile", "family.option_unsupported", option=["compile"], model=spec.title)
     # A component that the model has, but not this job, may be named: it needs no backend.
     for name in request.backends:
         if name != ALL and name not in spec.component_names:
@@ -134,7 +136,8 @@ def _resolved(
     machine = seen_from(everything, gpu)
     defaults = spec.defaults
     width, height = clip.size_for(request, spec)
-    frames = _or(request.frames, defaults.frames)
+    fps = _or(request.fps, defaults.fps)
+    frames = clip.frames_for(request, spec, fps)
     clip.check_size(spec, width, height, frames)
     steps = _or(request.steps, defaults.steps)
     guidance, guidance_2, embedded_guidance = _guidance(request, spec)
@@ -142,7 +145,8 @@ def _resolved(
     clip.check_shift(request, spec)
     shift = clip.shift_override(request, spec)
     expert_steps = clip.expert_steps(spec, steps, shift)
-    calls = calls_of(steps, guidance, guidance_2, expert_steps)
+    prompts = clip.count_prompts(request, spec, frames, fps)
+    calls = calls_of(steps, guidance, guidance_2, expert_steps, spec.sections(frames), prompts)
 
     device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
     latent_shape = spec.latent_shape(frames, height, width)
@@ -217,7 +221,7 @@ def _resolved(
         width=width,
         height=height,
         frames=frames,
-        fps=_or(request.fps, defaults.fps),
+        fps=fps,
         steps=steps,
         guidance_scale=guidance,
         guidance_scale_2=guidance_2,
@@ -236,6 +240,8 @@ def _resolved(
         output=output,
         latent_shape=latent_shape,
         tokens=tokens,
+        sections=spec.sections(frames),
+        prompts=prompts,
         components={
             name: ComponentPlan(
                 backend=choices[name].backend,
@@ -254,8 +260,8 @@ def _resolved(
         speed=chosen.speed,
         expert_steps=expert_steps,
         shift_reason=clip.shift_reason(shift, spec),
-        step_flops=forward * passes / steps,
-        decode_flops=workload.flops("vae", strategy.decode_tile),
+        step_flops=forward * passes / (steps * spec.sections(frames)),
+        decode_flops=spec.sections(frames) * workload.flops("vae", strategy.decode_tile),
         free_bytes=free,
         memory=chosen.memory,
         seconds=chosen.seconds,
@@ -305,6 +311,7 @@ def _workload(
         engines={name: offer.uses for name, offer in offers.items()},
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),
+        sections=spec.sections(frames),
         height=height,
         width=width,
     )
@@ -316,7 +323,7 @@ def _decode_chunk(workload: memory_model.Workload, vae: Choice, free_bytes: int)
         return 1
     return memory_model.decode_chunk(
         workload.spec,
-        workload.latent_shape[2],
+        workload.decoded,
         workload.height,
         workload.width,
         workload.dtypes["vae"],

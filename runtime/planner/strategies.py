@@ -85,7 +85,9 @@ def options(inputs: ForecastInputs) -> list[Option]:
         # With several GPUs weights are not offloaded.
         plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE)]
         return [*plain, _first_that_fits(_quantized(inputs, "fp8"))]
-    plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL, _GROUP)]
+    one_at_a_time = (_ONE, _MODEL) if inputs.workload.sections == 1 else (_MODEL, _ONE)
+    found = (_KEEP, _FREE_TEXT, *one_at_a_time, _GROUP)
+    plain = [_option(inputs, Fact(code), strategy) for code, strategy in found]
     quantized = [_first_that_fits(islice(_quantized(inputs, kind), 3)) for kind in constraints.QUANTIZATIONS]
     return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
 

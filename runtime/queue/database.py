@@ -409,6 +409,11 @@ def _gpus_of_builds(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE jobs ADD COLUMN gpu INTEGER")
 
 
+def _early_ends(connection: sqlite3.Connection) -> None:
+    """Version 8: videos made in sections that end after the current one."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN finish INTEGER NOT NULL DEFAULT 0")
+
+
 # Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (
     _create,
@@ -418,4 +423,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     _unreadable_rows,
     _stars,
     _gpus_of_builds,
+    _early_ends,
 )

@@ -208,6 +208,15 @@ class JobQueue:
         self.store.request_cancel(ids)
         self._refresh(ids)
 
+    def finish_early(self, job_id: str) -> None:
+        """End a video that is made in sections after the current section.
+
+        Raises:
+            StoreError: if it has ended, or is made whole.
+        """
+        self.store.finish_early(job_id)
+        self._refresh([job_id])
+
     def add_task(self, work: Work, title: str) -> Task:
         """Add work on the engine library to the end of the queue."""
         build = isinstance(work, BuildEngines)

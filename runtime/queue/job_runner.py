@@ -284,8 +284,10 @@ def run(
         except CheckpointError as error:
             emit(Failed.because_of(error))
             return
+    if record.finish:
+        recorder.cancel.finish_early()
     run_job(plan, spec, emit, recorder.cancel, residency, history, checkpoints, record.id)
-    if checkpoints is not None and isinstance(recorder.end, VideoSaved):
+    if checkpoints is not None and isinstance(recorder.end, VideoSaved) and not recorder.end.continues:
         checkpoints.remove_latest()
 
 
@@ -371,8 +373,11 @@ class ControlPoller:
                     self._jobs.pop(job.id, None)
         try:
             requests = self._store.pending(cancels) if cancels else {}
+            finishing = self._store.finishing(jobs) if jobs else set()
         except StoreError:  # polled again soon
             return
+        for job_id in finishing:
+            cancels[job_id].finish_early()
         for job_id, request in requests.items():
             if request == "cancel":
                 cancels[job_id].request()

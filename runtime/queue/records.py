@@ -60,6 +60,7 @@ class JobRecord(FrozenModel):
         idle: whether it runs only while no other work waits, and makes room for videos.
         engines: ids of the engines that an idle build is for, separated by spaces.
         starred: whether the user marked it.
+        finish: whether it ends after the current section, with the video so far.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -91,6 +92,7 @@ class JobRecord(FrozenModel):
     idle: bool = False
     engines: str = ""
     starred: bool = False
+    finish: bool = False
 
     @property
     def open(self) -> bool:
@@ -99,8 +101,13 @@ class JobRecord(FrozenModel):
 
     @property
     def resumable(self) -> bool:
-        """Whether it can be resumed."""
-        return self.kind == "video" and self.state in RESUMABLE and self.deleted is None
+        """Whether it can be resumed, or its video, which ended early, continued."""
+        return self.kind == "video" and (self.state in RESUMABLE or self.continues) and self.deleted is None
+
+    @property
+    def continues(self) -> bool:
+        """Whether its video was made in sections and ended early."""
+        return self.state == "done" and self.saved is not None and self.saved.continues
 
     @property
     def prompt(self) -> str:

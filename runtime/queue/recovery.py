@@ -233,4 +233,5 @@ def _finished(job: JobRecord) -> VideoSaved | None:
         saved = VideoSaved.model_validate({**metadata, "video": job.output})
     except (TandemError, ValidationError):
         return None
-    return saved if metadata.get("job") == job.id else None
+    # A video that ended early may be continued by now; if not, the job makes it again from its sections.
+    return saved if metadata.get("job") == job.id and not saved.continues else None

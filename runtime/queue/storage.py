@@ -12,7 +12,7 @@ from runtime.core.files import remove_partial_files
 from runtime.core.images import referenced
 from runtime.core.locks import remove_scratch_folders
 from runtime.models.images import copy_bytes, remove_unused
-from runtime.pipeline.files import CHECKPOINTS
+from runtime.pipeline.files import CHECKPOINTS, SECTIONS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import sweep
@@ -88,7 +88,7 @@ def video_bytes(job: JobRecord) -> int:
 
 
 def checkpoint_bytes(store: JobStore, job_id: str) -> int:
-    """Return the size of a job's checkpoints; hard links count once."""
+    """Return the size of a job's checkpoints and finished sections; hard links count once."""
     sizes = {}
     for path in _checkpoints(store, job_id):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def checkpoint_bytes(store: JobStore, job_id: str) -> int:
 
 
 def remove_finished_checkpoints(store: JobStore, owner: str | None) -> int:
-    """Remove the checkpoints of finished videos; return the freed bytes.
+    """Remove the checkpoints and sections of finished videos; return the freed bytes.
 
     Raises:
         StoreError: if one cannot be removed; the others are.
@@ -178,7 +178,7 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
 
 def _checkpoints(store: JobStore, job_id: str) -> Sequence[Path]:
     folder = store.folder(job_id)
-    return [] if folder is None else list(folder.glob(CHECKPOINTS))
+    return [] if folder is None else [*folder.glob(CHECKPOINTS), *(folder / SECTIONS).glob("*")]
 
 
 def _size(path: Path) -> int:

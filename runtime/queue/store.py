@@ -441,6 +441,7 @@ class JobStore:
             _add_event(connection, job_id, {"event": "QueuedAgain"})
             position = _next_position(connection)
             again = {"state": "queued", "held": 0, "asked": "", "instance": None, "ended": None, "failure": None}
+            again |= {"finish": 0, "result": None}
             _update(connection, job_id, position=position, **again)
             if changed is not None:
                 _edit(connection, job_id, *changed)
@@ -602,6 +603,26 @@ class JobStore:
                     _end(connection, one, Cancelled())
                 elif state == "running":
                     _update(connection, one, asked="cancel")
+
+    def finish_early(self, job_id: str) -> None:
+        """End a video that is made in sections after the current section, or a paused one with those that it has.
+
+        Raises:
+            StoreError: if it is not queued or running, or is made whole.
+        """
+        with self.database.writing() as connection:
+            record = _record(connection, job_id)
+            if not record.open:
+                raise StoreError("queue.job_ended", job=job_id)
+            if record.plan is None or record.plan.sections == 1:
+                raise StoreError("queue.job_has_no_sections", job=job_id)
+            _update(connection, job_id, finish=1, **({"held": 0} if record.begun else {}))
+
+    def finishing(self, ids: Collection[str]) -> set[str]:
+        """Return which of these running jobs end after their current section."""
+        query = f"SELECT id FROM jobs WHERE state = 'running' AND finish AND id IN ({_marks(ids)})"
+        with self.database.reading() as connection:
+            return {row["id"] for row in connection.execute(query, tuple(ids))}
 
     def pending(self, ids: Collection[str]) -> dict[str, Control]:
         """Return the pending pause and cancel requests of these running jobs."""
@@ -800,7 +821,7 @@ def _insert(
 
 
 def _start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
-    values = {"held": 0, "asked": "", "ended": None, "failure": None, "live": None}
+    values = {"held": 0, "asked": "", "ended": None, "failure": None, "live": None, "result": None}
     _update(connection, job_id, state="running", instance=instance, started=time.time(), **values)
     return _record(connection, job_id)
 
@@ -819,7 +840,9 @@ def _end(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> N
         state, result = "done", event.model_dump_json()
     elif isinstance(event, Failed):
         state, failure = "failed", event.model_dump_json()
-    _update(connection, job_id, state=state, result=result, failure=failure, held=0, asked="", ended=time.time())
+    _update(
+        connection, job_id, state=state, result=result, failure=failure, held=0, asked="", finish=0, ended=time.time()
+    )
 
 
 def _add_event(connection: sqlite3.Connection, job_id: str, event: Mapping[str, Any]) -> None:
@@ -843,7 +866,7 @@ def _check_resumable(job: JobRecord, *others: State) -> None:
     """Raise `StoreError` unless a job can be resumed, or is in one of the `others` states."""
     if job.deleted is not None:
         raise StoreError("queue.job_deleted", job=job.id)
-    if job.kind == "video" and job.state in (*RESUMABLE, *others):
+    if job.kind == "video" and (job.state in (*RESUMABLE, *others) or job.continues):
         return
     if job.state == "queued":
         raise StoreError("queue.job_queued", job=job.id)

@@ -40,6 +40,7 @@ class PlanSummary:
     width: int
     height: int
     frames: int
+    sections: int
     fps: int
     seconds: float | None
 
@@ -53,6 +54,7 @@ class PlanSummary:
             width=plan.width,
             height=plan.height,
             frames=plan.frames,
+            sections=plan.sections,
             fps=plan.fps,
             seconds=plan.seconds["total"].likely if plan.seconds else None,
         )

@@ -9,7 +9,7 @@ from runtime.core.images import ImageUse
 from runtime.core.request import AUTO, FIELDS, GenerationRequest
 from runtime.core.settings import Settings
 from runtime.models.spec import ModelSpec
-from runtime.planner.clip import like_image, size_for
+from runtime.planner.clip import frames_for, like_image, size_for
 
 HOUR_SECONDS = 3600.0
 # Uploads of one visitor, and of all visitors together, in an hour.
@@ -67,8 +67,8 @@ def defaults_within(spec: ModelSpec, limits: Limits) -> dict[str, int]:
 
 def most_frames(spec: ModelSpec, limits: Limits) -> int:
     """Return the largest number of frames that the limits allow and the model supports."""
-    stride = spec.vae.scale_factor_temporal
-    return (limits.frames - 1) // stride * stride + 1
+    stride = spec.frame_stride
+    return max((limits.frames - 1) // stride * stride + 1, spec.least_frames)
 
 
 def allows_size(size: tuple[int, int], limits: Limits) -> bool:
@@ -86,6 +86,9 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
     if spec.image is not None:
         width, height = _size_of_image(request, spec, spec.image, limits)
         own |= {"width": width, "height": height}
+    if request.seconds != AUTO:
+        fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
+        request = request.replace(frames=frames_for(request, spec, fps), seconds=AUTO)
     filled = {name: value for name, value in own.items() if getattr(request, name) == AUTO}
     reset = {
         name: info.get_default(call_default_factory=True)

@@ -60,7 +60,9 @@ def break_even_of_record(record: EngineRecord, preview: Preview | None) -> Break
 
 
 def _calls_per_video(plan: ExecutionPlan) -> Mapping[str, float]:
-    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps)
+    return calls_of(
+        plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps, plan.sections, plan.prompts
+    )
 
 
 def _brief(seconds: float) -> str:

@@ -128,6 +128,8 @@ def video_section(values: Mapping[str, Mapping[str, Any]], *, panels: bool) -> F
     lengths = gr.HTML(**values["lengths"], elem_id="length", apply_default_css=False)
     with gr.Column(elem_id="custom-length"):
         made["frames"] = fields.control("frames", **values["frames"])
+    # For restored settings and programs; the page offers lengths in seconds that the model was made for.
+    made["seconds"] = gr.Textbox("", visible="hidden", label=FIELDS["seconds"].label, elem_id="stored-seconds")
     with gr.Row(elem_id="playback", elem_classes="pair"):
         made["fps"] = fields.control("fps", **values["fps"], info="Changes no frames.")
         made["seed"] = fields.control("seed", info="Empty: a new one each time.")
@@ -206,7 +208,7 @@ def model_values(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> dict[str, 
     Args:
         models: what the page offers, by name.
     """
-    defaults, stride = spec.defaults, spec.vae.scale_factor_temporal
+    defaults, stride = spec.defaults, spec.frame_stride
     wide, high = spec.strides
     second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale
     return {
@@ -216,7 +218,12 @@ def model_values(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> dict[str, 
         "lengths": {"value": lengths_html(spec.frame_counts, defaults.fps)},
         "width": {"value": defaults.width, "step": wide, "info": f"A multiple of {wide}."},
         "height": {"value": defaults.height, "step": high, "info": f"A multiple of {high}."},
-        "frames": {"info": f"A multiple of {stride}, plus 1.", "value": defaults.frames, "minimum": 1, "step": stride},
+        "frames": {
+            "info": f"A multiple of {stride}, plus 1.",
+            "value": defaults.frames,
+            "minimum": spec.least_frames,
+            "step": stride,
+        },
         "fps": {"value": defaults.fps},
         "negative_prompt": {"value": defaults.negative_prompt},
         "steps": {"value": defaults.steps},

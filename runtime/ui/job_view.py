@@ -305,6 +305,8 @@ def running_line(progress: Progress) -> Line:
         detail = page_text(progress.building.progress).what
     elif progress.stage == "decode":
         detail = f"{progress.frames} of {progress.frame_count} frames"
+    if progress.section and progress.plan is not None:
+        detail = f"section {progress.section} of {progress.plan.sections}, {detail}"
     return Line("running", progress.title, detail, formatting.time_left(progress.seconds_left), progress.fraction)
 
 
@@ -364,7 +366,7 @@ def _summary(saved: VideoSaved) -> str:
         (
             f"Seed {request['seed']}",
             formatting.size(request["width"], request["height"]),
-            f"{request['frames'] / request['fps']:.1f} s",
+            f"{saved.frames / request['fps']:.1f} s",
             counted(request["steps"], "step"),
             f"made in {formatting.duration(saved.timings['total'])}",
             ", ".join(BACKEND_TITLES.get(name, name) for name in places),
@@ -389,7 +391,7 @@ def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tupl
     size = formatting.size(request["width"], request["height"])
     found = [
         ("Seed", str(request["seed"])),
-        ("Video", f"{size}, {formatting.length(request['frames'], request['fps'])}"),
+        ("Video", f"{size}, {formatting.length(saved.frames, request['fps'])}"),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
         *_extras(request),
         ("Time", _time(saved)),
@@ -466,7 +468,7 @@ def resume_status(events: Sequence[Event], step: int | None) -> ResumeStatus:
     memory: OutOfMemory | None = None
     for event in events:
         if isinstance(event, Planned):
-            of = event.plan.steps
+            of = event.plan.total_steps
         elif isinstance(event, Resumed | StepDone):
             reached, of = max(reached, event.step), event.of
         elif isinstance(event, OutOfMemory):

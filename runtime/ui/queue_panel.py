@@ -40,6 +40,7 @@ class Row:
         picture: address of its last preview, or before that of its image; empty without one.
         width, height: of the video, in pixels.
         facts: seed, size and length of the video, and the names of its images.
+        sections: whether it is made in sections and can end after the current one.
         seconds: estimated time until its video is saved once it runs, if it is known.
     """
 
@@ -56,6 +57,7 @@ class Row:
     width: int = 16
     height: int = 9
     facts: str = ""
+    sections: bool = False
     seconds: float | None = None
 
     @property
@@ -91,6 +93,7 @@ class QueuePanel(JobsPanel):
             "pause": self._hold,
             "unpause": self._hold,
             "cancel": self._cancel,
+            "finish": self._finish,
             "edit": self._edit,
             "save": self._save,
         }
@@ -149,6 +152,10 @@ class QueuePanel(JobsPanel):
     def _cancel(self, job: JobRecord, _call: Call) -> Reply:
         self._worker.cancel([job.id])
         return {"message": f"{'Cancelled' if job.state == 'queued' else 'Stopping'}: {title(job)}."}
+
+    def _finish(self, job: JobRecord, _call: Call) -> Reply:
+        self._worker.finish_early(job.id)
+        return {"message": f"Ends after the current section: {title(job)}."}
 
     def _edit(self, job: JobRecord, _call: Call) -> Reply:
         return {"edit": {"id": job.id, "title": title(job), "request": dict(job.request)}}
@@ -215,6 +222,7 @@ class QueuePanel(JobsPanel):
             width=width,
             height=height,
             facts=facts,
+            sections=job is not None and job.summary.sections > 1 and not record.finish,
             seconds=seconds,
         )
 

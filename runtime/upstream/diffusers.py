@@ -77,7 +77,8 @@ def decide_first_block_cache(transformer: Any, changed: Callable[[Any, Any], boo
     """
     from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
 
-    hook = transformer.blocks[0]._diffusers_hook.get_hook(_FBC_LEADER_BLOCK_HOOK)
+    registries = (getattr(part, "_diffusers_hook", None) for part in transformer.modules())
+    hook = next(found for one in registries if one is not None and (found := one.get_hook(_FBC_LEADER_BLOCK_HOOK)))
 
     def compute(residual: Any) -> bool:
         before = hook.state_manager.get_state().head_block_residual

@@ -93,7 +93,7 @@ class VideoWriter:
         """
         check_target(self._target)
         sweep(self._target.parent)
-        self._folder = self._exit.enter_context(_scratch_folder(self._target))
+        self._folder = self._exit.enter_context(video_scratch(self._target))
         width, height = self._size
         command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
@@ -157,7 +157,7 @@ class VideoWriter:
                 os.fsync(file.fileno())
             complete.replace(self._target)
         except OSError as error:
-            raise _cannot_write(self._target, error) from error
+            raise cannot_write(self._target, error) from error
 
     def _put(self, item: bytes | None) -> None:
         while True:
@@ -186,7 +186,7 @@ class VideoWriter:
 
     def _failure(self) -> OutputError:
         self._log_reader.join()
-        return _ffmpeg_error("\n".join(self._log), self._target)
+        return ffmpeg_error("\n".join(self._log), self._target)
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def copy_without_metadata(video: Path) -> Iterator[Path]:
     Raises:
         OutputError: if the video cannot be read, or its folder cannot be written.
     """
-    with _scratch_folder(video) as folder:
+    with video_scratch(video) as folder:
         copy = folder / "copy.mp4"
         command = [find_ffmpeg(), "-v", "error", "-y", *_ONLY_MP4, "-i", str(video)]
         command += ["-map", "0:v", "-map_metadata", "-1"]
@@ -312,17 +312,17 @@ def check_target(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except (OSError, ValueError) as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
 
 
 @contextlib.contextmanager
-def _scratch_folder(video: Path) -> Iterator[Path]:
+def video_scratch(video: Path) -> Iterator[Path]:
     """Make a locked scratch folder next to a video; remove it on exit."""
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(scratch_folder(video.parent, _SCRATCH))
         except OSError as error:
-            raise _cannot_write(video, error) from error
+            raise cannot_write(video, error) from error
         yield folder
 
 
@@ -330,10 +330,11 @@ def _run(command: list[str], file: object) -> None:
     """Run ffmpeg in its own process group; raise the error for `file` if it fails."""
     run = subprocess.run(command, capture_output=True, check=False, start_new_session=True)
     if run.returncode != 0:
-        raise _ffmpeg_error(run.stderr.decode("utf-8", "replace"), file)
+        raise ffmpeg_error(run.stderr.decode("utf-8", "replace"), file)
 
 
-def _ffmpeg_error(log: str, file: object) -> OutputError:
+def ffmpeg_error(log: str, file: object) -> OutputError:
+    """Return the error of an ffmpeg that could not write a file, by what it printed."""
     if "No space left on device" in log:
         return OutputError("video.disk_full", file=file)
     return OutputError("video.ffmpeg_failed", file=file, line=_last_line(log))
@@ -344,7 +345,8 @@ def _last_line(log: str) -> str:
     return lines[-1].rstrip(".") if lines else "no message"
 
 
-def _cannot_write(path: Path, error: Exception) -> OutputError:
+def cannot_write(path: Path, error: Exception) -> OutputError:
+    """Return the error of a file that could not be written or replaced."""
     reason = getattr(error, "strerror", None) or str(error)
     if "No space left" in reason:
         return OutputError("video.disk_full", file=path)

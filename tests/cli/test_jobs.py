@@ -248,3 +248,14 @@ def test_control_characters_of_prompts_do_not_reach_the_terminal(
     terminal.line("\x1b[31mred\x07 \x9b here")
     terminal.error("\x1b]0;title\x07", "do\u2028this")
     assert capsys.readouterr().err == ("\\x1b[31mred\\x07 \\x9b here\nError: \\x1b]0;title\\x07\nTo do: do this\n")
+
+
+def test_only_a_job_with_sections_ends_early(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(cache_dir)
+    whole = store.add(sample_request(), sample_plan())
+    assert run(["jobs", "finish", whole.id]) != 0
+    assert "not made in sections" in capsys.readouterr().err
+    job = store.add(sample_request(), sample_plan().replace(sections=3))
+    found, _ = answer(["jobs", "finish", job.id], capsys)
+    assert found == {"finishing": job.id}
+    assert store.get(job.id).finish

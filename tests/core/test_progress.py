@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.core.estimates import Seconds
 from runtime.core.events import (
     Cancelled,
     Event,
@@ -79,3 +80,37 @@ def test_a_finished_job_has_no_time_left(planned: Planned) -> None:
     progress = fold([(0.0, planned), (1.0, Cancelled())])
     assert progress.end == Cancelled()
     assert progress.seconds_left == 0.0
+
+
+def test_sections_are_counted_and_the_time_left_includes_all(planned: Planned) -> None:
+    """Each of three sections of four steps takes 4 s to sample and 2 s to decode, as forecast."""
+    likely = {"encode": 0, "denoise": 12, "decode": 6, "load": 0, "total": 18}
+    seconds = {name: Seconds(one, one, one) for name, one in likely.items()}
+    plan = planned.plan.replace(sections=3, frames=9, seconds=seconds)
+    events: list[tuple[float, Event]] = [(0.0, Planned(plan=plan))]
+    shown, left, shares, now = [], [], [], 0.0
+    for section in range(3):
+        events.append((now, StageStarted(stage="denoise", part="transformer")))
+        for step in range(4):
+            now += 1
+            events.append((now, StepDone(step=4 * section + step + 1, of=12, seconds=1.0, part="transformer")))
+            left.append((now, fold(events).at(now).seconds_left))
+            shown.append(fold(events).section)
+        events.append((now, StageStarted(stage="decode", part="vae")))
+        shown.append(fold(events).section)
+        now += 2
+        events.append((now, FramesDecoded(frames=3 * section + 3, of=9)))
+        left.append((now, fold(events).at(now).seconds_left))
+        shares.append(fold(events).fraction)
+    assert shown == [1, 1, 1, 2, 1, 2, 2, 2, 3, 2, 3, 3, 3, 3, 3]
+    assert shares == pytest.approx([1 / 3, 2 / 3, 1])
+    for moment, seconds_left in left:
+        assert seconds_left == pytest.approx(18 - moment, abs=0.01)
+
+
+def test_a_job_resumed_between_sections_has_their_frames(planned: Planned) -> None:
+    plan = planned.plan.replace(sections=3, frames=9)
+    again = fold([(0.0, Planned(plan=plan)), (0.0, Resumed(step=9, of=12))])
+    assert (again.step, again.steps, again.frames) == (9, 12, 6)
+    whole = fold([(0.0, planned), (0.0, Resumed(step=3, of=4))])
+    assert whole.frames == 0

@@ -34,12 +34,13 @@ IMAGE = st.sampled_from([COPY, "sha256:0/a", "sha256:../a", "/etc/passwd", "boat
 BACKENDS = [None, {}, {"vae": "pytorch"}, ["vae=pytorch"], {"vae_encoder": "pytorch"}, {"all": "tensorrt"}]
 # A valid value of each field of a request, and random ones. Accepted requests are small, see the server.
 FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
-    "prompt": ("a red boat", st.sampled_from(["a red boat", "a blue car", ""]) | JSON),
+    "prompt": ("a red boat", st.sampled_from(["a red boat", "a blue car", "[0s: a boat] [1s-0s: x", ""]) | JSON),
     "negative_prompt": (None, st.none() | TEXT | JSON),
     "model": ("tiny", st.sampled_from(["tiny", "none", "/etc", "../tiny", "diorama\0"]) | JSON),
     "width": (32, SIDE),
     "height": (32, SIDE),
     "frames": (5, st.sampled_from([1, 5, 9, 4, 0, 4005]) | SCALAR.filter(lambda value: value not in range(10, 4002))),
+    "seconds": ("auto", st.sampled_from(["auto", 0, 0.5, -1, 601, True, "1", None, [1]])),
     "fps": (8, st.sampled_from([8, "auto", 0, 121]) | JSON),
     "steps": (1, st.sampled_from([1, 2, 0, 1001, 10**40]) | SCALAR.filter(lambda value: value not in range(3, 1001))),
     "guidance_scale": (1.0, st.sampled_from([1.0, 3.0, "auto", -1, 101]) | JSON),

@@ -2,10 +2,11 @@
 
     python tests/gpu/measure_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
 
-PART is of attention, transformer, vae, vae-encoder, small. Random weights: speed does not depend on their values; norms
-are near one, so that attention is neither flat nor sharp. Prints a JSON object per measurement and appends it to
-$OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. A failure is reported and the next variant
-runs; none starts after `--seconds`. `--device cpu --tiny` tries the script itself.
+PART is of attention, transformer, vae, vae-encoder, small, and hunyuan-video, whose variants are `HUNYUAN_VARIANTS` and
+whose sizes are 960x544 for `--size 480p` and 1280x720 for 720p, with 129 frames. Random weights: speed does not depend
+on their values; norms are near one, so that attention is neither flat nor sharp. Prints a JSON object per measurement
+and appends it to $OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. A failure is reported and the
+next variant runs; none starts after `--seconds`. `--device cpu --tiny` tries the script itself.
 
 Errors are ‖out - ref‖ / ‖ref‖ against float32 with TF32 off, of the same weights; the transformer's over
 `--reference-blocks` of its 40 blocks, since float32 takes a minute for all of them at 480p and five at 720p.
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch._inductor.config as inductor_config
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
@@ -42,12 +43,14 @@ from runtime.engines.reference import full_float32
 from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
+from runtime.families.hunyuan_video import transformer as hunyuan
+from runtime.families.hunyuan_video.known import KNOWN as HUNYUAN_KNOWN
 from runtime.families.wan.spec import vae_spec
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models import quantization
-from runtime.models.catalogue import find
+from runtime.models.catalogue import find, look_up
 from runtime.pipeline.sampling import decode
 from tests.gpu.check_common import relative_error
 from tests.plans import Alone, tiny_plan
@@ -100,6 +103,31 @@ VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
     ("kernels", Speed(channels_last=True, compiled=True), 1),
     ("kernels", Speed(channels_last=True, compiled=True), 4),
 )
+# Latent frames, height, width of 129 frames.
+HUNYUAN_SIZES = {"480p": (33, 68, 120), "720p": (33, 90, 160), "tiny": (3, 6, 8)}
+HUNYUAN_TINY: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 32,
+    "pooled_projection_dim": 16,
+    "rope_axes_dim": (4, 6, 6),
+}
+HUNYUAN_TEXT = 40
+# Name: how it is computed, `None` by diffusers, and how the linear layers are: "" or `FP8`.
+HUNYUAN_VARIANTS: dict[str, tuple[Speed | None, str]] = {
+    "diffusers": (None, ""),
+    "ours": (EAGER, ""),
+    "compiled": (Speed(compiled=True), ""),
+    "cudnn": (Speed(attention="cudnn", compiled=True), ""),
+    "flash4": (Speed(attention="flash4", compiled=True), ""),
+    "fp8-attention": (Speed(attention="fp8", compiled=True), ""),
+    "fp8": (Speed(attention="cudnn", compiled=True), FP8),
+    "fp8-flash4": (Speed(attention="flash4", compiled=True), FP8),
+    "fp8-all": (Speed(attention="fp8", compiled=True), FP8),
+}
 DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
 
 
@@ -330,6 +358,100 @@ def quantize(module: Any) -> None:
     quantize_(
         module.blocks, quantization.diffusers_config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass()
     )
+
+
+def hunyuan_video(bench: Bench) -> None:
+    """Measure one forward pass of HunyuanVideo's transformer, in bfloat16 and FP8.
+
+    diffusers masks the text's padding, as its pipeline does; a prompt of `HUNYUAN_TEXT` tokens is padded to 256.
+    """
+    config = dict(HUNYUAN_KNOWN[0].configs["transformer"]) | (HUNYUAN_TINY if bench.arguments.tiny else {})
+    module = random_module(bench.device, lambda: HunyuanVideoTransformer3DModel(**config), bench.dtype)
+    latents, times, text = given = hunyuan_inputs(bench, module.config)
+    spec = look_up("hunyuan-video", Path("none")).transformer
+    tokens = latents[0, 0].numel() // 4
+    operations = 0.0 if bench.arguments.tiny else spec.forward_flops(tokens, HUNYUAN_TEXT)
+    say: dict[str, Any] = {
+        "part": "hunyuan-video",
+        "grid": list(latents.shape[2:]),
+        "floor": round(operations / PEAK, 3),
+    }
+    blocks = module.transformer_blocks, module.single_transformer_blocks
+    deep = bench.arguments.reference_blocks
+
+    @contextmanager
+    def first_blocks() -> Iterator[None]:
+        module.transformer_blocks, module.single_transformer_blocks = (kind[:deep] for kind in blocks)
+        try:
+            yield
+        finally:
+            module.transformer_blocks, module.single_transformer_blocks = blocks
+
+    wanted = None
+    if deep:
+        with bench.trying(**say, variant="reference"), torch.no_grad(), first_blocks(), full_float32(latents.device):
+            wanted = hunyuan_by_diffusers(copy.deepcopy(module).float(), *given)
+    chosen = bench.arguments.variants.split(",") if bench.arguments.variants else list(HUNYUAN_VARIANTS)
+    quantized = False
+    for name in chosen:
+        speed, linears = HUNYUAN_VARIANTS[name]
+        if linears and not quantized:
+            hunyuan_quantize(module)
+            quantized = True
+        with bench.trying(**say, variant=name), torch.no_grad():
+            if quantized and not linears:
+                raise RuntimeError("FP8 once is FP8 for good: name its variants last")
+            run = partial(hunyuan_by_diffusers, module, *given)
+            if speed is not None:
+                why = problem(speed.attention, bench.device, bench.dtype, module.config.attention_head_dim)
+                if why is not None:
+                    raise RuntimeError(str(why))
+                denoiser = hunyuan.PyTorchDenoiser(module)
+                denoiser.compute(speed, raise_if_degraded)
+                run = partial(denoiser, latents, times, text)
+            run()
+            found = bench.seconds(run, 3)
+            off = None
+            if wanted is not None:
+                with first_blocks():
+                    off = float(f"{relative_error(run().float(), wanted):.3g}")
+            bench.say(**say, variant=name, **found, error=off, error_blocks=[len(kind[:deep]) for kind in blocks])
+            if name == chosen[-1] and not bench.arguments.no_profile:
+                profile(bench, f"hunyuan-video-{bench.size}-{name}", run, {**say, "variant": name})
+
+
+def hunyuan_inputs(bench: Bench, config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random latents, the timestep with 1000 times the guidance scale, and a text without padding."""
+    generator = torch.Generator(bench.device).manual_seed(1)
+    grid = HUNYUAN_SIZES[bench.size]
+    latents = torch.randn(1, config.in_channels, *grid, device=bench.device, generator=generator)
+    text = torch.randn(1, 1 + HUNYUAN_TEXT, config.text_embed_dim, device=bench.device, generator=generator)
+    return latents, torch.tensor([500.0, 6000.0], device=bench.device), text.to(bench.dtype)
+
+
+def hunyuan_by_diffusers(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Return diffusers' prediction, with the text padded to 256 tokens; the module's blocks need not be as loaded."""
+    dtype, tokens = module.x_embedder.proj.weight.dtype, text[:, 1:]
+    padded = nn.functional.pad(tokens, (0, 0, 0, 256 - tokens.shape[1])).to(dtype)
+    mask = (torch.arange(256, device=text.device) < tokens.shape[1])[None].to(dtype)
+    pooled = text[:, 0, : module.config.pooled_projection_dim].to(dtype)
+    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
+        # Undo `hunyuan.install`.
+        block.__dict__.pop("forward", None)
+        block.__dict__.pop("step", None)
+    out: torch.Tensor = module(
+        latents.to(dtype), times[:1], padded, mask, pooled, guidance=times[1:].to(dtype), return_dict=False
+    )[0]
+    return out
+
+
+def hunyuan_quantize(module: Any) -> None:
+    """Quantize the blocks' linear layers as a job does: FP8, a scale per row."""
+    from torchao.quantization import quantize_
+
+    config = quantization.diffusers_config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass()
+    for blocks in (module.transformer_blocks, module.single_transformer_blocks):
+        quantize_(blocks, config)
 
 
 def part(module: Any) -> None:
@@ -634,6 +756,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "vae": vae,
     "vae-encoder": vae_encoder,
     "small": small,
+    "hunyuan-video": hunyuan_video,
 }
 
 

@@ -20,6 +20,7 @@ from runtime.execution.offload import Placement, place
 from runtime.models.loras import read_lora
 from runtime.models.quantization import check_quantized, diffusers_config
 from runtime.models.registry import family_of
+from runtime.models.spec import ModelSpec
 from runtime.models.weights import fuse
 
 
@@ -101,7 +102,7 @@ def load(folder: Path, kind: str | None = None) -> Any:
     """Load the transformer, quantized or not."""
     arguments: dict[str, Any] = {"torch_dtype": torch.bfloat16}
     if kind is not None:
-        arguments["quantization_config"] = diffusers_config(kind, torch.bfloat16)
+        arguments["quantization_config"] = diffusers_config(kind, torch.bfloat16, ModelSpec.unquantized)
         allow_cpu(kind)
     if kind in {"bnb-8bit", "bnb-4bit"}:
         arguments["device_map"] = {"": "cpu"}

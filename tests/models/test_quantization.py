@@ -44,7 +44,7 @@ def test_it_computes_in_16_bits(kind: str, dtype: str, bfloat16: bool, computes_
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cpu_is_refused(kind: str) -> None:
     with pytest.raises(MachineError) as caught:
-        loading_arguments(part(kind))
+        loading_arguments(part(kind), ())
     assert caught.value.fact == Fact("quantization.needs_gpu", {"kind": kind, "device": "cpu"})
     assert caught.value.remedy == "Use --quantization none."
 

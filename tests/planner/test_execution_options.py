@@ -111,6 +111,25 @@ def test_estimates_of_compiled_passes_are_near_held_out_measurements(row: dict[s
     assert not found.measured
 
 
+@pytest.mark.parametrize("field", ["compiled", "text_kept", "paired", "graphed", "fused", "channels_last"])
+def test_options_that_the_family_lacks_are_not_chosen(field: str) -> None:
+    model = A14B if field == "compiled" else true_size("wan2.1-1.3b")
+    asked: dict[str, Any] = {} if field == "compiled" else {"width": 256, "height": 256, "frames": 5}
+    had, lacked = (plan(one, **asked).speed for one in (model, replace(model, lacks=frozenset({field}))))
+    assert getattr(had, field)
+    assert not getattr(lacked, field)
+    assert lacked.text_bytes == (0 if field == "text_kept" else had.text_bytes)
+    if field == "compiled":
+        assert lacked.compiled_reason is not None
+        assert lacked.compiled_reason.data["cause"] == Fact("planner.family_never_compiles")
+
+
+def test_requested_compilation_is_refused_if_the_family_lacks_it() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        plan(replace(A14B, lacks=frozenset({"compiled"})), compile="always")
+    assert refused.value.fact.code == "family.option_unsupported"
+
+
 @pytest.mark.parametrize(
     ("on", "wanted", "code"),
     [

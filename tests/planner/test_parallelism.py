@@ -12,6 +12,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
+from runtime.models.catalogue import look_up
 from runtime.planner.history import runs_of
 from runtime.planner.placement import counts, faster_by_split
 from runtime.planner.resolve import resolve
@@ -287,3 +288,20 @@ def test_heads_are_shared_evenly(heads: int, guided: bool, able: list[int]) -> N
 def test_a_shared_pass_takes_less_memory() -> None:
     held = workload(spec(A14B), (832, 480, 81))
     assert held.split is None
+
+
+def test_a_family_without_strips_shares_passes_and_decodes_on_one() -> None:
+    hunyuan = replace(look_up("hunyuan-video", Path("none")), is_downloaded=True)
+    request = GenerationRequest(prompt="a red boat", gpus=4, compile="always")
+    where = replace(FOUR, packages=(*FOUR.packages, ("triton", "3.6.0")))
+    made = resolve(request, hunyuan, where, Path("x.mp4"))
+    assert made.split == Split(
+        devices=tuple(f"cuda:{index}" for index in range(4)), guidance=1, sequence=4, decode=False
+    )
+    alone = resolve(request.replace(gpus=1), hunyuan, where, Path("x.mp4"))
+    assert alone.seconds["denoise"].likely > 2.5 * made.seconds["denoise"].likely
+    assert made.seconds["decode"] == alone.seconds["decode"]
+    assert made.speed.compiled
+    assert not any(getattr(made.speed, field) for field in hunyuan.lacks - {"strips", "compiled_vae"})
+    uncompiled = resolve(request.replace(gpus=1, compile="never"), hunyuan, where, Path("x.mp4"))
+    assert uncompiled.seconds["decode"] == alone.seconds["decode"]

@@ -168,3 +168,15 @@ def test_visitors_cannot_fill_the_disk() -> None:
     with pytest.raises(LimitError) as refused:
         visitor_limits.check_disk((1 << 29) - 1)
     assert refused.value.code == "server.disk_full"
+
+
+def test_a_length_in_seconds_counts_as_its_frames(spec: ModelSpec) -> None:
+    filled = visitor_limits.filled_in(asked(frames="auto", seconds=2, fps=16), spec, LIMITS)
+    assert (filled.frames, filled.seconds) == (33, "auto")
+    visitor_limits.check_request(filled, LIMITS)
+    longer = visitor_limits.filled_in(asked(frames="auto", seconds=3, fps=16), spec, LIMITS)
+    with pytest.raises(InvalidRequestError) as caught:
+        visitor_limits.check_request(longer, LIMITS)
+    assert caught.value.fact == exceeded("frames", 49, 33)
+    with pytest.raises(InvalidRequestError):
+        visitor_limits.filled_in(asked(seconds=1), spec, LIMITS)

@@ -24,6 +24,7 @@ GOOD: dict[str, Any] = {
     "width": 64,
     "height": 32,
     "frames": 9,
+    "seconds": "",
     "fps": 8,
     "steps": 4,
     "guidance_scale": 4.0,
@@ -79,7 +80,8 @@ def test_an_empty_number_suggests_the_default(models: dict[str, ModelSpec]) -> N
 def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
-    read_values = {"seed": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO, "image": None, "last_image": None}
+    read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
+    read_values |= {"image": None, "last_image": None}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 

@@ -10,7 +10,6 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "execution.attention_inexact": Message("The attention kernel {attention} returns wrong values on this machine."),
     "execution.compilation_failed": Message("Compilation failed ({error})."),
-    "execution.option_unsupported": Message("The model's family does not have this option."),
     "execution.triton_failed": Message("A Triton kernel failed ({error})."),
     "execution.graph_capture_failed": Message("Recording a CUDA graph failed ({error})."),
     "execution.group_offload_failed": Message(

@@ -161,6 +161,16 @@ _REFUSALS: Mapping[str, Message] = {
         "{field:setting} is {value}; {model} supports multiples of {stride}.", "Use {able:or}."
     ),
     "planner.frame_count": Message("{set[frames]} is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
+    "planner.prompt_times": Message(
+        "The prompt has a time that cannot be read: {part}.",
+        "Write the prompt of a time as [2s: …] or [2s-3.5s: …], with the start before the end.",
+    ),
+    "planner.seconds_and_frames": Message(
+        "{set[seconds]} and {set[frames]} both set the length of the video.", "Use only one of them."
+    ),
+    "planner.too_long": Message(
+        "{set[seconds]} is {value}; {model} makes at most {able} s at {fps} frames per second.", "Use {able}."
+    ),
     "planner.too_large": Message("{field:setting} is {value}; {model} supports at most {most}.", "Use {most}."),
     "planner.no_usable_gpus": Message(
         "{wanted} GPUs were requested; none can be used: {cause:clause}.", "Use {set[gpus=1]}."
@@ -314,6 +324,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.not_compiled_asked": Message("Not compiled, as requested."),
     "planner.compiled_asked": Message("Compiled, as requested."),
     "planner.not_compiled": Message("Not compiled: {cause:clause}."),
+    "planner.family_never_compiles": Message("The model's family is not compiled."),
     "planner.not_compiled_on_cpu": Message(
         "Not compiled: on a CPU, an Inductor engine is compiled once for all clips."
     ),

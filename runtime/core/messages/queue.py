@@ -16,6 +16,12 @@ MESSAGES: Mapping[str, Message] = {
     "queue.job_queued": Message("Job {job} is already queued.", "Wait for it, or cancel it."),
     "queue.job_running": Message("Job {job} is already running.", "Watch it in the web app, or wait until it ends."),
     "queue.job_running_delete": Message("Job {job} is running.", "Cancel it first."),
+    "queue.job_ended": Message(
+        "Job {job} has ended.", "Run `{tandem} jobs resume {job}` to continue it, if it can be."
+    ),
+    "queue.job_has_no_sections": Message(
+        "The video of job {job} is not made in sections.", "Wait until it ends, or cancel it."
+    ),
     "queue.job_done": Message("Job {job} is done.", "Its video is {video}."),
     "queue.job_deleted": Message("Job {job} is deleted.", "Run `{tandem} jobs undelete {job}` to restore it first."),
     "queue.job_not_queued": Message("Job {job} is no longer queued.", "Refresh the queue."),

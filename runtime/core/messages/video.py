@@ -43,6 +43,9 @@ MESSAGES: Mapping[str, Message] = {
     "video.ffmpeg_failed": Message(
         "ffmpeg could not write {file}: {line}.", "Check the folder and its free space, and try again."
     ),
+    "video.part_damaged": Message(
+        "A finished part of the video, {file}, is missing or damaged.", "Generate the video again from its start."
+    ),
     "video.no_metadata": Message("{file} has no metadata of Tandem.", "Use an MP4 that Tandem generated."),
     "video.frame_unreadable": Message(
         "The frame of {file} cannot be read.", "Check that the video plays, and try again."

@@ -10,9 +10,10 @@ from transformers import CLIPTextModel
 
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.components import ImageEncoder, ImageModel, StripDecoder, VideoEncoder
+from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
+from runtime.families.hunyuan_video import transformer
 from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncoder, ShortLlama
-from runtime.families.hunyuan_video.transformer import PyTorchDenoiser
 from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 
@@ -31,9 +32,9 @@ def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -
     return ClipEncoder(tokenizer, model)
 
 
-def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchDenoiser:
+def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> transformer.PyTorchDenoiser:
     """See `execution.components.Components`."""
-    return PyTorchDenoiser(module, speed)
+    return transformer.PyTorchDenoiser(module, speed)
 
 
 def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoDecoder:
@@ -59,13 +60,13 @@ def video_encoder(module: torch.nn.Module, device: str | torch.device) -> VideoE
 def strip_decoder(
     module: torch.nn.Module, device: str | torch.device, number: int, count: int, speed: Speed
 ) -> StripDecoder:
-    """One GPU decodes: the spec excludes several."""
+    """One GPU decodes: the spec lacks strips."""
     raise AssertionError(module, device, number, count, speed)
 
 
-def share_tokens(module: torch.nn.Module, tokens: Any) -> None:
-    """One GPU denoises: the spec excludes several."""
-    raise AssertionError(module, tokens)
+def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
+    """See `execution.components.Components`."""
+    transformer.share_tokens(module, tokens)
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:

@@ -21,8 +21,11 @@ from runtime.models.timesteps import NoiseLevels, noise_levels
 
 # `HunyuanVideoPipeline.__call__`'s default.
 MAX_SEQUENCE_LENGTH = 256
-# Several GPUs and the step cache are not supported by this family's transformer.
-_UNSUPPORTED = frozenset({"gpus", "step_cache"})
+# Of `Speed`, the transformer has attention kernels and compiled blocks, and the VAE has nothing. One GPU decodes.
+LACKS = frozenset({"text_kept", "paired", "graphed", "fused", "channels_last", "compiled_vae", "strips"})
+# Single blocks have a `proj_out` too, so the last projection is named by its parameter, which bitsandbytes does not
+# compare: it quantizes that layer as well.
+UNQUANTIZED = ("context_embedder", "time_text_embed", "norm_out", "proj_out.weight")
 _FLOAT32 = 4
 # Of a published model until its folder is here, whose configuration has the shift.
 _NOISE = NoiseLevels(setting="shift", fixed=None, shift=math.nan, spread="linear")
@@ -182,6 +185,33 @@ class VaeSpec:
         )
         return element_bytes * convolution + self.cache_bytes(height, width, element_bytes)
 
+    def encode_flops(self, frames: int, height: int, width: int) -> float:
+        """Return the operations of encoding one image: images are encoded alone, whatever `frames` is."""
+        del frames
+        dims, in_space = self.block_out_channels, self.scale_factor_spatial.bit_length() - 1
+        positions = height * width
+        total = 2.0 * _KERNEL * positions * 3 * dims[0]
+        for level, (before, out) in enumerate(itertools.pairwise((dims[0], *dims))):
+            total += 2.0 * _KERNEL * positions * (before * out + out * out * (2 * self.layers_per_block - 1))
+            positions //= 4 if level < in_space else 1
+            if level < len(dims) - 1:
+                total += 2.0 * _KERNEL * positions * out * out
+        return total + 2.0 * _KERNEL * positions * dims[-1] * (4 * dims[-1] + 2 * self.z_dim)
+
+    def encode_bytes(self, frames: int, height: int, width: int, element_bytes: int) -> int:
+        """Return the peak memory of encoding one image in bytes, weights excluded: of a residual block at full size.
+
+        There are the block's input, the convolution's input padded to three frames, its output, and both also in the
+        layout of the kernel's library. Counted from diffusers' modules, not measured.
+        """
+        del frames
+        return 9 * height * width * self.last_channels * element_bytes
+
+    def encoder_cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
+        """Return 0: an image is encoded in one call."""
+        del height, width, element_bytes
+        return 0
+
     def cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
         """Return the bytes of the frames that one call passes to the next, which is blended with them."""
         return 2 * 3 * ((_GROUP - 1) * self.scale_factor_temporal + 1) * height * width * element_bytes
@@ -244,7 +274,7 @@ class HunyuanVideoFamily(Family):
             ModelError: if it is incomplete, damaged or invalid.
         """
         with reading(directory.name):
-            found = _read_configurations(directory, directory.name)
+            found = read_configurations(directory, directory.name)
             sidecar = read_sidecar(directory, 1) or {"title": directory.name, "license": "unknown", **_CARD}
             return ModelSpec(
                 family="hunyuan_video",
@@ -255,7 +285,7 @@ class HunyuanVideoFamily(Family):
                 scheduler=str(found.scheduler["_class_name"]),
                 parameters={part: count_parameters(directory / part) for part in _PROGRAMS},
                 flow_shift=found.shift,
-                noise=_given(noise_levels(found.scheduler)),
+                noise=given_sigmas(noise_levels(found.scheduler)),
                 **_common(found.transformer),
                 **{"latent_rgb": None, **sidecar},
             )
@@ -267,7 +297,7 @@ class HunyuanVideoFamily(Family):
             ModelError: if one is missing, damaged or invalid.
         """
         with reading(title):
-            _read_configurations(directory, title)
+            read_configurations(directory, title)
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
@@ -304,7 +334,7 @@ _CARD: Mapping[str, Any] = {
 }
 
 
-class _Configurations(NamedTuple):
+class Configurations(NamedTuple):
     """The configurations of a folder."""
 
     transformer: TransformerSpec
@@ -313,7 +343,7 @@ class _Configurations(NamedTuple):
     shift: float | None
 
 
-def _read_configurations(directory: Path, title: str) -> _Configurations:
+def read_configurations(directory: Path, title: str) -> Configurations:
     """Read and check all configurations of a folder, before a library reads one.
 
     Raises:
@@ -341,14 +371,14 @@ def _read_configurations(directory: Path, title: str) -> _Configurations:
     if scheduler.get("use_dynamic_shifting"):
         raise ModelError("model.dynamic_shifting", model=title)
     noise_levels(scheduler)
-    return _Configurations(transformer, vae, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
+    return Configurations(transformer, vae, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
 
 
 def _renamed(adapter: TypeAdapter[Any], names: Mapping[str, str], config: Mapping[str, Any]) -> Any:
     return adapter.validate_python({ours: config[theirs] for ours, theirs in names.items()})
 
 
-def _given(noise: NoiseLevels) -> NoiseLevels:
+def given_sigmas(noise: NoiseLevels) -> NoiseLevels:
     """Return the noise levels with the sigmas that the pipeline gives to the scheduler."""
     return replace(noise, spread="linear") if noise.spread == "euler" else noise
 
@@ -362,5 +392,6 @@ def _common(transformer: TransformerSpec) -> dict[str, Any]:
         "embedded_guidance": transformer.guidance_embeds,
         "max_sequence_length": MAX_SEQUENCE_LENGTH,
         "programs": _PROGRAMS,
-        "unsupported": _UNSUPPORTED,
+        "lacks": LACKS,
+        "unquantized": UNQUANTIZED,
     }

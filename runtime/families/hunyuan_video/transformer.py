@@ -1,55 +1,272 @@
-"""The transformer in PyTorch: diffusers' modules, without the padding of the text and its mask."""
+"""HunyuanVideo's transformer on diffusers' modules and weights, in blocks that compile without graph breaks.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+Equal to `diffusers.HunyuanVideoTransformer3DModel` up to rounding. Differences:
+
+- The text's padding is left out instead of masked, so that attention takes no mask and any kernel computes it.
+- The tables of the rotary embedding are computed once per size. The text's tokens are rotated by no angle, so that a
+  block rotates queries and keys of all tokens at once.
+- Attention is called directly rather than through a processor, which a compiler cannot trace.
+- Several processes can share a pass: each has an equal share of the sequence of the clip's and the text's tokens.
+
+`install` replaces `forward` of the blocks of a loaded module. Blocks keep diffusers' calling convention, so that its
+hooks, and with them offloading, still work, and so that other modules with the same blocks (FramePack's) can use them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.embeddings import apply_rotary_emb
+import torch.nn.functional as F
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
-from runtime.core.step_cache import NONE
-from runtime.execution.attention import Attention, attention
+from runtime.core.step_cache import strength_of
+from runtime.execution.attention import attention
 from runtime.execution.block_engines import BlockEngines
-from runtime.execution.components import PROMPTED, OnDegraded
-from runtime.execution.first_block_cache import Sharing
+from runtime.execution.compilation import CompiledStep
+from runtime.execution.components import PROMPTED, UNPROMPTED, OnDegraded
+from runtime.execution.first_block_cache import Sharing, first_block_cached
+from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.rotation import Rotation, rotate, rotation_tables
+from runtime.upstream.diffusers import reset_step_cache
+
+# Queries, keys and values, each (1, tokens, heads, head width).
+Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# `double_step`, `single_step`, or a compiled version of one of them.
+BlockStep = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-class JointAttention:
-    """The attention of both kinds of blocks with a kernel of `execution.attention`, which takes no mask.
+class _Stream(NamedTuple):
+    """The layers of a double block for one kind of tokens."""
 
-    Source: `HunyuanVideoAttnProcessor2_0`.
+    norm1: Any
+    to_qkv: tuple[Any, Any, Any]
+    norm_query: Any
+    norm_key: Any
+    to_out: Any
+    norm2: Any
+    feed_forward: Any
+
+
+def _streams(block: Any) -> tuple[_Stream, _Stream]:
+    """Return a double block's layers for the clip's tokens and for the text's."""
+    attn = block.attn
+    of_clip, of_text = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    return (
+        _Stream(block.norm1, of_clip, attn.norm_q, attn.norm_k, attn.to_out[0], block.norm2, block.ff),
+        _Stream(
+            block.norm1_context,
+            of_text,
+            attn.norm_added_q,
+            attn.norm_added_k,
+            attn.to_add_out,
+            block.norm2_context,
+            block.ff_context,
+        ),
+    )
+
+
+def double_step(
+    block: Any, x: torch.Tensor, text: torch.Tensor, embedded: torch.Tensor, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one block with weights of their own for the clip's tokens and the text's. It is compiled as a whole.
+
+    Args:
+        block: a `HunyuanVideoTransformerBlock` after `install`.
+        x: the clip's tokens, (1, tokens, width). A process that shares a pass may have none, here or in `text`.
+        text: the text's tokens, (1, text tokens, width).
+        embedded: the timestep, guidance scale and pooled text, (1, width).
+        rotation: of the clip's tokens and then the text's.
+
+    Returns:
+        The tokens after the block, shaped like `x` and `text`.
     """
+    clip_layers, text_layers = _streams(block)
+    clip_rows, text_rows = (_modulation(one.norm1, embedded, 6) for one in (clip_layers, text_layers))
+    heads = block.attn.heads
+    # Nested calls, so that intermediate values are freed as soon as possible.
+    attended = _attended(
+        block,
+        _joined(
+            _stream_qkv(clip_layers, x, clip_rows, heads),
+            _stream_qkv(text_layers, text, text_rows, heads),
+        ),
+        rotation,
+    )
+    to_clip, to_text = attended.split([x.shape[1], text.shape[1]], dim=1)
+    return _add_stream(clip_layers, x, to_clip, clip_rows), _add_stream(text_layers, text, to_text, text_rows)
 
-    def __init__(self, attend: Attention) -> None:
-        self._attend = attend
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        attention_mask: None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a block adds to the clip's tokens and to the text's."""
-        count, joint = hidden_states.shape[1], attn.add_q_proj is None
-        x = torch.cat([hidden_states, encoder_hidden_states], dim=1) if joint else hidden_states
-        q, k, v = (project(x).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v))
-        q, k = attn.norm_q(q), attn.norm_k(k)
-        q, k = (
-            torch.cat([apply_rotary_emb(y[:, :count], image_rotary_emb, sequence_dim=1), y[:, count:]], dim=1)
-            for y in (q, k)
-        )
-        if not joint:
-            projects = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            of_text = [project(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for project in projects]
-            of_text = [attn.norm_added_q(of_text[0]), attn.norm_added_k(of_text[1]), of_text[2]]
-            q, k, v = (torch.cat(pair, dim=1) for pair in zip((q, k, v), of_text, strict=True))
-        out = self._attend(q, k, v).flatten(2, 3)
-        clip, text = out[:, :count], out[:, count:]
-        return (clip, text) if joint else (attn.to_out[0](clip), attn.to_add_out(text))
+def single_step(
+    block: Any, x: torch.Tensor, text: torch.Tensor, embedded: torch.Tensor, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one block with the same weights for all tokens; arguments and results are those of `double_step`."""
+    both = torch.cat([x, text], dim=1)
+    shift, scale, gate = _modulation(block.norm, embedded, 3)
+    both = both + gate * block.proj_out(_single_inner(block, both, shift, scale, rotation))
+    clip, own_text = both.split([x.shape[1], text.shape[1]], dim=1)
+    return clip, own_text
+
+
+def _single_inner(
+    block: Any, both: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, rotation: Rotation
+) -> torch.Tensor:
+    """Return a single block's results of attention and inner layer, (1, tokens, width + inner width)."""
+    attn, normed = block.attn, block.norm.norm(both) * (1 + scale) + shift
+    inner = block.act_mlp(block.proj_mlp(normed))
+    qkv = (attn.to_q, attn.to_k, attn.to_v)
+    attended = _attended(block, _qkv(normed, qkv, attn.norm_q, attn.norm_k, attn.heads), rotation)
+    return torch.cat([attended, inner], dim=2)
+
+
+def _attended(block: Any, qkv: Qkv, rotation: Rotation) -> torch.Tensor:
+    """Return the result of attention among all tokens, (1, tokens, width)."""
+    q, k, v = qkv
+    out: torch.Tensor = block.attend(rotate(q, rotation), rotate(k, rotation), v)
+    return out.flatten(2)
+
+
+def _joined(of_clip: Qkv, of_text: Qkv) -> Qkv:
+    """Return queries, keys and values of the clip's tokens and then the text's."""
+    q, k, v = (torch.cat(pair, dim=1) for pair in zip(of_clip, of_text, strict=True))
+    return q, k, v
+
+
+def _modulation(norm: Any, embedded: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    """Return the shifts, scales and gates of an adaptive norm, `rows` tensors of (1, 1, width)."""
+    found: torch.Tensor = norm.linear(norm.silu(embedded))
+    return found.unsqueeze(1).chunk(rows, dim=2)
+
+
+def _qkv(normed: torch.Tensor, layers: tuple[Any, Any, Any], norm_query: Any, norm_key: Any, heads: int) -> Qkv:
+    """Return queries, keys and values, each (1, tokens, heads, head width), before the rotation."""
+    q, k, v = (layer(normed).unflatten(2, (heads, -1)) for layer in layers)
+    return norm_query(q), norm_key(k), v
+
+
+def _stream_qkv(layers: _Stream, x: torch.Tensor, rows: tuple[torch.Tensor, ...], heads: int) -> Qkv:
+    """Return queries, keys and values of one kind of tokens, see `_qkv`."""
+    if not x.shape[1]:
+        none = x.unflatten(2, (heads, -1))
+        return none, none, none
+    normed = layers.norm1.norm(x) * (1 + rows[1]) + rows[0]
+    return _qkv(normed, layers.to_qkv, layers.norm_query, layers.norm_key, heads)
+
+
+def _add_stream(
+    layers: _Stream, x: torch.Tensor, attended: torch.Tensor, rows: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Return one kind of tokens after the block, shaped like `x`; `attended` is the result of attention."""
+    if not x.shape[1]:
+        return x
+    _, _, gate, shift, scale, gate_inner = rows
+    x = x + layers.to_out(attended) * gate
+    normed = layers.norm2(x) * (1 + scale) + shift
+    return x + gate_inner * layers.feed_forward(normed)
+
+
+def install(
+    module: Any, kind: str = "native", double: BlockStep = double_step, single: BlockStep = single_step
+) -> None:
+    """Replace `forward` of the blocks of a loaded transformer; later calls change the options.
+
+    Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
+
+    Args:
+        module: has blocks of both kinds, without hooks at the first call.
+        kind: the attention kernel, see `execution.attention`.
+        double: `double_step` or a compiled version of it.
+        single: `single_step` or a compiled version of it.
+    """
+    attend = attention(kind)
+    for blocks, step in ((module.transformer_blocks, double), (module.single_transformer_blocks, single)):
+        for block in blocks:
+            if not hasattr(block, "step"):
+                block.forward = MethodType(_block_forward, block)
+            block.attend, block.step = attend, step
+
+
+def _block_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    attention_mask: None,
+    rotary_emb: Rotation,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one block. The signature begins as that of diffusers' blocks, but the rotation is of all tokens."""
+    assert attention_mask is None, "padding is left out"
+    out: tuple[torch.Tensor, torch.Tensor] = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+    return out
+
+
+def share_tokens(module: Any, tokens: Tokens) -> None:
+    """Divide a transformer's tokens among several processes, after `install`.
+
+    The clip's tokens and the text's are one sequence, of which each process has an equal share: most have tokens of the
+    clip only. The shares are gathered after the last projection.
+    """
+    module.shared_tokens = tokens
+    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
+        block.attend = tokens.around(block.attend)
+
+
+def run_blocks(
+    module: Any, x: torch.Tensor, text: torch.Tensor, embedded: torch.Tensor, rotation: Rotation
+) -> torch.Tensor:
+    """Run all blocks and the last projection.
+
+    Args:
+        module: a transformer after `install`.
+        x: the clip's tokens, (1, tokens, width), embedded.
+        text: the text's tokens without padding, (1, text tokens, width), refined.
+        embedded: see `double_step`.
+        rotation: of the clip's tokens; those of the text are not rotated.
+
+    Returns:
+        The projection of the clip's tokens, (1, tokens, values of a patch).
+    """
+    shared: Tokens | None = getattr(module, "shared_tokens", None)
+    count = x.shape[1]
+    rotation = _with_text(rotation, text.shape[1])
+    if shared is not None:
+        shared.count = count + text.shape[1]
+        own, first = shared.own(torch.cat([x, text], dim=1)), shared.own_first(count)
+        # Copies with the strides of a block's results, so that blocks are compiled once.
+        x, text = (part.clone(memory_format=torch.contiguous_format) for part in own.tensor_split([first], dim=1))
+        rotation = shared.own(rotation[0]), shared.own(rotation[1])
+    for block in module.transformer_blocks:
+        x, text = block(x, text, embedded, None, rotation)
+    # The same before single blocks, whose results are parts of one tensor.
+    x, text = torch.cat([x, text], dim=1).split([x.shape[1], text.shape[1]], dim=1)
+    for block in module.single_transformer_blocks:
+        x, text = block(x, text, embedded, None, rotation)
+    if shared is not None:
+        x = torch.cat([x, text], dim=1)
+    projected: torch.Tensor = module.proj_out(module.norm_out(x, embedded))
+    return projected if shared is None else shared.all(projected)[:, :count]
+
+
+def _with_text(rotation: Rotation, text_tokens: int) -> Rotation:
+    """Return the tables of the clip's tokens followed by those of tokens that are not rotated."""
+    cos, sin = (
+        F.pad(table, (0, 0, 0, 0, 0, text_tokens), value=value)
+        for table, value in zip(rotation, (1.0, 0.0), strict=True)
+    )
+    return cos, sin
+
+
+def _rotation(module: Any, latents: torch.Tensor) -> Rotation:
+    """Return the clip's rotation tables for a size; the last ones are cached until `PyTorchDenoiser.forget`."""
+    key = (tuple(latents.shape[2:]), latents.device)
+    cached: tuple[Any, Rotation] | None = module.__dict__.get("_tables")
+    if cached is None or cached[0] != key:
+        cos, sin = (table[None, :, None] for table in module.rope(latents))
+        cached = (key, rotation_tables(cos, sin))
+        module.__dict__["_tables"] = cached
+    return cached[1]
 
 
 def predict(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -59,7 +276,7 @@ def predict(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch
     the same, and attention without a mask.
 
     Args:
-        module: a `HunyuanVideoTransformer3DModel`.
+        module: a `HunyuanVideoTransformer3DModel` after `install`.
         latents: (1, channels, frames, height, width).
         times: scalar timestep, or (timestep, 1000 × guidance scale) if the module embeds it.
         text: (1, 1 + tokens, text width): CLIP's embedding, padded with zeros, and LLaMA's.
@@ -72,55 +289,80 @@ def predict(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch
     text = text.to(dtype)
     pooled, tokens = text[:, 0, : config.pooled_projection_dim], text[:, 1:]
     x = latents.to(dtype)
-    rotations = module.rope(x)
+    rotation = _rotation(module, x)
     # As in the pipeline, the guidance scale has the transformer's dtype.
     embedded, _ = module.time_text_embed(timestep, pooled, guidance[0].to(dtype) if guidance else None)
-    x = module.x_embedder(x)
     tokens = module.context_embedder(tokens, timestep, None)
-    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
-        x, tokens = block(x, tokens, embedded, None, rotations)
-    x = module.proj_out(module.norm_out(x, embedded))
+    return unpatched(
+        run_blocks(module, module.x_embedder(x), tokens, embedded, rotation), frames, height, width, config
+    )
+
+
+def unpatched(x: torch.Tensor, frames: int, height: int, width: int, config: Any) -> torch.Tensor:
+    """Return latents, (1, channels, frames, height, width), of the values of their patches.
+
+    Args:
+        x: (1, tokens, values of a patch).
+        frames, height, width: in tokens.
+        config: of the transformer.
+    """
     x = x.reshape(1, frames, height, width, -1, config.patch_size_t, config.patch_size, config.patch_size)
-    x = x.permute(0, 4, 1, 5, 2, 6, 3, 7)
-    velocity: torch.Tensor = x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
-    return velocity
+    return x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 class PyTorchDenoiser:
     """A `diffusers.HunyuanVideoTransformer3DModel`; see `execution.components.PyTorchDenoiser`.
 
-    It runs uncompiled and without CUDA graphs: a plan's `Speed` that has them is reported as degraded.
+    Of a plan's `Speed` it applies the attention kernel and compilation; the spec says that it lacks the rest.
     """
 
     pairs = False
-    compile_seconds = 0.0
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
         self._module = module
+        self._caches = False
         self.dtype: torch.dtype = module.x_embedder.proj.weight.dtype
         self.compute(speed)
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """See `execution.components.PyTorchDenoiser`."""
         assert engines is None, "the family has no block programs"
-        for block in (*self._module.transformer_blocks, *self._module.single_transformer_blocks):
-            block.attn.processor = JointAttention(attention(speed.attention))
-        for field in ("compiled", "graphed"):
-            if getattr(speed, field) != getattr(EAGER, field) and on_degraded is not None:
-                on_degraded(field, Fact("execution.option_unsupported"))
+
+        def report(reason: Fact) -> None:
+            if on_degraded is not None:
+                on_degraded("compiled", reason)
+
+        self.forget()
+        self._compiled = [CompiledStep(step, report) for step in (double_step, single_step)] if speed.compiled else []
+        install(self._module, speed.attention, *self._compiled)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return sum(step.seconds for step in self._compiled)
 
     @contextmanager
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
-        """Do nothing: the spec excludes step caches."""
-        assert step_cache == NONE
-        assert sharing is None
-        yield
+        """See `execution.components.PyTorchDenoiser`."""
+        strength = strength_of(step_cache)
+        if strength is None:
+            yield
+            return
+        with first_block_cached(self._module, strength, sharing):
+            self._caches = True
+            try:
+                yield
+            finally:
+                self._caches = False
 
     def reset_cache(self) -> None:
-        """Do nothing: nothing is cached."""
+        """See `execution.components.Denoiser`."""
+        if self._caches:
+            reset_step_cache(self._module)
 
     def forget(self) -> None:
-        """Do nothing: nothing is kept."""
+        """Free the tables of the last size."""
+        self._module.__dict__.pop("_tables", None)  # see `_rotation`
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
@@ -128,11 +370,11 @@ class PyTorchDenoiser:
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `execution.components.Denoiser`."""
-        del which
-        return predict(self._module, latents, timestep, text_embeds)
+        with self._module.cache_context(which) if self._caches else nullcontext():
+            return predict(self._module, latents, timestep, text_embeds)
 
     def pair(
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `execution.components.Denoiser`."""
-        return self(latents, timestep, first), self(latents, timestep, second)
+        return self(latents, timestep, first), self(latents, timestep, second, UNPROMPTED)

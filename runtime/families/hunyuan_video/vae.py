@@ -20,7 +20,7 @@ GROUP_FRAMES, STRIDE_FRAMES = 16, 12
 _STRIDE_SHARE = 0.75
 
 
-class _MiddleBlock(nn.Module):
+class MiddleBlock(nn.Module):
     """A `HunyuanVideoMidBlock3D` whose attention needs no mask: each frame attends to itself and those before it.
 
     diffusers' mask has a value for each two positions of the frames: 36 GB for five latent frames at 1280×720.
@@ -67,17 +67,22 @@ class PyTorchVideoDecoder:
 
     def __init__(self, module: Any, device: str | torch.device = "cpu") -> None:
         module.encoder = None
-        module.decoder.mid_block = _MiddleBlock(module.decoder.mid_block)
+        module.decoder.mid_block = MiddleBlock(module.decoder.mid_block)
         self._vae, self._device = module, torch.device(device)
 
     def compute(self, speed: Speed, on_degraded: Any = None) -> None:
         """Do nothing: there is one way to compute it."""
 
-    # Not in inference mode: offloading hooks change weights while the module runs.
-    @torch.no_grad()
     def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
         """See `execution.components.VideoDecoder`; a group of latent frames is decoded in a call, not `chunk`."""
         del chunk
+        for part in self.unclamped_frames(latents, tile):
+            yield part.clamp(-1.0, 1.0)
+
+    # Not in inference mode: offloading hooks change weights while the module runs.
+    @torch.no_grad()
+    def unclamped_frames(self, latents: torch.Tensor, tile: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the frames with values as the decoder returns them, some beyond -1 and 1; see `frames`."""
         vae = self._vae
         z = latents.to(self._device, next(vae.decoder.parameters()).dtype) / vae.config.scaling_factor
         ratio = vae.config.temporal_compression_ratio
@@ -110,13 +115,22 @@ class PyTorchVideoDecoder:
         if tile is None or max(z.shape[3:]) <= tile:
             decoded: torch.Tensor = vae.decoder(vae.post_quant_conv(z))
             return decoded
-        side = tile * vae.config.spatial_compression_ratio
-        stride = int(tile * _STRIDE_SHARE) * vae.config.spatial_compression_ratio
-        vae.enable_tiling(side, side, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
+        enable_tiles(vae, tile)
         tiled: torch.Tensor = vae.tiled_decode(z).sample
         return tiled
 
 
+def enable_tiles(vae: Any, tile: int) -> None:
+    """Set the tiles of an `AutoencoderKLHunyuanVideo`, which overlap by a quarter.
+
+    Args:
+        tile: their side, in latents.
+    """
+    ratio = vae.config.spatial_compression_ratio
+    side, stride = tile * ratio, int(tile * _STRIDE_SHARE) * ratio
+    vae.enable_tiling(side, side, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
+
+
 def _pixels(decoded: torch.Tensor) -> torch.Tensor:
-    """Return frames, (frames, height, width, 3), float32 in -1 to 1."""
-    return decoded[0].permute(1, 2, 3, 0).float().clamp(-1.0, 1.0)
+    """Return frames, (frames, height, width, 3), float32."""
+    return decoded[0].permute(1, 2, 3, 0).float()

@@ -76,7 +76,7 @@ class BlockPart(nn.Module):
         return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * weight.float()
 
     def _rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate adjacent channels; `x` is (tokens, width), float32, the tables are `transformer.rotation_tables`'."""
+        """Rotate adjacent channels; `x` is (tokens, width), float32, the tables are `rotation_tables`'."""
         x = x.view(x.shape[0], self._heads, -1)
         # TensorRT runs a gather 15 % faster than splitting and joining channels (8.6, the whole part, on an H200).
         return (x * cos.unsqueeze(1) + x.index_select(-1, self._other) * sin.unsqueeze(1)).flatten(1)

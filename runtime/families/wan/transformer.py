@@ -35,6 +35,7 @@ from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.first_block_cache import Sharing, first_block_cached
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.rotation import Rotation, rotate, rotation_tables
 from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
 from runtime.upstream.diffusers import reset_step_cache
 
@@ -42,8 +43,6 @@ from runtime.upstream.diffusers import reset_step_cache
 # (batch, text tokens, heads, head width). With CLIP's embeddings of images: their tokens come first, or their keys and
 # values after those of the text.
 BlockText = torch.Tensor | tuple[torch.Tensor, ...]
-# Cosines and signed sines, see `rotation_tables`.
-Rotation = tuple[torch.Tensor, torch.Tensor]
 # `block_step`, a compiled version of it, or an `EngineStep`.
 BlockStep = Callable[..., torch.Tensor]
 # Number of texts to cache: the prompt and the negative prompt. A pair of both counts as one text.
@@ -114,20 +113,6 @@ def block_query(
 def block_feed_forward(block: Any, x: torch.Tensor, attended: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return the hidden states after the block; `attended` is the result of attention to the text, shaped like `x`."""
     return _add_feed_forward(block, x + block.attn2.to_out[0](attended), table)
-
-
-def rotation_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-    """Return diffusers' cosines and its sines, negated in even channels; each (1, tokens, 1, head width)."""
-    signed = sin.clone()
-    signed[..., 0::2].neg_()
-    return cos, signed
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate each pair of adjacent channels of `x`, (batch, tokens, heads, head width), by its token's angles."""
-    cos, sin = rotation
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x * cos).addcmul_(swapped, sin).to(x.dtype)
 
 
 def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "tandem-files.json"
 _INDEX = "model_index.json"
-_SETTINGS = ("scheduler", "image_processor")
+_SETTINGS = ("scheduler", "image_processor", "feature_extractor")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _WITH_WEIGHTS = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "transformer_2", "vae")
 _OPTIONAL = frozenset({"text_encoder_2", "image_encoder", "transformer_2"})

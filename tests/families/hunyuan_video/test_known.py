@@ -1,9 +1,11 @@
 """The published model: parameter counts agree with the libraries' classes, and it can be planned before a download."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+from diffusers.quantizers.torchao.torchao_quantizer import TorchAoHfQuantizer
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
 from runtime.families.hunyuan_video.known import KNOWN
@@ -44,3 +46,17 @@ def test_it_is_planned_with_before_its_weights_are_here() -> None:
     assert spec.noise.timesteps(4) is None
     assert spec.noise.timesteps(2, 7.0) == [1000.0, 875.0]
     assert PUBLISHED.describes(spec)
+
+
+def test_the_blocks_linear_layers_are_quantized_and_no_others() -> None:
+    spec = look_up("hunyuan-video", Path("none"))
+    with torch.device("meta"):
+        module = HunyuanVideoTransformer3DModel(**PUBLISHED.configs["transformer"])
+    quantizer = SimpleNamespace(modules_to_not_convert=spec.unquantized, offload=False)
+    quantized = [
+        (name, weight.numel())
+        for name, weight in module.named_parameters()
+        if TorchAoHfQuantizer.check_if_quantized_param(quantizer, module, weight, name, {}, param_device="cuda")
+    ]
+    assert all(name.startswith(("transformer_blocks.", "single_transformer_blocks.")) for name, _ in quantized)
+    assert sum(count for _, count in quantized) == spec.transformer.block_parameters

@@ -14,7 +14,8 @@ from runtime.engines.block_programs import BlockProgram
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeBlockSession
-from runtime.families.wan.transformer import block_step, install, rotation_tables
+from runtime.execution.rotation import rotation_tables
+from runtime.families.wan.transformer import block_step, install
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module

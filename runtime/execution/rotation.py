@@ -1,0 +1,20 @@
+"""The rotary position embedding: tables computed once per size, and a rotation of two products and a sum."""
+
+import torch
+
+# Cosines and signed sines, each (1, tokens, 1, head width); see `rotation_tables`.
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotation_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+    """Return diffusers' cosines and its sines, negated in even channels; each (1, tokens, 1, head width)."""
+    signed = sin.clone()
+    signed[..., 0::2].neg_()
+    return cos, signed
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate each pair of adjacent channels of `x`, (batch, tokens, heads, head width), by its token's angles."""
+    cos, sin = rotation
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * cos).addcmul_(swapped, sin).to(x.dtype)

@@ -1,0 +1,52 @@
+"""FramePack's components in PyTorch, for `execution.components`. Text encoders are HunyuanVideo's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from diffusers.models.transformers.transformer_hunyuan_video_framepack import HunyuanVideoFramepackTransformer3DModel
+from transformers import SiglipVisionModel
+
+from runtime.core.plan import EAGER, Speed
+from runtime.execution.components import ImageModel
+from runtime.families.framepack.image_encoder import ImageEncoder, PyTorchImageModel
+from runtime.families.framepack.transformer import PyTorchSectionDenoiser
+from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
+from runtime.families.hunyuan_video import components as hunyuan_video
+
+MODULES: Mapping[str, Any] = {
+    **hunyuan_video.MODULES,
+    "image_encoder": SiglipVisionModel,
+    "vae_encoder": AutoencoderKLHunyuanVideo,
+    "transformer": HunyuanVideoFramepackTransformer3DModel,
+}
+text_encoder = hunyuan_video.text_encoder
+strip_decoder = hunyuan_video.strip_decoder
+share_tokens = hunyuan_video.share_tokens
+make_form = hunyuan_video.make_form
+
+
+def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:
+    """See `execution.components.Components`."""
+    return ImageEncoder(processor, model)
+
+
+def image_model(module: torch.nn.Module, device: str | torch.device) -> ImageModel:
+    """See `execution.components.Components`."""
+    return PyTorchImageModel(module, device)
+
+
+def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchImageLatents:
+    """See `execution.components.Components`."""
+    return PyTorchImageLatents(module, device)
+
+
+def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchSectionDenoiser:
+    """See `execution.components.Components`."""
+    return PyTorchSectionDenoiser(module, speed)
+
+
+def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchSectionDecoder:
+    """See `execution.components.Components`."""
+    return PyTorchSectionDecoder(module, device)

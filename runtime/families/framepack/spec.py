@@ -1,0 +1,211 @@
+"""FramePack's architecture, defaults and limits, read from a folder in diffusers' format. Imports no torch.
+
+Its text encoders, VAE and scheduler are HunyuanVideo's. Source of defaults: https://github.com/lllyasviel/FramePack.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, TypeAdapter
+
+from runtime.families.hunyuan_video import spec as hunyuan_video
+from runtime.models.folder import count_parameters, read_config, read_sidecar, reading
+from runtime.models.registry import Family, KnownModel
+from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
+from runtime.models.spec import VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec, folder_of
+from runtime.models.timesteps import noise_levels
+
+# Processes that share a pass, and the step cache, would have to be told what a section sees.
+_UNSUPPORTED = frozenset({"gpus", "step_cache"})
+# The components in the order they run. None is exported to engines.
+_PROGRAMS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("text_encoder", "text_encoder_2", "image_encoder", VAE_ENCODER, "transformer", "vae"), ()
+)
+# In the names of the models that make sections from the start to the end: both kinds have one configuration.
+_F1 = re.compile(r"(?<![a-z0-9])f1(?![a-z0-9])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSpec(hunyuan_video.TransformerSpec):
+    """Architecture of a `diffusers.HunyuanVideoFramepackTransformer3DModel`.
+
+    Attributes:
+        image_dim: channels of SigLIP's embeddings.
+    """
+
+    image_dim: Annotated[int, Field(strict=True, ge=1, le=65_536)]
+
+    def forward_flops(self, tokens: int, text_tokens: int) -> float:
+        """Return the operations of one forward pass, batch 1.
+
+        Args:
+            tokens: of a section's own latents, without those of the frames that it sees.
+        """
+        return super().forward_flops(packed_tokens(tokens), text_tokens)
+
+    def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
+        """Return the peak memory of one forward pass in bytes; `tokens` as in `forward_flops`."""
+        return super().forward_bytes(packed_tokens(tokens), element_bytes, time_per_token=time_per_token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Siglip:
+    """The sizes of a `transformers.SiglipVisionModel`, with the values that its configurations leave out."""
+
+    hidden_size: Annotated[int, Field(strict=True, ge=1, le=65_536)] = 768
+    image_size: Annotated[int, Field(strict=True, ge=1, le=8_192)] = 224
+    patch_size: Annotated[int, Field(strict=True, ge=1, le=8_192)] = 16
+    num_hidden_layers: Annotated[int, Field(strict=True, ge=1, le=512)] = 12
+
+    @property
+    def tokens(self) -> int:
+        """Embeddings of one image: one for each patch."""
+        return int((self.image_size // self.patch_size) ** 2)
+
+
+_SIGLIP = TypeAdapter(_Siglip)
+_IMAGE_DIM = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=65_536)])
+_SAMPLING_TYPE: TypeAdapter[Any] = TypeAdapter(Literal["vanilla", "inverted_anti_drifting"])
+
+
+class FramePackFamily(Family):
+    """See `models.registry.Family`."""
+
+    negative_prompt = ""
+
+    def read_spec(self, directory: Path, name: str) -> ModelSpec:
+        """Read a model folder, as `HunyuanVideoFramepackPipeline.save_pretrained` writes it.
+
+        A folder of a model that makes sections from the start to the end has "F1" in its name, or
+        `"sampling_type": "vanilla"` in its `tandem.json`.
+
+        Raises:
+            ModelError: if it is incomplete, damaged or invalid.
+        """
+        with reading(directory.name):
+            found = _read_configurations(directory, directory.name)
+            shared, transformer = found.shared, found.transformer
+            sidecar = read_sidecar(directory, 1) or {"title": directory.name, "license": "unknown", **_CARD}
+            return ModelSpec(
+                family="framepack",
+                name=name,
+                directory=directory,
+                transformer=transformer,
+                experts=1,
+                vae=shared.vae,
+                boundary_ratio=None,
+                scheduler=str(shared.scheduler["_class_name"]),
+                expand_timesteps=False,
+                embedded_guidance=transformer.guidance_embeds,
+                max_sequence_length=hunyuan_video.MAX_SEQUENCE_LENGTH,
+                parameters={part: count_parameters(directory / folder_of(part)) for part in _PROGRAMS},
+                programs=_PROGRAMS,
+                unsupported=_UNSUPPORTED,
+                lacks=hunyuan_video.LACKS,
+                unquantized=(*hunyuan_video.UNQUANTIZED, "image_projection"),
+                flow_shift=shared.shift,
+                noise=hunyuan_video.given_sigmas(noise_levels(shared.scheduler)),
+                section=found.section,
+                image_input=ImageInput(
+                    kind="sections",
+                    vae=shared.vae,
+                    required=True,
+                    # It takes the place of the frame after the section that is made first: the last in time.
+                    last="optional" if found.section.sampling_type == "inverted_anti_drifting" else "none",
+                    tokens=found.siglip.tokens,
+                    width=found.siglip.hidden_size,
+                ),
+                **{"latent_rgb": None, **sidecar},
+            )
+
+    def check(self, directory: Path, title: str) -> None:
+        """Check a folder's configurations.
+
+        Raises:
+            ModelError: if one is missing, damaged or invalid.
+        """
+        with reading(title):
+            _read_configurations(directory, title)
+
+    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+        """No published model is in the catalogue: its files are in three repositories."""
+        raise AssertionError(known, weights_dir)
+
+
+FAMILY: Family = FramePackFamily()
+
+# Of the authors' code: 25 steps, a distilled guidance scale of 10, and four sections of 36 frames at 30 per second.
+_CARD: Mapping[str, Any] = {
+    "defaults": Defaults(
+        width=832,
+        height=480,
+        frames=145,
+        fps=30,
+        steps=25,
+        guidance_scale=10.0,
+        guidance_scale_2=None,
+        negative_prompt="",
+    ),
+    "sizes": ((832, 480), (480, 832), (640, 640)),
+    "frame_counts": (37, 73, 145, 289, 901, 1801),
+}
+
+
+def packed_tokens(tokens: int) -> int:
+    """Return the tokens of a section with the frames that it sees: two in full, and others compressed.
+
+    Frames compressed 2 times in time, height and width take an eighth of their tokens, and 4 times a sixty-fourth.
+
+    Args:
+        tokens: of the section's own latent frames.
+    """
+    seen = 1 + HISTORY_1X + HISTORY_2X / 2**3 + HISTORY_4X / 4**3
+    return math.ceil(tokens * (1 + seen / LATENT_WINDOW))
+
+
+class _Configurations(NamedTuple):
+    """The configurations of a folder; `shared` with HunyuanVideo."""
+
+    shared: hunyuan_video.Configurations
+    transformer: TransformerSpec
+    siglip: _Siglip
+    section: SectionSpec
+
+
+def _read_configurations(directory: Path, title: str) -> _Configurations:
+    """Read and check all configurations of a folder, before a library reads one.
+
+    Raises:
+        KeyError, TypeError, ValueError: if one is incomplete or wrong.
+        ModelError: if one is missing or not JSON, or they do not fit each other.
+    """
+    shared = hunyuan_video.read_configurations(directory, title)
+    config = read_config(directory / "transformer" / "config.json")
+    for part in ("has_image_proj", "has_clean_x_embedder"):
+        if not config.get(part):
+            raise ValueError(part)
+    siglip = _SIGLIP.validate_python(read_config(directory / "image_encoder" / "config.json"))
+    image_dim = _IMAGE_DIM.validate_python(config["image_proj_dim"])
+    if siglip.tokens == 0:
+        raise ValueError("patch_size")
+    if siglip.hidden_size != image_dim:
+        raise ValueError("image_proj_dim")
+    processor = read_config(directory / "feature_extractor" / "preprocessor_config.json")
+    if processor["size"] != {"height": siglip.image_size, "width": siglip.image_size}:
+        raise ValueError("size")
+    if shared.scheduler["_class_name"] != "FlowMatchEulerDiscreteScheduler":
+        raise ValueError("_class_name")
+    transformer = TransformerSpec(**vars(shared.transformer), image_dim=image_dim)
+    return _Configurations(shared, transformer, siglip, SectionSpec(latent_frames=LATENT_WINDOW, **_order(directory)))
+
+
+def _order(directory: Path) -> dict[str, Any]:
+    """Return the order in which a folder's model makes sections."""
+    sidecar = directory / "tandem.json"
+    given = read_config(sidecar).get("sampling_type") if sidecar.exists() else None
+    named = "vanilla" if _F1.search(directory.name.lower().replace("_", "-")) else "inverted_anti_drifting"
+    return {"sampling_type": _SAMPLING_TYPE.validate_python(named if given is None else given)}

@@ -1,0 +1,59 @@
+"""Runs a job that makes sections in a process of its own, which kills itself with signal 9 at an event or a rename."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event
+from runtime.core.plan import ExecutionPlan
+from runtime.execution.residency import Residency
+from runtime.models.registry import FAMILIES, Entry
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.pipeline.run import run_job
+
+ENTRY = Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack")
+
+
+def killed(
+    spec: ModelSpec, plan: ExecutionPlan, job: Path, *, event: str = "", rename: str = "", count: int = 1
+) -> int:
+    """Run a job until it is killed; return its exit code, -9 if it was killed in time.
+
+    Args:
+        event: it is killed after the `count`th event of this name.
+        rename: or just before the `count`th rename of a file whose name begins so.
+    """
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_run, args=(spec, plan, job, event, rename, count))
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _run(spec: ModelSpec, plan: ExecutionPlan, job: Path, event: str, rename: str, count: int) -> None:
+    FAMILIES["framepack"] = ENTRY
+    left = count
+    replace = Path.replace
+
+    def hit() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def replacing(self: Path, target: Path) -> Path:
+        if rename and Path(target).name.startswith(rename):
+            hit()
+        return replace(self, target)
+
+    def emit(one: Event) -> None:
+        if one.event == event:
+            hit()
+
+    Path.replace = replacing  # type: ignore[method-assign,assignment]
+    with Residency() as residency:
+        run_job(plan, spec, emit, Cancel(), residency, checkpoints=CheckpointFolder(job))

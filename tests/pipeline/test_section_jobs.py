@@ -1,0 +1,393 @@
+"""Videos made in sections on a tiny real model: latents equal diffusers', and jobs resume with the same bits."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import HunyuanVideoFramepackPipeline
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import (
+    CheckpointSaved,
+    Event,
+    Failed,
+    FramesDecoded,
+    OutOfMemory,
+    Paused,
+    Resumed,
+    SectionDone,
+    StepDone,
+    VideoSaved,
+    Warned,
+)
+from runtime.core.request import GenerationRequest
+from runtime.execution.residency import Residency
+from runtime.families.framepack.transformer import PyTorchSectionDenoiser
+from runtime.families.framepack.vae import PyTorchSectionDecoder
+from runtime.models.images import with_images
+from runtime.models.registry import FAMILIES, read_spec
+from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.pipeline.files import SECTIONS
+from runtime.pipeline.run import run_job
+from runtime.planner.resolve import resolve
+from runtime.video.mp4 import read_metadata
+from tests.families.framepack_models import pipeline
+from tests.image_files import picture
+from tests.pipeline.runs import Choice, events_of, never
+from tests.pipeline.section_killing import ENTRY, killed
+from tests.pipeline.test_resume import stream_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import machine
+
+WIDTH, HEIGHT, STEPS = 48, 32, 2
+INVERTED, VANILLA = "FramePackI2V", "FramePack-F1"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of a tiny model for each order of sections."""
+    found = {name: tmp_path_factory.mktemp("models") / name for name in (INVERTED, VANILLA)}
+    for saved in found.values():
+        pipeline().save_pretrained(saved)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "framepack", ENTRY)
+
+
+class Clip:
+    """A plan with its model, and runs of it."""
+
+    def __init__(self, model: Path, folder: Path, sections: int = 3, *, last: bool = False, **values: Any) -> None:
+        self.folder, self.images = folder, [picture(WIDTH, HEIGHT), picture(WIDTH, HEIGHT).rotate(180)][: 1 + last]
+        fields: dict[str, Any] = {"prompt": "a red boat sails left", "width": WIDTH, "height": HEIGHT, "seed": 3}
+        fields |= {"frames": 36 * sections + 1, "steps": STEPS, "fps": 12, "guidance_scale": 4.0}
+        for name, image in zip(("image", "last_image"), self.images, strict=False):
+            image.save(folder / f"{name}.png")
+            fields[name] = str(folder / f"{name}.png")
+        request = GenerationRequest.from_mapping(fields | values)
+        self.spec = with_images(read_spec(model, "framepack"), request, folder, folder)
+        self.plan = resolve(request, self.spec, machine(), folder / "x.mp4")
+
+    @property
+    def video(self) -> tuple[bytes, str]:
+        """The video's frames and the digest of its stream."""
+        return frames_of(self.plan.output), stream_of(self.plan.output)
+
+    def run(self, job: str | None = "job", pause_at: Choice = never, **given: Any) -> list[Event]:
+        """Run the job, with its progress in a folder."""
+        checkpoints = None if job is None else CheckpointFolder(self.folder / job)
+        with Residency() as residency:
+            return events_of(self.plan, self.spec, residency, pause_at=pause_at, checkpoints=checkpoints, **given)
+
+    def parts(self, job: str = "job") -> list[str]:
+        """Return the files of sections."""
+        return sorted(path.name for path in (self.folder / job / SECTIONS).glob("*"))
+
+
+Make = Callable[..., Clip]
+
+
+@pytest.fixture
+def make(folders: dict[str, Path], tmp_path: Path) -> Make:
+    """Return a function that plans a video."""
+
+    def made(model: str, sections: int = 3, **values: Any) -> Clip:
+        return Clip(folders[model], tmp_path, sections, **values)
+
+    return made
+
+
+def saved(events: list[Event]) -> VideoSaved:
+    """Return the result of a run that succeeded."""
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    return events[-1]
+
+
+def at_step(number: int) -> Choice:
+    """Choose a step of the whole video."""
+    return lambda event: isinstance(event, StepDone) and event.step == number
+
+
+@pytest.mark.parametrize("sections", [1, 3])
+@pytest.mark.parametrize(("model", "last"), [(INVERTED, False), (INVERTED, True), (VANILLA, False)])
+def test_a_job_makes_the_frames_of_the_pipeline(model: str, last: bool, sections: int, make: Make) -> None:
+    clip = make(model, sections, last=last)
+    frames: list[np.ndarray] = []
+    events = clip.run(on_frames=frames.append)
+    assert saved(events).sections == (sections, sections, 36 * sections + 1)
+    made = np.concatenate(frames)
+    assert len(made) == clip.plan.frames == 36 * sections + 1
+    reference = HunyuanVideoFramepackPipeline.from_pretrained(clip.spec.directory)
+    wanted = reference(
+        image=clip.images[0],
+        last_image=clip.images[1] if last else None,
+        prompt=clip.plan.prompt,
+        width=WIDTH,
+        height=HEIGHT,
+        num_frames=33 * sections,
+        num_inference_steps=STEPS,
+        guidance_scale=4.0,
+        sampling_type="vanilla" if model == VANILLA else "inverted_anti_drifting",
+        generator=torch.Generator("cpu").manual_seed(3),
+        output_type="np",
+    ).frames[0]
+    assert abs(made.astype(int) - (wanted * 255).round().astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_sections_are_reported_while_the_job_runs(model: str, make: Make) -> None:
+    clip = make(model)
+    events = clip.run()
+    done = [event for event in events if isinstance(event, SectionDone)]
+    assert [(one.section, one.of) for one in done] == [(1, 3), (2, 3), (3, 3)]
+    spans = [range(one.start, one.start + one.frames) for one in done]
+    assert sorted(number for span in spans for number in span) == list(range(109))
+    assert [event.frames for event in events if isinstance(event, FramesDecoded)][-1] == 109
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert [(one.step, one.of) for one in steps] == [(n + 1, 6) for n in range(6)]
+    # Each is on disk, and counted by a checkpoint, before it is reported.
+    for number, one in enumerate(done):
+        before = events[: events.index(one)]
+        assert [event.step for event in before if isinstance(event, CheckpointSaved)][-1] == STEPS * (number + 1)
+
+
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_a_pause_after_any_step_gives_the_same_video(model: str, make: Make) -> None:
+    clip = make(model, last=model == INVERTED)
+    clip.run("whole")
+    wanted = clip.video
+    for step in range(1, 6):
+        clip.plan.output.unlink()
+        job = f"job{step}"
+        (*_, paused) = clip.run(job, at_step(step))
+        assert paused == Paused(step=step, of=6)
+        assert len(clip.parts(job)) == step // STEPS
+        events = clip.run(job)
+        assert Resumed(step=step, of=6) in events
+        assert [event.step for event in events if isinstance(event, StepDone)] == list(range(step + 1, 7))
+        assert saved(events).earlier["step"] == step
+        assert clip.video == wanted
+
+
+def test_a_job_without_a_folder_leaves_no_files(make: Make) -> None:
+    clip = make(VANILLA, 2)
+    before = set(clip.folder.iterdir())
+    saved(clip.run(None))
+    assert set(clip.folder.iterdir()) - before == {clip.plan.output}
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_lost_section_is_made_again(damage: str, make: Make) -> None:
+    clip = make(VANILLA)
+    clip.run("whole")
+    wanted = clip.video
+    clip.run(pause_at=at_step(5))
+    part = clip.folder / "job" / SECTIONS / "0000.mkv"
+    if damage == "missing":
+        part.unlink()
+    else:
+        part.write_bytes(part.read_bytes()[:-2000] + bytes(2000))
+        (*_, failed) = clip.run()
+        assert isinstance(failed, Failed)
+        assert failed.fact.code == "video.part_damaged"
+    events = clip.run()
+    assert not [event for event in events if isinstance(event, Resumed)]
+    facts = [event.fact.code for event in events if isinstance(event, Warned)]
+    codes = [code for code in facts if code.startswith("pipeline")]
+    assert codes == (["pipeline.checkpoint_unusable"] if damage == "missing" else [])
+    saved(events)
+    assert clip.video == wanted
+
+
+def test_each_section_has_the_prompt_of_its_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections take 3 s each; those of the inverted order are made from the end."""
+    seen: list[torch.Tensor] = []
+    call = PyTorchSectionDenoiser.__call__
+
+    def recorded(self: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        seen.append(text)
+        return call(self, latents, timestep, text)
+
+    monkeypatch.setattr(PyTorchSectionDenoiser, "__call__", recorded)
+
+    def texts(model: str, prompt: str) -> list[torch.Tensor]:
+        """Return the text of each section, in the order of sampling."""
+        seen.clear()
+        clip = make(model, prompt=prompt)
+        # Also after a resume, with the texts of the checkpoint.
+        clip.run(f"{model} {prompt}", pause_at=at_step(3))
+        saved(clip.run(f"{model} {prompt}"))
+        return seen[::STEPS]
+
+    boat, ball = (texts(VANILLA, prompt)[0] for prompt in ("a red boat", "blue ball rolls right"))
+    timed = "[0s: a red boat] [3s: blue ball rolls right]"
+    for model, wanted in ((VANILLA, (boat, ball, ball)), (INVERTED, (ball, ball, boat))):
+        found = texts(model, timed)
+        assert len(found) == 3
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def test_a_request_to_resume_at_another_speed_starts_over_if_prompts_depend_on_it(make: Make) -> None:
+    timed = "[0s: a red boat] [3s: blue ball]"
+    for prompt, resumed in ((timed, False), ("a red boat", True)):
+        make(VANILLA, prompt=prompt).run(prompt, pause_at=at_step(3))
+        events = make(VANILLA, prompt=prompt, fps=24).run(prompt)
+        assert any(isinstance(event, Resumed) for event in events) == resumed
+        saved(events)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
+@pytest.mark.parametrize(
+    ("moment", "resumed"),
+    [
+        ({"event": "StepDone", "count": 3}, 2),  # within the second section
+        ({"event": "SectionDone", "count": 1}, 2),
+        ({"rename": "0001", "count": 1}, 4),  # the second section is decoded, and not on disk
+        ({"rename": "checkpoint", "count": 5}, 4),  # it is on disk, and no checkpoint counts it
+        ({"rename": "x.mp4", "count": 1}, 6),  # all are joined
+    ],
+)
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_a_job_killed_between_and_within_sections_resumes_to_the_same_video(
+    model: str, moment: dict[str, Any], resumed: int, make: Make
+) -> None:
+    clip = make(model)
+    clip.run("whole")
+    wanted = clip.video
+    clip.plan.output.unlink()
+    assert killed(clip.spec, clip.plan, clip.folder / "job", **moment) == -9
+    assert not clip.plan.output.exists()
+    events = clip.run()
+    assert [event.step for event in events if isinstance(event, Resumed)] == [resumed]
+    saved(events)
+    assert clip.video == wanted
+    assert set(clip.parts()) == {"0000.mkv", "0001.mkv", "0002.mkv"}
+
+
+class Failing:
+    """Lets a call of a component fail, or change its result, once."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, at: int, fail: Callable[[Any], Any]
+    ) -> None:
+        self.calls = 0
+        call, outer = getattr(kind, name), self
+
+        def failing(self: Any, *given: Any, **named: Any) -> Any:
+            outer.calls += 1
+            result = call(self, *given, **named)
+            return fail(result) if outer.calls == at else result
+
+        monkeypatch.setattr(kind, name, failing)
+
+
+def _full(_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "at"), [(PyTorchSectionDenoiser, "__call__", 4), (PyTorchSectionDecoder, "window", 2)]
+)
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_out_of_memory_within_a_section_is_retried_with_the_same_video(
+    model: str, kind: Any, name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = make(model)
+    clip.run("whole")
+    wanted = clip.video
+    Failing(monkeypatch, kind, name, at, _full)
+    events = clip.run()
+    (out,) = [event for event in events if isinstance(event, OutOfMemory)]
+    assert out.retried
+    saved(events)
+    # No step is repeated.
+    assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5, 6]
+    assert clip.video == wanted
+
+
+def test_nan_within_a_section_fails_the_job_which_keeps_its_sections(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = make(VANILLA)
+    clip.run("whole")
+    wanted = clip.video
+    with monkeypatch.context() as patched:
+        Failing(patched, PyTorchSectionDenoiser, "__call__", 4, lambda result: result * torch.nan)
+        (*_, failed) = clip.run()
+    assert isinstance(failed, Failed)
+    assert failed.fact.code == "pipeline.not_finite"
+    assert clip.parts() == ["0000.mkv"]
+    events = clip.run()
+    assert Resumed(step=3, of=6) in events
+    saved(events)
+    assert clip.video == wanted
+
+
+def test_nan_of_the_decoder_is_not_stored(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = make(VANILLA)
+    Failing(monkeypatch, PyTorchSectionDecoder, "window", 2, lambda frames: frames * torch.nan)
+    (*_, failed) = clip.run()
+    assert isinstance(failed, Failed)
+    assert failed.fact.code == "execution.vae_not_finite"
+    assert clip.parts() == ["0000.mkv"]
+
+
+def finishing_after(section: int, clip: Clip, job: str = "job") -> list[Event]:
+    """Run a job with a request to finish early during a section."""
+    events: list[Event] = []
+    cancel = Cancel()
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepDone) and event.step == section * STEPS - 1:
+            cancel.finish_early()
+
+    with Residency() as residency:
+        run_job(clip.plan, clip.spec, emit, cancel, residency, checkpoints=CheckpointFolder(clip.folder / job))
+    return events
+
+
+@pytest.mark.parametrize("made", [1, 2, 3])
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_a_video_can_end_after_any_section_and_be_continued(model: str, made: int, make: Make) -> None:
+    clip = make(model)
+    clip.run("whole")
+    wanted, size = clip.video, 3 * WIDTH * HEIGHT
+    early = saved(finishing_after(made, clip))
+    # Without the image's own frame, and blended with nothing, if it ends in the middle of the inverted order.
+    count = 36 * made + 1 if model == VANILLA or made == 3 else 36 * made - 3
+    assert early.sections == (made, 3, count)
+    assert (early.frames, early.continues) == (count, made < 3)
+    assert len(clip.video[0]) == count * size
+    found = read_metadata(clip.plan.output)
+    assert found["sections"] == [made, 3, count]
+    if made < 3:
+        events = clip.run()
+        assert [event.step for event in events if isinstance(event, StepDone)] == list(range(made * STEPS + 1, 7))
+        assert saved(events).sections == (3, 3, 109)
+    assert clip.video == wanted
+
+
+def test_a_video_ends_early_with_the_sections_that_a_paused_job_has(make: Make) -> None:
+    clip = make(INVERTED)
+    early = saved(finishing_after(2, clip, "other"))
+    wanted = clip.video
+    clip.run(pause_at=at_step(4))
+    cancel = Cancel()
+    cancel.finish_early()
+    events: list[Event] = []
+    with Residency() as residency:
+        run_job(
+            clip.plan, clip.spec, events.append, cancel, residency, checkpoints=CheckpointFolder(clip.folder / "job")
+        )
+    assert saved(events).sections == early.sections
+    assert not [event for event in events if isinstance(event, StepDone)]
+    assert clip.video == wanted

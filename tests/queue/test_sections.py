@@ -1,0 +1,144 @@
+"""Videos made in sections, in the queue: they end after a section, are continued, and recover from killed processes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.core.errors import StoreError
+from runtime.core.events import SectionDone, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.models.registry import FAMILIES
+from runtime.pipeline.files import SECTIONS
+from runtime.queue import recovery, storage
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.views import Job
+from tests.cli.test_jobs import stream
+from tests.families.framepack_models import pipeline
+from tests.image_files import picture
+from tests.pipeline.section_killing import ENTRY
+from tests.plans import no_engines
+from tests.queue.samples import add_job
+from tests.queue.test_worker import stored
+from tests.thread_queue import RunningQueue
+from tests.waiting import until
+
+Ask = Callable[..., GenerationRequest]
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobQueue]:
+    """A running queue with a tiny model that makes sections from the start to the end."""
+    monkeypatch.setitem(FAMILIES, "framepack", ENTRY)
+    pipeline().save_pretrained(tmp_path / "weights" / "framepack-f1")
+    made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def request_of(tmp_path: Path) -> Ask:
+    """A function that returns a request for a tiny video."""
+    image = tmp_path / "boat.png"
+    picture(48, 32).save(image)
+
+    def made(sections: int = 4, steps: int = 3) -> GenerationRequest:
+        return GenerationRequest(
+            prompt="a red boat", model="framepack-f1", width=48, height=32, frames=36 * sections + 1, steps=steps,
+            seed=3, image=str(image),
+        )  # fmt: skip
+
+    return made
+
+
+def sections(job: Job) -> list[int]:
+    """Return the sections that a job has finished, in all its runs."""
+    return [event.section for event in job.events if isinstance(event, SectionDone)]
+
+
+def ended(job: Job) -> VideoSaved:
+    """Wait for a job's result."""
+    until(lambda: not job.open)
+    job.refresh()
+    assert isinstance(job.progress.end, VideoSaved), job.progress.end
+    return job.progress.end
+
+
+def test_a_job_ends_after_a_section_and_is_continued(queue: JobQueue, request_of: Ask, tmp_path: Path) -> None:
+    whole = queue.submit(request_of())
+    wanted = stream(ended(whole).video)
+    assert not queue.store.get(whole.id).resumable
+    folder = queue.store.folder(whole.id)
+    assert folder is not None
+    assert not (folder / SECTIONS).exists()
+
+    job = queue.submit(request_of())
+    until(lambda: bool(sections(job)))
+    queue.finish_early(job.id)
+    early = ended(job)
+    record = queue.store.get(job.id)
+    assert (record.state, record.resumable, record.finish) == ("done", True, False)
+    assert early.sections is not None
+    made, of, frames = early.sections
+    assert 1 <= made < of == 4
+    assert frames == 36 * made + 1
+    assert stream(early.video) != wanted
+
+    queue.resume(job.id)
+    assert ended(job).sections == (4, 4, 145)
+    assert stream(early.video) == wanted
+    assert sections(job) == list(range(made + 1, 5))  # in the second run
+    record = queue.store.get(job.id)
+    assert (record.state, record.resumable) == ("done", False)
+
+
+def test_a_paused_job_ends_with_the_sections_that_it_has(queue: JobQueue, request_of: Ask) -> None:
+    job = queue.submit(request_of())
+    until(lambda: bool(sections(job)))
+    queue.hold([job.id], True)
+    until(lambda: queue.store.get(job.id).held)
+    made = sections(job)
+    queue.finish_early(job.id)
+    early = ended(job)
+    assert early.sections is not None
+    # Of a section that was begun, the rest is made.
+    assert early.sections[0] in {len(made), len(made) + 1}
+
+
+def test_only_an_open_job_with_sections_can_end_early(queue: JobQueue, request_of: Ask) -> None:
+    with pytest.raises(StoreError) as caught:
+        queue.finish_early(add_job(queue.store, instance="cli").id)
+    assert caught.value.code == "queue.job_has_no_sections"
+    job = queue.submit(request_of(1))
+    ended(job)
+    with pytest.raises(StoreError) as caught:
+        queue.finish_early(job.id)
+    assert caught.value.code == "queue.job_ended"
+
+
+def test_a_process_that_dies_while_it_continues_a_video_did_not_finish_it(queue: JobQueue, request_of: Ask) -> None:
+    """The video that ended early is the job's own, but not what it was to make."""
+    job = queue.submit(request_of(2))
+    queue.finish_early(job.id)
+    assert ended(job).sections == (1, 2, 37)
+    record = queue.store.start(job.id, "1-dead")
+    assert record.output.is_file()
+    assert list(recovery.recover(queue.store, "")) == [job.id]
+    record = queue.store.get(job.id)
+    assert (record.state, record.resumable) == ("interrupted", True)
+    queue.resume(job.id)
+    assert ended(job).sections == (2, 2, 73)
+
+
+def test_sections_of_a_video_that_ended_early_count_as_its_checkpoints(queue: JobQueue, request_of: Ask) -> None:
+    job = queue.submit(request_of(2))
+    queue.finish_early(job.id)
+    ended(job)
+    folder = queue.store.folder(job.id)
+    assert folder is not None
+    size = sum(path.stat().st_size for path in (folder / SECTIONS).iterdir())
+    assert storage.checkpoint_bytes(queue.store, job.id) > size > 0
+    assert storage.remove_finished_checkpoints(queue.store, None) > size
+    assert not list((folder / SECTIONS).iterdir())
+    queue.resume(job.id)  # from its start
+    assert ended(job).sections == (2, 2, 73)
