@@ -137,9 +137,11 @@
   const bars = new ResizeObserver(([{ target }]) => {
     document.body.style.setProperty("--bar-height", `${target.offsetHeight}px`);
   });
-  // A field that just got the focus stays in view when the server's answers change the parts around it.
+  // A field that just got the focus stays in view when the server's answers change the parts around it, unless the user
+  // scrolls.
   let focusedAt = 0;
   document.addEventListener("focusin", () => { focusedAt = Date.now(); });
+  for (const scrolled of ["wheel", "touchmove"]) addEventListener(scrolled, () => { focusedAt = 0; }, { passive: true });
   const around = new ResizeObserver(() => {
     const field = document.activeElement;
     if (Date.now() - focusedAt < FOCUS_MS && field.closest(FORM_PARTS)) field.scrollIntoView({ block: "nearest" });
