@@ -19,6 +19,7 @@ from runtime.core.request import MAX_FPS, MAX_FRAMES, MAX_GUIDANCE, MAX_PROMPT_C
 from runtime.models.sections import SamplingType, Sections
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
+_FLOAT32 = 4
 # Of a small model's weights in float32.
 _SMALL_BYTES = 1 << 30
 # The components that run only if there is an image.
@@ -160,6 +161,41 @@ class VaeEncoderSpec(Protocol):
         """Return the bytes that one call of an engine passes to the next when a clip is encoded in several calls."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextEncoderSpec:
+    """Sizes of a text encoder.
+
+    Attributes:
+        width: channels of a token.
+        ffn_dim: channels of the feed-forward's inner layer.
+        num_heads: heads of the attention.
+        vocab_size: rows of the embedding table.
+        max_tokens: the most tokens of one text, with those that the family adds to a prompt.
+        stores_scores: whether the attention stores its matrices, as that of T5 does; PyTorch's own stores none.
+    """
+
+    width: Annotated[int, Field(strict=True, ge=1, le=65_536)]
+    ffn_dim: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+    num_heads: Annotated[int, Field(strict=True, ge=1, le=1_024)]
+    vocab_size: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
+    max_tokens: int
+    stores_scores: bool
+
+    def forward_bytes(self, element_bytes: int) -> int:
+        """Return the peak memory of one call in bytes, weights excluded.
+
+        With stored scores, there are scores, bias and bias with mask in the encoder's dtype, and scores and their
+        softmax in float32: within 15 % of UMT5's memory on an H200. Without, the peak is in the feed-forward: stream,
+        norm, residual and result, and the inner layer three times. That is counted from transformers' modules, not
+        measured.
+        """
+        tokens = self.max_tokens
+        stream = 4 * tokens * self.width * element_bytes
+        if self.stores_scores:
+            return self.num_heads * tokens**2 * (3 * element_bytes + 2 * _FLOAT32) + stream
+        return 3 * tokens * self.ffn_dim * element_bytes + stream
+
+
 @dataclass(frozen=True)
 class LatentRgb:
     """A linear map from normalised latents to RGB in -1 to 1, for previews: `factors` is channels × 3."""
@@ -242,7 +278,8 @@ class ModelSpec:
         expand_timesteps: one timestep per token (TI2V-5B).
         embedded_guidance: whether the guidance scale is an input of the transformer, instead of a second pass.
         max_sequence_length: text tokens that the transformer attends to, zero-padded.
-        parameters: number of weights by component.
+        parameters: number of weights by component that are loaded.
+        encoders: sizes of the text encoders by component.
         programs: the components in the order they run, and the programs to build engines of; see `engines.programs`.
         block_programs: the programs of a transformer's block engines; empty if the family has none.
         latent_rgb: for previews, where it is known.
@@ -276,6 +313,7 @@ class ModelSpec:
     expand_timesteps: bool
     max_sequence_length: int
     parameters: Mapping[str, int]
+    encoders: Mapping[str, TextEncoderSpec]
     programs: Mapping[str, tuple[str, ...]]
     latent_rgb: LatentRgb | None
     defaults: Defaults
@@ -319,7 +357,7 @@ class ModelSpec:
     @property
     def text_encoders(self) -> tuple[str, ...]:
         """The components that embed prompts, in the order they run."""
-        return tuple(name for name in self.programs if is_text_encoder(name))
+        return tuple(self.encoders)
 
     @property
     def images(self) -> tuple[ImageUse, ...]:

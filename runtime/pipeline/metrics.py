@@ -26,6 +26,7 @@ class Metrics:
 
     Attributes:
         stage_peaks: peak of each finished stage in bytes, above the memory in use at the start.
+        encoders: seconds and peak of each component of the encode stage in this run, in bytes as `stage_peaks`.
     """
 
     def __init__(self, device: str, residency: Residency) -> None:
@@ -42,6 +43,7 @@ class Metrics:
         self._stage_peak = 0
         self._memory_before = 0
         self.stage_peaks: dict[str, int] = {}
+        self.encoders: dict[str, tuple[float, int]] = {}
 
     def __enter__(self) -> "Metrics":
         """Start measuring memory."""
@@ -65,6 +67,20 @@ class Metrics:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measure the body as stage `name`."""
+        with self._measured(name):
+            yield
+
+    @contextmanager
+    def encoder(self, component: str) -> Iterator[None]:
+        """Measure the body as the part of the encode stage in which a component makes all calls of the job."""
+        before = self._seconds["encode"]
+        with self._measured("encode"):
+            yield
+        peak = self._stage_peak - self._memory_before
+        self.encoders[component] = (self._seconds["encode"] - before, peak)
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
         self._running = (name, time.perf_counter(), self._residency.load_seconds)
         self._update_peak()
         with self._lock:

@@ -129,10 +129,10 @@ def _denoise(context: RunContext, work: Callable[[], None]) -> None:
 
 
 def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunContext, saved: VideoSaved) -> None:
-    """Add the job to the history, without the encode stage unless it encoded all texts and nothing else."""
-    excluded = set() if context.text_encoded and planned.image is None else {"encode"}
-    timings = {name: seconds for name, seconds in saved.timings.items() if name not in excluded}
-    peaks = {name: size for name, size in context.metrics.stage_peaks.items() if name not in excluded}
+    """Add the job to the history, with the encode stage by component."""
+    timings, peaks = dict(saved.timings), dict(context.metrics.stage_peaks)
+    for name, (seconds, peak) in context.metrics.encoders.items():
+        timings[name], peaks[name] = seconds, peak
     history.add_job(planned, context.plan, context.spec, timings, peaks)
     in_pytorch = any(is_transformer(name) and not part.engines for name, part in context.plan.components.items())
     if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and in_pytorch:

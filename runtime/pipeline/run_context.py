@@ -63,7 +63,6 @@ class RunContext:
         progress_at: time of the last change of `conditioning` or `sampling`, from `time.perf_counter`.
         earlier: facts about earlier runs of the job, see `VideoSaved`.
         representative: whether this run does the whole job with one plan, so that its timings may enter the history.
-        text_encoded: whether the text encoder ran; `False` if the prompt cache had all texts.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class RunContext:
         self.progress_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
         self.representative = True
-        self.text_encoded = True
         self._compiled_before = residency.compile_seconds
         self._planned = plan
         self._folder = checkpoints

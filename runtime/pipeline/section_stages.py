@@ -47,13 +47,13 @@ def encode_section_images(context: RunContext, conditioning: Conditioning) -> tu
     plan, spec = context.plan, context.spec
     images = images_of(plan)
     context.current = ("load", IMAGE_ENCODER)
-    with context.residency.image_encoder(spec, context) as encoder, context.metrics.stage("encode"):
+    with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
         context.begin_stage("encode", IMAGE_ENCODER)
         # The last image's embeddings are not used.
         embeds = encoder.encode(images[:1])
     generator = torch.Generator("cpu").manual_seed(plan.seed)
     context.current = ("load", VAE_ENCODER)
-    with context.residency.video_encoder(spec, context) as vae, context.metrics.stage("encode"):
+    with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
         sampler = cast("ImageSampler", vae)
         tile = plan.strategy.decode_tile

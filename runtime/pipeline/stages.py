@@ -48,7 +48,6 @@ def encode_prompt(context: RunContext) -> Conditioning:
     if context.spec.section is not None:
         prompts = list(dict.fromkeys(section_prompts(plan.prompt, sections_of(plan, context.spec), plan.fps)))
     texts = [*prompts, plan.negative_prompt] if wants_guidance(plan) else prompts
-    context.text_encoded = False
     by_encoder = [_encode_texts(context, name, texts) for name in context.spec.text_encoders]
     encoded = list(map(joined, zip(*by_encoder, strict=True)))
     negative = encoded.pop() if wants_guidance(plan) else None
@@ -71,9 +70,10 @@ def _encode_texts(context: RunContext, name: str, texts: Sequence[str]) -> list[
     if len(encoded) == len(texts):
         context.begin_stage("encode", name)
         return encoded
-    context.text_encoded = True
     context.current = ("load", name)
-    with context.residency.text_encoder(context.spec, context, name) as encoder, context.metrics.stage("encode"):
+    # With some texts from the cache, the time is not that of all calls.
+    measured = context.metrics.stage("encode") if encoded else context.metrics.encoder(name)
+    with context.residency.text_encoder(context.spec, context, name) as encoder, measured:
         context.begin_stage("encode", name)
         encoded = [encoder.encode(text) if one is None else one for text, one in zip(texts, found, strict=True)]
     if cache is not None:
@@ -95,10 +95,10 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     context.current = ("load", VAE_ENCODER)
     images = images_of(plan)
     if IMAGE_ENCODER in plan.components:
-        with context.residency.image_encoder(spec, context) as encoder, context.metrics.stage("encode"):
+        with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
             context.begin_stage("encode", IMAGE_ENCODER)
             conditioning = conditioning.with_tokens(encoder.encode(images))
-    with context.residency.video_encoder(spec, context) as vae, context.metrics.stage("encode"):
+    with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
         latents = image_latents(vae, spec, plan, images)
     device = context.plan.components["transformer"].device

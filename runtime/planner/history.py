@@ -87,14 +87,15 @@ def runs_of(
     Args:
         planned: the plan at the start of the job.
         ran: the plan at its end, fallbacks included.
-        timings: seconds by stage, without loading.
-        peaks: peak bytes by stage, minus what was allocated before the job; only stages without other jobs' memory.
+        timings: seconds without loading, by stage; of components of the encode stage, by component.
+        peaks: peak bytes by the same names, minus what was allocated before the job; only those without other jobs'
+            memory.
     """
     workload, strategy = Workload.of(planned, spec), planned.strategy
     calls = _calls_of_plan(planned)
     uncorrected = stages(workload, strategy)
     found = []
-    for name in ("text_encoder", "transformer", "vae"):
+    for name in dict.fromkeys("transformer" if is_transformer(part) else part for part in planned.components):
         alike = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
         parts = [planned.components[stage.component] for stage in alike]
         speed = engine_tag(parts[0], planned.speed, name)
@@ -105,7 +106,8 @@ def runs_of(
             continue
         largest = max(alike, key=lambda stage: stage.peak_bytes)
         # With several GPUs, memory that each process had allocated before the job is unknown.
-        peak = peaks.get(largest.stage) if planned.split is None else None
+        measured = name if largest.stage == "encode" else largest.stage
+        peak = peaks.get(measured) if planned.split is None else None
         kind = Kind(
             device=placement.devices_name(device_name(machine, parts[0].device), planned.split, name),
             model=architecture(spec),
@@ -122,7 +124,7 @@ def runs_of(
             Run(
                 kind=kind,
                 flops=workload.flops(name, strategy.decode_tile),
-                seconds=timings.get(largest.stage, 0.0) / sum(calls[stage.component] for stage in alike),
+                seconds=timings.get(measured, 0.0) / sum(calls[stage.component] for stage in alike),
                 working_bytes=largest.working_bytes,
                 excess_bytes=None if peak is None else baseline_bytes(workload.device) + peak - largest.peak_bytes,
             )
@@ -202,8 +204,9 @@ def device_name(machine: Machine, device: str) -> str:
 
 
 def tile_of(strategy: MemoryStrategy, component: str) -> str:
-    """Return `Kind.tile`; empty for all components but the VAE."""
-    return str(strategy.decode_tile) if component == "vae" and strategy.decode_tile is not None else ""
+    """Return `Kind.tile`; empty for all components but the VAE's."""
+    tiled = component in {"vae", VAE_ENCODER} and strategy.decode_tile is not None
+    return str(strategy.decode_tile) if tiled else ""
 
 
 def cache_of(step_cache: str, component: str) -> str:

@@ -56,13 +56,9 @@ _IMAGE_TENSORS = 16
 _BLOCK_TENSORS = 4
 # First-block caching stores the first block's output and residual, and the other blocks' residual.
 _CACHED_TENSORS = 3
-# The largest layer is the text encoder's embedding, 2.1 of UMT5-XXL's 11.4 GB. It is freed before attention.
-_LARGEST_LAYER = 0.185
 # Additional working set of quantized arithmetic, bytes per token and value of the widest layer, fitted to jobs of the
 # model of 1.3 billion parameters on an H200. FP8 converts activations to float32 and back; 8 bits accumulate in 32.
 _QUANTIZED_WORKING = {"fp8": 11, "bnb-8bit": 4}
-# Channels of each attention head of UMT5.
-_TEXT_HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +156,7 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
         tile: side of the tiles that the VAE decodes frames in, in latents; overlaps are decoded twice.
     """
     if is_text_encoder(component):
-        return 2.0 * spec.parameters[component] * spec.max_sequence_length
+        return 2.0 * spec.parameters[component] * spec.encoders[component].max_tokens
     if component == IMAGE_ENCODER:
         return 2.0 * spec.parameters[component] * _image_input(spec).tokens
     if is_transformer(component):
@@ -203,16 +199,6 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
 def stage_of(component: str) -> str:
     """Return the stage in which a component runs."""
     return "denoise" if is_transformer(component) else "decode" if component == "vae" else "encode"
-
-
-def encode_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Return the working set of the text encoder: UMT5 materializes its attention matrices.
-
-    Scores, bias and bias with mask in the encoder's dtype; scores and their softmax in float32.
-    """
-    tokens, width, element = spec.max_sequence_length, spec.transformer.text_dim, DTYPE_BYTES[dtype]
-    heads = max(width // _TEXT_HEAD_WIDTH, 1)
-    return heads * tokens**2 * (3 * element + 8) + 4 * tokens * width * element
 
 
 def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = "none") -> int:
@@ -357,7 +343,7 @@ def _stage(
     return StageMemory(
         stage=stage,
         component=name,
-        weights_bytes=_on_device(workload.spec, strategy, name, weights, workload.engine_bytes),
+        weights_bytes=_on_device(workload, strategy, name, weights),
         working_bytes=working,
         overhead_bytes=overhead,
         allocator_slack_bytes=int(_SLACK_SHARE[stage] * working) + _SLACK_BYTES if workload.cuda else 0,
@@ -371,10 +357,10 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
         # Inputs and outputs are latents and texts.
         return _BUFFER_SETS * spec.max_sequence_length * spec.transformer.text_dim * DTYPE_BYTES["float32"]
     if is_text_encoder(name):
-        working = encode_bytes(spec, dtype)
+        working = spec.encoders[name].forward_bytes(DTYPE_BYTES[dtype])
         if strategy.offload in {"group", "sequential"} and not on_engine and name == "text_encoder":
-            # Its embedding counts as weights, and is freed before attention.
-            working = max(working - int(_LARGEST_LAYER * weights[name]), 0)
+            embedding, layers = _streamed_bytes(workload, name)
+            working = max(embedding, layers + working) - max(embedding, layers)
         return working
     if name == IMAGE_ENCODER:
         images = _image_input(spec)
@@ -438,25 +424,34 @@ def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: floa
     return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
 
 
-def _on_device(
-    spec: ModelSpec, strategy: MemoryStrategy, name: str, weights: Mapping[str, int], on_engines: Mapping[str, int]
-) -> int:
+def _on_device(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:
     """Return the bytes of weights on the device while `name` runs."""
+    spec = workload.spec
     if strategy.offload == "none" and strategy.keep_loaded:
         running = spec.component_names.index(name)
         freed = {part for part in strategy.freed if spec.component_names.index(part) < running}
         return sum(size for part, size in weights.items() if part not in freed)
-    if strategy.offload in {"none", "model"} or name in on_engines:
+    if strategy.offload in {"none", "model"} or name in workload.engine_bytes:
         return weights[name]
     if not (is_transformer(name) or name == "text_encoder"):
         return weights[name]
     if not is_transformer(name):
-        return int(_LARGEST_LAYER * weights[name])
+        return max(_streamed_bytes(workload, name))
     layers = spec.transformer.num_layers
     blocks = min(spec.transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
     if strategy.offload == "group":  # the running block and the next one, which is prefetched
         return int(weights[name] - blocks + 2 * blocks / layers)
     return int(blocks / layers / 3)  # by layer: at most a third of a block
+
+
+def _streamed_bytes(workload: Workload, name: str) -> tuple[int, int]:
+    """Return the bytes of a text encoder's embedding, and of its two largest neighbouring layers.
+
+    The text encoder moves layer by layer, and the next layer while one computes. The embedding is freed before the
+    first block computes.
+    """
+    encoder, element = workload.spec.encoders[name], DTYPE_BYTES[workload.dtypes[name]]
+    return encoder.vocab_size * encoder.width * element, 2 * encoder.ffn_dim * encoder.width * element
 
 
 def working_sets(speed: Speed) -> int:

@@ -32,7 +32,6 @@ _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
 _ANY_ENGINE = "engine"
 
 _KEEP = ("strategy.keep", MemoryStrategy(keep_loaded=True))
-_FREE_TEXT = ("strategy.free_text_encoder", MemoryStrategy(keep_loaded=True, freed=("text_encoder",)))
 _ONE = ("strategy.one_at_a_time", MemoryStrategy())
 _MODEL = ("strategy.offload_model", MemoryStrategy(offload="model"))
 _GROUP = ("strategy.offload_group", MemoryStrategy(offload="group"))
@@ -77,16 +76,22 @@ class Decision:
     warnings: tuple[Fact, ...]
 
 
+def _free_text(spec: ModelSpec) -> tuple[str, MemoryStrategy]:
+    return "strategy.free_text_encoder", MemoryStrategy(keep_loaded=True, freed=spec.text_encoders)
+
+
 def options(inputs: ForecastInputs) -> list[Option]:
     """Return the strategies for the device, fastest first, including those that are not possible on this machine."""
     if not inputs.workload.cuda:
         return [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
     if inputs.workload.split is not None:
         # With several GPUs weights are not offloaded.
-        plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _FREE_TEXT, _ONE)]
+        plain = [
+            _option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _free_text(inputs.workload.spec), _ONE)
+        ]
         return [*plain, _first_that_fits(_quantized(inputs, "fp8"))]
     one_at_a_time = (_ONE, _MODEL) if inputs.workload.sections == 1 else (_MODEL, _ONE)
-    found = (_KEEP, _FREE_TEXT, *one_at_a_time, _GROUP)
+    found = (_KEEP, _free_text(inputs.workload.spec), *one_at_a_time, _GROUP)
     plain = [_option(inputs, Fact(code), strategy) for code, strategy in found]
     quantized = [_first_that_fits(islice(_quantized(inputs, kind), 3)) for kind in constraints.QUANTIZATIONS]
     return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
@@ -193,7 +198,9 @@ def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantizati
 
 def _quantized(inputs: ForecastInputs, kind: str) -> Iterator[Option]:
     """Yield the strategies with quantized transformers, most memory first."""
-    for code, strategy in (_KEEP, _FREE_TEXT, _ONE, _MODEL)[: 4 if inputs.workload.split is None else 3]:
+    for code, strategy in (_KEEP, _free_text(inputs.workload.spec), _ONE, _MODEL)[
+        : 4 if inputs.workload.split is None else 3
+    ]:
         if constraints.offload_conflict(_in_pytorch(kind, strategy.offload)) is None:
             title = Fact("strategy.quantized", {"quantization": kind, "how": Fact(code)})
             yield _option(inputs, title, strategy.replace(quantization=kind))

@@ -347,7 +347,7 @@ def test_a_lower_memory_strategy_drops_options_that_take_memory() -> None:
 def test_runs_with_other_options_are_another_kind() -> None:
     here = gpu_machine()
     planned = plan()
-    timings = {"encode": 1.0, "denoise": 200.0, "decode": 2.0}
+    timings = {"text_encoder": 1.0, "denoise": 200.0, "decode": 2.0}
     runs = {run.kind.component: run for run in runs_of(planned, planned, A14B, here, timings, {})}
     assert runs["transformer"].kind.speed == "compiled cudnn"
     assert runs["vae"].kind.speed == "compiled channels last"

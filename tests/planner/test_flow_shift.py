@@ -137,7 +137,7 @@ def test_the_forecast_counts_each_experts_steps(tiny: Tiny) -> None:
     assert denoising(shift=100).likely == pytest.approx(8.0)
     # The seconds of a job are divided by the same number of calls.
     for made, seconds in ((even, 6.0), (high, 7.0)):
-        runs = runs_of(made, made, spec, machine(), {"encode": 1.0, "denoise": seconds, "decode": 1.0}, {})
+        runs = runs_of(made, made, spec, machine(), {"text_encoder": 1.0, "denoise": seconds, "decode": 1.0}, {})
         assert [run.seconds for run in runs if run.kind.component == "transformer"] == [pytest.approx(1.0)]
 
 

@@ -237,11 +237,11 @@ def test_seconds_of_a_clip_on_several_h200s_are_near_the_measurement(gpus: int, 
 
 
 def test_runs_of_several_gpus_do_not_count_for_one() -> None:
-    timings = {"encode": 1.0, "denoise": 100.0, "decode": 2.0}
+    timings = {"text_encoder": 1.0, "denoise": 100.0, "decode": 2.0}
     devices = []
     for count in (1, 2):
         made = plan(A14B, FOUR, gpus=count)
-        runs = runs_of(made, made, spec(A14B), FOUR, timings, {"encode": 1, "denoise": 1, "decode": 1})
+        runs = runs_of(made, made, spec(A14B), FOUR, timings, {"text_encoder": 1, "denoise": 1, "decode": 1})
         devices.append({run.kind.component: run.kind.device for run in runs})
         again = resolve(
             GenerationRequest(prompt="a boat", width=832, height=480, frames=81, gpus=count),

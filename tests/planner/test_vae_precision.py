@@ -52,7 +52,7 @@ def test_16_bits_take_half_the_memory_and_less_time() -> None:
 def test_runs_in_another_precision_do_not_count() -> None:
     full = plan("float32")
     peaks = {"encode": 10**10, "denoise": 10**10, "decode": 60 * 10**9}
-    ran = runs_of(full, full, LARGE, H200, {"encode": 1.0, "denoise": 99.0, "decode": 77.0}, peaks)
+    ran = runs_of(full, full, LARGE, H200, {"text_encoder": 1.0, "denoise": 99.0, "decode": 77.0}, peaks)
     assert next(run.kind.dtype for run in ran if run.kind.component == "vae") == "float32"
     again = plan("float32", ran)
     assert again.seconds["decode"].measured and again.seconds["decode"].likely == pytest.approx(77.0)

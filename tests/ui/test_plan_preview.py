@@ -104,7 +104,7 @@ def test_measured_durations_replace_estimates(store: EngineStore, tmp_path: Path
     engines = EngineService(store, probe(), tmp_path)
     estimated = settled(PlanPreview(engines, probe, lambda: ()), spec).plan
     assert estimated is not None and not estimated.seconds["decode"].measured
-    timings = {"encode": 1.0, "denoise": 8.0, "decode": 5.0}
+    timings = {"text_encoder": 1.0, "denoise": 8.0, "decode": 5.0}
     runs = runs_of(estimated, estimated, spec, probe(), timings, {})
     measured = settled(PlanPreview(engines, probe, lambda: runs), spec).plan
     assert measured is not None

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from runtime.families.hunyuan_video import spec as hunyuan_video
-from runtime.models.folder import count_parameters, read_config, read_sidecar, reading
+from runtime.models.folder import read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
-from runtime.models.spec import VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec, folder_of
+from runtime.models.spec import VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
 from runtime.models.timesteps import noise_levels
 
 # Processes that share a pass, and the step cache, would have to be told what a section sees.
@@ -102,7 +102,8 @@ class FramePackFamily(Family):
                 expand_timesteps=False,
                 embedded_guidance=transformer.guidance_embeds,
                 max_sequence_length=hunyuan_video.MAX_SEQUENCE_LENGTH,
-                parameters={part: count_parameters(directory / folder_of(part)) for part in _PROGRAMS},
+                parameters={part: hunyuan_video.parameters(directory, part) for part in _PROGRAMS},
+                encoders=shared.encoders,
                 programs=_PROGRAMS,
                 unsupported=_UNSUPPORTED,
                 lacks=hunyuan_video.LACKS,

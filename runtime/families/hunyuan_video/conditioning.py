@@ -11,9 +11,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from runtime.execution.text_encoder import TextEncoder, TextEncoding, TextModel
+from runtime.families.hunyuan_video.spec import CLIP_TOKENS, SKIPPED_LAYERS, TEMPLATE_TOKENS
 
 # `DEFAULT_PROMPT_TEMPLATE` of diffusers' `pipeline_hunyuan_video`, whose import loads every HunyuanVideo pipeline.
-# LLaMA reads the instruction; the transformer gets the tokens after the first 95.
+# LLaMA reads the instruction; the transformer gets the tokens after it.
 TEMPLATE = (
     "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
     "1. The main content and theme of the video."
@@ -23,11 +24,6 @@ TEMPLATE = (
     "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
 )
-CROP_START = 95
-# The embeddings are those before the last two layers (`num_hidden_layers_to_skip`).
-SKIPPED_LAYERS = 2
-# CLIP's positions.
-CLIP_TOKENS = 77
 
 
 class ShortLlama(LlamaModel):
@@ -43,6 +39,8 @@ class ShortLlama(LlamaModel):
         super().__init__(config)
         del self.layers[-SKIPPED_LAYERS:]
         self.norm = nn.Identity()
+        # One call embeds a whole text.
+        self.config.use_cache = False
 
 
 class LlamaEncoder(TextEncoder):
@@ -53,14 +51,14 @@ class LlamaEncoder(TextEncoder):
     """
 
     def __init__(self, tokenizer: Any, model: TextModel, max_sequence_length: int) -> None:
-        super().__init__(tokenizer, model, CROP_START + max_sequence_length)
+        super().__init__(tokenizer, model, TEMPLATE_TOKENS + max_sequence_length)
 
     def encode(self, prompt: str) -> TextEncoding:
         """Return the embeddings of the prompt's tokens, (1, tokens, width), without padding."""
         text = TEMPLATE.format(prompt)
         whole = self._tokenizer(text).input_ids
         embeds = _embeds(self._tokenizer, self._model, text, self._length)
-        return TextEncoding(embeds[:, CROP_START:], self._unknown(prompt), len(whole) > self._length)
+        return TextEncoding(embeds[:, TEMPLATE_TOKENS:], self._unknown(prompt), len(whole) > self._length)
 
 
 class ClipEncoder(TextEncoder):

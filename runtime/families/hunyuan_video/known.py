@@ -1,6 +1,6 @@
 """Published HunyuanVideo models, from their configurations at https://huggingface.co/hunyuanvideo-community.
 
-A test counts the parameters with the libraries' own classes.
+A test counts the parameters with the classes that are loaded: LLaMA without its last two layers.
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,22 @@ _TRANSFORMER: Mapping[str, Any] = {
     "rope_theta": 256.0,
     "text_embed_dim": 4096,
 }
+_LLAMA: Mapping[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128320,
+}
+_CLIP: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "projection_dim": 768,
+    "vocab_size": 49408,
+}
 _VAE: Mapping[str, Any] = {
     "block_out_channels": [128, 256, 512, 512],
     "in_channels": 3,
@@ -45,9 +61,9 @@ KNOWN = (
         license="tencent-hunyuan-community",
         about="A large model for videos from text at 544p and 720p; its guidance needs no second pass.",
         aliases=frozenset({"hunyuan-video-t2v", "tencent/hunyuanvideo"}),
-        configs={"transformer": _TRANSFORMER, "vae": _VAE},
+        configs={"text_encoder": _LLAMA, "text_encoder_2": _CLIP, "transformer": _TRANSFORMER, "vae": _VAE},
         parameters={
-            "text_encoder": 7_505_186_816,
+            "text_encoder": 7_068_958_720,
             "text_encoder_2": 123_060_480,
             "transformer": 12_821_012_544,
             "vae": 246_478_803,

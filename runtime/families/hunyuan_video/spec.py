@@ -5,6 +5,7 @@ Source of defaults and trained sizes: https://github.com/Tencent-Hunyuan/Hunyuan
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,19 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.hunyuan_video.known import KNOWN
-from runtime.models.folder import count_parameters, read_config, read_sidecar, reading
+from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types
 from runtime.models.registry import Family, KnownModel
-from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
 
 # `HunyuanVideoPipeline.__call__`'s default.
 MAX_SEQUENCE_LENGTH = 256
+# Tokens of LLaMA's template before the prompt's, whose embeddings the transformer does not get.
+TEMPLATE_TOKENS = 95
+# The transformer gets the embeddings before LLaMA's last two layers (`num_hidden_layers_to_skip`).
+SKIPPED_LAYERS = 2
+# CLIP's positions.
+CLIP_TOKENS = 77
 # Of `Speed`, the transformer has attention kernels and compiled blocks, and the VAE has nothing. One GPU decodes.
 LACKS = frozenset({"text_kept", "paired", "graphed", "fused", "channels_last", "compiled_vae", "strips"})
 # Single blocks have a `proj_out` too, so the last projection is named by its parameter, which bitsandbytes does not
@@ -219,25 +226,32 @@ class VaeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class _TextEncoder:
-    """The sizes of a `LlamaModel` or a `CLIPTextModel` that determine how many layers and tables it has."""
+    """Sizes of a `LlamaModel` or a `CLIPTextModel`."""
 
     hidden_size: Annotated[int, _up_to(65_536)]
-    num_hidden_layers: Annotated[int, Field(strict=True, ge=3, le=512)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SecondTextEncoder:
-    """The same of a `CLIPTextModel`."""
-
-    hidden_size: Annotated[int, _up_to(65_536)]
+    intermediate_size: Annotated[int, _up_to(1_000_000)]
+    num_attention_heads: Annotated[int, _up_to(1_024)]
     num_hidden_layers: Annotated[int, _up_to(512)]
+    vocab_size: Annotated[int, _up_to(10_000_000)]
+
+    def spec(self, max_tokens: int) -> TextEncoderSpec:
+        """Return what the planner needs."""
+        return TextEncoderSpec(
+            width=self.hidden_size,
+            ffn_dim=self.intermediate_size,
+            num_heads=self.num_attention_heads,
+            vocab_size=self.vocab_size,
+            max_tokens=max_tokens,
+            stores_scores=False,
+        )
 
 
 _TRANSFORMER = TypeAdapter(TransformerSpec)
 _VAE = TypeAdapter(VaeSpec)
 _TEXT_ENCODER = TypeAdapter(_TextEncoder)
-_SECOND_TEXT_ENCODER = TypeAdapter(_SecondTextEncoder)
 _SHIFT = TypeAdapter(Annotated[float, Field(strict=True, gt=0)] | None)
+# Weights of LLaMA's layers, and of the norm after them.
+_LLAMA_LAYER = re.compile(r"(?:model\.)?(?:layers\.(\d+)|norm)\.")
 # Names of the fields above in diffusers' configurations.
 _TRANSFORMER_NAMES: Mapping[str, str] = {
     "double_layers": "num_layers",
@@ -283,7 +297,8 @@ class HunyuanVideoFamily(Family):
                 transformer=found.transformer,
                 vae=found.vae,
                 scheduler=str(found.scheduler["_class_name"]),
-                parameters={part: count_parameters(directory / part) for part in _PROGRAMS},
+                parameters={part: parameters(directory, part) for part in _PROGRAMS},
+                encoders=found.encoders,
                 flow_shift=found.shift,
                 noise=given_sigmas(noise_levels(found.scheduler)),
                 **_common(found.transformer),
@@ -307,6 +322,7 @@ class HunyuanVideoFamily(Family):
             vae=_renamed(_VAE, _VAE_NAMES, known.configs["vae"]),
             scheduler="FlowMatchEulerDiscreteScheduler",
             noise=_NOISE,
+            encoders=_encoders(known.configs),
             **_CARD,
             **_common(transformer),
             **known.description(weights_dir),
@@ -339,6 +355,7 @@ class Configurations(NamedTuple):
 
     transformer: TransformerSpec
     vae: VaeSpec
+    encoders: Mapping[str, TextEncoderSpec]
     scheduler: dict[str, Any]
     shift: float | None
 
@@ -360,18 +377,36 @@ def read_configurations(directory: Path, title: str) -> Configurations:
     vae = _renamed(_VAE, _VAE_NAMES, read_config(directory / "vae" / "config.json"))
     if vae.z_dim != transformer.in_channels:
         raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
-    llama = _TEXT_ENCODER.validate_python(read_config(directory / "text_encoder" / "config.json"))
-    clip = _SECOND_TEXT_ENCODER.validate_python(read_config(directory / "text_encoder_2" / "config.json"))
+    configs = {part: read_config(directory / part / "config.json") for part in ("text_encoder", "text_encoder_2")}
+    encoders = _encoders(configs)
+    if configs["text_encoder"]["num_hidden_layers"] <= SKIPPED_LAYERS:
+        raise ValueError("num_hidden_layers")
     # CLIP's embedding is passed on with LLaMA's, see `execution.text_encoder.joined`.
-    if llama.hidden_size != transformer.text_dim or transformer.pooled_dim > transformer.text_dim:
+    if encoders["text_encoder"].width != transformer.text_dim or transformer.pooled_dim > transformer.text_dim:
         raise ValueError("text_embed_dim")
-    if clip.hidden_size != transformer.pooled_dim:
+    if encoders["text_encoder_2"].width != transformer.pooled_dim:
         raise ValueError("pooled_projection_dim")
     scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
     if scheduler.get("use_dynamic_shifting"):
         raise ModelError("model.dynamic_shifting", model=title)
     noise_levels(scheduler)
-    return Configurations(transformer, vae, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
+    return Configurations(transformer, vae, encoders, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
+
+
+def parameters(directory: Path, component: str) -> int:
+    """Return the number of weights of a component that are loaded, see `conditioning.ShortLlama`."""
+    folder = directory / folder_of(component)
+    if component != "text_encoder":
+        return count_parameters(folder)
+    loaded = read_config(folder / "config.json")["num_hidden_layers"] - SKIPPED_LAYERS
+    found = ((_LLAMA_LAYER.match(name), count) for name, (_, count) in tensor_types(folder).items())
+    return sum(count for match, count in found if not match or (match[1] and int(match[1]) < loaded))
+
+
+def _encoders(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TextEncoderSpec]:
+    """Return the sizes of LLaMA and CLIP."""
+    tokens = {"text_encoder": TEMPLATE_TOKENS + MAX_SEQUENCE_LENGTH, "text_encoder_2": CLIP_TOKENS}
+    return {part: _TEXT_ENCODER.validate_python(configs[part]).spec(most) for part, most in tokens.items()}
 
 
 def _renamed(adapter: TypeAdapter[Any], names: Mapping[str, str], config: Mapping[str, Any]) -> Any:

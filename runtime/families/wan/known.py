@@ -12,6 +12,13 @@ _LICENSE = "Apache-2.0"
 # UMT5-XXL's encoder; its embedding has two names and counts once.
 _UMT5_XXL = 5_680_910_336
 
+_TEXT_ENCODER: Mapping[str, Any] = {
+    "d_ff": 10240,
+    "d_model": 4096,
+    "num_heads": 64,
+    "num_layers": 24,
+    "vocab_size": 256384,
+}
 _TRANSFORMER: Mapping[str, Any] = {
     "attention_head_dim": 128,
     "cross_attn_norm": True,
@@ -75,7 +82,7 @@ def _model(
     return KnownModel(
         family="wan",
         license=_LICENSE,
-        configs={"transformer": transformer, "vae": vae, **encoder},
+        configs={"text_encoder": _TEXT_ENCODER, "transformer": transformer, "vae": vae, **encoder},
         parameters={
             "text_encoder": _UMT5_XXL,
             **dict.fromkeys(names, transformer_parameters),

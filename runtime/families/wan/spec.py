@@ -20,7 +20,7 @@ from runtime.families.wan import lora_names
 from runtime.families.wan.known import KNOWN
 from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading, tensor_types
 from runtime.models.registry import Family, KnownModel
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, folder_of
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
 
 # WanPipeline.__call__'s default; Wan was trained with it.
@@ -260,10 +260,26 @@ class VaeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class _TextEncoder:
-    """The sizes of a `transformers.UMT5EncoderModel` that determine how many layers and tables it has."""
+    """Sizes of a `transformers.UMT5EncoderModel`: of its layers, and of others that its class creates."""
 
+    d_model: Annotated[int, _up_to(65_536)]
+    d_ff: Annotated[int, _up_to(1_000_000)]
+    num_heads: Annotated[int, _up_to(1_024)]
     num_layers: Annotated[int, _up_to(512)]
+    vocab_size: Annotated[int, _up_to(10_000_000)]
     num_labels: Annotated[int, _up_to(1_000)] = 2
+
+    @property
+    def spec(self) -> TextEncoderSpec:
+        """What the planner needs."""
+        return TextEncoderSpec(
+            width=self.d_model,
+            ffn_dim=self.d_ff,
+            num_heads=self.num_heads,
+            vocab_size=self.vocab_size,
+            max_tokens=MAX_SEQUENCE_LENGTH,
+            stores_scores=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +351,7 @@ class WanFamily:
                 expand_timesteps=bool(found.pipeline.get("expand_timesteps", False)),
                 max_sequence_length=MAX_SEQUENCE_LENGTH,
                 parameters=counted,
+                encoders={"text_encoder": found.text_encoder},
                 programs=programs,
                 image_input=found.image_input,
                 block_programs=_block_programs(list(found.experts.values())),
@@ -367,6 +384,7 @@ class WanFamily:
             scheduler=_SCHEDULER,
             expand_timesteps=known.expand_timesteps,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
+            encoders={"text_encoder": _TEXT_ENCODER.validate_python(known.configs["text_encoder"]).spec},
             programs=_programs(known.experts, image_input),
             image_input=image_input,
             block_programs=_block_programs([known.configs["transformer"]]),
@@ -386,6 +404,7 @@ class _Configurations(NamedTuple):
     experts: dict[str, dict[str, Any]]
     transformer: TransformerSpec
     vae: VaeSpec
+    text_encoder: TextEncoderSpec
     boundary_ratio: float | None
     scheduler: dict[str, Any]
     flow_shift: float | None
@@ -418,13 +437,15 @@ def _read_configurations(directory: Path, title: str) -> _Configurations:
     boundary_ratio = _BOUNDARY_RATIO.validate_python(index.get("boundary_ratio"))
     if others and boundary_ratio is None:
         raise KeyError("boundary_ratio")
-    _TEXT_ENCODER.validate_python(read_config(directory / "text_encoder" / "config.json"))
+    text_encoder = _TEXT_ENCODER.validate_python(read_config(directory / "text_encoder" / "config.json")).spec
     scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
     if scheduler.get("use_dynamic_shifting"):
         raise ModelError("model.dynamic_shifting", model=title)
     noise_levels(scheduler)
     flow_shift = _FLOW_SHIFT.validate_python(scheduler.get("flow_shift", scheduler.get("shift")))
-    return _Configurations(index, experts, transformer, vae, boundary_ratio, scheduler, flow_shift, image_input)
+    return _Configurations(
+        index, experts, transformer, vae, text_encoder, boundary_ratio, scheduler, flow_shift, image_input
+    )
 
 
 def _parameters(directory: Path, component: str) -> int:

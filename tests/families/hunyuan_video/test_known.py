@@ -6,30 +6,25 @@ from types import SimpleNamespace
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from diffusers.quantizers.torchao.torchao_quantizer import TorchAoHfQuantizer
-from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
+from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig
 
+from runtime.core.estimates import MemoryStrategy
+from runtime.families.hunyuan_video.conditioning import ShortLlama
 from runtime.families.hunyuan_video.known import KNOWN
 from runtime.models.catalogue import look_up
+from runtime.planner import memory_model
 from tests.families.wan.test_known import weights
+from tests.planner.test_memory_model import workload
 
 (PUBLISHED,) = KNOWN
 
 
 def test_parameter_counts_are_those_of_the_architectures() -> None:
-    llama = LlamaConfig(
-        vocab_size=128_320,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
-    clip = CLIPTextConfig(
-        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768
-    )
+    llama = LlamaConfig(**PUBLISHED.configs["text_encoder"])
+    clip = CLIPTextConfig(**PUBLISHED.configs["text_encoder_2"])
     with torch.device("meta"):
         modules = {
-            "text_encoder": LlamaModel(llama),
+            "text_encoder": ShortLlama(llama),
             "text_encoder_2": CLIPTextModel(clip),
             "transformer": HunyuanVideoTransformer3DModel(**PUBLISHED.configs["transformer"]),
             "vae": AutoencoderKLHunyuanVideo(**PUBLISHED.configs["vae"]),
@@ -46,6 +41,27 @@ def test_it_is_planned_with_before_its_weights_are_here() -> None:
     assert spec.noise.timesteps(4) is None
     assert spec.noise.timesteps(2, 7.0) == [1000.0, 875.0]
     assert PUBLISHED.describes(spec)
+
+
+def test_an_offloaded_text_encoder_needs_its_own_largest_layer() -> None:
+    spec = look_up("hunyuan-video", Path("none"))
+    with torch.device("meta"):
+        llama = ShortLlama(LlamaConfig(**PUBLISHED.configs["text_encoder"]))
+    sizes = [sum(p.numel() for p in module.parameters(recurse=False)) for module in llama.modules()]
+    held = workload(spec, (960, 544, 129), dict.fromkeys(spec.component_names, "bfloat16"))
+    first, second, *_ = memory_model.stages(held, MemoryStrategy(offload="group"))
+    assert first.weights_bytes == 2 * max(sizes)
+    # Activations come after the embedding, and need less.
+    assert first.working_bytes == 0
+    assert second.weights_bytes == 2 * spec.parameters["text_encoder_2"]
+
+
+def test_both_text_encoders_are_freed_after_their_stage() -> None:
+    spec = look_up("hunyuan-video", Path("none"))
+    dtypes = dict.fromkeys(spec.component_names, "bfloat16")
+    strategy = MemoryStrategy(keep_loaded=True, freed=spec.text_encoders)
+    *_, decode = memory_model.stages(workload(spec, (960, 544, 129), dtypes), strategy)
+    assert decode.weights_bytes == 2 * (spec.parameters["transformer"] + spec.parameters["vae"])
 
 
 def test_the_blocks_linear_layers_are_quantized_and_no_others() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
-from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec
 from runtime.models.timesteps import noise_levels
 
 MAX_SEQUENCE_LENGTH = 32
@@ -123,6 +123,7 @@ class LtxFamily(Family):
                 parameters={
                     part: count_parameters(directory / part) for part in ("text_encoder", "transformer", "vae")
                 },
+                encoders={"text_encoder": _text_encoder(directory)},
                 programs={
                     "text_encoder": ("text_encoder",),
                     "transformer": ("transformer",),
@@ -144,6 +145,18 @@ class LtxFamily(Family):
 
 
 FAMILY: Family = LtxFamily()
+
+
+def _text_encoder(directory: Path) -> TextEncoderSpec:
+    config = read_config(directory / "text_encoder" / "config.json")
+    return TextEncoderSpec(
+        width=config["d_model"],
+        ffn_dim=config["d_ff"],
+        num_heads=config["num_heads"],
+        vocab_size=config["vocab_size"],
+        max_tokens=MAX_SEQUENCE_LENGTH,
+        stores_scores=True,
+    )
 
 
 def _architecture(directory: Path) -> tuple[LtxTransformer, LtxVae]:
