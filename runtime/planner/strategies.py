@@ -76,8 +76,9 @@ class Decision:
     warnings: tuple[Fact, ...]
 
 
-def _free_text(spec: ModelSpec) -> tuple[str, MemoryStrategy]:
-    return "strategy.free_text_encoder", MemoryStrategy(keep_loaded=True, freed=spec.text_encoders)
+def _free_text(inputs: ForecastInputs) -> tuple[str, MemoryStrategy]:
+    freed = inputs.workload.spec.text_encoders
+    return "strategy.free_text_encoder", MemoryStrategy(keep_loaded=True, freed=freed)
 
 
 def options(inputs: ForecastInputs) -> list[Option]:
@@ -86,12 +87,10 @@ def options(inputs: ForecastInputs) -> list[Option]:
         return [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
     if inputs.workload.split is not None:
         # With several GPUs weights are not offloaded.
-        plain = [
-            _option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _free_text(inputs.workload.spec), _ONE)
-        ]
+        plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _free_text(inputs), _ONE)]
         return [*plain, _first_that_fits(_quantized(inputs, "fp8"))]
     one_at_a_time = (_ONE, _MODEL) if inputs.workload.sections == 1 else (_MODEL, _ONE)
-    found = (_KEEP, _free_text(inputs.workload.spec), *one_at_a_time, _GROUP)
+    found = (_KEEP, _free_text(inputs), *one_at_a_time, _GROUP)
     plain = [_option(inputs, Fact(code), strategy) for code, strategy in found]
     quantized = [_first_that_fits(islice(_quantized(inputs, kind), 3)) for kind in constraints.QUANTIZATIONS]
     return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
@@ -198,9 +197,7 @@ def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantizati
 
 def _quantized(inputs: ForecastInputs, kind: str) -> Iterator[Option]:
     """Yield the strategies with quantized transformers, most memory first."""
-    for code, strategy in (_KEEP, _free_text(inputs.workload.spec), _ONE, _MODEL)[
-        : 4 if inputs.workload.split is None else 3
-    ]:
+    for code, strategy in (_KEEP, _free_text(inputs), _ONE, _MODEL)[: 4 if inputs.workload.split is None else 3]:
         if constraints.offload_conflict(_in_pytorch(kind, strategy.offload)) is None:
             title = Fact("strategy.quantized", {"quantization": kind, "how": Fact(code)})
             yield _option(inputs, title, strategy.replace(quantization=kind))
