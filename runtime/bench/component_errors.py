@@ -9,6 +9,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
+from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Conditioning, GivenFrames, Step, get_noise, get_schedule
@@ -71,9 +72,9 @@ def reference_passes(spec: ModelSpec, plan: ExecutionPlan, residency: Residency,
     """Run each component once in the reference configuration, starting with the prompt and the seed."""
     job = StandaloneJob(plan, cancel)
     noise = get_noise(plan).cpu()
-    embeds = _embeds(spec, job, residency)
-    outputs = {"text_encoder": embeds}
-    conditioning = Conditioning(embeds, None)
+    encoded = {name: _encoded(spec, job, residency, name) for name in spec.text_encoders}
+    outputs = {name: one.embeds for name, one in encoded.items()}
+    conditioning = Conditioning(joined(list(encoded.values())).embeds, None)
     for name in (IMAGE_ENCODER, VAE_ENCODER):
         if name in plan.components:
             outputs[name] = _of_images(spec, job, residency, name)
@@ -122,8 +123,8 @@ def errors(
         if name not in passes.outputs:
             found[name] = PartError(None, "No step of the reference runs it.")
             continue
-        if name == "text_encoder":
-            output = _embeds(spec, job, residency)
+        if name in spec.text_encoders:
+            output = _encoded(spec, job, residency, name).embeds
         elif name in {IMAGE_ENCODER, VAE_ENCODER}:
             output = _of_images(spec, job, residency, name)
         elif name == "vae":
@@ -171,9 +172,10 @@ def _first_steps(spec: ModelSpec, plan: ExecutionPlan) -> dict[str, Step]:
     return first
 
 
-def _embeds(spec: ModelSpec, job: StandaloneJob, residency: Residency) -> torch.Tensor:
-    with residency.text_encoder(spec, job) as encoder:
-        return encoder.encode(job.plan.prompt).embeds.float().cpu()
+def _encoded(spec: ModelSpec, job: StandaloneJob, residency: Residency, name: str) -> TextEncoding:
+    with residency.text_encoder(spec, job, name) as encoder:
+        found = encoder.encode(job.plan.prompt)
+    return replace(found, embeds=found.embeds.float().cpu())
 
 
 def _of_images(spec: ModelSpec, job: StandaloneJob, residency: Residency, name: str) -> torch.Tensor:

@@ -28,7 +28,7 @@ from runtime.machine.probe import free_disk_bytes, gpu_index, probe
 from runtime.models import registry
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import ModelSpec, is_text_encoder, is_transformer
 from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
     inputs, target = reference.inputs(key.profiles[0].opt), reference.device
     if not blocks:
         cases = (case for profile in key.profiles for case in cases_of(reference, profile, text))
-    if key.program in {"text_encoder", "transformer"}:
+    if is_text_encoder(key.program) or key.program == "transformer":
         cases = [case.on_cpu() for case in cases]
         del reference
         _free(device)

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, is_text_encoder
 from runtime.planner.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
 
 _INPUTS = {
     "text_encoder": ("input_ids", "attention_mask"),
+    "text_encoder_2": ("input_ids", "attention_mask"),
     "image_encoder": ("pixels",),
     "vae_encoder_first": ("frames",),
     "vae_encoder_next": ("frames",),
@@ -25,6 +26,7 @@ _INPUTS = {
 }
 _OUTPUTS = {
     "text_encoder": "embeds",
+    "text_encoder_2": "embeds",
     "image_encoder": "embeds",
     "vae_encoder_first": "z",
     "vae_encoder_next": "z",
@@ -112,8 +114,10 @@ class Program:
         spec, scale = self.spec, self.spec.vae.scale_factor_spatial
         length, channels = spec.max_sequence_length, spec.vae.z_dim
         words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
-        if self.name == "text_encoder":
+        if is_text_encoder(self.name):
             vocabulary: Any = self.module.vocabulary
+            length = spec.encoders[self.name].max_tokens
+            words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
             ids = torch.randint(vocabulary, (1, length), generator=generator).to(self.device)
             return {"input_ids": ids * words, "attention_mask": words.long()}
         if self.name == "image_encoder":

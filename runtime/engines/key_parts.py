@@ -24,8 +24,8 @@ from runtime.core.untrusted_files import read_json
 from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.folder import read_config
-from runtime.models.registry import FAMILIES
-from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of, is_transformer
+from runtime.models.registry import FAMILIES, family_of
+from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.planner.engine_index import EngineKey, is_of_gpu
 
 # `EngineKey.export_revision` of imported engines: this program did not export them.
@@ -57,16 +57,20 @@ def export_revision(family: str) -> str:
 
     Comments, docstrings and formatting do not count.
     """
-    package = find_spec(FAMILIES[family].package)
-    assert package is not None
-    assert package.origin is not None
-    folder = Path(package.origin).parent
-    # A small family may define its programs in components.py.
-    own = sorted(folder.glob("*programs.py")) or [folder / "components.py"]
+    own = [path for name in (family, *family_of(family).shared_programs) for path in _program_modules(name)]
     digest = hashlib.sha256()
     for path in (*own, *map(Path(__file__).with_name, _EXPORTED_MODULES)):
         digest.update(_code(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:_REVISION_LENGTH]
+
+
+def _program_modules(family: str) -> list[Path]:
+    """Return the modules of a family that define its programs; a small family may do that in components.py."""
+    package = find_spec(FAMILIES[family].package)
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parent
+    return sorted(folder.glob("*programs.py")) or [folder / "components.py"]
 
 
 def _code(source: str) -> str:
@@ -110,8 +114,8 @@ def architecture_digest(spec: ModelSpec, component: str, name: str) -> str:
         relevant = {
             key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")
         }
-    if name == "text_encoder":
-        relevant["max_sequence_length"] = spec.max_sequence_length
+    if is_text_encoder(name):
+        relevant["max_sequence_length"] = spec.encoders[name].max_tokens
     if spec.image_input is not None and (name == "transformer" or component == VAE_ENCODER):
         # Not for models without images, whose keys stay as they are.
         relevant |= {"kind": spec.image_input.kind, "image_tokens": spec.image_input.tokens}

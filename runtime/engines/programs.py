@@ -4,6 +4,7 @@ A component has one program, each part of a VAE up to two. The tensors are the s
 The batch size is 1:
 
     text_encoder       input_ids, attention_mask (1, L) int64                -> embeds (1, L, D), zero in the padding
+    text_encoder_2     the same
     image_encoder      pixels (1, 3, S, S)                                   -> embeds (1, T, E)
     vae_encoder_first  frames (1, H, W, 3)                                   -> z (1, C, 1, h, w), cache_0 … or none
     vae_encoder_next   frames (4, H, W, 3), cache_0 …                        -> z (1, C, 1, h, w), cache_0 …

@@ -61,6 +61,7 @@ class PyTorchBaseline:
         part = self.plan.components[self.component]
         by_program: dict[str, Callable[..., dict[str, float]]] = {
             "text_encoder": self._text_encoder,
+            "text_encoder_2": self._text_encoder,
             "image_encoder": self._image_encoder,
             "vae_encoder_first": self._encoder,
             "vae_encoder_next": self._encoder,
@@ -148,7 +149,7 @@ class PyTorchBaseline:
         from runtime.models.weights import load_module
 
         model = PyTorchTextModel(load_module(self.spec, self.component, part), device)
-        ids = torch.ones(1, self.spec.max_sequence_length, dtype=torch.int64)
+        ids = torch.ones(1, self.spec.encoders[self.component].max_tokens, dtype=torch.int64)
         mask = (torch.arange(ids.shape[1])[None] < _TOKENS).long()
         return {EAGER: seconds_of(lambda: model(ids, mask), device)}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from runtime.core.cancel import CancelledError, PausedError
 from runtime.core.errors import DeviceLostError, EngineError, first_line, ran_out
@@ -95,17 +96,30 @@ def _finite(result: torch.Tensor | Mapping[str, torch.Tensor] | None) -> bool:
 
 
 class EngineTextModel:
-    """An engine that falls back to PyTorch when it fails."""
+    """An engine that falls back to PyTorch when it fails.
 
-    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], TextModel]) -> None:
+    Args:
+        program: the engine's.
+        length: tokens of every text of the engine; shorter texts are padded for it.
+    """
+
+    def __init__(
+        self, engines: OpenEngines, fall_back: Callable[[Fact], TextModel], *, program: str, length: int
+    ) -> None:
         self._engines = EngineWithFallback(engines, fall_back)
+        self._program = program
+        self._length = length
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """See `TextModel`."""
-        return self._engines.call(
-            lambda engines: engines.infer("text_encoder", input_ids=ids, attention_mask=mask)["embeds"].clone(),
-            lambda model: model(ids, mask),
-        )
+        """See `TextModel`; the result is as long as `ids`."""
+        tokens = ids.shape[1]
+        input_ids, attention_mask = (F.pad(one, (0, self._length - tokens)) for one in (ids, mask))
+
+        def embed(engines: OpenEngines) -> torch.Tensor:
+            outputs = engines.infer(self._program, input_ids=input_ids, attention_mask=attention_mask)
+            return outputs["embeds"][:, :tokens].clone()
+
+        return self._engines.call(embed, lambda model: model(ids, mask))
 
 
 class EngineImageModel:

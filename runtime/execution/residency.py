@@ -173,7 +173,8 @@ class Residency:
         def build(module: torch.nn.Module, part: ComponentPlan) -> TextModel:
             return PyTorchTextModel(module, part.device)
 
-        with self._use(spec, job, name, build, EngineTextModel) as model:
+        on_engine = partial(EngineTextModel, program=name, length=spec.encoders[name].max_tokens)
+        with self._use(spec, job, name, build, on_engine) as model:
             yield components_of(spec).text_encoder(spec, name, load_tokenizer(spec, name), model)
 
     @contextmanager

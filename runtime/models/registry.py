@@ -133,6 +133,11 @@ class Family(Protocol):
         return ()
 
     @property
+    def shared_programs(self) -> Sequence[str]:
+        """Further families whose code exports its components to engines; none by default."""
+        return ()
+
+    @property
     def negative_prompt(self) -> str:
         """The negative prompt that the family's authors recommend; empty without one."""
 

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import LatentSize, is_block_program
+from runtime.models.spec import IMAGE_ENCODER, is_text_encoder
 
 # `EngineKey.weights` of an engine without weights: they are supplied when it is loaded.
 SWAPPED = "swapped"
@@ -245,7 +246,7 @@ class EngineRecord:
 
 def serves_any_clip(program: str) -> bool:
     """Return whether a program sees no latents, so that its engines serve clips of any size."""
-    return program in {"text_encoder", "image_encoder"} or is_block_program(program)
+    return is_text_encoder(program) or program == IMAGE_ENCODER or is_block_program(program)
 
 
 def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -> EngineRecord | None:

@@ -26,6 +26,7 @@ INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compile
 # What the tiny models are small enough for, and small enough for tests.
 PROFILES = {
     "text_encoder": ShapeProfile.fixed((1, 1, 1)),
+    "text_encoder_2": ShapeProfile.fixed((1, 1, 1)),
     "transformer": ShapeProfile((1, 4, 4), (3, 6, 8), (5, 10, 12)),
     "image_encoder": ShapeProfile.fixed((1, 1, 1)),
     "vae_encoder_first": ShapeProfile((1, 2, 2), (1, 4, 6), (1, 5, 8)),

@@ -1,6 +1,6 @@
 """FramePack's components in PyTorch, for `execution.components`. Text encoders are HunyuanVideo's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from transformers import SiglipVisionModel
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.components import ImageModel
 from runtime.families.framepack.image_encoder import ImageEncoder, PyTorchImageModel
+from runtime.families.framepack.programs import ImageEncoderForm
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
 from runtime.families.hunyuan_video import components as hunyuan_video
+from runtime.models.spec import IMAGE_ENCODER, ModelSpec
 
 MODULES: Mapping[str, Any] = {
     **hunyuan_video.MODULES,
@@ -24,7 +26,6 @@ MODULES: Mapping[str, Any] = {
 text_encoder = hunyuan_video.text_encoder
 strip_decoder = hunyuan_video.strip_decoder
 share_tokens = hunyuan_video.share_tokens
-make_form = hunyuan_video.make_form
 
 
 def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:
@@ -50,3 +51,8 @@ def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchSectionDen
 def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchSectionDecoder:
     """See `execution.components.Components`."""
     return PyTorchSectionDecoder(module, device)
+
+
+def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """See `engines.programs.MakeForm`."""
+    return ImageEncoderForm(load()) if program == IMAGE_ENCODER else hunyuan_video.make_form(spec, program, load)

@@ -16,15 +16,20 @@ from runtime.families.hunyuan_video import spec as hunyuan_video
 from runtime.models.folder import read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
-from runtime.models.spec import VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
 from runtime.models.timesteps import noise_levels
 
 # Processes that share a pass, and the step cache, would have to be told what a section sees.
 _UNSUPPORTED = frozenset({"gpus", "step_cache"})
-# The components in the order they run. None is exported to engines.
-_PROGRAMS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    ("text_encoder", "text_encoder_2", "image_encoder", VAE_ENCODER, "transformer", "vae"), ()
-)
+# The components in the order they run.
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "text_encoder": ("text_encoder",),
+    "text_encoder_2": ("text_encoder_2",),
+    IMAGE_ENCODER: (IMAGE_ENCODER,),
+    VAE_ENCODER: (),
+    "transformer": (),
+    "vae": (),
+}
 # In the names of the models that make sections from the start to the end: both kinds have one configuration.
 _F1 = re.compile(r"(?<![a-z0-9])f1(?![a-z0-9])")
 
@@ -76,6 +81,7 @@ class FramePackFamily(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = ""
+    shared_programs = ("hunyuan_video",)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `HunyuanVideoFramepackPipeline.save_pretrained` writes it.

@@ -1,4 +1,4 @@
-"""HunyuanVideo's components in PyTorch, for `execution.components`."""
+"""HunyuanVideo's components in PyTorch, for `execution.components`, and its exportable forms, for `engines.programs`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +14,7 @@ from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.hunyuan_video import transformer
 from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncoder, ShortLlama
+from runtime.families.hunyuan_video.programs import ClipTextForm, LlamaForm
 from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 
@@ -70,5 +71,6 @@ def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """No program is exported: the spec names none."""
-    raise AssertionError(spec, program, load)
+    """See `engines.programs.MakeForm`."""
+    length = spec.encoders[program].max_tokens
+    return LlamaForm(load(), length) if program == "text_encoder" else ClipTextForm(load(), length)

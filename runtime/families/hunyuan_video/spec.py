@@ -331,8 +331,13 @@ class HunyuanVideoFamily(Family):
 
 FAMILY: Family = HunyuanVideoFamily()
 
-# The components in the order they run. None is exported to engines.
-_PROGRAMS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("text_encoder", "text_encoder_2", "transformer", "vae"), ())
+# The components in the order they run.
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "text_encoder": ("text_encoder",),
+    "text_encoder_2": ("text_encoder_2",),
+    "transformer": (),
+    "vae": (),
+}
 # Of the authors' code and diffusers' pipeline.
 _CARD: Mapping[str, Any] = {
     "defaults": Defaults(

@@ -316,6 +316,7 @@ class WanFamily:
     """See `models.registry.Family`."""
 
     known: Sequence[KnownModel] = KNOWN
+    shared_programs: Sequence[str] = ()
     negative_prompt = NEGATIVE_PROMPT
     lora_change = staticmethod(lora_names.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from runtime.families.framepack.image_encoder import ImageEncoder, PyTorchImageModel, pixels_of
+from runtime.families.framepack.programs import ImageEncoderForm
 from tests.families.framepack_models import pipeline
 
 
@@ -22,3 +23,11 @@ def test_equals_pipeline(width: int, height: int) -> None:
         with torch.no_grad():
             expected.append(reference.encode_image(pixels))
     torch.testing.assert_close(encoder.encode(images), torch.cat(expected, dim=1), atol=1e-5, rtol=0)
+
+
+def test_the_exportable_form_equals_transformers() -> None:
+    module = pipeline().image_encoder.eval()
+    pixels = torch.randn(1, 3, 30, 30, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = module(pixels).last_hidden_state
+        torch.testing.assert_close(ImageEncoderForm(module)(pixels), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,117 @@
+"""The exportable forms of the text encoders equal transformers' modules, and run on engines in a job."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CLIPTextModel, LlamaModel
+
+from runtime.cli.main import run
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
+from runtime.engines.programs import load_program
+from runtime.engines.verify import verify
+from runtime.execution.engine_components import EngineTextModel
+from runtime.execution.text_encoder import PyTorchTextModel
+from runtime.models.spec import ModelSpec
+from tests.engines.conftest import INDUCTOR, PROFILES, Build
+
+Tiny = Callable[[str], ModelSpec]
+ENCODERS = ("text_encoder", "text_encoder_2")
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("words", [1, 9, 77])
+def test_the_forms_equal_transformers(tiny: Tiny, name: str, words: int) -> None:
+    spec = tiny("hunyuan-video")
+    program = load_program(spec, name, name, device="cpu", dtype="float32")
+    length = spec.encoders[name].max_tokens
+    assert length == (351 if name == "text_encoder" else 77)
+    mask = (torch.arange(length) < words).long()[None]
+    ids = torch.randint(2, 18, (1, length), generator=torch.Generator().manual_seed(0)) * mask
+    with torch.inference_mode():
+        if name == "text_encoder":
+            llama = LlamaModel.from_pretrained(spec.directory / name).eval()
+            expected = llama(ids, mask, output_hidden_states=True).hidden_states[-3]
+        else:
+            expected = CLIPTextModel.from_pretrained(spec.directory / name).eval()(ids, mask).last_hidden_state
+    found = program.run(input_ids=ids, attention_mask=mask)["embeds"]
+    torch.testing.assert_close(found, expected * mask.unsqueeze(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_pooled_embedding_is_that_of_the_last_token(tiny: Tiny) -> None:
+    spec = tiny("hunyuan-video")
+    module = CLIPTextModel.from_pretrained(spec.directory / "text_encoder_2").eval()
+    program = load_program(spec, "text_encoder_2", "text_encoder_2", device="cpu", dtype="float32")
+    ids, mask = torch.ones(1, 77, dtype=torch.int64), torch.ones(1, 77, dtype=torch.int64)
+    ids[0, :6], mask[0, 7:] = torch.tensor([3, 4, 5, 6, 7, 8]), 0
+    with torch.inference_mode():
+        expected = module(ids[:, :7], mask[:, :7]).pooler_output
+    torch.testing.assert_close(program.run(input_ids=ids, attention_mask=mask)["embeds"][:, 6], expected)
+
+
+@pytest.mark.parametrize("builder", ["cpu", "openvino", INDUCTOR])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_engines_equal_pytorch(built: Build, builder: str, name: str) -> None:
+    engine = built(builder, "hunyuan-video", name, name, "float32", PROFILES[name])
+    with engine.session() as session:
+        result = verify(session, engine.program(), PROFILES[name], "float32")
+    assert result.error < 1e-5, result.detail
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_texts_are_padded_for_the_engine_only(built: Build, fails: bool) -> None:
+    engine = built("cpu", "hunyuan-video", "text_encoder", "text_encoder", "float32", PROFILES["text_encoder"])
+    reference = PyTorchTextModel(LlamaModel.from_pretrained(engine.spec.directory / "text_encoder").eval(), "cpu")
+    ids, mask = torch.randint(2, 18, (1, 101)), torch.ones(1, 101, dtype=torch.int64)
+    reasons: list[Fact] = []
+    with engine.session() as session:
+
+        class Engines:
+            device = torch.device("cpu")
+
+            def infer(self, program: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+                assert program == "text_encoder"
+                if fails:
+                    raise EngineError("execution.engine_not_finite")
+                return session.infer(**inputs)
+
+        def fall_back(reason: Fact) -> PyTorchTextModel:
+            reasons.append(reason)
+            return reference
+
+        found = EngineTextModel(Engines(), fall_back, program="text_encoder", length=351)(ids, mask)
+    assert found.shape == (1, 101, 32)
+    if fails:
+        torch.testing.assert_close(found, reference(ids, mask))
+    else:
+        program = engine.program()
+        wanted = program.module(torch.nn.functional.pad(ids, (0, 250)), torch.nn.functional.pad(mask, (0, 250)))
+        torch.testing.assert_close(found, wanted[:, :101], rtol=1e-4, atol=1e-5)
+    assert bool(reasons) == fails
+
+
+def test_a_job_runs_both_text_encoders_on_engines(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("--width", "64", "--height", "32", "--frames", "9", "--steps", "2")
+    backends = ("--backend", "text_encoder=onnxruntime", "--backend", "text_encoder_2=onnxruntime", "--build")
+    folder = str(tiny("hunyuan-video").directory)
+    command = [
+        "generate",
+        "a red boat",
+        "--model",
+        folder,
+        *size,
+        *backends,
+        "--out",
+        str(tmp_path / "x.mp4"),
+        "--json",
+    ]
+    assert run(command) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    used = {name: part["backend"] for name, part in made["plan"]["components"].items()}
+    assert used == dict.fromkeys(ENCODERS, "onnxruntime") | dict.fromkeys(("transformer", "vae"), "pytorch")
+    assert not made["warnings"]
