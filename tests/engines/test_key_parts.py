@@ -26,7 +26,7 @@ from runtime.engines.key_parts import (
 )
 from runtime.engines.programs import load_program
 from runtime.machine.probe import probe
-from runtime.models.registry import FAMILIES, Entry, read_spec
+from runtime.models.registry import FAMILIES, Entry, family_of, read_spec
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from tests.engines.engine_files import refusal
@@ -150,11 +150,15 @@ def test_versions_of_installed_packages() -> None:
     assert "+" not in versions_of("torch")[0][1]
 
 
+SPEC = "from runtime.models.registry import Family\nFAMILY = type('Own', (Family,), {})()\n"
+
+
 def test_export_revision_depends_on_code_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def revision(name: str, source: str) -> str:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "__init__.py").touch()
+        (folder / "spec.py").write_text(SPEC)
         (folder / "programs.py").write_text(source, encoding="utf-8")
         monkeypatch.setitem(FAMILIES, name, Entry(("Pipeline",), name))
         return export_revision(name)
@@ -165,6 +169,16 @@ def test_export_revision_depends_on_code_only(tmp_path: Path, monkeypatch: pytes
     assert revision("family_two", "def form( x: int ) -> int: # other words\n    return (x + 1)\n") == first
     assert revision("family_three", "def form(x: int) -> int:\n    return x + 2\n") != first
     assert export_revision("wan") not in {first, "1"}
+
+
+def test_export_revision_covers_the_programs_of_shared_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "framepack", Entry(("Pipeline",), "runtime.families.framepack"))
+    alone = type(family_of("framepack"))
+    both = export_revision("framepack")
+    export_revision.cache_clear()
+    monkeypatch.setattr(alone, "shared_programs", ())
+    assert export_revision("framepack") != both
+    export_revision.cache_clear()
 
 
 CODE = ("programs.py", "component_programs.py", "block_programs.py", "signatures.py", "fp8.py")

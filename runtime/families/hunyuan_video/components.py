@@ -1,4 +1,4 @@
-"""HunyuanVideo's components in PyTorch, for `execution.components`, and its exportable forms, for `engines.programs`."""
+"""HunyuanVideo's components in PyTorch, for `execution.components`, and exportable forms, for `engines.programs`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,20 +3,21 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import CLIPTextModel, LlamaModel
 
 from runtime.cli.main import run
-from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines.programs import load_program
-from runtime.engines.verify import verify
 from runtime.execution.engine_components import EngineTextModel
 from runtime.execution.text_encoder import PyTorchTextModel
 from runtime.models.spec import ModelSpec
-from tests.engines.conftest import INDUCTOR, PROFILES, Build
+from runtime.models.weights import load_module
+from tests.execution.test_image_components import Engines, opened
+from tests.plans import tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
 ENCODERS = ("text_encoder", "text_encoder_2")
@@ -52,45 +53,29 @@ def test_the_pooled_embedding_is_that_of_the_last_token(tiny: Tiny) -> None:
     torch.testing.assert_close(program.run(input_ids=ids, attention_mask=mask)["embeds"][:, 6], expected)
 
 
-@pytest.mark.parametrize("builder", ["cpu", "openvino", INDUCTOR])
-@pytest.mark.parametrize("name", ENCODERS)
-def test_engines_equal_pytorch(built: Build, builder: str, name: str) -> None:
-    engine = built(builder, "hunyuan-video", name, name, "float32", PROFILES[name])
-    with engine.session() as session:
-        result = verify(session, engine.program(), PROFILES[name], "float32")
-    assert result.error < 1e-5, result.detail
-
-
 @pytest.mark.parametrize("fails", [False, True])
-def test_texts_are_padded_for_the_engine_only(built: Build, fails: bool) -> None:
-    engine = built("cpu", "hunyuan-video", "text_encoder", "text_encoder", "float32", PROFILES["text_encoder"])
-    reference = PyTorchTextModel(LlamaModel.from_pretrained(engine.spec.directory / "text_encoder").eval(), "cpu")
+def test_texts_are_padded_for_the_engine_only(tiny: Tiny, fails: bool) -> None:
+    spec = tiny("hunyuan-video")
+    program = load_program(spec, "text_encoder", "text_encoder", device="cpu", dtype="float32")
+    part = tiny_plan(spec, Path("x.mp4")).components["text_encoder"]
+    reference = PyTorchTextModel(load_module(spec, "text_encoder", part), "cpu")
     ids, mask = torch.randint(2, 18, (1, 101)), torch.ones(1, 101, dtype=torch.int64)
+
+    def wrong(_: int, outputs: dict[str, Any]) -> None:
+        if fails:
+            outputs["embeds"] = torch.full_like(outputs["embeds"], torch.nan)
+
     reasons: list[Fact] = []
-    with engine.session() as session:
 
-        class Engines:
-            device = torch.device("cpu")
+    def fall_back(reason: Fact) -> PyTorchTextModel:
+        reasons.append(reason)
+        return reference
 
-            def infer(self, program: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-                assert program == "text_encoder"
-                if fails:
-                    raise EngineError("execution.engine_not_finite")
-                return session.infer(**inputs)
-
-        def fall_back(reason: Fact) -> PyTorchTextModel:
-            reasons.append(reason)
-            return reference
-
-        found = EngineTextModel(Engines(), fall_back, program="text_encoder", length=351)(ids, mask)
-    assert found.shape == (1, 101, 32)
-    if fails:
-        torch.testing.assert_close(found, reference(ids, mask))
-    else:
-        program = engine.program()
-        wanted = program.module(torch.nn.functional.pad(ids, (0, 250)), torch.nn.functional.pad(mask, (0, 250)))
-        torch.testing.assert_close(found, wanted[:, :101], rtol=1e-4, atol=1e-5)
-    assert bool(reasons) == fails
+    engines = Engines({"text_encoder": program}, wrong)
+    found = EngineTextModel(opened(engines), fall_back, program="text_encoder", length=351)(ids, mask)
+    assert engines.calls[0]["input_ids"].shape == (1, 351)
+    torch.testing.assert_close(found, reference(ids, mask), rtol=1e-5, atol=1e-5)
+    assert [reason.code for reason in reasons] == ["execution.engine_not_finite"] * fails
 
 
 def test_a_job_runs_both_text_encoders_on_engines(
