@@ -78,25 +78,17 @@ def test_texts_are_padded_for_the_engine_only(tiny: Tiny, fails: bool) -> None:
     assert [reason.code for reason in reasons] == ["execution.engine_not_finite"] * fails
 
 
+@pytest.mark.slow
 def test_a_job_runs_both_text_encoders_on_engines(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = ("--width", "64", "--height", "32", "--frames", "9", "--steps", "2")
-    backends = ("--backend", "text_encoder=onnxruntime", "--backend", "text_encoder_2=onnxruntime", "--build")
-    folder = str(tiny("hunyuan-video").directory)
-    command = [
-        "generate",
-        "a red boat",
-        "--model",
-        folder,
-        *size,
-        *backends,
-        "--out",
-        str(tmp_path / "x.mp4"),
-        "--json",
-    ]
-    assert run(command) == 0
+    backends = [value for name in ENCODERS for value in ("--backend", f"{name}=onnxruntime")]
+    folder, out = str(tiny("hunyuan-video").directory), str(tmp_path / "x.mp4")
+    given = ["--model", folder, *size, *backends, "--build", "missing", "--out", out, "--json"]
+    assert run(["generate", "a red boat", *given]) == 0
     made = json.loads(capsys.readouterr().out.splitlines()[-1])
     used = {name: part["backend"] for name, part in made["plan"]["components"].items()}
     assert used == dict.fromkeys(ENCODERS, "onnxruntime") | dict.fromkeys(("transformer", "vae"), "pytorch")
-    assert not made["warnings"]
+    # Only the clip's size: no engine failed.
+    assert [warning for warning in made["warnings"] if "64x32" not in warning] == []
