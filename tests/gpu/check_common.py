@@ -34,6 +34,7 @@ from tests.gpu import build_child_opset17, wide_models
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 COMPONENTS = (
     ("text_encoder", "text_encoder"),
+    ("text_encoder_2", "text_encoder_2"),
     ("transformer", "transformer"),
     ("transformer_2", "transformer"),
     ("vae", "vae_first"),
@@ -64,7 +65,7 @@ class Checks:
     def model(self) -> ModelSpec:
         """Return the requested model; models with random weights are created first."""
         name = self.arguments.model
-        if name in wide_models.WIDTHS:
+        if name in wide_models.NAMES:
             wide_models.build(name, HOME / name, self.arguments.blocks)
             return find(str(HOME / name), Path("none"))
         return find(name, Path("none"))

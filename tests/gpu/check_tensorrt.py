@@ -1,6 +1,7 @@
 """Check TensorRT engines on a GPU (export, builder, session) against PyTorch. Not run by pytest.
 
     python tests/gpu/check_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
+    python tests/gpu/check_tensorrt.py build --model hunyuan-video --blocks 2      # both text encoders
     python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks [--model M] [--blocks N] [--latent F,H,W]
     python tests/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 
@@ -41,7 +42,7 @@ from tests.gpu.check_job import job
 def build(checks: Checks) -> None:
     """Build each program in a child process, verify it there, and time it with and without CUDA graphs."""
     spec = checks.model()
-    latent = checks.arguments.latent or (LARGE if checks.arguments.model in wide_models.WIDTHS else CLIP)
+    latent = checks.arguments.latent or (LARGE if checks.arguments.model in wide_models.NAMES else CLIP)
     wanted = checks.arguments.only.split(",") if checks.arguments.only else None
     chosen = [
         (component, program)
@@ -206,7 +207,7 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
-    parser.add_argument("--model", default="diorama", help=f"diorama, {', '.join(wide_models.WIDTHS)}")
+    parser.add_argument("--model", default="diorama", help=f"diorama, {', '.join(wide_models.NAMES)}")
     parser.add_argument("--blocks", type=int, default=2, help="of a random model's transformer")
     parser.add_argument("--precision", default="default", help="default, float32 or float16")
     parser.add_argument("--only", help="components, and the VAE's programs: text_encoder,vae_first,vae_encoder_first …")

@@ -1,18 +1,34 @@
-"""Models of Wan's architectures at full width, with few blocks and random weights, for the GPU checks."""
+"""Models at full width, with few blocks and random weights, for the GPU checks: Wan's, and HunyuanVideo's encoders."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import (
+    AutoencoderKLHunyuanVideo,
     AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    LlamaModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
+from runtime.families.hunyuan_video import known
+from runtime.families.hunyuan_video.spec import SKIPPED_LAYERS
 from tests.gpu.measure_memory import VAES
 from tests.tiny_models import tokenizer
 
@@ -31,6 +47,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
     },
     "wan2.2-ti2v-5b": {"num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
 }
+# The models that `build` makes.
+NAMES = (*WIDTHS, "hunyuan-video")
 # CLIP's ViT-H/14.
 _IMAGE_ENCODER: dict[str, Any] = {
     "hidden_size": 1280,
@@ -43,10 +61,12 @@ _IMAGE_ENCODER: dict[str, Any] = {
 
 
 def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
-    """Save a model of one of `WIDTHS` in float16 and return its folder, created on the GPU if there is one."""
+    """Save one of `NAMES` in float16 and return its folder, created on the GPU if there is one."""
     if (directory / "model_index.json").is_file():
         return directory
     torch.manual_seed(seed)
+    if name not in WIDTHS:
+        return _hunyuan_video(directory, blocks)
     experts = 2 if name == "wan2.2-a14b" else 1
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         transformers = [
@@ -75,4 +95,37 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
         WanImageToVideoPipeline(**parts).save_pretrained(directory)
     else:
         WanPipeline(**parts, expand_timesteps=name == "wan2.2-ti2v-5b").save_pretrained(directory)
+    return directory
+
+
+def _hunyuan_video(directory: Path, layers: int) -> Path:
+    """Save a HunyuanVideo whose text encoders have the published widths, and LLaMA so many layers that are computed.
+
+    The transformer and the VAE, which have no engines, are tiny.
+    """
+    configs = known.KNOWN[0].configs
+    llama = {**configs["text_encoder"], "num_hidden_layers": layers + SKIPPED_LAYERS, "vocab_size": 32}
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        encoder = LlamaModel(LlamaConfig(**llama, pad_token_id=0, bos_token_id=None, eos_token_id=1))
+        second = CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"]))
+    transformer = HunyuanVideoTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=encoder.config.hidden_size,
+        pooled_projection_dim=second.config.hidden_size,
+        rope_axes_dim=(4, 6, 6),
+    )
+    vae = AutoencoderKLHunyuanVideo(block_out_channels=(4, 4, 8, 8), layers_per_block=1, norm_num_groups=2)
+    HunyuanVideoPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=encoder.half(),
+        tokenizer_2=tokenizer(),
+        text_encoder_2=second.half(),
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+    ).save_pretrained(directory)
     return directory
