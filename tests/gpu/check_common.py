@@ -34,7 +34,6 @@ from tests.gpu import build_child_opset17, wide_models
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 COMPONENTS = (
     ("text_encoder", "text_encoder"),
-    ("text_encoder_2", "text_encoder_2"),
     ("transformer", "transformer"),
     ("transformer_2", "transformer"),
     ("vae", "vae_first"),
@@ -42,6 +41,7 @@ COMPONENTS = (
     ("image_encoder", "image_encoder"),
     ("vae_encoder", "vae_encoder_first"),
     ("vae_encoder", "vae_encoder_next"),
+    ("text_encoder_2", "text_encoder_2"),
 )
 CLIP: LatentSize = (9, 14, 24)
 CHUNK = 4
@@ -201,6 +201,7 @@ def profile_of(program: str, latent: LatentSize, chunk: int = CHUNK) -> ShapePro
     """Return the profile of one size; the VAE takes `chunk` latent frames a call."""
     frames, height, width = latent
     one = (1, height, width)
-    sizes = {"text_encoder": (1, 1, 1), "image_encoder": (1, 1, 1), "transformer": latent, "vae_first": one}
+    sizes = {"text_encoder": (1, 1, 1), "text_encoder_2": (1, 1, 1), "image_encoder": (1, 1, 1)}
+    sizes |= {"transformer": latent, "vae_first": one}
     sizes |= {"vae_encoder_first": one, "vae_encoder_next": one}
     return ShapeProfile.fixed(sizes.get(program, (min(chunk, frames), height, width)))
