@@ -197,7 +197,7 @@ def _velocity(
     conditioning: Conditioning,
 ) -> torch.Tensor:
     device, given = job.plan.components[step.expert].device, conditioning.given
-    timestep, embeds = step.timestep.to(latents.device), conditioning.positive
+    timestep, embeds = step.times.to(latents.device), conditioning.positive
     if given is not None:
         latents, timestep = given.inputs(latents, timestep)
     with residency.denoiser(spec, job, step.expert) as denoiser:

@@ -1,4 +1,4 @@
-"""Each component of a video from images is compared with the reference's on the same inputs."""
+"""Each component of a video is compared with the reference's on the same inputs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,3 +40,15 @@ def test_components_of_a_video_from_images(
         changed = errors(passes, other, plan.replace(image=other.image), residency, Cancel())
     assert {name for name, part in changed.items() if part.error} == {"image_encoder", "vae_encoder"} & {*found}
     assert all(torch.isfinite(output).all() for output in passes.outputs.values())
+
+
+def test_components_of_a_model_with_two_text_encoders(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    fields = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 2, "seed": 3}
+    request, spec = GenerationRequest.from_mapping(fields), tiny("hunyuan-video")
+    plan = resolve(request, spec, machine(), tmp_path / "x.mp4")
+    with Residency() as residency:
+        passes = reference_passes(spec, plan, residency, Cancel())
+        found = errors(passes, spec, plan, residency, Cancel())
+        assert {name: part.error for name, part in found.items()} == dict.fromkeys(plan.components, 0.0)
+        changed = errors(passes, spec, plan.replace(prompt="two blue balls"), residency, Cancel())
+    assert {name for name, part in changed.items() if part.error or part.why} == {*spec.text_encoders}
