@@ -71,6 +71,8 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     module = _from_files(spec, name, dtype, more)
     if quantized:
         quantization.check_quantized(module, part.quantization, name, spec.title)
+        if part.quantization == quantization.FP8:
+            quantization.add_biases_apart(module)
     else:
         module = module.to(target)
     if spec.loras_of(name):

@@ -452,6 +452,7 @@ def hunyuan_quantize(module: Any) -> None:
     config = quantization.diffusers_config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass()
     for blocks in (module.transformer_blocks, module.single_transformer_blocks):
         quantize_(blocks, config)
+    quantization.add_biases_apart(module)
 
 
 def part(module: Any) -> None:

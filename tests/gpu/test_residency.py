@@ -16,6 +16,7 @@ from runtime.core.request import GenerationRequest
 from runtime.execution.offload import pin
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
+from runtime.models.quantization import add_biases_apart, fp8_weight
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
@@ -144,6 +145,19 @@ def test_the_quantized_velocity_is_close(kind: str, offload: str, diorama: tuple
                 for _ in range(2):
                     got = denoiser(latents, timestep, text).float()
                 assert 0 < relative_error(got, wanted) < ERRORS[kind]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 41, 48, 64, 272, 2048])
+@pytest.mark.parametrize("inner", [3072, 12288, 15360])
+def test_fp8_layers_take_any_number_of_rows(inner: int, rows: int) -> None:
+    pytest.importorskip("torchao")
+    layer = torch.nn.Linear(inner, 3072, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(1, rows, inner, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        wanted = layer(x).float()
+        layer.weight = fp8_weight(layer.weight)
+        add_biases_apart(layer)
+        assert 0 < relative_error(layer(x).float(), wanted) < 0.06
 
 
 def test_a_job_with_all_options_at_once(diorama: tuple[ModelSpec, ExecutionPlan], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import Placement, place
 from runtime.models.loras import read_lora
-from runtime.models.quantization import check_quantized, diffusers_config
+from runtime.models.quantization import FP8, add_biases_apart, check_quantized, diffusers_config
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import fuse
@@ -54,6 +54,8 @@ def main(kind: str, folder: Path) -> None:
     for how in placements:
         quantized = load(folder, kind)
         check_quantized(quantized, kind, "transformer", "the tiny model")
+        if kind == FP8:
+            add_biases_apart(quantized)
         counted = sum(type(parameter) is not torch.nn.Parameter for parameter in quantized.parameters())
         projection, embedder = quantized.proj_out.weight, quantized.condition_embedder.time_proj.weight
         kept = [str(weight.dtype) for weight in (projection, embedder, quantized.patch_embedding.weight)]
