@@ -113,7 +113,7 @@ def add_biases_apart(module: Any) -> None:
 
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear) and layer.bias is not None and is_quantized(layer.weight):
-            layer.forward = MethodType(_linear, layer)
+            layer.forward = MethodType(_linear, layer)  # type: ignore[method-assign]
 
 
 def _linear(self: Any, x: Any) -> Any:

@@ -33,6 +33,7 @@ _MAX_NAME_LENGTH = 80
 FAMILIES: dict[str, Entry] = {
     "wan": Entry(("WanPipeline", "WanImageToVideoPipeline"), "runtime.families.wan"),
     "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
+    "framepack": Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"),
 }
 
 

@@ -172,7 +172,6 @@ def test_export_revision_depends_on_code_only(tmp_path: Path, monkeypatch: pytes
 
 
 def test_export_revision_covers_the_programs_of_shared_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "framepack", Entry(("Pipeline",), "runtime.families.framepack"))
     alone = type(family_of("framepack"))
     both = export_revision("framepack")
     export_revision.cache_clear()

@@ -9,12 +9,9 @@ from runtime.core.cancel import Cancel
 from runtime.core.events import Event
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
-from runtime.models.registry import FAMILIES, Entry
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.run import run_job
-
-ENTRY = Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack")
 
 
 def killed(
@@ -35,7 +32,6 @@ def killed(
 
 
 def _run(spec: ModelSpec, plan: ExecutionPlan, job: Path, event: str, rename: str, count: int) -> None:
-    FAMILIES["framepack"] = ENTRY
     left = count
     replace = Path.replace
 

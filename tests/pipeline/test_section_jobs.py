@@ -29,7 +29,7 @@ from runtime.execution.residency import Residency
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchSectionDecoder
 from runtime.models.images import with_images
-from runtime.models.registry import FAMILIES, read_spec
+from runtime.models.registry import read_spec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.files import SECTIONS
 from runtime.pipeline.run import run_job
@@ -38,7 +38,7 @@ from runtime.video.mp4 import read_metadata
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
 from tests.pipeline.runs import Choice, events_of, never
-from tests.pipeline.section_killing import ENTRY, killed
+from tests.pipeline.section_killing import killed
 from tests.pipeline.test_resume import stream_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine
@@ -54,11 +54,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for saved in found.values():
         pipeline().save_pretrained(saved)
     return found
-
-
-@pytest.fixture(autouse=True)
-def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "framepack", ENTRY)
 
 
 class Clip:

@@ -8,7 +8,6 @@ import pytest
 from runtime.core.errors import StoreError
 from runtime.core.events import SectionDone, VideoSaved
 from runtime.core.request import GenerationRequest
-from runtime.models.registry import FAMILIES
 from runtime.pipeline.files import SECTIONS
 from runtime.queue import recovery, storage
 from runtime.queue.job_queue import JobQueue
@@ -16,7 +15,6 @@ from runtime.queue.views import Job
 from tests.cli.test_jobs import stream
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
-from tests.pipeline.section_killing import ENTRY
 from tests.plans import no_engines
 from tests.queue.samples import add_job
 from tests.queue.test_worker import stored
@@ -27,9 +25,8 @@ Ask = Callable[..., GenerationRequest]
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobQueue]:
+def queue(tmp_path: Path) -> Iterator[JobQueue]:
     """A running queue with a tiny model that makes sections from the start to the end."""
-    monkeypatch.setitem(FAMILIES, "framepack", ENTRY)
     pipeline().save_pretrained(tmp_path / "weights" / "framepack-f1")
     made = RunningQueue(tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=stored(tmp_path))
     yield made

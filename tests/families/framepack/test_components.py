@@ -20,7 +20,7 @@ from runtime.execution.text_encoder import PyTorchTextModel, joined
 from runtime.families.framepack import components
 from runtime.families.framepack.image_encoder import pixels_of
 from runtime.families.framepack.spec import FAMILY, packed_tokens
-from runtime.models.registry import FAMILIES, Entry, read_spec
+from runtime.models.registry import read_spec
 from runtime.models.sections import SamplingType, Sections
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_image_processor, load_module, load_scheduler, load_tokenizer
@@ -44,12 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved = tmp_path_factory.mktemp("models") / "FramePackI2V"
     pipeline().save_pretrained(saved)
     return saved
-
-
-@pytest.fixture(autouse=True)
-def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """List the family, which no job can run yet."""
-    monkeypatch.setitem(FAMILIES, "framepack", Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"))
 
 
 def picture(seed: int) -> Image.Image:
