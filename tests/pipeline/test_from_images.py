@@ -25,6 +25,7 @@ from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
 from tests.image_files import picture
 from tests.lora_files import factors, peft
+from tests.pipeline.killing import killed
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_parallel import apart
@@ -141,6 +142,21 @@ def test_a_job_resumes_after_the_images_are_gone(
             assert Resumed(step=2, of=4) in events and steps_of(events) == [3, 4]
             encoders = {event.part for event in events if isinstance(event, StageStarted)}
             assert not {"text_encoder", "image_encoder", "vae_encoder"} & encoders
+
+
+@pytest.mark.parametrize(("architecture", "images"), ONCE)
+def test_a_killed_job_resumes_to_the_same_video(architecture: str, images: int, tiny: Tiny, tmp_path: Path) -> None:
+    clip = planned(tiny(architecture), images, tmp_path)
+    run(clip.plan, clip.spec, None)
+    wanted = frames_of(clip.plan.output)
+    clip.plan.output.unlink()
+    assert killed(clip.spec, clip.plan, tmp_path / "job", event="StepDone", count=3) == -9
+    events = run(clip.plan, clip.spec, tmp_path / "job")
+    # Not every step of so small a clip is worth a checkpoint.
+    (resumed,) = (event.step for event in events if isinstance(event, Resumed))
+    assert steps_of(events) == list(range(resumed + 1, 5))
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    assert frames_of(clip.plan.output) == wanted
 
 
 def test_a_checkpoint_of_another_image_is_not_used(tiny: Tiny, tmp_path: Path) -> None:

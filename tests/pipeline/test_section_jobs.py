@@ -37,8 +37,8 @@ from runtime.planner.resolve import resolve
 from runtime.video.mp4 import read_metadata
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
+from tests.pipeline.killing import killed
 from tests.pipeline.runs import Choice, events_of, never
-from tests.pipeline.section_killing import killed
 from tests.pipeline.test_resume import stream_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine

@@ -1,4 +1,4 @@
-"""Runs a job that makes sections in a process of its own, which kills itself with signal 9 at an event or a rename."""
+"""Runs a job in a process of its own, which kills itself with signal 9 at an event or a rename."""
 
 import multiprocessing
 import os
