@@ -190,7 +190,8 @@ def wrapping() -> dict[str, torch.Tensor]:
 
 def not_numbers() -> dict[str, torch.Tensor]:
     """Give NaN."""
-    return dict.fromkeys(("embeds", "velocity", "frames"), torch.full((1,), math.nan))
+    values = torch.full((1,), math.nan)
+    return {"embeds": values[None], "velocity": values, "frames": values}
 
 
 REASONS = {
