@@ -23,6 +23,8 @@ _INPUTS = {
     "vae_first": ("z",),
     "vae_next": ("z",),
     "vae_clip": ("z",),
+    "vae_group": ("z",),
+    "vae_rest": ("z",),
 }
 _OUTPUTS = {
     "text_encoder": "embeds",

@@ -17,11 +17,12 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan, LatentSize, is_block_program
 from runtime.models.quantization import FP8, compute_dtype, fp8_weight
 from runtime.models.spec import ModelSpec
+from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM
 
 if TYPE_CHECKING:
     import torch
 
-    from runtime.execution.components import PyTorchDenoiser, PyTorchVideoDecoder
+    from runtime.execution.components import PyTorchDenoiser
 
 EAGER, COMPILED = "eager", "compiled"
 _TIMESTEP = 500.0
@@ -113,13 +114,16 @@ class PyTorchBaseline:
         chunk = max(1, min(strategy.decode_chunk, self.plan.latent_shape[2] - 1))
         job = _Measured(self.plan)
         with Residency() as residency, residency.video_decoder(self.spec, job) as opened:
-            decoder = cast("PyTorchVideoDecoder", opened)
+            decoder: Any = opened
 
             def decode(count: int) -> Iterator[object]:
                 latents = torch.randn(1, self.spec.vae.z_dim, count, height, width, device=device)
                 return decoder.frames(latents, chunk, strategy.decode_tile)
 
             def seconds() -> float:
+                if program in {GROUP_PROGRAM, REST_PROGRAM}:
+                    latents = torch.randn(1, self.spec.vae.z_dim, *size, device=device)
+                    return seconds_of(lambda: decoder.group(latents, strategy.decode_tile), device)
                 if program == "vae_clip":
                     return seconds_of(lambda: deque(decode(frames), 0), device)
                 if program == "vae_first":

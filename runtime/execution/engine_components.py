@@ -14,6 +14,8 @@ from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
 from runtime.execution.components import PROMPTED, Denoiser, ImageModel, ResumableDecoder, VideoEncoder
 from runtime.execution.text_encoder import TextModel
+from runtime.execution.vae_groups import GroupDecoder, blended_groups
+from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM, groups_of
 from runtime.upstream.torch import cuda_failure
 
 Part = TypeVar("Part")
@@ -252,3 +254,32 @@ class EngineVideoDecoder:
             yield from self._engines.fallback().frames(latents, chunk)
         else:
             yield outputs["frames"]
+
+
+class EngineGroupDecoder:
+    """Engines for groups of latent frames, that fall back to PyTorch in the group in which one fails."""
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], GroupDecoder]) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+
+    def frames(self, latents: torch.Tensor, chunk: int, tile: int | None = None) -> Iterator[torch.Tensor]:
+        """See `VideoDecoder`; a group of latent frames is decoded in a call, not `chunk`."""
+        del chunk
+        for part in self._unclamped(latents, tile):
+            yield part.clamp(-1.0, 1.0)
+
+    def window(self, latents: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        """See `components.SectionDecoder`."""
+        return torch.cat([part.cpu() for part in self._unclamped(latents, tile)])
+
+    def _unclamped(self, latents: torch.Tensor, tile: int | None) -> Iterator[torch.Tensor]:
+        whole = len(groups_of(latents.shape[2])[0])
+
+        def decode(z: torch.Tensor) -> torch.Tensor:
+            program = GROUP_PROGRAM if z.shape[2] == whole else REST_PROGRAM
+            return self._engines.call(
+                lambda engines: engines.infer(program, z=z)["frames"].clone(),
+                lambda decoder: decoder.group(z, tile),
+            )
+
+        return blended_groups(latents, decode)

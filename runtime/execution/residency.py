@@ -31,6 +31,7 @@ from runtime.execution.components import (
 )
 from runtime.execution.engine_components import (
     EngineDenoiser,
+    EngineGroupDecoder,
     EngineImageModel,
     EngineTextModel,
     EngineVideoDecoder,
@@ -44,6 +45,7 @@ from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, folder_of
+from runtime.models.vae_groups import GROUP_PROGRAM
 from runtime.models.weights import load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
 
@@ -241,7 +243,8 @@ class Residency:
             made.compute(job.plan.speed, partial(job.on_degraded, "vae"))
             used.append(made)
 
-        with self._use(spec, job, "vae", build, EngineVideoDecoder, prepare) as decoder:
+        on_engines: Any = EngineGroupDecoder if GROUP_PROGRAM in spec.programs["vae"] else EngineVideoDecoder
+        with self._use(spec, job, "vae", build, on_engines, prepare) as decoder:
             try:
                 yield decoder
             finally:

@@ -18,6 +18,8 @@ _PROGRAMS: Mapping[str, str] = {
     "vae_first": "VAE decoder, first step",
     "vae_next": "VAE decoder, further steps",
     "vae_clip": "VAE decoder, whole clips",
+    "vae_group": "VAE decoder, groups of frames",
+    "vae_rest": "VAE decoder, last frames",
     "block_qkv": "Transformer blocks: query, key, value",
     "block_query": "Transformer blocks: text query",
     "block_feed_forward": "Transformer blocks: feed-forward",

@@ -19,6 +19,7 @@ from runtime.models.folder import count_parameters, read_config, read_sidecar, r
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
+from runtime.models.vae_groups import GROUP, GROUP_PROGRAM, REST_PROGRAM
 
 # `HunyuanVideoPipeline.__call__`'s default.
 MAX_SEQUENCE_LENGTH = 256
@@ -38,8 +39,8 @@ _FLOAT32 = 4
 _NOISE = NoiseLevels(setting="shift", fixed=None, shift=math.nan, spread="linear")
 # Values of a 3×3×3 kernel.
 _KERNEL = 27
-# Latent frames that the decoder takes in one call, and the temporal compression that diffusers implements.
-_GROUP, _TEMPORAL = 5, 4
+# The temporal compression that diffusers implements.
+_TEMPORAL = 4
 # Tokens along an axis. Positions are computed, without a table, so this only limits sizes.
 _LONGEST_AXIS = 1024
 
@@ -174,7 +175,7 @@ class VaeSpec:
             total += 2.0 * _KERNEL * positions * out * out
         total += 2.0 * _KERNEL * levels[-1][0] * self.last_channels * 3
         # Groups of five latent frames overlap by one or two.
-        return total * (1.0 if latent_frames < _GROUP else _GROUP / (_GROUP - 2))
+        return total * (1.0 if latent_frames < GROUP else GROUP / (GROUP - 2))
 
     def decode_bytes(
         self, latent_frames: int, height: int, width: int, element_bytes: int, *, cpu: bool = False
@@ -188,7 +189,7 @@ class VaeSpec:
         """
         del cpu, latent_frames
         convolution = max(
-            values * (4 * max(before, out) + 2 * out) for values, before, out in self._levels(_GROUP, height, width)
+            values * (4 * max(before, out) + 2 * out) for values, before, out in self._levels(GROUP, height, width)
         )
         return element_bytes * convolution + self.cache_bytes(height, width, element_bytes)
 
@@ -221,7 +222,7 @@ class VaeSpec:
 
     def cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
         """Return the bytes of the frames that one call passes to the next, which is blended with them."""
-        return 2 * 3 * ((_GROUP - 1) * self.scale_factor_temporal + 1) * height * width * element_bytes
+        return 2 * 3 * ((GROUP - 1) * self.scale_factor_temporal + 1) * height * width * element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +337,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("text_encoder",),
     "text_encoder_2": ("text_encoder_2",),
     "transformer": (),
-    "vae": (),
+    "vae": (GROUP_PROGRAM, REST_PROGRAM),
 }
 # Of the authors' code and diffusers' pipeline.
 _CARD: Mapping[str, Any] = {

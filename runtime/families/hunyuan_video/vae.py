@@ -1,60 +1,20 @@
 """The VAE's decoder in PyTorch: diffusers' modules and tiles, yielded as they are complete.
 
-The pipeline decodes more than four latent frames in overlapping groups of five, each as if it were the start of a clip,
-and blends their overlaps. Here each group is yielded when the next one is blended with it, so that memory does not
-depend on the length of the clip.
+The pipeline decodes more than four latent frames in overlapping groups and blends their overlaps. Here each group is
+yielded when it is blended with the one before, so that memory does not depend on the length of the clip.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from runtime.core.plan import Speed
+from runtime.execution.vae_groups import blended_groups
+from runtime.families.hunyuan_video.vae_programs import MiddleBlock
 
-# diffusers' defaults (`tile_sample_min_num_frames`, `tile_sample_stride_num_frames`), in frames.
-GROUP_FRAMES, STRIDE_FRAMES = 16, 12
 # Of a tile's side, what the next tile does not overlap; diffusers' default.
 _STRIDE_SHARE = 0.75
-
-
-class MiddleBlock(nn.Module):
-    """A `HunyuanVideoMidBlock3D` whose attention needs no mask: each frame attends to itself and those before it.
-
-    diffusers' mask has a value for each two positions of the frames: 36 GB for five latent frames at 1280×720.
-    """
-
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `HunyuanVideoMidBlock3D.forward`; (1, channels, frames, height, width)."""
-        first, *others = self.block.resnets
-        x = first(x)
-        for attention, resnet in zip(self.block.attentions, others, strict=True):
-            x = resnet(x if attention is None else _attended(attention, x))
-        return x
-
-
-def _attended(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what a `diffusers.models.attention_processor.Attention` with a causal mask makes of frames."""
-    tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
-    normed = attention.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
-    q, k, v = (
-        project(normed).unflatten(2, (attention.heads, -1)).transpose(1, 2)
-        for project in (attention.to_q, attention.to_k, attention.to_v)
-    )
-    size = x.shape[3] * x.shape[4]
-    frames = [
-        F.scaled_dot_product_attention(q[:, :, end - size : end], k[:, :, :end], v[:, :, :end])
-        for end in range(size, tokens.shape[1] + 1, size)
-    ]
-    out = attention.to_out[0](torch.cat(frames, dim=2).transpose(1, 2).flatten(2)) + tokens
-    result: torch.Tensor = out.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
-    return result
 
 
 class PyTorchVideoDecoder:
@@ -79,27 +39,17 @@ class PyTorchVideoDecoder:
         for part in self.unclamped_frames(latents, tile):
             yield part.clamp(-1.0, 1.0)
 
-    # Not in inference mode: offloading hooks change weights while the module runs.
-    @torch.no_grad()
     def unclamped_frames(self, latents: torch.Tensor, tile: int | None = None) -> Iterator[torch.Tensor]:
         """Yield the frames with values as the decoder returns them, some beyond -1 and 1; see `frames`."""
+        return blended_groups(latents, lambda z: self.group(z, tile))
+
+    # Not in inference mode: offloading hooks change weights while the module runs.
+    @torch.no_grad()
+    def group(self, latents: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        """See `execution.vae_groups.GroupDecoder`."""
         vae = self._vae
         z = latents.to(self._device, next(vae.decoder.parameters()).dtype) / vae.config.scaling_factor
-        ratio = vae.config.temporal_compression_ratio
-        group, stride = GROUP_FRAMES // ratio, STRIDE_FRAMES // ratio
-        if z.shape[2] <= group:
-            yield _pixels(self._decoded(z, tile))
-            return
-        before: torch.Tensor | None = None
-        for start in range(0, z.shape[2], stride):
-            decoded = self._decoded(z[:, :, start : start + group + 1], tile)
-            if before is None:
-                yield _pixels(decoded[:, :, : STRIDE_FRAMES + 1])
-            else:
-                # Its first frame is the last of another group, alone.
-                decoded = vae.blend_t(before, decoded[:, :, 1:], GROUP_FRAMES - STRIDE_FRAMES)
-                yield _pixels(decoded[:, :, :STRIDE_FRAMES])
-            before = decoded
+        return _pixels(self._decoded(z, tile))
 
     def decode_from(
         self, latents: torch.Tensor, chunk: int, start: int, caches: Sequence[torch.Tensor]
