@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from runtime.families.framepack.image_encoder import image_latents
-from runtime.families.hunyuan_video.vae import MiddleBlock, PyTorchVideoDecoder, enable_tiles
+from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder, enable_tiles
+from runtime.families.hunyuan_video.vae_programs import MiddleBlock
 
 
 class PyTorchSectionDecoder(PyTorchVideoDecoder):

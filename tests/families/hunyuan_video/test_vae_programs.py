@@ -84,7 +84,7 @@ def test_pytorch_decodes_from_the_group_that_fails(tiny: Tiny, programs: dict[st
 def test_a_job_decodes_on_engines(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, length: int
 ) -> None:
-    given = ["--width", "48", "--height", "32", "--frames", str(length), "--steps", "1", "--vae-precision", "float32"]
+    given = ["--width", "48", "--height", "32", "--frames", str(length), "--steps", "1", "--seed", "3"]
     if family == "framepack":
         folder = tmp_path / "framepack-f1"
         framepack().save_pretrained(folder)
