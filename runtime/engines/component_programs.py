@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
 from runtime.models.spec import ModelSpec, is_text_encoder
+from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.planner.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
 
@@ -23,8 +24,7 @@ _INPUTS = {
     "vae_first": ("z",),
     "vae_next": ("z",),
     "vae_clip": ("z",),
-    "vae_group": ("z",),
-    "vae_rest": ("z",),
+    **dict.fromkeys(GROUP_PROGRAMS, ("z",)),
 }
 _OUTPUTS = {
     "text_encoder": "embeds",

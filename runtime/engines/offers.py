@@ -17,7 +17,7 @@ from runtime.engines.key_parts import TOKENS_OPTION, imported_key, runnable_prog
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM, calls_of
+from runtime.models.vae_groups import GROUP_PROGRAMS, calls_of
 from runtime.planner.constraints import build_conflict
 from runtime.planner.engine_index import (
     IMPORTED,
@@ -199,8 +199,8 @@ def engine_calls(use: EngineUse, spec: ModelSpec, latent: LatentSize) -> float:
     """Return how many calls of an engine, at the size it was measured at, one call of its component takes."""
     if use.program in {"vae_next", "vae_encoder_next"}:
         return latent[0] - 1
-    if use.program in {GROUP_PROGRAM, REST_PROGRAM}:
-        return calls_of(use.program, _decoded(spec, latent))[0]
+    if use.program in GROUP_PROGRAMS:
+        return calls_of(use.program, _decoded(spec, latent))
     if not use.tokens:
         return 1
     patches = spec.transformer.patch_size
@@ -299,15 +299,14 @@ def _size(program: str, spec: ModelSpec, latent: LatentSize) -> LatentSize | Non
     """Return the latent size that a program is called with for a clip; `None` if it is not called."""
     if serves_any_clip(program):
         return (1, 1, 1)
-    if program in {GROUP_PROGRAM, REST_PROGRAM}:
-        calls, frames = calls_of(program, _decoded(spec, latent))
-        return (frames, *latent[1:]) if calls else None
+    if program in GROUP_PROGRAMS:
+        return (GROUP_PROGRAMS[program], *latent[1:]) if calls_of(program, _decoded(spec, latent)) else None
     return (1, *latent[1:]) if program in STEPS else latent
 
 
-def _decoded(spec: ModelSpec, latent: LatentSize) -> int:
-    """Return the latent frames of a clip, or of the shortest window of a section: all windows end in equal groups."""
-    return latent[0] if spec.section is None else spec.section.decoded(1)
+def _decoded(spec: ModelSpec, latent: LatentSize) -> tuple[int, ...]:
+    """Return the latent frames that are decoded at once: of a clip, or of the windows of sections."""
+    return latent[:1] if spec.section is None else spec.section.windows
 
 
 def _profile(builder: str, program: str, spec: ModelSpec, size: LatentSize, device: str) -> ShapeProfile:

@@ -12,8 +12,7 @@ The batch size is 1:
     vae_first          z (1, C, 1, h, w)                                     -> frames (1, H, W, 3), cache_0 …
     vae_next           z (1, C, n, h, w), cache_0 …                          -> frames (4n, H, W, 3), cache_0 …
     vae_clip           z (1, C, n, h, w)                                     -> frames (4(n - 1) + 1, H, W, 3)
-    vae_group          the same, of a group of latent frames                 -> the same, some values beyond -1 and 1
-    vae_rest           the same, of the last group                           -> the same
+    vae_group_n        the same, of a group of n latent frames, 1 to 5       -> the same, some values beyond -1 and 1
 
 The transformer's timestep has one value, or two for a model that starts from a first frame: one engine serves its
 videos from text, with equal values, and from images. Latents of given frames are channels after the model's own, which
@@ -22,8 +21,8 @@ alone the velocity has; see `execution.components.Denoiser`.
 A transformer may also have programs of block engines (`ModelSpec.block_programs`), whose tensors the family defines:
 see `block_programs`.
 
-A VAE decoder has either `vae_first` and `vae_next`, which decode a clip in steps, or `vae_group` and `vae_rest`, which
-decode groups that overlap (`models.vae_groups`), or `vae_clip`; `ModelSpec.programs` states which. An imported engine
+A VAE decoder has either `vae_first` and `vae_next`, which decode a clip in steps, or `vae_group_1` to `vae_group_5`,
+which decode groups that overlap (`models.vae_groups`), or `vae_clip`; `ModelSpec.programs` states which. An imported engine
 may be a `vae_clip` for any family.
 
 Tensors are float32, except the int64 inputs and the caches, which have the dtype that the program computes in. Frames

@@ -17,7 +17,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan, LatentSize, is_block_program
 from runtime.models.quantization import FP8, compute_dtype, fp8_weight
 from runtime.models.spec import ModelSpec
-from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM
+from runtime.models.vae_groups import GROUP_PROGRAMS
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ class PyTorchBaseline:
                 return decoder.frames(latents, chunk, strategy.decode_tile)
 
             def seconds() -> float:
-                if program in {GROUP_PROGRAM, REST_PROGRAM}:
+                if program in GROUP_PROGRAMS:
                     latents = torch.randn(1, self.spec.vae.z_dim, *size, device=device)
                     return seconds_of(lambda: decoder.group(latents, strategy.decode_tile), device)
                 if program == "vae_clip":

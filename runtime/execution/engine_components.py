@@ -15,7 +15,7 @@ from runtime.engines.service import OpenEngines
 from runtime.execution.components import PROMPTED, Denoiser, ImageModel, ResumableDecoder, VideoEncoder
 from runtime.execution.text_encoder import TextModel
 from runtime.execution.vae_groups import GroupDecoder, blended_groups
-from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM, groups_of
+from runtime.models.vae_groups import group_program
 from runtime.upstream.torch import cuda_failure
 
 Part = TypeVar("Part")
@@ -273,12 +273,9 @@ class EngineGroupDecoder:
         return torch.cat([part.cpu() for part in self._unclamped(latents, tile)])
 
     def _unclamped(self, latents: torch.Tensor, tile: int | None) -> Iterator[torch.Tensor]:
-        whole = len(groups_of(latents.shape[2])[0])
-
         def decode(z: torch.Tensor) -> torch.Tensor:
-            program = GROUP_PROGRAM if z.shape[2] == whole else REST_PROGRAM
             return self._engines.call(
-                lambda engines: engines.infer(program, z=z)["frames"].clone(),
+                lambda engines: engines.infer(group_program(z.shape[2]), z=z)["frames"].clone(),
                 lambda decoder: decoder.group(z, tile),
             )
 

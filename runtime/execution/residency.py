@@ -45,7 +45,7 @@ from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, folder_of
-from runtime.models.vae_groups import GROUP_PROGRAM
+from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.models.weights import load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
 
@@ -243,7 +243,7 @@ class Residency:
             made.compute(job.plan.speed, partial(job.on_degraded, "vae"))
             used.append(made)
 
-        on_engines: Any = EngineGroupDecoder if GROUP_PROGRAM in spec.programs["vae"] else EngineVideoDecoder
+        on_engines: Any = EngineGroupDecoder if GROUP_PROGRAMS.keys() & spec.programs["vae"] else EngineVideoDecoder
         with self._use(spec, job, "vae", build, on_engines, prepare) as decoder:
             try:
                 yield decoder

@@ -252,6 +252,12 @@ class SectionSpec:
     latent_frames: int
     sampling_type: Literal["vanilla", "inverted_anti_drifting"]
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many latent frames are decoded for a section, in videos of any length."""
+        one = self.latent_frames
+        return (one + 1, 2 * one) if self.sampling_type == "vanilla" else (one, one + 1, 2 * one, 2 * one + 1)
+
     def decoded(self, sections: int) -> int:
         """Return the most latent frames that are decoded for one of `sections` sections.
 

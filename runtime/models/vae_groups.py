@@ -5,10 +5,12 @@ Source: the defaults of `diffusers.AutoencoderKLHunyuanVideo`, `tile_sample_min_
 `tile_sample_stride_num_frames`.
 """
 
+from collections.abc import Mapping, Sequence
+
 # Latent frames of a group, and from the start of one to the start of the next.
 GROUP, STRIDE = 5, 3
-# The programs of engines that decode the first groups, and the last one of a clip, which may be shorter.
-GROUP_PROGRAM, REST_PROGRAM = "vae_group", "vae_rest"
+# The programs of engines that decode a group, and its latent frames.
+GROUP_PROGRAMS: Mapping[str, int] = {f"vae_group_{size}": size for size in range(GROUP, 0, -1)}
 
 
 def groups_of(latent_frames: int) -> list[range]:
@@ -22,9 +24,17 @@ def groups_of(latent_frames: int) -> list[range]:
     return [range(start, min(start + GROUP, latent_frames)) for start in starts]
 
 
-def calls_of(program: str, latent_frames: int) -> tuple[int, int]:
-    """Return how often one of the programs is called for a clip, and the latent frames of one call; 0 for none."""
-    first, *others = (len(group) for group in groups_of(latent_frames))
-    if program == REST_PROGRAM:
-        return (1, others[-1]) if others else (0, 0)
-    return max(len(others), 1), first
+def group_program(latent_frames: int) -> str:
+    """Return the program that decodes a group of so many latent frames."""
+    return next(name for name, size in GROUP_PROGRAMS.items() if size == latent_frames)
+
+
+def calls_of(program: str, clips: Sequence[int]) -> float:
+    """Return how often a program is called for a clip, on average; 0 if it is not.
+
+    Args:
+        program: one of `GROUP_PROGRAMS`.
+        clips: latent frames of each.
+    """
+    sizes = [len(group) for clip in clips for group in groups_of(clip)]
+    return sizes.count(GROUP_PROGRAMS[program]) / len(clips)

@@ -12,7 +12,7 @@ from runtime.execution.baselines import PyTorchBaseline
 from runtime.machine.probe import gpu_index
 from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec
-from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM
+from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner import constraints
 from runtime.planner.engine_index import STEPS, EngineKey, serves_any_clip
@@ -59,6 +59,6 @@ def _size(spec: ModelSpec, key: EngineKey) -> dict[str, int]:
         return {}
     frames, height, width = key.profiles[0].opt
     size = {"width": width * spec.vae.scale_factor_spatial, "height": height * spec.vae.scale_factor_spatial}
-    if key.program in {*STEPS, GROUP_PROGRAM, REST_PROGRAM}:
+    if key.program in {*STEPS, *GROUP_PROGRAMS}:
         return size
     return size | {"frames": (frames - 1) * spec.vae.scale_factor_temporal + 1}

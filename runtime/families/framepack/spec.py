@@ -18,7 +18,7 @@ from runtime.models.registry import Family, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
 from runtime.models.timesteps import noise_levels
-from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM
+from runtime.models.vae_groups import GROUP_PROGRAMS
 
 # Processes that share a pass, and the step cache, would have to be told what a section sees.
 _UNSUPPORTED = frozenset({"gpus", "step_cache"})
@@ -29,7 +29,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     IMAGE_ENCODER: (IMAGE_ENCODER,),
     VAE_ENCODER: (),
     "transformer": (),
-    "vae": (GROUP_PROGRAM, REST_PROGRAM),
+    "vae": tuple(GROUP_PROGRAMS),
 }
 # In the names of the models that make sections from the start to the end: both kinds have one configuration.
 _F1 = re.compile(r"(?<![a-z0-9])f1(?![a-z0-9])")

@@ -18,7 +18,7 @@ from runtime.families.hunyuan_video.programs import ClipTextForm, LlamaForm
 from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
 from runtime.families.hunyuan_video.vae_programs import VaeGroupForm
 from runtime.models.spec import ModelSpec
-from runtime.models.vae_groups import GROUP_PROGRAM, REST_PROGRAM
+from runtime.models.vae_groups import GROUP_PROGRAMS
 
 MODULES: Mapping[str, Any] = {
     "text_encoder": ShortLlama,
@@ -74,7 +74,7 @@ def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """See `engines.programs.MakeForm`."""
-    if program in {GROUP_PROGRAM, REST_PROGRAM}:
+    if program in GROUP_PROGRAMS:
         return VaeGroupForm(load())
     length = spec.encoders[program].max_tokens
     return LlamaForm(load(), length) if program == "text_encoder" else ClipTextForm(load(), length)

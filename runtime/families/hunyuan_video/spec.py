@@ -19,7 +19,7 @@ from runtime.models.folder import count_parameters, read_config, read_sidecar, r
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
-from runtime.models.vae_groups import GROUP, GROUP_PROGRAM, REST_PROGRAM
+from runtime.models.vae_groups import GROUP, GROUP_PROGRAMS
 
 # `HunyuanVideoPipeline.__call__`'s default.
 MAX_SEQUENCE_LENGTH = 256
@@ -337,7 +337,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("text_encoder",),
     "text_encoder_2": ("text_encoder_2",),
     "transformer": (),
-    "vae": (GROUP_PROGRAM, REST_PROGRAM),
+    "vae": tuple(GROUP_PROGRAMS),
 }
 # Of the authors' code and diffusers' pipeline.
 _CARD: Mapping[str, Any] = {
