@@ -22,8 +22,8 @@ A transformer may also have programs of block engines (`ModelSpec.block_programs
 see `block_programs`.
 
 A VAE decoder has either `vae_first` and `vae_next`, which decode a clip in steps, or `vae_group_1` to `vae_group_5`,
-which decode groups that overlap (`models.vae_groups`), or `vae_clip`; `ModelSpec.programs` states which. An imported engine
-may be a `vae_clip` for any family.
+which decode groups that overlap (`models.vae_groups`), or `vae_clip`; `ModelSpec.programs` states which. An
+imported engine may be a `vae_clip` for any family.
 
 Tensors are float32, except the int64 inputs and the caches, which have the dtype that the program computes in. Frames
 are in -1 to 1.
