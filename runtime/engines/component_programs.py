@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
 from runtime.models.spec import ModelSpec, is_text_encoder
-from runtime.models.vae_groups import GROUP_PROGRAMS
+from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.planner.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
 
@@ -20,6 +20,7 @@ _INPUTS = {
     "image_encoder": ("pixels",),
     "vae_encoder_first": ("frames",),
     "vae_encoder_next": ("frames",),
+    IMAGE_PROGRAM: ("frames",),
     "transformer": ("latents", "timestep", "text_embeds"),
     "vae_first": ("z",),
     "vae_next": ("z",),
@@ -32,6 +33,7 @@ _OUTPUTS = {
     "image_encoder": "embeds",
     "vae_encoder_first": "z",
     "vae_encoder_next": "z",
+    IMAGE_PROGRAM: "moments",
     "transformer": "velocity",
 }
 _WITH_CACHES = frozenset({"vae_next", "vae_encoder_next"})
@@ -49,6 +51,7 @@ _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "latents": _LATENT_AXES,
     "velocity": _LATENT_AXES,
     "z": _LATENT_AXES,
+    "moments": _LATENT_AXES,
     "frames": {0: "frames", 1: "height", 2: "width"},
     CACHE: {3: "height", 4: "width"},
     "text_embeds": {1: "text"},
@@ -138,7 +141,7 @@ class Program:
         def clip(frames: int) -> dict[str, torch.Tensor]:
             if not self.name.startswith("vae_encoder"):
                 return {"z": noise(1, channels, frames, *latent[1:])}
-            count = 1 if self.name == "vae_encoder_first" else spec.vae.scale_factor_temporal
+            count = spec.vae.scale_factor_temporal if self.name == "vae_encoder_next" else 1
             return {"frames": noise(count, latent[1] * scale, latent[2] * scale, 3).clamp(-1.0, 1.0)}
 
         inputs = clip(latent[0])

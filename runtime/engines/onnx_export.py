@@ -24,6 +24,7 @@ from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
 from runtime.engines.programs import load_program
 from runtime.engines.signatures import METADATA_KEY
 from runtime.models.spec import ModelSpec
+from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.planner.engine_index import STEPS, ShapeProfile, serves_any_clip
 from runtime.upstream.onnxscript import fast_rewriting
 
@@ -151,7 +152,8 @@ def _export_profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeP
         return ShapeProfile.fixed((1, 1, 1))
     frames, height, width = (1, *latent[1:]) if program in STEPS else latent
     _, patch_h, patch_w = spec.transformer.patch_size
-    low = (min(2, frames), min(2 * patch_h, height), min(2 * patch_w, width))
+    fewest = frames if program in GROUP_PROGRAMS else min(2, frames)
+    low = (fewest, min(2 * patch_h, height), min(2 * patch_w, width))
     return ShapeProfile(low, (frames, height, width), (frames, height, width))
 
 

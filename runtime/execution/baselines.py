@@ -17,12 +17,12 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan, LatentSize, is_block_program
 from runtime.models.quantization import FP8, compute_dtype, fp8_weight
 from runtime.models.spec import ModelSpec
-from runtime.models.vae_groups import GROUP_PROGRAMS
+from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 
 if TYPE_CHECKING:
     import torch
 
-    from runtime.execution.components import PyTorchDenoiser
+    from runtime.execution.components import ImageSampler, PyTorchDenoiser
 
 EAGER, COMPILED = "eager", "compiled"
 _TIMESTEP = 500.0
@@ -66,6 +66,7 @@ class PyTorchBaseline:
             "image_encoder": self._image_encoder,
             "vae_encoder_first": self._encoder,
             "vae_encoder_next": self._encoder,
+            IMAGE_PROGRAM: self._image_sampler,
             "transformer": self._transformer,
         }
         measure = self._block_part if is_block_program(program) else by_program.get(program, self._decoder)
@@ -182,6 +183,19 @@ class PyTorchBaseline:
             # PyTorch encodes a clip at once, and only the frames that differ.
             whole = seconds_of(lambda: encoder.latents([image], self.plan.frames, tile), device)
             return {EAGER: max(whole - first, 0.0) / steps}
+
+    def _image_sampler(self, _: str, __: LatentSize, part: ComponentPlan, device: "torch.device") -> dict[str, float]:
+        import torch
+
+        from runtime.engines.verify import seconds_of
+        from runtime.execution.residency import Residency
+
+        pixels, generator = torch.zeros(1, 3, self.plan.height, self.plan.width), torch.Generator()
+        with Residency() as residency, residency.video_encoder(self.spec, _Measured(self.plan)) as opened:
+            encoder = cast("ImageSampler", opened)
+            return {
+                EAGER: seconds_of(lambda: encoder.sample(pixels, generator, self.plan.strategy.decode_tile), device)
+            }
 
     def _block_part(
         self, program: str, size: LatentSize, part: ComponentPlan, device: "torch.device"

@@ -6,16 +6,17 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.utils.torch_utils import randn_tensor
 
 from runtime.core.cancel import CancelledError, PausedError
 from runtime.core.errors import DeviceLostError, EngineError, first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
-from runtime.execution.components import PROMPTED, Denoiser, ImageModel, ResumableDecoder, VideoEncoder
+from runtime.execution.components import PROMPTED, Denoiser, ImageModel, ImageSampler, ResumableDecoder, VideoEncoder
 from runtime.execution.text_encoder import TextModel
 from runtime.execution.vae_groups import GroupDecoder, blended_groups
-from runtime.models.vae_groups import group_program
+from runtime.models.vae_groups import IMAGE_PROGRAM, group_program
 from runtime.upstream.torch import cuda_failure
 
 Part = TypeVar("Part")
@@ -176,6 +177,25 @@ class EngineVideoEncoder:
             constant = all(torch.equal(caches[name], outputs[name]) for name in reversed(outputs))
             caches = outputs
         return torch.cat(found, dim=2)
+
+
+class EngineImageSampler:
+    """An engine that encodes one image a call, and falls back to PyTorch when it fails."""
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], ImageSampler]) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+
+    def sample(self, pixels: torch.Tensor, generator: torch.Generator, tile: int | None = None) -> torch.Tensor:
+        """See `ImageSampler`."""
+        frames = pixels.permute(0, 2, 3, 1).contiguous()
+        moments = self._engines.call(
+            lambda engines: engines.infer(IMAGE_PROGRAM, frames=frames)["moments"], lambda _: None
+        )
+        if moments is None:
+            return self._engines.fallback().sample(pixels, generator, tile)
+        mean, deviation = moments.chunk(2, dim=1)
+        drawn = randn_tensor(tuple(mean.shape), generator=generator, device=mean.device, dtype=mean.dtype)
+        return mean + deviation * drawn
 
 
 class EngineDenoiser:

@@ -33,6 +33,7 @@ from runtime.execution.engine_components import (
     EngineDenoiser,
     EngineGroupDecoder,
     EngineImageModel,
+    EngineImageSampler,
     EngineTextModel,
     EngineVideoDecoder,
     EngineVideoEncoder,
@@ -45,7 +46,7 @@ from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, folder_of
-from runtime.models.vae_groups import GROUP_PROGRAMS
+from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.models.weights import load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
 
@@ -196,7 +197,9 @@ class Residency:
         def build(module: torch.nn.Module, part: ComponentPlan) -> VideoEncoder:
             return components_of(spec).video_encoder(module, part.device)
 
-        on_engines = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
+        on_engines: Any = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
+        if IMAGE_PROGRAM in spec.programs[VAE_ENCODER]:
+            on_engines = EngineImageSampler
         with self._use(spec, job, VAE_ENCODER, build, on_engines) as encoder:
             yield encoder
 

@@ -1,4 +1,4 @@
-"""The groups of latent frames in which HunyuanVideo's VAE decodes a clip. Imports no torch.
+"""The groups of latent frames in which HunyuanVideo's VAE decodes a clip, and its programs. Imports no torch.
 
 A clip of more than four latent frames is decoded in overlapping groups of five, each as if it were the start of a clip.
 Source: the defaults of `diffusers.AutoencoderKLHunyuanVideo`, `tile_sample_min_num_frames` and
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 GROUP, STRIDE = 5, 3
 # The programs of engines that decode a group, and its latent frames.
 GROUP_PROGRAMS: Mapping[str, int] = {f"vae_group_{size}": size for size in range(GROUP, 0, -1)}
+# The program that encodes one image.
+IMAGE_PROGRAM = "vae_encoder_image"
 
 
 def groups_of(latent_frames: int) -> list[range]:

@@ -16,6 +16,7 @@ from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import LatentSize, is_block_program
 from runtime.models.spec import IMAGE_ENCODER, is_text_encoder
+from runtime.models.vae_groups import IMAGE_PROGRAM
 
 # `EngineKey.weights` of an engine without weights: they are supplied when it is loaded.
 SWAPPED = "swapped"
@@ -24,7 +25,7 @@ IMPORTED = "imported"
 # The code of the difference between engines of other weights.
 OTHER_WEIGHTS = "engine.differs_weights"
 # The programs that compute one latent frame in a call.
-STEPS = frozenset({"vae_first", "vae_next", "vae_encoder_first", "vae_encoder_next"})
+STEPS = frozenset({"vae_first", "vae_next", "vae_encoder_first", "vae_encoder_next", IMAGE_PROGRAM})
 _DIGEST_LENGTH = 16
 # At most this many of a CPU's instruction sets are named where they differ.
 _MOST_NAMED = 3

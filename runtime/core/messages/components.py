@@ -15,6 +15,7 @@ TITLES: Mapping[str, str] = {
 _PROGRAMS: Mapping[str, str] = {
     "vae_encoder_first": "VAE encoder, first frame",
     "vae_encoder_next": "VAE encoder, further frames",
+    "vae_encoder_image": "VAE encoder, one image",
     "vae_first": "VAE decoder, first step",
     "vae_next": "VAE decoder, further steps",
     "vae_clip": "VAE decoder, whole clips",

@@ -15,7 +15,9 @@ from runtime.families.framepack.programs import ImageEncoderForm
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
 from runtime.families.hunyuan_video import components as hunyuan_video
+from runtime.families.hunyuan_video.vae_programs import VaeImageForm
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec
+from runtime.models.vae_groups import IMAGE_PROGRAM
 
 MODULES: Mapping[str, Any] = {
     **hunyuan_video.MODULES,
@@ -55,4 +57,6 @@ def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorc
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """See `engines.programs.MakeForm`."""
-    return ImageEncoderForm(load()) if program == IMAGE_ENCODER else hunyuan_video.make_form(spec, program, load)
+    if program == IMAGE_ENCODER:
+        return ImageEncoderForm(load())
+    return VaeImageForm(load()) if program == IMAGE_PROGRAM else hunyuan_video.make_form(spec, program, load)

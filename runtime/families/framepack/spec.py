@@ -18,7 +18,7 @@ from runtime.models.registry import Family, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
 from runtime.models.timesteps import noise_levels
-from runtime.models.vae_groups import GROUP_PROGRAMS
+from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 
 # Processes that share a pass, and the step cache, would have to be told what a section sees.
 _UNSUPPORTED = frozenset({"gpus", "step_cache"})
@@ -27,7 +27,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("text_encoder",),
     "text_encoder_2": ("text_encoder_2",),
     IMAGE_ENCODER: (IMAGE_ENCODER,),
-    VAE_ENCODER: (),
+    VAE_ENCODER: (IMAGE_PROGRAM,),
     "transformer": (),
     "vae": tuple(GROUP_PROGRAMS),
 }

@@ -66,3 +66,31 @@ class VaeGroupForm(nn.Module):
         z = (z * self._scale).to(self.post_quant_conv.weight.dtype)
         decoded: torch.Tensor = self.decoder(self.post_quant_conv(z))
         return decoded[0].permute(1, 2, 3, 0).float()
+
+
+class VaeImageForm(nn.Module):
+    """The encoder of a `diffusers.AutoencoderKLHunyuanVideo`, for one image.
+
+    Args:
+        vae: its parameters become this form's.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self._scale = float(vae.config.scaling_factor)
+        self.quant_conv, self.encoder = vae.quant_conv, vae.encoder
+        self.encoder.mid_block = MiddleBlock(vae.encoder.mid_block)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return means and standard deviations of latents as the transformer sees them, one after the other.
+
+        Args:
+            frames: (1, height, width, 3), float32 in -1 to 1.
+
+        Returns:
+            (1, 2 * channels, 1, height, width), float32. Source: `DiagonalGaussianDistribution`.
+        """
+        pixels = frames.permute(0, 3, 1, 2).unsqueeze(2).to(self.quant_conv.weight.dtype)
+        mean, log_variance = self.quant_conv(self.encoder(pixels)).float().chunk(2, dim=1)
+        deviation = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
+        return torch.cat([mean, deviation], dim=1) * self._scale

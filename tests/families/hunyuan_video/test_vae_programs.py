@@ -1,4 +1,4 @@
-"""The exportable form of the VAE's decoder equals diffusers', and runs on engines in jobs of both families."""
+"""The exportable forms of the VAE equal diffusers', and run on engines in jobs of both families."""
 
 import json
 from collections.abc import Callable
@@ -13,13 +13,15 @@ from runtime.cli.main import run
 from runtime.core.facts import Fact
 from runtime.engines.component_programs import Program
 from runtime.engines.programs import load_program
-from runtime.execution.engine_components import EngineGroupDecoder
+from runtime.execution.engine_components import EngineGroupDecoder, EngineImageSampler
+from runtime.families.framepack.vae import PyTorchImageLatents
 from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
-from runtime.models.spec import ModelSpec
-from runtime.models.vae_groups import GROUP_PROGRAMS, groups_of
+from runtime.models.registry import read_spec
+from runtime.models.spec import VAE_ENCODER, ModelSpec
+from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM, groups_of
 from tests.execution.test_image_components import Engines, no_fallback, opened
 from tests.families.framepack_models import pipeline as framepack
-from tests.families.test_second_family import frames
+from tests.families.test_second_family import frames, mean_difference
 from tests.image_files import picture
 
 Tiny = Callable[[str], ModelSpec]
@@ -78,27 +80,71 @@ def test_pytorch_decodes_from_the_group_that_fails(tiny: Tiny, programs: dict[st
     assert len(engines.calls) == failing
 
 
+@pytest.fixture(scope="module")
+def framepack_spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """Return a tiny model that makes sections from the start to the end."""
+    folder = tmp_path_factory.mktemp("models") / "framepack-f1"
+    framepack().save_pretrained(folder)
+    return read_spec(folder, "framepack")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_encoder_on_an_engine_draws_the_same_latents(framepack_spec: ModelSpec, fails: bool) -> None:
+    program = load_program(framepack_spec, VAE_ENCODER, IMAGE_PROGRAM, device="cpu", dtype="float32")
+    vae = AutoencoderKLHunyuanVideo.from_pretrained(framepack_spec.directory / "vae").eval()
+    reference, reasons = PyTorchImageLatents(vae), list[Fact]()
+    pixels = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    expected = reference.sample(pixels, torch.Generator().manual_seed(5))
+
+    def wrong(_: int, outputs: dict[str, Any]) -> None:
+        if fails:
+            outputs["moments"] = torch.full_like(outputs["moments"], torch.inf)
+
+    def fall_back(reason: Fact) -> PyTorchImageLatents:
+        reasons.append(reason)
+        return reference
+
+    encoder = EngineImageSampler(opened(Engines({IMAGE_PROGRAM: program}, wrong)), fall_back)
+    found = encoder.sample(pixels, torch.Generator().manual_seed(5))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert [reason.code for reason in reasons] == ["execution.engine_not_finite"] * fails
+
+
+def made(model: Path, out: Path, backend: str, capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
+    """Make a small video; return the result."""
+    size = ("--width", "48", "--height", "32", "--steps", "1", "--seed", "3", "--build", "missing", "--json")
+    arguments = ("--model", str(model), "--backend", backend, "--out", str(out), *size, *given)
+    assert run(["generate", "a red boat", *arguments]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+def difference(first: Path, second: Path) -> float:
+    """Return the mean difference of two videos' values, 0 to 255."""
+    return mean_difference(frames(str(first)), frames(str(second)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "length"), [("hunyuan-video", 17), ("framepack", 73)])
 def test_a_job_decodes_on_engines(
-    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, length: int
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--width", "48", "--height", "32", "--frames", str(length), "--steps", "1", "--seed", "3"]
-    if family == "framepack":
-        folder = tmp_path / "framepack-f1"
-        framepack().save_pretrained(folder)
-        picture(48, 32).save(tmp_path / "image.png")
-        given += ["--image", str(tmp_path / "image.png")]
-    else:
-        folder = tiny(family).directory
-    pixels = []
-    for backend in ("pytorch", "onnxruntime"):
-        out = str(tmp_path / f"{backend}.mp4")
-        chosen = ["--backend", f"vae={backend}", "--build", "missing", "--out", out, "--json"]
-        assert run(["generate", "a red boat", "--model", str(folder), *given, *chosen]) == 0
-        made = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert made["plan"]["components"]["vae"]["backend"] == backend, made["plan"]["components"]["vae"]
-        pixels.append(torch.frombuffer(bytearray(frames(out)), dtype=torch.uint8).float())
-    assert pixels[0].shape == pixels[1].shape
-    # OpenVINO may compute in bfloat16; other noise differs by 37.
-    assert (pixels[0] - pixels[1]).abs().mean() < 5
+    model, outs = tiny("hunyuan-video").directory, (tmp_path / "1.mp4", tmp_path / "2.mp4")
+    for backend, out in zip(("pytorch", "onnxruntime"), outs, strict=True):
+        result = made(model, out, f"vae={backend}", capsys, "--frames", "17")
+        assert result["plan"]["components"]["vae"]["backend"] == backend
+    # OpenVINO may compute in bfloat16. Videos of other noise differ by 37.
+    assert difference(*outs) < 5
+
+
+@pytest.mark.slow
+def test_three_sections_are_made_on_engines(
+    framepack_spec: ModelSpec, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture(48, 32).save(tmp_path / "image.png")
+    outs = tmp_path / "1.mp4", tmp_path / "2.mp4"
+    for backend, out in zip(("pytorch", "onnxruntime"), outs, strict=True):
+        given = ("--frames", "109", "--image", str(tmp_path / "image.png"))
+        result = made(framepack_spec.directory, out, f"all={backend}", capsys, *given)
+        used = {name: part["backend"] for name, part in result["plan"]["components"].items()}
+        assert used == dict.fromkeys(framepack_spec.programs, backend) | {"transformer": "pytorch"}
+    assert difference(*outs) < 5
