@@ -8,7 +8,7 @@ library has, so that their errors add up.
 Of the model's files only the first blocks are read: weights are mapped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -22,7 +22,7 @@ from runtime.engines.component_programs import after_images
 from runtime.engines.fp8 import Fp8Part
 from runtime.engines.key_parts import tokens_of
 from runtime.engines.programs import load_program
-from runtime.engines.reference import BlocksOnDevice, full_float32, largest_list
+from runtime.engines.reference import BlocksOnDevice, full_float32
 from runtime.engines.sessions import Session
 from runtime.engines.verify import TIMESTEPS, TRAINING_STEPS, Comparison, Verification
 from runtime.models.quantization import FP8
@@ -61,30 +61,46 @@ def compare_blocks(
     """
     target, tokens = torch.device(device), tokens_of(key)
     module = load_stored(replace(spec, loras=()), component)
-    found = largest_list(module)
-    assert found is not None, "a transformer has blocks"
-    parent, attribute, every = found
-    blocks = nn.ModuleList(every[:_BLOCKS])
-    setattr(parent, attribute, nn.ModuleList())
+    lists = {name: child for name, child in module.named_children() if isinstance(child, nn.ModuleList)}
+    assert lists, "a transformer has blocks"
+    for name in lists:
+        setattr(module, name, nn.ModuleList())
     nn.Module.to(module, target, torch.float32)
-    setattr(parent, attribute, blocks)
+    for name, every in lists.items():
+        lists[name] = nn.ModuleList(every[: -(-_BLOCKS // len(lists))])
+        setattr(module, name, lists[name])
     denoiser = components_of(spec.family).denoiser(module)
     comparison = Comparison(key.program, key.precision)
     tap = _Tap({**(others or {}), key.program: session}, spec, component, key, comparison)
     denoiser.compute(EAGER, None, tap)
-    delattr(parent, attribute)
-    setattr(parent, attribute, BlocksOnDevice(blocks, target))
+    for name, blocks in lists.items():
+        delattr(module, name)
+        setattr(module, name, BlocksOnDevice(blocks, target))
     noise, clip = (tensor.to(target) for tensor in _noise_and_clip(spec, _size(spec, tokens)))
-    text = after_images(spec, text, partial(torch.randn, generator=torch.Generator().manual_seed(0))).to(target)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    if spec.section is None:
+        text = after_images(spec, text, draw)
+    else:
+        components_of(spec.family).see_noise(denoiser, spec, _size(spec, tokens)[1:], target)
+    text = text.to(target)
     for timestep in TIMESTEPS:
         sigma, where = timestep / TRAINING_STEPS, f"t = {timestep:g}"
-        inputs = sigma * noise + (1 - sigma) * clip, torch.tensor(timestep, device=target), text
+        inputs = sigma * noise + (1 - sigma) * clip, _times(spec, timestep).to(target), text
         with full_float32(target):
             tap.begin(where, on_engines=False)
             expected = denoiser(*inputs)
             tap.begin(where, on_engines=True)
-            comparison.add(denoiser(*inputs), expected, f"the result of {len(blocks)} blocks, {where}")
+            comparison.add(
+                denoiser(*inputs), expected, f"the result of {sum(map(len, lists.values()))} blocks, {where}"
+            )
     return comparison.result()
+
+
+def _times(spec: ModelSpec, timestep: float) -> torch.Tensor:
+    """Return a timestep, and 1000 times the guidance scale if the model embeds it; see `Denoiser`."""
+    if spec.section is None and spec.embedded_guidance:
+        return torch.tensor([timestep, 1000 * spec.defaults.guidance_scale])
+    return torch.tensor(timestep)
 
 
 def random_text(spec: ModelSpec) -> torch.Tensor:
@@ -100,6 +116,8 @@ def _size(spec: ModelSpec, tokens: int) -> LatentSize:
     """Return the latent size of the model's own clip, with as many frames as fit into one call, but at least one."""
     defaults, (patch, *_) = spec.defaults, spec.transformer.patch_size
     _, _, frames, height, width = spec.latent_shape(defaults.frames, defaults.height, defaults.width)
+    if spec.section is not None:
+        return frames, height, width
     a_frame = prod(side // size for side, size in zip((height, width), spec.transformer.patch_size[1:], strict=True))
     return patch * max(1, min(frames // patch, tokens // a_frame)), height, width
 
@@ -164,12 +182,15 @@ class _Tap:
         """
         self._where, self._block, self._on_engines = where, 0, on_engines
 
-    def weights(self, block: nn.Module, _: torch.device) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def weights(
+        self, block: nn.Module, _: torch.device, programs: Collection[str] | None = None
+    ) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Return a block's weights by program and input."""
         self._block += 1
         return {
             program: {name: block.get_parameter(path) for name, path in part.weights.items()}
             for program, part in self._parts.items()
+            if programs is None or program in programs
         }
 
     def chunks(self, tokens: int) -> list[slice]:

@@ -156,8 +156,11 @@ def _encode(spec: ModelSpec, device: str) -> torch.Tensor:
     program = load_reference(spec, "text_encoder", "text_encoder", device)
 
     def embed(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        # Forms take texts of one length.
+        missing = spec.encoders["text_encoder"].max_tokens - ids.shape[1]
+        ids, padded = (nn.functional.pad(one, (0, missing)).to(program.device) for one in (ids, mask))
         with full_float32(program.device):
-            found = program.run(input_ids=ids.to(program.device), attention_mask=mask.to(program.device))
+            found = program.run(input_ids=ids, attention_mask=padded)
         return found["embeds"][:, : int(mask.sum().item())].cpu()
 
     encoder = components_of(spec.family).text_encoder(spec, "text_encoder", load_tokenizer(spec), embed)

@@ -4,7 +4,7 @@ Independent of models: the family runs the parts in its order, and states how Py
 chunks, because an engine takes a limited number in one call.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,20 @@ class BlockEngines:
         self._rejected = False
         self.failed = engines is None
 
-    def weights(self, block: torch.nn.Module, device: torch.device) -> BoundWeights:
-        """Return a block's weights as they are now, because offloading moves them; `None` if PyTorch computes it."""
+    def weights(
+        self, block: torch.nn.Module, device: torch.device, programs: Collection[str] | None = None
+    ) -> BoundWeights:
+        """Return a block's weights as they are now, because offloading moves them; `None` if PyTorch computes it.
+
+        Args:
+            programs: that the block has; all by default.
+        """
         if self.failed:
             return None
         bound = {
             program: {name: _parameter(block, path) for name, path in part.weights.items()}
             for program, part in self._parts.items()
+            if programs is None or program in programs
         }
         for program, tensors in bound.items():
             for name, tensor in tensors.items():

@@ -28,6 +28,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import build_child_opset17, wide_models
 
@@ -42,6 +43,9 @@ COMPONENTS = (
     ("vae_encoder", "vae_encoder_first"),
     ("vae_encoder", "vae_encoder_next"),
     ("text_encoder_2", "text_encoder_2"),
+    # Of a clip of 129 frames: all groups but the last, and the last.
+    ("vae", "vae_group_5"),
+    ("vae", "vae_group_3"),
 )
 CLIP: LatentSize = (9, 14, 24)
 CHUNK = 4
@@ -204,4 +208,5 @@ def profile_of(program: str, latent: LatentSize, chunk: int = CHUNK) -> ShapePro
     sizes = {"text_encoder": (1, 1, 1), "text_encoder_2": (1, 1, 1), "image_encoder": (1, 1, 1)}
     sizes |= {"transformer": latent, "vae_first": one}
     sizes |= {"vae_encoder_first": one, "vae_encoder_next": one}
+    sizes |= {name: (count, height, width) for name, count in GROUP_PROGRAMS.items()}
     return ShapeProfile.fixed(sizes.get(program, (min(chunk, frames), height, width)))

@@ -1,7 +1,7 @@
 """Check TensorRT engines on a GPU (export, builder, session) against PyTorch. Not run by pytest.
 
     python tests/gpu/check_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
-    python tests/gpu/check_tensorrt.py build --model hunyuan-video --blocks 2      # both text encoders
+    python tests/gpu/check_tensorrt.py build --model hunyuan-video --blocks 2      # text encoders and VAE
     python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks [--model M] [--blocks N] [--latent F,H,W]
     python tests/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 

@@ -1,4 +1,4 @@
-"""Models at full width, with few blocks and random weights, for the GPU checks: Wan's, and HunyuanVideo's encoders."""
+"""Models at full width, with few blocks and random weights, for the GPU checks: Wan's, and HunyuanVideo's."""
 
 from pathlib import Path
 from typing import Any
@@ -99,15 +99,16 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
 
 
 def _hunyuan_video(directory: Path, layers: int) -> Path:
-    """Save a HunyuanVideo whose text encoders have the published widths, and LLaMA so many layers that are computed.
+    """Save a HunyuanVideo with the published VAE and widths of text encoders, and LLaMA with so many computed layers.
 
-    The transformer and the VAE, which have no engines, are tiny.
+    The transformer, which has no engines, is tiny.
     """
     configs = known.KNOWN[0].configs
     llama = {**configs["text_encoder"], "num_hidden_layers": layers + SKIPPED_LAYERS, "vocab_size": 32}
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         encoder = LlamaModel(LlamaConfig(**llama, pad_token_id=0, bos_token_id=None, eos_token_id=1))
         second = CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"]))
+        vae = AutoencoderKLHunyuanVideo()
     transformer = HunyuanVideoTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -118,14 +119,13 @@ def _hunyuan_video(directory: Path, layers: int) -> Path:
         pooled_projection_dim=second.config.hidden_size,
         rope_axes_dim=(4, 6, 6),
     )
-    vae = AutoencoderKLHunyuanVideo(block_out_channels=(4, 4, 8, 8), layers_per_block=1, norm_num_groups=2)
     HunyuanVideoPipeline(
         tokenizer=tokenizer(),
         text_encoder=encoder.half(),
         tokenizer_2=tokenizer(),
         text_encoder_2=second.half(),
         transformer=transformer,
-        vae=vae,
+        vae=vae.half(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
     ).save_pretrained(directory)
     return directory

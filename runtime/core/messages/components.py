@@ -22,6 +22,7 @@ _PROGRAMS: Mapping[str, str] = {
     **{f"vae_group_{size}": f"VAE decoder, {size} latent frame{'s'[: size - 1]}" for size in range(1, 6)},
     "block_qkv": "Transformer blocks: query, key, value",
     "block_query": "Transformer blocks: text query",
+    "block_single": "Transformer blocks: single blocks",
     "block_feed_forward": "Transformer blocks: feed-forward",
 }
 # "transformer" of a model with two.

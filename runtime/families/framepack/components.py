@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_hunyuan_video_framepack import Hu
 from transformers import SiglipVisionModel
 
 from runtime.core.plan import EAGER, Speed
-from runtime.execution.components import ImageModel
+from runtime.execution.components import ImageModel, SectionInputs
 from runtime.families.framepack.image_encoder import ImageEncoder, PyTorchImageModel
 from runtime.families.framepack.programs import ImageEncoderForm
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
@@ -53,6 +53,31 @@ def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchSectionDen
 def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchSectionDecoder:
     """See `execution.components.Components`."""
     return PyTorchSectionDecoder(module, device)
+
+
+def see_noise(module: PyTorchSectionDenoiser, spec: ModelSpec, size: tuple[int, int], device: torch.device) -> None:
+    """Let a transformer see noise instead of frames; see `engines.block_reference`.
+
+    Args:
+        size: rows and columns of latents.
+    """
+    images, section = spec.image_input, spec.sections_of(spec.least_frames)[0]
+    assert images is not None
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(1, *shape, generator=generator).to(device)
+
+    channels = spec.vae.z_dim
+    inputs = SectionInputs(
+        section=section,
+        clean=noise(channels, len(section.clean), *size),
+        history_2x=noise(channels, len(section.history_2x), *size),
+        history_4x=noise(channels, len(section.history_4x), *size),
+        image_embeds=noise(images.tokens, images.width),
+        guidance_scale=spec.defaults.guidance_scale,
+    )
+    module.see(inputs)
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:

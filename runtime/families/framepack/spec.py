@@ -112,6 +112,7 @@ class FramePackFamily(Family):
                 parameters={part: hunyuan_video.parameters(directory, part) for part in _PROGRAMS},
                 encoders=shared.encoders,
                 programs=_PROGRAMS,
+                block_programs=hunyuan_video.BLOCK_PROGRAMS,
                 unsupported=_UNSUPPORTED,
                 lacks=hunyuan_video.LACKS,
                 unquantized=(*hunyuan_video.UNQUANTIZED, "image_projection"),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.execution.components import PROMPTED, SectionInputs
+from runtime.execution.components import SectionInputs
 from runtime.execution.rotation import Rotation, rotation_tables
 from runtime.families.hunyuan_video import transformer as hunyuan_video
 
@@ -79,10 +79,10 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
-    def __call__(
-        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
+    def _pass(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
     ) -> torch.Tensor:
-        """See `SectionDenoiser`; the text's padding is left out instead of masked."""
+        """Return the velocity; the text's padding is left out instead of masked."""
         del which
         module, seen = self._module, self._seen
         assert seen is not None, "call `see` first"

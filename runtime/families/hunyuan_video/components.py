@@ -13,6 +13,7 @@ from runtime.execution.components import ImageEncoder, ImageModel, StripDecoder,
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.hunyuan_video import transformer
+from runtime.families.hunyuan_video.block_programs import BLOCK_PARTS
 from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncoder, ShortLlama
 from runtime.families.hunyuan_video.programs import ClipTextForm, LlamaForm
 from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
@@ -74,6 +75,8 @@ def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """See `engines.programs.MakeForm`."""
+    if program in BLOCK_PARTS:
+        return BLOCK_PARTS[program](spec)
     if program in GROUP_PROGRAMS:
         return VaeGroupForm(load())
     length = spec.encoders[program].max_tokens

@@ -34,6 +34,8 @@ LACKS = frozenset({"text_kept", "paired", "graphed", "fused", "channels_last", "
 # Single blocks have a `proj_out` too, so the last projection is named by its parameter, which bitsandbytes does not
 # compare: it quantizes that layer as well.
 UNQUANTIZED = ("context_embedder", "time_text_embed", "norm_out", "proj_out.weight")
+# Of `block_programs.BLOCK_PARTS`, which imports torch.
+BLOCK_PROGRAMS = ("block_qkv", "block_feed_forward", "block_single")
 _FLOAT32 = 4
 # Of a published model until its folder is here, whose configuration has the shift.
 _NOISE = NoiseLevels(setting="shift", fixed=None, shift=math.nan, spread="linear")
@@ -433,6 +435,7 @@ def _common(transformer: TransformerSpec) -> dict[str, Any]:
         "embedded_guidance": transformer.guidance_embeds,
         "max_sequence_length": MAX_SEQUENCE_LENGTH,
         "programs": _PROGRAMS,
+        "block_programs": BLOCK_PROGRAMS,
         "lacks": LACKS,
         "unquantized": UNQUANTIZED,
     }

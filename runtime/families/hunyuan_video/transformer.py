@@ -14,6 +14,7 @@ hooks, and with them offloading, still work, and so that other modules with the 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import strength_of
 from runtime.execution.attention import attention
-from runtime.execution.block_engines import BlockEngines
+from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import PROMPTED, UNPROMPTED, OnDegraded
 from runtime.execution.first_block_cache import Sharing, first_block_cached
@@ -121,6 +122,153 @@ def _single_inner(
     return torch.cat([attended, inner], dim=2)
 
 
+class EngineSteps:
+    """`double_step` and `single_step` on block engines; tokens are float32.
+
+    Only attention sees all tokens at once. The rest of a block runs over them in chunks, on the engines or, for what
+    they do not compute, in PyTorch.
+    """
+
+    def __init__(self, engines: BlockEngines) -> None:
+        self._engines = engines
+
+    def double(
+        self, block: Any, x: torch.Tensor, text: torch.Tensor, embedded: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `double_step`."""
+        engines, dtype = self._engines, embedded.dtype
+        qkv, first = engines.outputs("block_qkv", rotation[0]), 0
+        streams = []
+        for layers, tokens in zip(_streams(block), (x.contiguous(), text.contiguous()), strict=True):
+            view, rows = _view_of(layers), _rows(layers.norm1, embedded, 6)
+            weights = engines.weights(view, x.device, ("block_qkv", "block_feed_forward"))
+            self._project(layers.norm1, view, tokens, rows[:, :2], weights, rotation, qkv, first)
+            streams.append((layers, tokens, rows[:, 2:].contiguous(), weights, first))
+            first += tokens.shape[1]
+        attended = _attended_by(block, qkv)
+        made = []
+        for layers, tokens, rows, weights, first in streams:
+            (out,) = engines.outputs("block_feed_forward", tokens)
+            for part in engines.chunks(tokens.shape[1]):
+                here, own = tokens[:, part], attended[:, first + part.start : first + part.stop]
+                engines.run(
+                    "block_feed_forward",
+                    {"x": here, "attended": own, "modulation": rows},
+                    weights,
+                    (out[:, part],),
+                    partial(_wide_feed_forward, layers, here, own, rows, dtype),
+                )
+            made.append(out)
+        return made[0], made[1]
+
+    def single(
+        self, block: Any, x: torch.Tensor, text: torch.Tensor, embedded: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `single_step`."""
+        engines, dtype = self._engines, embedded.dtype
+        both, rows, view = torch.cat([x, text], dim=1), _rows(block.norm, embedded, 3), _view_of_single(block)
+        weights = engines.weights(view, x.device, ("block_qkv", "block_single"))
+        qkv = engines.outputs("block_qkv", both)
+        self._project(block.norm, view, both, rows[:, :2], weights, rotation, qkv, 0)
+        attended = _attended_by(block, qkv)
+        (out,) = engines.outputs("block_single", both)
+        for part in engines.chunks(both.shape[1]):
+            here, own = both[:, part], attended[:, part]
+            engines.run(
+                "block_single",
+                {"x": here, "attended": own, "modulation": rows},
+                weights,
+                (out[:, part],),
+                partial(_wide_single, block, here, own, rows, dtype),
+            )
+        clip, own_text = out.split([x.shape[1], text.shape[1]], dim=1)
+        return clip, own_text
+
+    def _project(
+        self,
+        norm: Any,
+        view: Any,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        weights: BoundWeights,
+        rotation: Rotation,
+        qkv: tuple[torch.Tensor, ...],
+        first: int,
+    ) -> None:
+        """Write queries, keys and values of tokens, the first of which is number `first` of all."""
+        rows = rows.contiguous()
+        for part in self._engines.chunks(tokens.shape[1]):
+            here, place = tokens[:, part], slice(first + part.start, first + part.stop)
+            cos, sin = (angles[:, place] for angles in rotation)
+            written = tuple(one[:, place] for one in qkv)
+            self._engines.run(
+                "block_qkv",
+                {"x": here, "modulation": rows, "cos": cos.squeeze(2), "sin": sin.squeeze(2)},
+                weights,
+                written,
+                partial(_wide_qkv, norm, view, here, rows, (cos, sin), written[0].dtype),
+            )
+
+
+def _view_of(layers: _Stream) -> torch.nn.Module:
+    """Return a stream's layers by the names of `block_programs`."""
+    view = torch.nn.Module()
+    view.to_q, view.to_k, view.to_v = layers.to_qkv
+    view.norm_q, view.norm_k, view.to_out = layers.norm_query, layers.norm_key, layers.to_out
+    view.expand, view.contract = layers.feed_forward.net[0].proj, layers.feed_forward.net[2]
+    return view
+
+
+def _view_of_single(block: Any) -> torch.nn.Module:
+    """Return a single block's layers by the names of `block_programs`."""
+    view = torch.nn.Module()
+    view.to_q, view.to_k, view.to_v = block.attn.to_q, block.attn.to_k, block.attn.to_v
+    view.norm_q, view.norm_k = block.attn.norm_q, block.attn.norm_k
+    view.expand, view.contract = block.proj_mlp, block.proj_out
+    return view
+
+
+def _rows(norm: Any, embedded: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the shifts, scales and gates of an adaptive norm, (1, rows, width), float32."""
+    return torch.cat(_modulation(norm, embedded, rows), dim=1).float()
+
+
+def _attended_by(block: Any, qkv: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the result of attention of rotated queries, keys and values, (1, tokens, width)."""
+    attended: torch.Tensor = block.attend(*(one.unflatten(2, (block.attn.heads, -1)) for one in qkv))
+    return attended.flatten(2).contiguous()
+
+
+def _wide_qkv(
+    norm: Any, view: Any, x: torch.Tensor, rows: torch.Tensor, rotation: Rotation, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Compute `block_qkv` in PyTorch."""
+    normed = (norm.norm(x) * (1 + rows[:, 1:2]) + rows[:, 0:1]).to(dtype)
+    heads = rotation[0].shape[-1]
+    q, k, v = (layer(normed).unflatten(2, (-1, heads)) for layer in (view.to_q, view.to_k, view.to_v))
+    return rotate(view.norm_q(q), rotation), rotate(view.norm_k(k), rotation), v
+
+
+def _wide_feed_forward(
+    layers: _Stream, x: torch.Tensor, attended: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute `block_feed_forward` in PyTorch."""
+    x = x + layers.to_out(attended).float() * rows[:, 0:1]
+    normed = (layers.norm2(x) * (1 + rows[:, 2:3]) + rows[:, 1:2]).to(dtype)
+    out: torch.Tensor = x + layers.feed_forward(normed).float() * rows[:, 3:4]
+    return out
+
+
+def _wide_single(
+    block: Any, x: torch.Tensor, attended: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute `block_single` in PyTorch."""
+    normed = (block.norm.norm(x) * (1 + rows[:, 1:2]) + rows[:, 0:1]).to(dtype)
+    both = torch.cat([attended, block.act_mlp(block.proj_mlp(normed))], dim=2)
+    out: torch.Tensor = x + block.proj_out(both).float() * rows[:, 2:3]
+    return out
+
+
 def _attended(block: Any, qkv: Qkv, rotation: Rotation) -> torch.Tensor:
     """Return the result of attention among all tokens, (1, tokens, width)."""
     q, k, v = qkv
@@ -168,7 +316,12 @@ def _add_stream(
 
 
 def install(
-    module: Any, kind: str = "native", double: BlockStep = double_step, single: BlockStep = single_step
+    module: Any,
+    kind: str = "native",
+    double: BlockStep = double_step,
+    single: BlockStep = single_step,
+    *,
+    wide: bool = False,
 ) -> None:
     """Replace `forward` of the blocks of a loaded transformer; later calls change the options.
 
@@ -179,13 +332,23 @@ def install(
         kind: the attention kernel, see `execution.attention`.
         double: `double_step` or a compiled version of it.
         single: `single_step` or a compiled version of it.
+        wide: whether tokens are float32 between blocks, whatever the dtype of the weights.
     """
     attend = attention(kind)
+    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
+        if not hasattr(block, "step"):
+            block.forward = MethodType(_block_forward, block)
+        block.attend = attend
+    _use_steps(module, double, single, wide=wide)
+
+
+def _use_steps(
+    module: Any, double: BlockStep = double_step, single: BlockStep = single_step, *, wide: bool = False
+) -> None:
+    module.is_wide = wide
     for blocks, step in ((module.transformer_blocks, double), (module.single_transformer_blocks, single)):
         for block in blocks:
-            if not hasattr(block, "step"):
-                block.forward = MethodType(_block_forward, block)
-            block.attend, block.step = attend, step
+            block.step = step
 
 
 def _block_forward(
@@ -237,6 +400,8 @@ def run_blocks(
         # Copies with the strides of a block's results, so that blocks are compiled once.
         x, text = (part.clone(memory_format=torch.contiguous_format) for part in own.tensor_split([first], dim=1))
         rotation = shared.own(rotation[0]), shared.own(rotation[1])
+    if module.is_wide:
+        x, text = x.float(), text.float()
     for block in module.transformer_blocks:
         x, text = block(x, text, embedded, None, rotation)
     # The same before single blocks, whose results are parts of one tensor.
@@ -245,7 +410,7 @@ def run_blocks(
         x, text = block(x, text, embedded, None, rotation)
     if shared is not None:
         x = torch.cat([x, text], dim=1)
-    projected: torch.Tensor = module.proj_out(module.norm_out(x, embedded))
+    projected: torch.Tensor = module.proj_out(module.norm_out(x, embedded).to(embedded.dtype))
     return projected if shared is None else shared.all(projected)[:, :count]
 
 
@@ -321,20 +486,26 @@ class PyTorchDenoiser:
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
         self._module = module
         self._caches = False
+        self._engines: BlockEngines | None = None
         self.dtype: torch.dtype = module.x_embedder.proj.weight.dtype
         self.compute(speed)
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """See `execution.components.PyTorchDenoiser`."""
-        assert engines is None, "the family has no block programs"
 
         def report(reason: Fact) -> None:
             if on_degraded is not None:
                 on_degraded("compiled", reason)
 
         self.forget()
-        self._compiled = [CompiledStep(step, report) for step in (double_step, single_step)] if speed.compiled else []
-        install(self._module, speed.attention, *self._compiled)
+        compiled = speed.compiled and engines is None
+        self._compiled = [CompiledStep(step, report) for step in (double_step, single_step)] if compiled else []
+        self._engines = engines
+        if engines is None:
+            install(self._module, speed.attention, *self._compiled)
+        else:
+            steps = EngineSteps(engines)
+            install(self._module, speed.attention, steps.double, steps.single, wide=True)
 
     @property
     def compile_seconds(self) -> float:
@@ -361,15 +532,27 @@ class PyTorchDenoiser:
             reset_step_cache(self._module)
 
     def forget(self) -> None:
-        """Free the tables of the last size."""
+        """Free the tables of the last size; block engines are not used from then on."""
+        if self._engines is not None:
+            self._engines = None
+            _use_steps(self._module)
         self._module.__dict__.pop("_tables", None)  # see `_rotation`
 
-    # Not in inference mode: offloading hooks change weights while the module runs.
-    @torch.no_grad()
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `execution.components.Denoiser`."""
+        output = self._pass(latents, timestep, text_embeds, which)
+        if self._engines is None or not self._engines.rejects(output):
+            return output
+        self.reset_cache()
+        return self._pass(latents, timestep, text_embeds, which)
+
+    # Not in inference mode: offloading hooks change weights while the module runs.
+    @torch.no_grad()
+    def _pass(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
+    ) -> torch.Tensor:
         with self._module.cache_context(which) if self._caches else nullcontext():
             return predict(self._module, latents, timestep, text_embeds)
 

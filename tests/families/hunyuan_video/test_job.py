@@ -80,14 +80,6 @@ def test_a_job_uses_the_step_cache(command: Command, model: str, tmp_path: Path)
     assert pixels[0] == pixels[1] != pixels[2]
 
 
-def test_pytorch_runs_what_has_no_engines(command: Command, model: str) -> None:
-    code, made = command("plan", "a red boat", "--model", model, *SIZE, "--backend", "all=onnxruntime")
-    assert code == 0
-    part = made["plan"]["components"]["transformer"]
-    assert part["backend"] == "pytorch"
-    assert "does not run this component" in part["reason"]
-
-
 @pytest.mark.parametrize("architecture", ["hunyuan-video", "hunyuan-video-cfg"])
 def test_a_paused_job_resumes_to_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     spec, out = tiny(architecture), tmp_path / "x.mp4"

@@ -1,0 +1,182 @@
+"""Block engines of HunyuanVideo's transformer: the parts of a block around attention, with the weights as inputs.
+
+A part computes each token by itself, so its engine serves every clip and every block. Double blocks have layers for the
+clip's tokens and layers of the same sizes for the text's, which share engines. The parts, and what runs between them:
+
+    block_qkv            x -> q, k, v              norm, projections, norms of q and k, rotary embedding; all blocks
+      attention          q, k, v of all tokens -> attended
+    block_feed_forward   x, attended -> x          output projection, norm, feed-forward; double blocks
+    block_single         x, attended -> x          norm, inner layer, output projection; single blocks
+
+Paths of weights are those of the views that `transformer` makes of a block. The residual stream is float32; matrix
+products are in the dtype of the weights, or in FP8 (`engines.fp8`). FramePack's blocks are the same.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runtime.engines.block_programs import TOKENS, BlockTensor
+from runtime.engines.fp8 import Weight, linear
+from runtime.models.spec import ModelSpec
+
+# Of all norms.
+_EPS = 1e-6
+
+
+class BlockPart(nn.Module):
+    """What the parts share; see `engines.block_programs.BlockPart`.
+
+    `x` is (tokens, width), float32; `modulation` has the rows of an adaptive norm that the part uses, float32. Queries,
+    keys, values and attended values are (tokens, width), the heads concatenated, in the dtype of the weights.
+    """
+
+    outputs: ClassVar[tuple[str, ...]]
+    weights: ClassVar[Mapping[str, str]]
+    rows: ClassVar[int]
+    _other: torch.Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        transformer = spec.transformer
+        self._heads = transformer.num_attention_heads
+        head_width, width, inner = transformer.attention_head_dim, transformer.width, transformer.ffn_dim
+        # Of two adjacent channels, the other one.
+        self.register_buffer("_other", torch.arange(head_width) ^ 1, persistent=False)
+        square, vector = BlockTensor((width, width)), BlockTensor((width,))
+        matrices = {name: square if name.endswith("_weight") else vector for name in self.weights}
+        self.tensors: Mapping[str, BlockTensor] = {
+            **dict.fromkeys(("attended", "q", "k", "v"), BlockTensor((TOKENS, width))),
+            **matrices,
+            "x": BlockTensor((TOKENS, width), "float32"),
+            "modulation": BlockTensor((self.rows, width), "float32"),
+            **dict.fromkeys(("cos", "sin"), BlockTensor((TOKENS, head_width), "float32")),
+            **dict.fromkeys(("rms_q", "rms_k"), BlockTensor((head_width,))),
+            "expand_weight": BlockTensor((inner, width)),
+            "expand_bias": BlockTensor((inner,)),
+            "contract_weight": BlockTensor((width, inner)),
+            "both_weight": BlockTensor((width, width + inner)),
+        }
+
+    def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), eps=_EPS) * (1 + scale) + shift
+
+    def _rotated(self, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Normalise each head in float32 and rotate adjacent channels; `x` is (tokens, width)."""
+        wide = x.float().view(x.shape[0], self._heads, -1)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * weight.float()
+        return (wide * cos.unsqueeze(1) + wide.index_select(-1, self._other) * sin.unsqueeze(1)).flatten(1)
+
+
+class BlockQKV(BlockPart):
+    """Queries, keys and values, from the residual stream; `modulation` is shift and scale."""
+
+    rows = 2
+    inputs: ClassVar[tuple[str, ...]] = ("x", "modulation", "cos", "sin")
+    outputs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    weights: ClassVar[Mapping[str, str]] = {
+        "q_weight": "to_q.weight",
+        "q_bias": "to_q.bias",
+        "rms_q": "norm_q.weight",
+        "k_weight": "to_k.weight",
+        "k_bias": "to_k.bias",
+        "rms_k": "norm_k.weight",
+        "v_weight": "to_v.weight",
+        "v_bias": "to_v.bias",
+    }
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        modulation: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_weight: Weight,
+        q_bias: torch.Tensor,
+        rms_q: torch.Tensor,
+        k_weight: Weight,
+        k_bias: torch.Tensor,
+        rms_k: torch.Tensor,
+        v_weight: Weight,
+        v_bias: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v, each (tokens, width); `cos` and `sin` are (tokens, head width), float32."""
+        dtype = q_weight.dtype
+        normed = self._modulated(x, modulation[0:1], modulation[1:2]).to(dtype)
+        q = self._rotated(linear(normed, q_weight, q_bias), rms_q, cos, sin)
+        k = self._rotated(linear(normed, k_weight, k_bias), rms_k, cos, sin)
+        return q.to(dtype), k.to(dtype), linear(normed, v_weight, v_bias).to(dtype)
+
+
+class BlockFeedForward(BlockPart):
+    """The residual stream after attention and the feed-forward; `modulation` is gate, shift, scale and gate."""
+
+    rows = 4
+    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
+    outputs: ClassVar[tuple[str, ...]] = ("x",)
+    weights: ClassVar[Mapping[str, str]] = {
+        "out_weight": "to_out.weight",
+        "out_bias": "to_out.bias",
+        "expand_weight": "expand.weight",
+        "expand_bias": "expand.bias",
+        "contract_weight": "contract.weight",
+        "contract_bias": "contract.bias",
+    }
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        modulation: torch.Tensor,
+        out_weight: Weight,
+        out_bias: torch.Tensor,
+        expand_weight: Weight,
+        expand_bias: torch.Tensor,
+        contract_weight: Weight,
+        contract_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the stream, (tokens, width)."""
+        x = x + linear(attended, out_weight, out_bias).float() * modulation[0:1]
+        normed = self._modulated(x, modulation[1:2], modulation[2:3]).to(out_weight.dtype)
+        inner = F.gelu(linear(normed, expand_weight, expand_bias), approximate="tanh")
+        return x + linear(inner, contract_weight, contract_bias).float() * modulation[3:4]
+
+
+class BlockSingle(BlockPart):
+    """The residual stream after a single block; `modulation` is shift, scale and gate."""
+
+    rows = 3
+    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
+    outputs: ClassVar[tuple[str, ...]] = ("x",)
+    weights: ClassVar[Mapping[str, str]] = {
+        "expand_weight": "expand.weight",
+        "expand_bias": "expand.bias",
+        "both_weight": "contract.weight",
+        "both_bias": "contract.bias",
+    }
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        modulation: torch.Tensor,
+        expand_weight: Weight,
+        expand_bias: torch.Tensor,
+        both_weight: Weight,
+        both_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the stream, (tokens, width)."""
+        normed = self._modulated(x, modulation[0:1], modulation[1:2]).to(expand_weight.dtype)
+        inner = F.gelu(linear(normed, expand_weight, expand_bias), approximate="tanh").to(attended.dtype)
+        out = linear(torch.cat([attended, inner], dim=1), both_weight, both_bias)
+        return x + out.float() * modulation[2:3]
+
+
+BLOCK_PARTS: Mapping[str, type[BlockPart]] = {
+    "block_qkv": BlockQKV,
+    "block_feed_forward": BlockFeedForward,
+    "block_single": BlockSingle,
+}

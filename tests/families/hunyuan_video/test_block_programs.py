@@ -1,0 +1,107 @@
+"""Transformers on block engines equal diffusers' modules, fall back to PyTorch, and run in jobs of both families."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from diffusers import HunyuanVideoTransformer3DModel
+
+from runtime.core.errors import EngineError
+from runtime.core.facts import Fact
+from runtime.core.plan import EAGER, EngineUse
+from runtime.engines.programs import load_program
+from runtime.engines.service import OpenEngines
+from runtime.execution.block_engines import BlockEngines
+from runtime.families.hunyuan_video.transformer import PyTorchDenoiser
+from runtime.models.spec import ModelSpec
+from tests.families.hunyuan_video.test_vae_programs import difference, framepack_spec, made
+from tests.image_files import picture
+
+__all__ = ["framepack_spec"]
+
+Tiny = Callable[[str], ModelSpec]
+# Fewer than the clip's tokens, so that there are several chunks.
+MOST_TOKENS = 64
+
+
+class Engines:
+    """Block programs in PyTorch with the interface of `OpenEngines`; call number `failing` fails as `fault` says."""
+
+    most_tokens = MOST_TOKENS
+
+    def __init__(self, spec: ModelSpec, failing: int = 0, fault: str = "") -> None:
+        self.programs = {
+            name: load_program(spec, "transformer", name, device="cpu", dtype="float32") for name in spec.block_programs
+        }
+        self.calls: list[str] = []
+        self._failing, self._fault = failing, fault
+
+    def write(self, program: str, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        self.calls.append(program)
+        failing = len(self.calls) == self._failing
+        if failing and self._fault == "error":
+            raise EngineError("engine.no_such_gpu", device="cpu")
+        for name, found in self.programs[program].run(**inputs).items():
+            outputs[name].copy_(torch.full_like(found, torch.nan) if failing else found)
+
+
+def on_engines(spec: ModelSpec, engines: Engines | None, reasons: list[Fact]) -> BlockEngines:
+    """Return block engines of a model that record why they fail."""
+    uses = [
+        EngineUse(id=name, program=name, builder="b", precision="float32", profile=((1, 1, 1),) * 3)
+        for name in spec.block_programs
+    ]
+    opened = None if engines is None else cast("OpenEngines", engines)
+    return BlockEngines(opened, spec, "transformer", uses, reasons.append, reasons.append)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault", ["", "error", "nan", "not opened"])
+def test_a_pass_equals_diffusers(tiny: Tiny, fault: str) -> None:
+    spec = tiny("hunyuan-video")
+    module: Any = HunyuanVideoTransformer3DModel.from_pretrained(spec.directory / "transformer").eval()
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 16, 3, 8, 12, generator=generator)
+    text = torch.randn(1, 1 + 7, 32, generator=generator)
+    timestep, guidance = torch.tensor(500.0), torch.tensor([6000.0])
+    expected = module(
+        latents, timestep[None], text[:, 1:], torch.ones(1, 7), text[:, 0, :24], guidance, return_dict=False
+    )[0]
+    reasons: list[Fact] = []
+    engines = None if fault == "not opened" else Engines(spec, failing=5 if fault else 0, fault=fault)
+    denoiser = PyTorchDenoiser(module)
+    denoiser.compute(EAGER, None, on_engines(spec, engines, reasons))
+    found = denoiser(latents, torch.tensor([500.0, 6000.0]), text)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    codes = {"error": ["engine.no_such_gpu"], "nan": ["execution.engine_not_finite"]}
+    assert [reason.code for reason in reasons] == codes.get(fault, [])
+    if engines is not None and not fault:
+        # Of the clip's 72 tokens two chunks, of the text's 7 tokens one, of both two; two blocks of each kind.
+        counts = {name: engines.calls.count(name) for name in spec.block_programs}
+        assert counts == {"block_qkv": 2 * 3 + 2 * 2, "block_feed_forward": 2 * 3, "block_single": 2 * 2}
+    denoiser.forget()
+    assert denoiser(latents, torch.tensor([500.0, 6000.0]), text).dtype == torch.float32
+    assert not module.is_wide
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["hunyuan-video", "framepack"])
+def test_a_job_denoises_on_engines(
+    tiny: Tiny,
+    framepack_spec: ModelSpec,
+    cache_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+) -> None:
+    picture(48, 32).save(tmp_path / "image.png")
+    spec, given = tiny("hunyuan-video"), ["--frames", "9"]
+    if family == "framepack":
+        spec, given = framepack_spec, ["--frames", "37", "--image", str(tmp_path / "image.png")]
+    outs = tmp_path / "1.mp4", tmp_path / "2.mp4"
+    for backend, out in zip(("pytorch", "onnxruntime"), outs, strict=True):
+        result = made(spec.directory, out, f"transformer={backend}", capsys, *given)
+        assert result["plan"]["components"]["transformer"]["backend"] == backend
+    assert difference(*outs) < 1
