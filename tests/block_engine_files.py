@@ -31,8 +31,8 @@ def stock(spec: ModelSpec, folder: Path, tmp_path_factory: pytest.TempPathFactor
             loaded = load_program(spec, "transformer", program, device="cpu", dtype="float32", tokens=TOKENS)
             BUILDER.build(loaded, _key(spec, program), built / program, lambda *_: None)
 
-    # All tiny models have blocks of one size.
-    files, _ = build_once(tmp_path_factory, "block-engines", build)
+    # All tiny models of a family have blocks of one size.
+    files, _ = build_once(tmp_path_factory, f"block-engines-{spec.family}", build)
     service = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
     for program in spec.block_programs:
         key = _key(spec, program)

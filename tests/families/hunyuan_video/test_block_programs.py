@@ -9,15 +9,20 @@ import torch
 from diffusers import HunyuanVideoTransformer3DModel
 
 from runtime.core.errors import EngineError
+from runtime.core.events import FellBack, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.plan import EAGER, EngineUse
+from runtime.core.plan import EAGER, EngineUse, Split
 from runtime.engines.programs import load_program
 from runtime.engines.service import OpenEngines
 from runtime.execution.block_engines import BlockEngines
+from runtime.execution.residency import Residency
 from runtime.families.hunyuan_video.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
+from tests.block_engine_files import in_blocks, stock
 from tests.families.hunyuan_video.test_vae_programs import difference, framepack_spec, made
 from tests.image_files import picture
+from tests.pipeline.runs import events_of
+from tests.plans import tiny_plan, with_strategy
 
 __all__ = ["framepack_spec"]
 
@@ -105,3 +110,21 @@ def test_a_job_denoises_on_engines(
         result = made(spec.directory, out, f"transformer={backend}", capsys, *given)
         assert result["plan"]["components"]["transformer"]["backend"] == backend
     assert difference(*outs) < 1
+
+
+@pytest.mark.slow
+def test_two_processes_on_engines_make_the_same_video(
+    tiny: Tiny, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec, service = tiny("hunyuan-video"), stock(tiny("hunyuan-video"), tmp_path, tmp_path_factory)
+    videos = []
+    # One process has tokens of the clip only, the other has the text's too.
+    for index, split in enumerate((None, Split(devices=("cpu", "cpu"), guidance=1, sequence=2, decode=False))):
+        plan = with_strategy(tiny_plan(spec, tmp_path / f"{index}.mp4", width=160, height=96, steps=2))
+        with Residency(service, keep_prompts=False) as residency:
+            events = events_of(in_blocks(plan, spec).replace(split=split), spec, residency)
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        assert events[-1].plan["components"]["transformer"]["backend"] == "onnxruntime"
+        assert not any(isinstance(event, FellBack) for event in events)
+        videos.append(plan.output)
+    assert difference(*videos) < 0.1
