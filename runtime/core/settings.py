@@ -46,7 +46,11 @@ VARIABLES: Mapping[str, str] = {
     "hub": "TANDEM_HUB",
 }
 # Variables of other programs, used if Tandem's own variable is not set.
-_SHARED_VARIABLES: Mapping[str, str] = {"offline": "HF_HUB_OFFLINE", "hub": "HF_ENDPOINT"}
+_SHARED_VARIABLES: Mapping[str, str] = {
+    "engine_cache_dir": "FRAMEPACK_TENSORRT_CACHE_DIR",
+    "offline": "HF_HUB_OFFLINE",
+    "hub": "HF_ENDPOINT",
+}
 HUB = "https://huggingface.co"
 TensorRTPart = Literal["text-encoders", "transformer", "vae"]
 # The components of each part that `tensorrt` may name.

@@ -110,10 +110,14 @@ def test_folder_and_size_of_the_engine_library(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
     assert settings.load({}, environ).engines_dir == tmp_path / "engines"
     assert settings.load({}, environ).engine_cache_gb == 50
+    other = environ | {"FRAMEPACK_TENSORRT_CACHE_DIR": str(tmp_path / "c")}
+    assert settings.load({}, other).engines_dir == tmp_path / "c"
     (tmp_path / "settings.json").write_text(
         json.dumps({"engine_cache_gb": 2.5, "engine_cache_dir": str(tmp_path / "a")})
     )
     assert settings.load({}, environ).engine_cache_gb == 2.5
+    assert settings.load({}, environ).engines_dir == tmp_path / "a"
+    environ |= {"FRAMEPACK_TENSORRT_CACHE_DIR": str(tmp_path / "c")}
     assert settings.load({}, environ).engines_dir == tmp_path / "a"
     environ |= {"TENSORRT_CACHE_DIR": str(tmp_path / "b"), "TANDEM_ENGINE_CACHE_GB": "0"}
     assert settings.load({}, environ).engines_dir == tmp_path / "b"
