@@ -85,7 +85,7 @@ def compare_blocks(
     text = text.to(target)
     for timestep in TIMESTEPS:
         sigma, where = timestep / TRAINING_STEPS, f"t = {timestep:g}"
-        inputs = sigma * noise + (1 - sigma) * clip, _times(spec, timestep).to(target), text
+        inputs = sigma * noise + (1 - sigma) * clip, times_of(spec, timestep).to(target), text
         with full_float32(target):
             tap.begin(where, on_engines=False)
             expected = denoiser(*inputs)
@@ -96,7 +96,7 @@ def compare_blocks(
     return comparison.result()
 
 
-def _times(spec: ModelSpec, timestep: float) -> torch.Tensor:
+def times_of(spec: ModelSpec, timestep: float) -> torch.Tensor:
     """Return a timestep, and 1000 times the guidance scale if the model embeds it; see `Denoiser`."""
     if spec.section is None and spec.embedded_guidance:
         return torch.tensor([timestep, 1000 * spec.defaults.guidance_scale])

@@ -9,6 +9,7 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.core.plan import EngineUse, ExecutionPlan, Speed
 from runtime.core.request import GenerationRequest
+from runtime.engines.block_reference import times_of
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.components import Denoiser
@@ -104,7 +105,7 @@ def opened(
     text = torch.randn(1, spec.max_sequence_length, spec.transformer.text_dim, generator=random).to(checks.device)
     job = Alone(plan)
     with Residency(service) as residency, residency.denoiser(spec, job, "transformer") as denoiser:
-        yield lambda time: denoiser(latents, torch.tensor(time, device=checks.device), text), denoiser, job
+        yield lambda time: denoiser(latents, times_of(spec, time).to(checks.device), text), denoiser, job
 
 
 def passes(checks: Checks, spec: ModelSpec, plan: ExecutionPlan, service: EngineService) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
     python tests/gpu/check_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
     python tests/gpu/check_tensorrt.py build --model hunyuan-video --blocks 2      # text encoders and VAE
     python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks [--model M] [--blocks N] [--latent F,H,W]
+    python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks --model hunyuan-video --blocks 1
     python tests/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 
 Each part prints a JSON object per result, and appends it to $OUT/checks.jsonl. Engines stay in

@@ -98,33 +98,26 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
     return directory
 
 
-def _hunyuan_video(directory: Path, layers: int) -> Path:
-    """Save a HunyuanVideo with the published VAE and widths of text encoders, and LLaMA with so many computed layers.
+def _hunyuan_video(directory: Path, blocks: int) -> Path:
+    """Save a HunyuanVideo with the published VAE and widths.
 
-    The transformer, which has no engines, is tiny.
+    Args:
+        blocks: of each kind in the transformer, and layers of LLaMA that are computed.
     """
     configs = known.KNOWN[0].configs
-    llama = {**configs["text_encoder"], "num_hidden_layers": layers + SKIPPED_LAYERS, "vocab_size": 32}
+    llama = {**configs["text_encoder"], "num_hidden_layers": blocks + SKIPPED_LAYERS, "vocab_size": 32}
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         encoder = LlamaModel(LlamaConfig(**llama, pad_token_id=0, bos_token_id=None, eos_token_id=1))
         second = CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"]))
         vae = AutoencoderKLHunyuanVideo()
-    transformer = HunyuanVideoTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=encoder.config.hidden_size,
-        pooled_projection_dim=second.config.hidden_size,
-        rope_axes_dim=(4, 6, 6),
-    )
+        counts = {"num_layers": blocks, "num_single_layers": blocks}
+        transformer = HunyuanVideoTransformer3DModel(**{**configs["transformer"], **counts})
     HunyuanVideoPipeline(
         tokenizer=tokenizer(),
         text_encoder=encoder.half(),
         tokenizer_2=tokenizer(),
         text_encoder_2=second.half(),
-        transformer=transformer,
+        transformer=transformer.half(),
         vae=vae.half(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
     ).save_pretrained(directory)
