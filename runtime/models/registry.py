@@ -10,7 +10,7 @@ To add one, write the folder and add its entry to `FAMILIES`. Both modules are i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -51,6 +51,27 @@ class LoraChange(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """The repository of some components of a model that is published in several.
+
+    Attributes:
+        folders: of the repository, which become the model's.
+        at_root: the component whose files are at the repository's root; empty if there is none.
+    """
+
+    repository: str
+    folders: tuple[str, ...] = ()
+    at_root: str = ""
+
+    def place(self, path: str) -> str:
+        """Return where a file of the repository is in the model's folder; empty if the model does not have it."""
+        folder, separator, _ = path.partition("/")
+        if separator:
+            return path if folder in self.folders else ""
+        return f"{self.at_root}/{path}" if self.at_root else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class KnownModel:
     """A published model.
 
@@ -58,7 +79,9 @@ class KnownModel:
         name: in `--model` and `models list`.
         title: for people.
         family: a key of `FAMILIES`.
-        repository: on huggingface.co, in diffusers' format.
+        repository: on huggingface.co, in diffusers' format or, with `parts`, of the transformer.
+        parts: its repositories, if it is published in several.
+        index: its `model_index.json`, if it is published in several repositories.
         license: of its weights.
         about: a sentence on what it makes.
         aliases: other names, in lower case.
@@ -73,6 +96,8 @@ class KnownModel:
     title: str
     family: str
     repository: str
+    parts: tuple[Part, ...] = ()
+    index: Mapping[str, Any] = field(default_factory=dict)
     license: str
     about: str = ""
     aliases: frozenset[str]

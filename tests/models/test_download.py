@@ -212,12 +212,12 @@ def limited(seconds: float) -> Fact:
 @pytest.mark.parametrize(
     ("fault", "fact"),
     [
-        (Fault("401", headers={"x-error-code": "RepoNotFound"}), Fact("hub.no_repository")),
+        (Fault("401", headers={"x-error-code": "RepoNotFound"}), Fact("hub.no_repository", {"repository": REPOSITORY})),
         (
             Fault("401", headers={"x-error-message": "Invalid credentials in Authorization header"}),
             Fact("hub.token_refused"),
         ),
-        (Fault("403", headers={"x-error-code": "GatedRepo"}), Fact("hub.gated")),
+        (Fault("403", headers={"x-error-code": "GatedRepo"}), Fact("hub.gated", {"repository": REPOSITORY})),
         (Fault("403"), Fact("hub.forbidden")),
         (Fault("404", headers={"x-error-code": "RevisionNotFound"}), Fact("hub.no_revision")),
         (Fault("404"), Fact("hub.status", {"status": 404})),

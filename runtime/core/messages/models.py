@@ -20,14 +20,17 @@ _HUB: Mapping[str, Message] = {
     # Answers of a hub
     "hub.malformed_answer": Message("The hub's answer is malformed.", "Check the hub's address."),
     "hub.gated": Message(
-        "The hub requires an account that has accepted the model's license.",
-        f"Accept it on the model's page, then {_TOKEN}",
+        "The hub requires an account that has accepted the license of {repository}.",
+        f"Accept it on the page of {{repository}}, then {_TOKEN}",
     ),
     "hub.no_revision": Message(
         "The repository has no such revision.", "Omit --revision, or name a branch, tag or commit."
     ),
+    "hub.revision_of_parts": Message(
+        "{model} is in several repositories, so --revision cannot be used.", "Omit --revision."
+    ),
     "hub.no_repository": Message(
-        "The hub has no such repository, or this account may not read it.",
+        "The hub has no repository {repository}, or this account may not read it.",
         f"Check the name. For a private repository, {_TOKEN}",
     ),
     "hub.token_refused": Message("The hub refuses the token (401).", "Renew HF_TOKEN, or unset it."),

@@ -24,7 +24,8 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, InvalidRequestError, first_line
 from runtime.core.facts import Fact
 from runtime.core.settings import HUB, Settings, check_hub
-from runtime.models.hub.files import Hasher, Listing, RemoteFile, chunks, hasher_of, matches, read_listing
+from runtime.models.hub.files import Hasher, Listing, Origin, RemoteFile, chunks, hasher_of, matches, read_listing
+from runtime.models.registry import Part
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -128,13 +129,20 @@ class Hub:
     policy: RetryPolicy = RetryPolicy()
 
     def listing(
-        self, repository: str, revision: str, license_name: str, cancel: Cancel, on_wait: Callable[[Fact], None]
+        self,
+        repository: str,
+        revision: str,
+        license_name: str,
+        cancel: Cancel,
+        on_wait: Callable[[Fact], None],
+        part: Part | None = None,
     ) -> Listing:
         """Return the files of a repository's model.
 
         Args:
             revision: a branch, tag or commit.
             on_wait: called with the reason of a wait.
+            part: what the model has of the repository, if it is published in several.
 
         Raises:
             DownloadError: if there is no such model, this user may not read it, or the hub cannot be reached.
@@ -142,7 +150,7 @@ class Hub:
         """
 
         def ask() -> Generator[Any, None, None]:
-            with _typed_errors(self.policy.timeout):
+            with _typed_errors(self.policy.timeout, repository):
                 try:
                     yield self._api().model_info(
                         repository, revision=revision, files_metadata=True, timeout=self.policy.timeout
@@ -156,7 +164,7 @@ class Hub:
         while True:
             try:
                 with _in_thread(ask(), cancel) as answers:
-                    return read_listing(repository, next(answers), license_name)
+                    return read_listing(repository, next(answers), license_name, part)
             except UnavailableError as error:
                 failures += 1
                 self._wait(error, failures, cancel, on_wait, min(_LISTING_TRIES, self.policy.tries))
@@ -240,12 +248,13 @@ class Hub:
         from huggingface_hub import hf_hub_url, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers
 
-        url = hf_hub_url(listing.repository, file.path, revision=listing.commit, endpoint=self.address)
+        origin = file.origin or Origin(repository=listing.repository, commit=listing.commit, path=file.path)
+        url = hf_hub_url(origin.repository, origin.path, revision=origin.commit, endpoint=self.address)
         # A range of a compressed answer would not be a range of the file.
         headers = {"accept-encoding": "identity"} | ({"range": f"bytes={start}-"} if start else {})
         headers = build_hf_headers(token=self._token(), headers={**_USER_AGENT, **headers})
         with (
-            _typed_errors(self.policy.timeout),
+            _typed_errors(self.policy.timeout, origin.repository),
             _session().stream("GET", url, headers=headers, timeout=self.policy.timeout) as response,
         ):
             hf_raise_for_status(response)
@@ -365,23 +374,25 @@ class _RangeError(Exception):
 
 
 @contextmanager
-def _typed_errors(timeout: float) -> Iterator[None]:
+def _typed_errors(timeout: float, repository: str) -> Iterator[None]:
     """Raise errors of huggingface_hub and its HTTP library as Tandem's."""
     try:
         yield
     except (DownloadError, UnavailableError):
         raise
     except Exception as error:
-        raise _translated(error, timeout) from error
+        raise _translated(error, timeout, repository) from error
 
 
-def _translated(error: Exception, timeout: float) -> Exception:
+def _translated(error: Exception, timeout: float, repository: str) -> Exception:
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
         kinds = {
-            errors.GatedRepoError: DownloadError("hub.gated"),  # derives from RepositoryNotFoundError
-            errors.RepositoryNotFoundError: DownloadError("hub.no_repository"),
+            errors.GatedRepoError: DownloadError(
+                "hub.gated", repository=repository
+            ),  # derives from RepositoryNotFoundError
+            errors.RepositoryNotFoundError: DownloadError("hub.no_repository", repository=repository),
             errors.RevisionNotFoundError: RevisionError("hub.no_revision"),
         }
         known = next((ours for theirs, ours in kinds.items() if isinstance(error, theirs)), None)

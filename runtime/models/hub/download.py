@@ -10,20 +10,21 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import DownloadError, ModelError, OutputError
+from runtime.core.errors import DownloadError, InvalidRequestError, ModelError, OutputError
 from runtime.core.facts import Fact, render
 from runtime.core.locks import held
 from runtime.core.units import byte_size, duration
 from runtime.models.catalogue import folders, known_as
 from runtime.models.hub.client import Hub, RevisionError, check_repository
-from runtime.models.hub.files import MANIFEST, Listing, Manifest, RemoteFile, difference, read_manifest
-from runtime.models.registry import check_folder, read_spec
+from runtime.models.hub.files import MANIFEST, Listing, Manifest, RemoteFile, combined, difference, read_manifest
+from runtime.models.registry import Part, check_folder, read_spec
 from runtime.models.spec import ModelSpec
 
 MAIN = "main"
@@ -43,6 +44,7 @@ class Source:
         folder: name of the model's folder; `names`, in lower case, are its other names.
         license: if it is known before the hub is asked.
         revision: if one was asked for.
+        parts, index: as in `KnownModel`.
     """
 
     repository: str
@@ -50,17 +52,21 @@ class Source:
     license: str
     revision: str | None
     names: frozenset[str] = frozenset()
+    parts: tuple[Part, ...] = ()
+    index: Mapping[str, Any] = field(default_factory=dict)
 
 
 def source_of(name: str, revision: str | None) -> Source:
     """Return the source for a name of `models list` or OWNER/REPOSITORY.
 
     Raises:
-        InvalidRequestError: if the name is invalid.
+        InvalidRequestError: if the name is invalid, or a revision is given of a model in several repositories.
     """
     known = known_as(name)
     if known is not None:
-        return Source(known.repository, known.folder, known.license, revision, known.names)
+        if known.parts and revision is not None:
+            raise InvalidRequestError("revision", "hub.revision_of_parts", model=known.title)
+        return Source(known.repository, known.folder, known.license, revision, known.names, known.parts, known.index)
     repository = check_repository(name)
     return Source(repository, repository.rpartition("/")[2], "", revision)
 
@@ -304,7 +310,10 @@ class Download:
             source = self._complete.get(file.path)
             if source is None:
                 part = self._part(file)
-                self._hub.fetch(listing, file, part, cancel, self._progress.file_size, self._progress.note)
+                if file.path in listing.generated:
+                    part.write_bytes(listing.generated[file.path])
+                else:
+                    self._hub.fetch(listing, file, part, cancel, self._progress.file_size, self._progress.note)
                 part.replace(place)
                 self._progress.end_file(file)
             elif source != place:
@@ -350,15 +359,23 @@ class Download:
     def _listing(self, manifest: Manifest | None, cancel: Cancel) -> Listing:
         """Ask for the requested revision, else for the downloaded one, so that all files are of one commit."""
         self._progress.note(Fact("hub.asking", {"host": self._hub.address.partition("://")[2]}))
-        revision = self._source.revision or (manifest.commit if manifest else MAIN)
-        arguments = (self._source.license, cancel, self._progress.note)
+        if not self._source.parts:
+            return self._listing_of(self._source.repository, manifest, cancel)
+        listings = [self._listing_of(part.repository, manifest, cancel, part) for part in self._source.parts]
+        return combined(listings, self._source.license, self._source.index)
+
+    def _listing_of(
+        self, repository: str, manifest: Manifest | None, cancel: Cancel, part: Part | None = None
+    ) -> Listing:
+        known = manifest.commit_of(repository) if manifest else None
+        arguments = (self._source.license, cancel, self._progress.note, part)
         try:
-            return self._hub.listing(self._source.repository, revision, *arguments)
+            return self._hub.listing(repository, self._source.revision or known or MAIN, *arguments)
         except RevisionError:
-            if self._source.revision or manifest is None:
+            if self._source.revision or known is None:
                 raise
             # The repository's history was rewritten: unchanged files are recognized by their hash.
-            return self._hub.listing(self._source.repository, MAIN, *arguments)
+            return self._hub.listing(repository, MAIN, *arguments)
 
     def _complete_files(
         self, listing: Listing, existing: Manifest | None, partial: Manifest | None, cancel: Cancel

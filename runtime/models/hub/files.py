@@ -6,9 +6,10 @@ transformers give them. Everything else is skipped, pickled weights included.
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -20,6 +21,7 @@ from runtime.core.facts import Fact
 from runtime.core.files import replace_file
 from runtime.core.untrusted_files import open_file, read_json
 from runtime.models.folder import MAX_SMALL_FILE_BYTES
+from runtime.models.registry import Part
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -50,13 +52,24 @@ def _inside(path: str) -> str:
     return path
 
 
+class Origin(BaseModel):
+    """The repository, commit and path of a file of a model that is published in several repositories."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    repository: str
+    commit: str = Field(pattern=_COMMIT)
+    path: str
+
+
 class RemoteFile(BaseModel):
-    """One file of a repository.
+    """One file of a model.
 
     Attributes:
-        path: relative to the repository, with slashes.
+        path: relative to the model's folder, with slashes.
         size: in bytes.
         digest: "sha256:" and the content's hash (Git LFS), or "git:" and the SHA-1 of the git object.
+        origin: where it comes from, unless that is the listing's repository and the same path.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -64,6 +77,7 @@ class RemoteFile(BaseModel):
     path: Annotated[str, Field(min_length=1), AfterValidator(_inside)]
     size: int = Field(ge=0, le=_MAX_BYTES)
     digest: str = Field(pattern=r"^(sha256:[0-9a-f]{64}|git:[0-9a-f]{40})$")
+    origin: Origin | None = None
 
     @property
     def is_weights(self) -> bool:
@@ -73,12 +87,17 @@ class RemoteFile(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The files of a model in a repository at one commit, in download order: small files first."""
+    """The files of a model in a repository at one commit, in download order: small files first.
+
+    Attributes:
+        generated: content of the files that no repository has, by path.
+    """
 
     repository: str
     commit: str
     license: str
     files: tuple[RemoteFile, ...]
+    generated: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -86,12 +105,32 @@ class Listing:
         return sum(file.size for file in self.files)
 
 
-def read_listing(repository: str, info: "ModelInfo", license_name: str = "") -> Listing:
+def combined(listings: Sequence[Listing], license_name: str, index: Mapping[str, Any]) -> Listing:
+    """Return the listing of a model that is published in several repositories, under the first one's name.
+
+    Args:
+        index: content of `model_index.json`, which no repository has.
+    """
+    content = json.dumps(index, indent=2).encode()
+    digest = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    made = RemoteFile(path=_INDEX, size=len(content), digest=f"git:{digest}")
+    files = sorted((made, *(file for listing in listings for file in listing.files)), key=_order)
+    return Listing(
+        repository=listings[0].repository,
+        commit=listings[0].commit,
+        license=license_name,
+        files=tuple(files),
+        generated={_INDEX: content},
+    )
+
+
+def read_listing(repository: str, info: "ModelInfo", license_name: str = "", part: Part | None = None) -> Listing:
     """Return the files to download of a repository.
 
     Args:
         info: the hub's answer, with files' metadata.
         license_name: if the licence is known already.
+        part: what the model has of the repository, if it is published in several.
 
     Raises:
         DownloadError: if the answer is malformed, a file name leads out of the folder, or it is not a pipeline.
@@ -104,9 +143,19 @@ def read_listing(repository: str, info: "ModelInfo", license_name: str = "") -> 
             _inside(path)
         except ValueError:  # a repository with such a name is malicious: none of its files is downloaded
             raise DownloadError("hub.path_outside", repository=repository, path=path[:80]) from None
-    selected = [path for path in entries if path == _INDEX or _is_loaded(path, entries)]
-    _check_complete(repository, selected, entries)
-    files = sorted((_file(entries[path]) for path in selected), key=_order)
+    if part is not None:
+        entries = {place: sibling for path, sibling in entries.items() if (place := part.place(path))}
+    selected = [path for path in entries if (path == _INDEX and part is None) or _is_loaded(path, entries)]
+    _check_complete(repository, selected, entries, part)
+    found = {path: _file(entries[path]) for path in selected}
+    if part is not None:
+        found = {
+            path: file.model_copy(
+                update={"path": path, "origin": Origin(repository=repository, commit=info.sha, path=file.path)}
+            )
+            for path, file in found.items()
+        }
+    files = sorted(found.values(), key=_order)
     for file in files:
         if not file.is_weights and file.size > MAX_SMALL_FILE_BYTES:
             raise DownloadError("hub.file_too_large", file=file.path, size=file.size)
@@ -132,14 +181,15 @@ def _index(component: str, base: str) -> str:
     return f"{component}/{base}.safetensors.index.json"
 
 
-def _check_complete(repository: str, selected: list[str], paths: Iterable[str]) -> None:
-    if _INDEX not in selected:
+def _check_complete(repository: str, selected: list[str], paths: Iterable[str], part: Part | None) -> None:
+    if part is None and _INDEX not in selected:
         raise DownloadError("hub.not_a_pipeline", repository=repository, file=_INDEX)
     if len({path.lower() for path in selected}) < len(selected):
         raise DownloadError("hub.names_differ_in_case", repository=repository)
-    for component in _WITH_WEIGHTS:
+    wanted = _WITH_WEIGHTS if part is None else {*part.folders, part.at_root}.intersection(_WITH_WEIGHTS)
+    for component in sorted(wanted):
         own = [path for path in selected if path.startswith(f"{component}/")]
-        if any(path.endswith(".safetensors") for path in own) or (component in _OPTIONAL and not own):
+        if any(path.endswith(".safetensors") for path in own) or (part is None and component in _OPTIONAL and not own):
             continue
         pickled = any(path.startswith(f"{component}/") and path.endswith(_PICKLES) for path in paths)
         code = "hub.only_pickled_weights" if pickled else "hub.no_safetensors"
@@ -198,13 +248,20 @@ class Manifest(BaseModel):
         """Return the manifest of a model of which no file is complete yet."""
         return cls(repository=listing.repository, commit=listing.commit, license=listing.license)
 
+    def commit_of(self, repository: str) -> str | None:
+        """Return the commit of the files of a repository; `None` if none is complete."""
+        if repository == self.repository:
+            return self.commit
+        origins = (file.origin for file in self.files.values() if file.origin)
+        return next((origin.commit for origin in origins if origin.repository == repository), None)
+
     def with_file(self, file: RemoteFile) -> "Manifest":
         """Return the manifest with one more file."""
         return self.model_copy(update={"files": {**self.files, file.path: file}})
 
     def write(self, folder: Path, *, sync: bool = True) -> None:
         """Write atomically into `folder`; with `sync`, wait until it is on the disk."""
-        values = self.model_dump_json(indent=1, exclude={"files": {"__all__": {"path"}}})
+        values = self.model_dump_json(indent=1, exclude={"files": {"__all__": {"path"}}}, exclude_none=True)
         replace_file(folder / MANIFEST, values.encode(), sync=sync)
 
 
