@@ -319,17 +319,8 @@ class HunyuanVideoFamily(Family):
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
-        transformer = _renamed(_TRANSFORMER, _TRANSFORMER_NAMES, known.configs["transformer"])
-        return ModelSpec(
-            transformer=transformer,
-            vae=_renamed(_VAE, _VAE_NAMES, known.configs["vae"]),
-            scheduler="FlowMatchEulerDiscreteScheduler",
-            noise=_NOISE,
-            encoders=_encoders(known.configs),
-            **_CARD,
-            **_common(transformer),
-            **known.description(weights_dir),
-        )
+        fields = known_fields(known)
+        return ModelSpec(**fields, **_CARD, **_common(fields["transformer"]), **known.description(weights_dir))
 
 
 FAMILY: Family = HunyuanVideoFamily()
@@ -399,6 +390,17 @@ def read_configurations(directory: Path, title: str) -> Configurations:
         raise ModelError("model.dynamic_shifting", model=title)
     noise_levels(scheduler)
     return Configurations(transformer, vae, encoders, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
+
+
+def known_fields(known: KnownModel) -> dict[str, Any]:
+    """Return the fields of a spec that a published model's configurations decide."""
+    return {
+        "transformer": _renamed(_TRANSFORMER, _TRANSFORMER_NAMES, known.configs["transformer"]),
+        "vae": _renamed(_VAE, _VAE_NAMES, known.configs["vae"]),
+        "scheduler": "FlowMatchEulerDiscreteScheduler",
+        "noise": _NOISE,
+        "encoders": _encoders(known.configs),
+    }
 
 
 def parameters(directory: Path, component: str) -> int:
