@@ -250,7 +250,8 @@ def _summary(plan: DownloadPlan) -> str:
 
 def _license(plan: DownloadPlan, address: str) -> str:
     if plan.listing.license:
-        return f"License: {plan.listing.license}. Text: {address}/{plan.listing.repository}"
+        pages = ", ".join(f"{address}/{repository}" for repository in plan.listing.repositories)
+        return f"License: {plan.listing.license}. Text: {pages}"
     return f"The repository states no license; see {address}/{plan.listing.repository}"
 
 

@@ -5,13 +5,14 @@ Its text encoders, VAE and scheduler are HunyuanVideo's. Source of defaults: htt
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
+from runtime.families.framepack.known import KNOWN
 from runtime.families.hunyuan_video import spec as hunyuan_video
 from runtime.models.folder import read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
@@ -81,6 +82,7 @@ _SAMPLING_TYPE: TypeAdapter[Any] = TypeAdapter(Literal["vanilla", "inverted_anti
 class FramePackFamily(Family):
     """See `models.registry.Family`."""
 
+    known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
     shared_programs = ("hunyuan_video",)
 
@@ -102,32 +104,13 @@ class FramePackFamily(Family):
                 name=name,
                 directory=directory,
                 transformer=transformer,
-                experts=1,
                 vae=shared.vae,
-                boundary_ratio=None,
                 scheduler=str(shared.scheduler["_class_name"]),
-                expand_timesteps=False,
-                embedded_guidance=transformer.guidance_embeds,
-                max_sequence_length=hunyuan_video.MAX_SEQUENCE_LENGTH,
                 parameters={part: hunyuan_video.parameters(directory, part) for part in _PROGRAMS},
                 encoders=shared.encoders,
-                programs=_PROGRAMS,
-                block_programs=hunyuan_video.BLOCK_PROGRAMS,
-                unsupported=_UNSUPPORTED,
-                lacks=hunyuan_video.LACKS,
-                unquantized=(*hunyuan_video.UNQUANTIZED, "image_projection"),
                 flow_shift=shared.shift,
                 noise=hunyuan_video.given_sigmas(noise_levels(shared.scheduler)),
-                section=found.section,
-                image_input=ImageInput(
-                    kind="sections",
-                    vae=shared.vae,
-                    required=True,
-                    # It takes the place of the frame after the section that is made first: the last in time.
-                    last="optional" if found.section.sampling_type == "inverted_anti_drifting" else "none",
-                    tokens=found.siglip.tokens,
-                    width=found.siglip.hidden_size,
-                ),
+                **_common(transformer, shared.vae, found.siglip, found.section),
                 **{"latent_rgb": None, **sidecar},
             )
 
@@ -141,8 +124,19 @@ class FramePackFamily(Family):
             _read_configurations(directory, title)
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
-        """No published model is in the catalogue: its files are in three repositories."""
-        raise AssertionError(known, weights_dir)
+        """Return the spec of a published model, as if its folder were in `weights_dir`."""
+        fields = hunyuan_video.known_fields(known)
+        image_dim = known.configs["transformer"]["image_proj_dim"]
+        transformer = TransformerSpec(**vars(fields.pop("transformer")), image_dim=image_dim)
+        siglip = _SIGLIP.validate_python(known.configs[IMAGE_ENCODER])
+        section = SectionSpec(latent_frames=LATENT_WINDOW, **_order(weights_dir / known.folder))
+        return ModelSpec(
+            transformer=transformer,
+            **fields,
+            **_CARD,
+            **_common(transformer, fields["vae"], siglip, section),
+            **known.description(weights_dir),
+        )
 
 
 FAMILY: Family = FramePackFamily()
@@ -174,6 +168,34 @@ def packed_tokens(tokens: int) -> int:
     """
     seen = 1 + HISTORY_1X + HISTORY_2X / 2**3 + HISTORY_4X / 4**3
     return math.ceil(tokens * (1 + seen / LATENT_WINDOW))
+
+
+def _common(
+    transformer: TransformerSpec, vae: hunyuan_video.VaeSpec, siglip: _Siglip, section: SectionSpec
+) -> dict[str, Any]:
+    """Return what all models of the family share."""
+    return {
+        "experts": 1,
+        "boundary_ratio": None,
+        "expand_timesteps": False,
+        "embedded_guidance": transformer.guidance_embeds,
+        "max_sequence_length": hunyuan_video.MAX_SEQUENCE_LENGTH,
+        "programs": _PROGRAMS,
+        "block_programs": hunyuan_video.BLOCK_PROGRAMS,
+        "unsupported": _UNSUPPORTED,
+        "lacks": hunyuan_video.LACKS,
+        "unquantized": (*hunyuan_video.UNQUANTIZED, "image_projection"),
+        "section": section,
+        "image_input": ImageInput(
+            kind="sections",
+            vae=vae,
+            required=True,
+            # It takes the place of the frame after the section that is made first: the last in time.
+            last="optional" if section.sampling_type == "inverted_anti_drifting" else "none",
+            tokens=siglip.tokens,
+            width=siglip.hidden_size,
+        ),
+    }
 
 
 class _Configurations(NamedTuple):

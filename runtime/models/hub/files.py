@@ -100,6 +100,12 @@ class Listing:
     generated: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
+    def repositories(self) -> tuple[str, ...]:
+        """The repositories of the files, the listing's own first."""
+        origins = (file.origin.repository for file in self.files if file.origin)
+        return tuple(dict.fromkeys((self.repository, *origins)))
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files)

@@ -1,4 +1,4 @@
-"""The published models: parameter counts agree with the libraries' classes, and they can be planned before a download."""
+"""The published models: parameter counts agree with the libraries' classes, and plans need no download."""
 
 from pathlib import Path
 
