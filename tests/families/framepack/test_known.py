@@ -12,13 +12,14 @@ from runtime.families.framepack.known import KNOWN
 from runtime.families.hunyuan_video.known import KNOWN as HUNYUAN_VIDEO
 from runtime.models.catalogue import look_up
 from runtime.models.hub.download import source_of
+from runtime.models.registry import KnownModel
 from tests.families.wan.test_known import weights
 
 ORDERS = {"framepack-i2v": "inverted_anti_drifting", "framepack-f1-i2v": "vanilla"}
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
-def test_parameter_counts_are_those_of_the_architectures(known) -> None:
+def test_parameter_counts_are_those_of_the_architectures(known: KnownModel) -> None:
     with torch.device("meta"):
         modules = {
             "image_encoder": SiglipVisionModel(SiglipVisionConfig(**known.configs["image_encoder"])),
@@ -39,7 +40,7 @@ def test_it_is_planned_with_before_its_weights_are_here(name: str, order: str) -
     assert spec.section is not None and spec.image_input is not None
     assert spec.section.sampling_type == order
     assert (spec.image_input.last == "optional") == (order == "inverted_anti_drifting")
-    assert (spec.image_input.tokens, spec.image_input.width) == (729, spec.transformer.image_dim)
+    assert (spec.image_input.tokens, spec.image_input.width) == (729, 1152)
 
 
 def test_a_revision_of_several_repositories_is_refused() -> None:
