@@ -30,7 +30,7 @@ _HUB: Mapping[str, Message] = {
         "{model} is in several repositories, so --revision cannot be used.", "Omit --revision."
     ),
     "hub.no_repository": Message(
-        "The hub has no repository {repository}, or this account may not read it.",
+        "The hub has no such repository ({repository}), or this account may not read it.",
         f"Check the name. For a private repository, {_TOKEN}",
     ),
     "hub.token_refused": Message("The hub refuses the token (401).", "Renew HF_TOKEN, or unset it."),
