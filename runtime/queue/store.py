@@ -441,7 +441,7 @@ class JobStore:
             _add_event(connection, job_id, {"event": "QueuedAgain"})
             position = _next_position(connection)
             again = {"state": "queued", "held": 0, "asked": "", "instance": None, "ended": None, "failure": None}
-            again |= {"finish": 0, "result": None}
+            again |= {"finish": 0}
             _update(connection, job_id, position=position, **again)
             if changed is not None:
                 _edit(connection, job_id, *changed)
@@ -821,7 +821,7 @@ def _insert(
 
 
 def _start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
-    values = {"held": 0, "asked": "", "ended": None, "failure": None, "live": None, "result": None}
+    values = {"held": 0, "asked": "", "ended": None, "failure": None, "live": None}
     _update(connection, job_id, state="running", instance=instance, started=time.time(), **values)
     return _record(connection, job_id)
 
@@ -829,13 +829,15 @@ def _start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRec
 def _edit(connection: sqlite3.Connection, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> None:
     """Change a queued video; it starts over."""
     _add_event(connection, job_id, {"event": "Edited"})
-    _update(connection, job_id, **_video(request, plan), begun=0)
+    _update(connection, job_id, **_video(request, plan), begun=0, result=None)
 
 
 def _end(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> None:
     """Set the columns of a job that ended with `event`."""
     state: State = "cancelled"
-    result = failure = None
+    failure = None
+    # A video that ended early stays the job's result until its continuation has replaced the file.
+    result = _find(connection, job_id)["result"]
     if isinstance(event, VideoSaved):
         state, result = "done", event.model_dump_json()
     elif isinstance(event, Failed):

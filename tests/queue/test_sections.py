@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import SectionDone, VideoSaved
+from runtime.core.events import Cancelled, SectionDone, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.pipeline.files import SECTIONS
 from runtime.queue import recovery, storage
@@ -123,6 +123,8 @@ def test_a_process_that_dies_while_it_continues_a_video_did_not_finish_it(queue:
     assert list(recovery.recover(queue.store, "")) == [job.id]
     record = queue.store.get(job.id)
     assert (record.state, record.resumable) == ("interrupted", True)
+    assert record.saved is not None
+    assert record.saved.sections == (1, 2, 37)
     queue.resume(job.id)
     assert ended(job).sections == (2, 2, 73)
 
@@ -139,3 +141,19 @@ def test_sections_of_a_video_that_ended_early_count_as_its_checkpoints(queue: Jo
     assert not list((folder / SECTIONS).iterdir())
     queue.resume(job.id)  # from its start
     assert ended(job).sections == (2, 2, 73)
+
+
+def test_a_cancelled_continuation_keeps_the_earlier_video(queue: JobQueue, request_of: Ask) -> None:
+    job = queue.submit(request_of(2))
+    queue.finish_early(job.id)
+    early = ended(job)
+    queue.store.start(job.id, "1-dead")
+    queue.store.record(job.id, Cancelled())
+    record = queue.store.get(job.id)
+    assert (record.state, record.resumable) == ("cancelled", True)
+    assert record.saved == early
+    queue.resume(job.id)
+    assert ended(job).sections == (2, 2, 73)
+    record = queue.store.get(job.id)
+    assert record.saved is not None
+    assert record.saved.sections == (2, 2, 73)
