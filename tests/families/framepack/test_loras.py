@@ -90,17 +90,17 @@ def test_loras_made_for_hunyuanvideo_change_the_same_blocks(
     blocks = block_factors(spec.transformer)
     wanted = sums(plain, converted(peft(blocks), spec.transformer.width), 0.5)
     check_equal(fused(spec, save(tmp_path / "a.safetensors", named(blocks)), 0.5), wanted)
-    assert sum(not torch.equal(wanted[name], plain[name]) for name in plain) == 2 * 7 + 6 + 0
+    assert sum(not torch.equal(wanted[name], plain[name]) for name in plain) == 2 * 7 + 6
 
 
+@pytest.mark.slow
 def test_the_weights_equal_those_of_diffusers_loader(spec: ModelSpec, layers: Factors, tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="needs peft")
     got = fused(spec, save(tmp_path / "a.safetensors", peft(layers)), 0.5)
-    for name, wanted in fused_by_peft(spec, peft(layers), 0.5).items():
+    for name, tensor in fused_by_peft(spec, peft(layers), tmp_path, 0.5).items():
         # peft multiplies the factors of convolutions in another order.
-        torch.testing.assert_close(got[name], wanted, rtol=0, atol=1e-6 if wanted.dim() > 2 else 0)
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-6 if tensor.dim() > 2 else 0)
     blocks = block_factors(spec.transformer)
-    wanted = fused_by_peft(spec, converted(peft(blocks), spec.transformer.width), 0.5)
+    wanted = fused_by_peft(spec, converted(peft(blocks), spec.transformer.width), tmp_path, 0.5)
     check_equal(fused(spec, save(tmp_path / "b.safetensors", underscored(blocks)), 0.5), wanted)
 
 
