@@ -111,10 +111,8 @@ def with_joined_layers(kind: str, folder: Path) -> dict[str, Any]:
     HunyuanVideoTransformer3DModel(**sizes, **dims).save_pretrained(folder / "transformer")
     shape = SimpleNamespace(width=128, ffn_dim=512, double_layers=1, single_layers=1)
     path = save(folder / "style.safetensors", underscored(block_factors(shape)))
-    use, family = (
-        LoraUse(file="style", path=path, digest=read_lora(path).digest, weight=0.5),
-        family_of("hunyuan_video"),
-    )
+    use = LoraUse(file="style", path=path, digest=read_lora(path).digest, weight=0.5)
+    family = family_of("hunyuan_video")
     plain, late = load(folder, model=HunyuanVideoTransformer3DModel), load(folder, kind, HunyuanVideoTransformer3DModel)
     before = late.single_transformer_blocks[0].attn.to_v(torch.ones(1, 128).bfloat16())
     fuse(plain, [use], folder / "transformer", torch.bfloat16, family)
