@@ -6,6 +6,7 @@ Loading and engine keys read LoRAs from the spec. A file with a tensor that Tand
 import contextlib
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,7 +18,7 @@ from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
 from runtime.core.untrusted_files import open_file
 from runtime.models.catalogue import LORAS
-from runtime.models.registry import family_of
+from runtime.models.registry import LoraLayer, family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import Header, read_header
 
@@ -30,8 +31,12 @@ _EXPERT_NAMES: Mapping[str, Expert] = {
 }
 # Bytes per element, and the exponent's bits: a number with all of them set is NaN or Inf.
 _FLOATS = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
+# Of alpha, which some programs write as a number of Python's.
+_INTEGERS = frozenset({"I32", "I64"})
+_ALPHA = ".alpha"
 _READ_BYTES = 1 << 22
-_MATRIX = 2
+# Axes of the weights that have two factors: of linear layers and of convolutions in time and space.
+_FACTORED = frozenset({2, 5})
 _MAX_NAME_LENGTH = 80
 
 
@@ -56,7 +61,8 @@ def loras_dir(weights_dir: Path) -> Path:
 def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> ModelSpec:
     """Return a model with LoRAs, validated and checked against its architecture.
 
-    A LoRA from step distillation sets the model's defaults: its number of steps, and no guidance.
+    A LoRA from step distillation sets the model's defaults: its number of steps, and no guidance. A guidance scale that
+    is an input of the transformer stays.
 
     Raises:
         ModelError: if a LoRA is missing, damaged or for another model.
@@ -67,8 +73,9 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
     if not steps:
         return replace(spec, loras=uses)
     defaults = spec.defaults
+    first = defaults.guidance_scale if spec.embedded_guidance else 1.0
     second = None if defaults.guidance_scale_2 is None else 1.0
-    distilled = replace(defaults, steps=max(steps), guidance_scale=1.0, guidance_scale_2=second)
+    distilled = replace(defaults, steps=max(steps), guidance_scale=first, guidance_scale_2=second)
     return replace(spec, loras=uses, defaults=distilled)
 
 
@@ -121,14 +128,14 @@ def read_lora_header(path: Path) -> Header:
     """Read a LoRA's header.
 
     Raises:
-        ModelError: if it is not a safetensors file of 16- or 32-bit floats.
+        ModelError: if it is not a safetensors file of 16- or 32-bit floats; alpha can be an integer.
     """
     try:
         header = read_header(path)
     except ModelError as error:
         raise ModelError("lora.damaged", lora=path.name, cause=error.fact) from error
-    for tensor in header.tensors.values():
-        if tensor.dtype not in _FLOATS:
+    for name, tensor in header.tensors.items():
+        if tensor.dtype not in _FLOATS and not (tensor.dtype in _INTEGERS and name.endswith(_ALPHA)):
             raise ModelError("lora.dtype_unsupported", lora=path.name, dtype=tensor.dtype)
     return header
 
@@ -206,42 +213,58 @@ def _inside(path: Path, folder: Path) -> bool:
 def _check_fits(name: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
     """Check that every tensor of a LoRA applies to the model."""
     family = family_of(spec.family)
-    roles: dict[str, dict[str, tuple[int, ...]]] = {}
+    layers: dict[LoraLayer, dict[str, tuple[int, ...]]] = {}
     for tensor, shape in shapes.items():
         change = family.lora_change(tensor)
         if change is None:
             raise ModelError("lora.unknown_tensor", lora=name, tensor=tensor[:_MAX_NAME_LENGTH], model=spec.title)
-        if change.role in roles.setdefault(change.module, {}):
-            raise ModelError("lora.duplicate_module", lora=name, module=change.module)
-        roles[change.module][change.role] = shape
-    if not any(set(found) - {"alpha"} for found in roles.values()):
+        found = layers.setdefault(change.layer, {})
+        if change.role in found:
+            raise ModelError("lora.duplicate_module", lora=name, module=change.layer.title)
+        found[change.role] = shape
+    if not any(set(found) - {"alpha"} for found in layers.values()):
         raise ModelError("lora.empty", lora=name)
-    for module, found in roles.items():
-        _check_module(name, spec, module, found)
+    times = Counter(module for layer in layers for module in layer.modules)
+    for layer, found in layers.items():
+        _check_layer(name, spec, layer, found)
+        for module in layer.modules:
+            if times[module] > 1:  # as a layer of its own, and as a part of another
+                raise ModelError("lora.duplicate_module", lora=name, module=module)
 
 
-def _check_module(name: str, spec: ModelSpec, module: str, found: Mapping[str, tuple[int, ...]]) -> None:
-    wanted = family_of(spec.family).lora_weight_shape(spec, module)
-    if wanted is None:
-        blocks = spec.transformer.num_layers
-        raise ModelError("lora.larger_model", lora=name, module=module, model=spec.title, blocks=blocks)
+def _check_layer(name: str, spec: ModelSpec, layer: LoraLayer, found: Mapping[str, tuple[int, ...]]) -> None:
+    module, wanted = layer.title, _shape(name, spec, layer)
     if ("down" in found) != ("up" in found):
         raise ModelError("lora.one_factor", lora=name, module=module)
     if "down" in found and "diff" in found:
         raise ModelError("lora.duplicate_module", lora=name, module=module)
     if "down" in found:
         down, up = found["down"], found["up"]
-        if len(down) != _MATRIX or len(up) != _MATRIX or len(wanted) != _MATRIX:
+        # A convolution's kernel is in the first factor.
+        if not len(down) == len(up) == len(wanted) or len(wanted) not in _FACTORED or set(up[2:]) - {1}:
             raise ModelError("lora.not_matrices", lora=name, module=module)
         if down[0] != up[1] or not down[0]:
             raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[down[0], up[1]])
-        _check_shape(name, spec, module, (up[0], down[1]), wanted)
+        _check_shape(name, spec, module, (up[0], *down[1:]), wanted)
     if "diff" in found:
         _check_shape(name, spec, module, found["diff"], wanted)
     if "bias" in found:
         _check_shape(name, spec, f"{module}.bias", found["bias"], wanted[:1])
     if "alpha" in found and prod(found["alpha"]) != 1:
         raise ModelError("lora.alpha_invalid", lora=name, module=module)
+
+
+def _shape(name: str, spec: ModelSpec, layer: LoraLayer) -> tuple[int | None, ...]:
+    """Return the shape of a layer's weight."""
+    family, shapes = family_of(spec.family), []
+    for module in layer.modules:
+        shape = family.lora_weight_shape(spec, module)
+        if shape is None:
+            raise ModelError("lora.larger_model", lora=name, module=module, model=spec.title)
+        shapes.append(shape)
+    if len(shapes) == 1:
+        return shapes[0]
+    return (sum(shape[0] or 0 for shape in shapes), *shapes[0][1:])
 
 
 def _check_shape(
@@ -261,6 +284,8 @@ def _read(path: Path, _size: int, _changed: int) -> LoraFile:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
             for name, tensor in header.tensors.items():
+                if tensor.dtype in _INTEGERS:
+                    continue
                 first, last = tensor.data_offsets
                 file.seek(header.start + first)
                 _check_finite(path, name, tensor.dtype, file, last - first)

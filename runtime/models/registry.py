@@ -37,16 +37,33 @@ FAMILIES: dict[str, Entry] = {
 }
 
 
-class LoraChange(NamedTuple):
-    """The module and factor of one tensor in a LoRA file.
+class LoraLayer(NamedTuple):
+    """A layer that a LoRA file changes.
 
     Attributes:
-        module: the module, or the bare parameter, by its name in the diffusers transformer.
+        modules: the module, or the bare parameter, by its name in the diffusers transformer; several if their rows, in
+            this order, are one layer in the file.
+        swapped: whether the first half of the module's rows is the second in the file.
+    """
+
+    modules: tuple[str, ...]
+    swapped: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name in messages."""
+        return ", ".join(self.modules)
+
+
+class LoraChange(NamedTuple):
+    """The layer and factor of one tensor in a LoRA file.
+
+    Attributes:
         role: "down" and "up", whose product is added to the weight; "diff" and "bias", which are added to the
             weight and the bias unchanged; "alpha", which divided by the rank scales the product.
     """
 
-    module: str
+    layer: LoraLayer
     role: str
 
 
@@ -177,7 +194,7 @@ class Family(Protocol):
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
 
     def lora_change(self, tensor: str) -> LoraChange | None:
-        """Return the module and factor of a tensor in a LoRA file, by its name; `None` for an unknown module.
+        """Return the layer and factor of a tensor in a LoRA file, by its name; `None` for an unknown layer.
 
         This and the following methods are for families with LoRAs. By default, no LoRA fits.
         """

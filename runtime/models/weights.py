@@ -9,9 +9,9 @@ quantized the same.
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import diffusers
 import torch
@@ -25,7 +25,7 @@ from runtime.models import quantization
 from runtime.models.folder import tensor_types, weight_files
 from runtime.models.loras import read_lora
 from runtime.models.quantization import is_quantized, quantized_like
-from runtime.models.registry import Family, components_of, family_of
+from runtime.models.registry import Family, LoraLayer, components_of, family_of
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.upstream.diffusers import import_submodules_only
 
@@ -34,7 +34,24 @@ diffusers.utils.logging.disable_progress_bar()
 import_submodules_only()
 transformers.utils.logging.disable_progress_bar()
 
-_Delta = tuple[LoraUse, dict[str, str]]
+
+class _Delta(NamedTuple):
+    """What one LoRA adds to one module.
+
+    Attributes:
+        tensors: names in the file by role.
+        rows: of the module in the tensors with the layer's rows; `None` for all.
+        swapped: see `registry.LoraLayer`.
+    """
+
+    use: LoraUse
+    tensors: Mapping[str, str]
+    rows: slice | None
+    swapped: bool
+
+
+# The roles of tensors that have the rows of the weight.
+_BY_ROWS = frozenset({"up", "diff", "bias"})
 # Dtypes of weights in safetensors files.
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -236,13 +253,14 @@ def fuse(
         file = read_lora(use.path)
         if file.digest != use.digest:
             raise ModelError("lora.changed", lora=use.name)
-        found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        found: defaultdict[LoraLayer, dict[str, str]] = defaultdict(dict)
         for tensor in file.shapes:
             change = family.lora_change(tensor)
             assert change is not None, "the file was validated"
-            found[change.module][change.role] = tensor
-        for name, tensors in found.items():
-            changes[name].append((use, tensors))
+            found[change.layer][change.role] = tensor
+        for layer, tensors in found.items():
+            for name, rows in _rows(module, layer):
+                changes[name].append(_Delta(use, tensors, rows, layer.swapped))
     try:
         with contextlib.ExitStack() as opened:
             files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
@@ -252,6 +270,19 @@ def fuse(
                 _change(module, name, deltas, files, weights, dtype, exact=exact)
     except (OSError, SafetensorError, AttributeError) as error:
         raise ModelError("lora.fusing_failed", reason=first_line(error)) from error
+
+
+def _rows(module: torch.nn.Module, layer: LoraLayer) -> Iterator[tuple[str, slice | None]]:
+    """Yield each module of a layer with its rows; `None` for all."""
+    if len(layer.modules) == 1:
+        yield layer.modules[0], None
+        return
+    first = 0
+    for name in layer.modules:
+        # Not those of the weight, which may be packed.
+        last = first + cast("torch.nn.Linear", module.get_submodule(name)).out_features
+        yield name, slice(first, last)
+        first = last
 
 
 class _Weights:
@@ -284,20 +315,19 @@ def _change(
     weight = target if isinstance(target, torch.nn.Parameter) else target.weight
     bias = None if isinstance(target, torch.nn.Parameter) else getattr(target, "bias", None)
     for parameter, roles in ((weight, ("up", "diff")), (bias, ("bias",))):
-        relevant = [(use, tensors) for use, tensors in deltas if any(role in tensors for role in roles)]
+        relevant = [delta for delta in deltas if any(role in delta.tensors for role in roles)]
         if not relevant:
             continue
         if parameter is None:
             raise ModelError("lora.no_bias", module=name)
         quantized = is_quantized(parameter)
         total = (weights[f"{name}.weight"].to(parameter.device, dtype) if quantized else parameter).float()
-        for use, tensors in relevant:
-            got = {
-                role: files[use.digest].get_tensor(tensor).to(total.device).float() for role, tensor in tensors.items()
-            }
+        for delta in relevant:
+            got = _tensors(delta, files[delta.use.digest], total.device)
             for role in roles:
                 if role in got:
-                    total = total + use.weight * (_product(got) if role == "up" else got[role])
+                    added = _product(got).reshape(total.shape) if role == "up" else got[role]
+                    total = total + delta.use.weight * added
         if quantized:
             target.weight = quantized_like(target, total.to(dtype))
         elif exact:
@@ -306,7 +336,22 @@ def _change(
             parameter.copy_(total)
 
 
+def _tensors(delta: _Delta, file: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a module's tensors in float32, by role."""
+    got = {}
+    for role, name in delta.tensors.items():
+        tensor: torch.Tensor = file.get_tensor(name)
+        if role in _BY_ROWS:
+            if delta.swapped:
+                tensor = torch.cat(tensor.chunk(2)[::-1])
+            if delta.rows is not None:
+                tensor = tensor[delta.rows]
+        got[role] = tensor.to(device).float()
+    return got
+
+
 def _product(got: dict[str, torch.Tensor]) -> torch.Tensor:
-    down, up = got["down"], got["up"]
+    """Return the scaled product of two factors as a matrix with the rows of the weight."""
+    down, up = got["down"].flatten(1), got["up"].flatten(1)
     scale = float(got["alpha"].item()) / down.shape[0] if "alpha" in got else 1.0
     return scale * (up @ down)

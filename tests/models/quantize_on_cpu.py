@@ -7,10 +7,11 @@ are passed over. Prints the relative errors by placement as JSON, and what a LoR
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from diffusers.quantizers.bitsandbytes import bnb_quantizer
 from safetensors.torch import save_file
 
@@ -22,6 +23,8 @@ from runtime.models.quantization import FP8, add_biases_apart, check_quantized, 
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import fuse
+from tests.families.hunyuan_lora_files import block_factors, underscored
+from tests.lora_files import save
 
 
 def main(kind: str, folder: Path) -> None:
@@ -66,6 +69,7 @@ def main(kind: str, folder: Path) -> None:
             placed.away()
         errors[how] = ((got - wanted).norm() / wanted.norm()).item()
     found = {"errors": errors, "quantized": counted, "kept": kept, "lora": with_lora(kind, folder, inputs)}
+    found["joined"] = with_joined_layers(kind, folder / "hunyuan")
     sys.stdout.write(json.dumps(found) + "\n")
 
 
@@ -100,7 +104,40 @@ def with_lora(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def load(folder: Path, kind: str | None = None) -> Any:
+def with_joined_layers(kind: str, folder: Path) -> dict[str, Any]:
+    """Add a LoRA, which has one layer where diffusers has several, to HunyuanVideo's quantized weights and before."""
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 1, "num_single_layers": 1}
+    dims = {"num_refiner_layers": 1, "text_embed_dim": 64, "pooled_projection_dim": 64, "rope_axes_dim": (8, 12, 12)}
+    HunyuanVideoTransformer3DModel(**sizes, **dims).save_pretrained(folder / "transformer")
+    shape = SimpleNamespace(width=128, ffn_dim=512, double_layers=1, single_layers=1)
+    path = save(folder / "style.safetensors", underscored(block_factors(shape)))
+    use = LoraUse(file="style", path=path, digest=read_lora(path).digest, weight=0.5)
+    family = family_of("hunyuan_video")
+    plain, late = load(folder, model=HunyuanVideoTransformer3DModel), load(folder, kind, HunyuanVideoTransformer3DModel)
+    before = late.single_transformer_blocks[0].attn.to_v(torch.ones(1, 128).bfloat16())
+    fuse(plain, [use], folder / "transformer", torch.bfloat16, family)
+    plain.save_pretrained(folder / "changed" / "transformer")
+    fuse(late, [use], folder / "transformer", torch.bfloat16, family)
+    early = load(folder / "changed", kind, HunyuanVideoTransformer3DModel)
+    outputs = [
+        [layer(torch.ones(1, layer.in_features).bfloat16()) for layer in layers_of_blocks(model)]
+        for model in (late, early)
+    ]
+    changed = late.single_transformer_blocks[0].attn.to_v(torch.ones(1, 128).bfloat16())
+    return {
+        "layers": len(outputs[0]),
+        "same": all(torch.equal(one, other) for one, other in zip(*outputs, strict=True)),
+        "changed": ((changed - before).norm() / before.norm()).item(),
+    }
+
+
+def layers_of_blocks(model: Any) -> list[Any]:
+    """Return the linear layers of HunyuanVideo's blocks."""
+    blocks = (model.transformer_blocks, model.single_transformer_blocks)
+    return [layer for one in blocks for layer in one.modules() if isinstance(layer, torch.nn.Linear)]
+
+
+def load(folder: Path, kind: str | None = None, model: Any = WanTransformer3DModel) -> Any:
     """Load the transformer, quantized or not."""
     arguments: dict[str, Any] = {"torch_dtype": torch.bfloat16}
     if kind is not None:
@@ -108,8 +145,7 @@ def load(folder: Path, kind: str | None = None) -> Any:
         allow_cpu(kind)
     if kind in {"bnb-8bit", "bnb-4bit"}:
         arguments["device_map"] = {"": "cpu"}
-    model: Any = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer", **arguments)
-    return model.eval().requires_grad_(False)
+    return model.from_pretrained(folder, subfolder="transformer", **arguments).eval().requires_grad_(False)
 
 
 def allow_cpu(kind: str) -> None:

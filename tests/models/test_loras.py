@@ -13,7 +13,7 @@ from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
-from runtime.families.wan.lora_names import change_of, distilled_steps, weight_shape
+from runtime.families.wan.lora_names import NAMES, distilled_steps, weight_shape
 from runtime.models import loras
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
@@ -58,6 +58,7 @@ STYLES: dict[str, tuple[Callable[..., Tensors], float]] = {
     "wan": (lora_files.wan, 1.0),
     "wan with alpha": (lambda found: lora_files.wan(found, alpha=2.0), 2.0 / RANK),
     "musubi-tuner": (lambda found: lora_files.musubi(found, alpha=8.0), 8.0 / RANK),
+    "musubi-tuner with whole alphas": (lambda found: lora_files.musubi(found, alpha=2), 2 / RANK),
 }
 
 
@@ -83,9 +84,10 @@ def test_every_naming_style_adds_the_same_product(
 def test_tensor_names_are_read_as_diffusers_reads_them(named: Callable[..., Tensors], spec: ModelSpec) -> None:
     tensors = named(factors(spec.transformer))
     theirs = {name.removeprefix("transformer.") for name in WanLoraLoaderMixin.lora_state_dict(dict(tensors))}
-    changes = [change_of(name) for name in tensors]
+    changes = [NAMES.change_of(name) for name in tensors]
     letters = {"down": "A", "up": "B"}
-    ours = {f"{c.module}.lora_{letters[c.role]}.weight" for c in changes if c is not None and c.role in letters}
+    found = [(change.layer, change.role) for change in changes if change is not None]
+    ours = {f"{layer.title}.lora_{letters[role]}.weight" for layer, role in found if role in letters}
     assert ours == theirs
 
 
@@ -226,6 +228,8 @@ UNKNOWN = (
         (with_tensor(DOWN, torch.ones(4, 24).bfloat16() * float("-inf")), "not_finite", {"tensor": DOWN}),
         (with_tensor(DOWN, torch.ones(4, 24, dtype=torch.int8)), "dtype_unsupported", {"dtype": "I8"}),
         (with_tensor(f"{TO_Q}.alpha", torch.ones(3)), "alpha_invalid", MODULE),
+        (with_tensor(f"{TO_Q}.alpha", torch.ones(3, dtype=torch.int64)), "alpha_invalid", MODULE),
+        (with_tensor(f"{TO_Q}.alpha", torch.ones(1, dtype=torch.uint8)), "dtype_unsupported", {"dtype": "U8"}),
         (with_tensor(f"{TO_Q}.diff", torch.ones(24, 24)), "duplicate_module", MODULE),
         (with_tensor(OTHER_NAME, torch.ones(4, 24)), "duplicate_module", MODULE),
         (with_tensor("transformer.blocks.0.norm2.diff", torch.ones(25)), "other_size", {"shape": "25"}),

@@ -99,3 +99,7 @@ def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(ki
     assert lora["twice"] > 0.01
     own = {"bnb-8bit": "Int8Params", "bnb-4bit": "Params4bit", "fp8": "Float8Tensor"}
     assert lora["types"] == [own[kind], "Parameter"]
+    joined = found["joined"]
+    assert joined["same"]
+    assert joined["layers"] == 2 * 7 + 6
+    assert joined["changed"] > 0.01

@@ -228,7 +228,7 @@ _LORA: Mapping[str, Message] = {
     "lora.duplicate_module": Message("The LoRA {lora} changes {module} twice.", _LORA_AGAIN),
     "lora.empty": Message("The LoRA {lora} is empty.", "Choose another."),
     "lora.larger_model": Message(
-        "The LoRA {lora} is for a larger model: it changes {module}, and {model} has {blocks:n block}.", _OTHER_LORA
+        "The LoRA {lora} is for a larger model: it changes {module}, which {model} does not have.", _OTHER_LORA
     ),
     "lora.one_factor": Message("The LoRA {lora} is incomplete: {module} has only one of two factors.", _LORA_AGAIN),
     "lora.not_matrices": Message("The LoRA {lora} does not change {module} by a pair of matrices.", _OTHER_LORA),

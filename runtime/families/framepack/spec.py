@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
+from runtime.families.framepack import lora_names
 from runtime.families.framepack.known import KNOWN
 from runtime.families.hunyuan_video import spec as hunyuan_video
 from runtime.models.folder import read_config, read_sidecar, reading
@@ -85,6 +86,8 @@ class FramePackFamily(Family):
     known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
     shared_programs = ("hunyuan_video",)
+    lora_change = staticmethod(lora_names.NAMES.change_of)
+    lora_weight_shape = staticmethod(lora_names.weight_shape)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `HunyuanVideoFramepackPipeline.save_pretrained` writes it.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
+from runtime.families.hunyuan_video import lora_names
 from runtime.families.hunyuan_video.known import KNOWN
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types
 from runtime.models.registry import Family, KnownModel
@@ -59,12 +60,14 @@ class TransformerSpec:
     Attributes:
         double_layers: blocks with weights of their own for the clip's tokens and for the text's.
         single_layers: blocks with one set of weights for both.
+        refiner_layers: blocks that see only the text.
         pooled_dim: channels of CLIP's embedding.
         guidance_embeds: whether the guidance scale is an input.
     """
 
     double_layers: Annotated[int, _up_to(512)]
     single_layers: Annotated[int, _up_to(512)]
+    refiner_layers: Annotated[int, _up_to(512)]
     num_attention_heads: Annotated[int, _up_to(1_024)]
     attention_head_dim: Annotated[int, _up_to(1_024)]
     mlp_ratio: Annotated[float, Field(gt=0, le=64)]
@@ -259,6 +262,7 @@ _LLAMA_LAYER = re.compile(r"(?:model\.)?(?:layers\.(\d+)|norm)\.")
 _TRANSFORMER_NAMES: Mapping[str, str] = {
     "double_layers": "num_layers",
     "single_layers": "num_single_layers",
+    "refiner_layers": "num_refiner_layers",
     "num_attention_heads": "num_attention_heads",
     "attention_head_dim": "attention_head_dim",
     "mlp_ratio": "mlp_ratio",
@@ -283,6 +287,10 @@ class HunyuanVideoFamily(Family):
 
     known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
+    lora_change = staticmethod(lora_names.NAMES.change_of)
+    lora_weight_shape = staticmethod(lora_names.weight_shape)
+    distilled_steps = staticmethod(lora_names.distilled_steps)
+    distilled_shift = staticmethod(lora_names.distilled_shift)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `HunyuanVideoPipeline.save_pretrained` writes it.

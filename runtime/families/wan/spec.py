@@ -318,7 +318,7 @@ class WanFamily:
     known: Sequence[KnownModel] = KNOWN
     shared_programs: Sequence[str] = ()
     negative_prompt = NEGATIVE_PROMPT
-    lora_change = staticmethod(lora_names.change_of)
+    lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
     distilled_steps = staticmethod(lora_names.distilled_steps)
     distilled_shift = staticmethod(lora_names.distilled_shift)

@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.cli.main import run
-from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
+from runtime.core.events import Event, Paused, Resumed, StepDone, VideoSaved, Warned
+from runtime.core.facts import Fact
+from runtime.core.loras import Lora
 from runtime.execution.residency import Residency
+from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
+from tests.families.hunyuan_lora_files import block_factors, comfy, peft, underscored
 from tests.families.test_second_family import frames
+from tests.lora_files import save
 from tests.models.hub import of_folder, served
 from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
@@ -78,6 +84,53 @@ def test_a_job_uses_the_step_cache(command: Command, model: str, tmp_path: Path)
         assert code == 0, made
         pixels.append(frames(out))
     assert pixels[0] == pixels[1] != pixels[2]
+
+
+def test_a_lora_is_added_for_one_video(command: Command, tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
+    spec, pixels, out = tiny("hunyuan-video"), [], str(tmp_path / "x.mp4")
+    factors = block_factors(spec.transformer)
+    save(cache_dir / "weights" / "loras" / "musubi.safetensors", underscored(factors))
+    save(cache_dir / "weights" / "loras" / "styles" / "comfy.safetensors", comfy(factors))
+    for lora in ("", "musubi:0.8", "styles/comfy:0.8", "musubi", ""):
+        given = ("--lora", lora) if lora else ()
+        code, made = command("generate", "a", "--model", str(spec.directory), *SIZE, *given, "--out", out)
+        assert code == 0, made
+        pixels.append(frames(out))
+    # The same file in another spelling is the same video.
+    assert pixels[0] == pixels[4] and pixels[1] == pixels[2]
+    assert len({*pixels}) == 3
+    save(cache_dir / "weights" / "loras" / "text.safetensors", {"lora_te1_layers_0.alpha": torch.ones(())})
+    refused, made = command("generate", "a", "--model", str(spec.directory), *SIZE, "--lora", "text", "--out", out)
+    assert (refused, made["error"]["code"]) == (2, "lora.unknown_tensor")
+
+
+def test_a_checkpoint_is_valid_for_the_same_loras(tiny: Tiny, tmp_path: Path) -> None:
+    out, job = tmp_path / "x.mp4", tmp_path / "job"
+    style = save(tmp_path / "style.safetensors", peft(block_factors(tiny("hunyuan-video").transformer)))
+
+    def run(folder: CheckpointFolder, stop: int = 0) -> list[Event]:
+        spec = with_loras(tiny("hunyuan-video"), [Lora(str(style))], tmp_path)
+        plan = tiny_plan(spec, out, loras=(str(style),))
+        with Residency() as residency:
+            return events_of(
+                plan,
+                spec,
+                residency,
+                pause_at=lambda event: isinstance(event, StepDone) and event.step == stop,
+                checkpoints=folder,
+            )
+
+    run(CheckpointFolder(tmp_path / "whole"))
+    wanted = frames(str(out))
+    run(CheckpointFolder(job), stop=2)
+    assert Resumed(step=2, of=4) in run(CheckpointFolder(job))
+    assert frames(str(out)) == wanted
+    run(CheckpointFolder(tmp_path / "other"), stop=2)
+    save(style, peft(block_factors(tiny("hunyuan-video").transformer, seed=5)))
+    events = run(CheckpointFolder(tmp_path / "other"))
+    assert Warned(fact=Fact("pipeline.checkpoint_unusable", {"cause": Fact("checkpoint.other_clip")})) in events
+    assert not any(isinstance(event, Resumed) for event in events)
+    assert frames(str(out)) != wanted
 
 
 @pytest.mark.parametrize("architecture", ["hunyuan-video", "hunyuan-video-cfg"])

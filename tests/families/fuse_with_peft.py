@@ -1,0 +1,30 @@
+"""Fuses a LoRA into a transformer with diffusers' loader, which needs peft, and writes the weights.
+
+    python -m tests.families.fuse_with_peft MODEL_FOLDER FAMILY LORA WEIGHT OUTPUT
+
+The LoRA has diffusers' names.
+"""
+
+import sys
+from pathlib import Path
+
+from diffusers import HunyuanVideoPipeline
+from safetensors.torch import load_file, save_file
+
+from runtime.models.registry import read_spec
+from tests.families.hunyuan_lora_files import transformer
+
+
+def main(folder: Path, family: str, lora: Path, weight: float, output: Path) -> None:
+    """Load, fuse, write."""
+    module = transformer(read_spec(folder, family))
+    # The mixin of LoRAs is the same for FramePack's pipeline.
+    pipeline = HunyuanVideoPipeline(*[None] * 2, module, *[None] * 4)
+    pipeline.load_lora_weights(load_file(lora), adapter_name="style")
+    pipeline.fuse_lora(components=["transformer"], lora_scale=weight)
+    pipeline.unload_lora_weights()
+    save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))
