@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -488,7 +488,7 @@ class PyTorchDenoiser:
 
     pairs = False
     # `forward` of the module, see `install`.
-    _forward = staticmethod(predict)
+    _forward: ClassVar[Callable[..., torch.Tensor]] = staticmethod(predict)
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
         self._module = module
