@@ -97,6 +97,10 @@ class TransformerSpec(Protocol):
     def block_parameters(self) -> int:
         """Weights in the linear layers of all blocks, which quantization and group offload apply to."""
 
+    @property
+    def largest_block_parameters(self) -> int:
+        """Those of the largest block; a block of this size may follow another one."""
+
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations (two per multiply-add) of one forward pass, batch 1."""
 

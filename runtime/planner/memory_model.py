@@ -437,10 +437,12 @@ def _on_device(workload: Workload, strategy: MemoryStrategy, name: str, weights:
         return weights[name]
     if not is_transformer(name):
         return max(_streamed_bytes(workload, name))
-    layers = spec.transformer.num_layers
-    blocks = min(spec.transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
+    transformer = spec.transformer
+    layers = transformer.num_layers
+    blocks = min(transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
     if strategy.offload == "group":  # the running block and the next one, which is prefetched
-        return int(weights[name] - blocks + 2 * blocks / layers)
+        largest = transformer.largest_block_parameters / transformer.block_parameters * blocks
+        return int(weights[name] - blocks + 2 * largest)
     return int(blocks / layers / 3)  # by layer: at most a third of a block
 
 

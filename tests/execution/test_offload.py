@@ -15,15 +15,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from runtime.core.errors import EngineError, InvalidRequestError, ran_out
+from runtime.core.events import VideoSaved
 from runtime.core.plan import ComponentPlan, EngineUse
 from runtime.core.request import GenerationRequest
 from runtime.execution.offload import move_into_slabs, place, placement, slabs
 from runtime.execution.residency import Residency
+from runtime.models.images import with_images
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
+from tests.families.framepack_models import pipeline
+from tests.image_files import picture
+from tests.pipeline.runs import events_of
 from tests.pipeline.test_parity import sample
+from tests.pipeline.test_run import frames_of
 from tests.plans import gpu, machine
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import ARCHITECTURES, HUNYUAN_ARCHITECTURES
 
 ENGINE = EngineUse(id="1", program="vae_next", builder="b", precision="float32", profile=((1, 8, 8),) * 3)
 
@@ -235,7 +242,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
         yield found
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HUNYUAN_ARCHITECTURES])
 @pytest.mark.parametrize("offload", ["group", "sequential"])
 def test_weights_are_on_the_device_when_they_are_used(
     architecture: str, offload: str, tiny: Callable[[str], ModelSpec], tmp_path: Path, reading: Reading
@@ -253,7 +260,26 @@ def test_weights_are_on_the_device_when_they_are_used(
         assert torch.equal(sample(spec, plan, residency), wanted)
         assert len(reading.away) == waiting
     # It would be seen.
-    if offload == "group":
+    if offload == "group" and "text_kept" not in spec.lacks:
         careless = plan.replace(speed=plan.speed.replace(text_kept=True))
         with Residency() as residency, pytest.raises(AssertionError, match="of a weight that waits"):
             sample(spec, careless, residency)
+
+
+@pytest.mark.parametrize("offload", ["group", "sequential"])
+def test_weights_are_on_the_device_when_a_section_is_made(offload: str, tmp_path: Path, reading: Reading) -> None:
+    pipeline().save_pretrained(tmp_path / "FramePackI2V")
+    picture(48, 32).save(tmp_path / "image.png")
+    asked = {"prompt": "a red boat", "image": str(tmp_path / "image.png"), "width": 48, "height": 32, "frames": 73}
+    request = GenerationRequest.from_mapping({**asked, "steps": 2, "seed": 1, "fps": 12})
+    spec = with_images(read_spec(tmp_path / "FramePackI2V", "framepack"), request, tmp_path, tmp_path)
+    plan = resolve(request, spec, machine(), tmp_path / "x.mp4")
+    videos = []
+    for strategy in (plan.strategy, plan.strategy.replace(offload=offload, keep_loaded=False)):
+        with Residency() as residency:
+            events = events_of(plan.replace(strategy=strategy), spec, residency)
+            waiting = len(reading.away)
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        videos.append(frames_of(plan.output))
+    assert waiting > 50
+    assert videos[0] == videos[1]

@@ -49,6 +49,9 @@ def blocks(checks: Checks) -> None:
     service = EngineService(checks.store, checks.machine, None)
     reference = passes(checks, spec, pytorch, service)[-1].cpu()
     report(checks, "pytorch", spec, pytorch, service, reference)
+    if checks.device.startswith("cuda"):
+        compiled = pytorch.replace(speed=pytorch.speed.replace(compiled=True))
+        report(checks, "pytorch compiled", spec, compiled, service, reference)
     report(checks, "blocks", spec, in_blocks, service, reference)
     kept = in_blocks.replace(speed=in_blocks.speed.replace(text_kept=True))
     report(checks, "text kept", spec, kept, service, reference)

@@ -28,7 +28,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.models.vae_groups import GROUP_PROGRAMS
+from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import build_child_opset17, wide_models
 
@@ -42,10 +42,13 @@ COMPONENTS = (
     ("image_encoder", "image_encoder"),
     ("vae_encoder", "vae_encoder_first"),
     ("vae_encoder", "vae_encoder_next"),
+    ("vae_encoder", IMAGE_PROGRAM),
     ("text_encoder_2", "text_encoder_2"),
     # Of a clip of 129 frames: all groups but the last, and the last.
     ("vae", "vae_group_5"),
     ("vae", "vae_group_3"),
+    # FramePack's sections also end with one of four.
+    ("vae", "vae_group_4"),
 )
 CLIP: LatentSize = (9, 14, 24)
 CHUNK = 4
@@ -108,7 +111,7 @@ class Checks:
             options["optimization_level"] = str(self.arguments.level)
         return replace(key, options=tuple(options.items()))
 
-    def engine(self, spec: ModelSpec, component: str, key: EngineKey) -> EngineRecord:
+    def engine(self, spec: ModelSpec, component: str, key: EngineKey, cancel: Cancel | None = None) -> EngineRecord:
         """Build an engine if the store lacks it, and return its record, verified or not."""
         request = BuildRequest(spec=spec, component=component, key=key, device=self.device)
         log = Path(os.environ.get("OUT", HOME)) / f"build-{component}-{key.program}-{key.precision}.log"
@@ -120,7 +123,7 @@ class Checks:
                 file.flush()
 
             try:
-                return build_engine(request, self.store, progress, Cancel(), build_child_opset17.run_job)
+                return build_engine(request, self.store, progress, cancel or Cancel(), build_child_opset17.run_job)
             except EngineError:
                 record = self.store.get(key)
                 if record is None:
@@ -207,6 +210,6 @@ def profile_of(program: str, latent: LatentSize, chunk: int = CHUNK) -> ShapePro
     one = (1, height, width)
     sizes = {"text_encoder": (1, 1, 1), "text_encoder_2": (1, 1, 1), "image_encoder": (1, 1, 1)}
     sizes |= {"transformer": latent, "vae_first": one}
-    sizes |= {"vae_encoder_first": one, "vae_encoder_next": one}
+    sizes |= {"vae_encoder_first": one, "vae_encoder_next": one, IMAGE_PROGRAM: one}
     sizes |= {name: (count, height, width) for name, count in GROUP_PROGRAMS.items()}
     return ShapeProfile.fixed(sizes.get(program, (min(chunk, frames), height, width)))

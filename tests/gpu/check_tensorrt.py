@@ -4,6 +4,7 @@
     python tests/gpu/check_tensorrt.py build --model hunyuan-video --blocks 2      # text encoders and VAE
     python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks [--model M] [--blocks N] [--latent F,H,W]
     python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks --model hunyuan-video --blocks 1
+    python tests/gpu/check_tensorrt.py sections --model framepack --blocks 1 [--level L] [--jobs N] [--seconds S]
     python tests/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 
 Each part prints a JSON object per result, and appends it to $OUT/checks.jsonl. Engines stay in
@@ -24,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from runtime.core.errors import EngineError
-from runtime.core.plan import LatentSize
 from runtime.engines.builders.tensorrt import enclosing
 from runtime.engines.programs import load_program
 from runtime.engines.store import EngineStore
@@ -38,6 +38,7 @@ from tests.gpu.check_clip import clip
 from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, programs_of, relative_error
 from tests.gpu.check_damage import case, damage
 from tests.gpu.check_job import job
+from tests.gpu.check_sections import sections as compare_sections
 
 
 def build(checks: Checks) -> None:
@@ -68,13 +69,13 @@ def build(checks: Checks) -> None:
     for (component, program), record in records.items():
         if record is not None:
             with checks.going_on(f"time {component} {program}"):
-                report_engine(checks, spec, component, record, latent)
+                report_engine(checks, spec, component, record)
 
 
-def report_engine(checks: Checks, spec: ModelSpec, component: str, record: EngineRecord, latent: LatentSize) -> None:
+def report_engine(checks: Checks, spec: ModelSpec, component: str, record: EngineRecord) -> None:
     """Report what an engine is and how fast it runs, compared with PyTorch in the same precision."""
     key = record.key
-    profile = profile_of(key.program, latent)
+    profile = key.profiles[0]
     program = load_program(spec, component, key.program, device=checks.device, dtype=key.precision)
     inputs = program.inputs(profile.opt)
     found: dict[str, Any] = {"pytorch_ms": checks.milliseconds(lambda: program.run(**inputs), 10)}
@@ -84,7 +85,7 @@ def report_engine(checks: Checks, spec: ModelSpec, component: str, record: Engin
         with checks.open(record, cuda_graphs=graphs) as session:
             checks.synchronize()
             found["load_seconds"] = round(time.perf_counter() - started, 3)
-            found[f"graphs_{graphs}_ms"] = checks.milliseconds(lambda: session.infer(**inputs))
+            found[f"graphs_{graphs}_ms"] = checks.milliseconds(lambda: session.infer(**inputs), 10)
             found[f"graphs_{graphs}_captured"] = len(getattr(session, "_graphs", ()))
     checks.say(
         "engine",
@@ -103,6 +104,11 @@ def report_engine(checks: Checks, spec: ModelSpec, component: str, record: Engin
         id=record.id,
         **found,
     )
+
+
+def sections(checks: Checks) -> None:
+    """Compare a video of three sections on engines with PyTorch, and report each engine."""
+    compare_sections(checks, report_engine)
 
 
 def profiles(checks: Checks) -> None:
@@ -204,7 +210,7 @@ def openings(checks: Checks, name: str, record: EngineRecord, inputs: dict[str, 
 def main() -> None:
     """Run one part."""
     parts: dict[str, Callable[[Checks], None]] = {
-        part.__name__: part for part in (build, blocks, profiles, clip, job, damage, case, endurance)
+        part.__name__: part for part in (build, blocks, sections, profiles, clip, job, damage, case, endurance)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
@@ -215,6 +221,7 @@ def main() -> None:
     parser.add_argument("--latent", type=lambda text: tuple(map(int, text.split(","))), help="frames,height,width")
     parser.add_argument("--level", type=int, default=3, help="TensorRT's optimisation level, 0 to 5")
     parser.add_argument("--jobs", type=int, default=1, help="builds at once")
+    parser.add_argument("--seconds", type=float, default=3600, help="of `sections`: give up builds after so many")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--builder", default="onnx_tensorrt")
     parser.add_argument("--device", default="cuda:0")

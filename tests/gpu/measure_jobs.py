@@ -1,7 +1,10 @@
 """Measure jobs at full size with each memory strategy, and compare with the plan's estimate. Not run by pytest.
 
     python tests/gpu/measure_jobs.py [--seconds N] [--offload O] [--small] [--device cuda:0] [MODEL …]    of `MODELS`
+    python tests/gpu/measure_jobs.py --ways none:none,group:none,auto:none:6 --sections 2 framepack-i2v
+    python tests/gpu/measure_jobs.py --ways none:none --sections 10 --steps 1 framepack-i2v
 
+A way is offload, quantization, and optionally the GiB of a card to which PyTorch's memory is limited.
 Random weights in `TANDEM_CHECKS`, two steps with guidance: memory depends on neither. Each job runs `resolve`
 and `run_job` as in the app, with nothing loaded before it. Prints a JSON object per job and appends it to
 $OUT/jobs.jsonl: estimated and measured bytes, on the GPU by stage (PyTorch's, so without the CUDA context) and in RAM.
@@ -15,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,24 +26,43 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from transformers import UMT5Config, UMT5EncoderModel
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLWan,
+    HunyuanVideoFramepackTransformer3DModel,
+    WanTransformer3DModel,
+)
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaModel,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from runtime.core.cancel import Cancel
-from runtime.core.events import Event, Failed, FellBack, VideoSaved
+from runtime.core.events import Event, Failed, FellBack, SectionDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
-from runtime.machine.probe import probe
+from runtime.families.framepack.known import KNOWN as FRAMEPACK
+from runtime.families.hunyuan_video.spec import SKIPPED_LAYERS
+from runtime.machine.probe import Machine, probe
+from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline import stages
+from runtime.pipeline import section_stages, stages
 from runtime.pipeline.degenerate_clip import Detector
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.run import run_job
 from runtime.planner.memory_model import baseline_bytes
 from runtime.planner.resolve import resolve
 from tests import tiny_models
+from tests.families import framepack_models
 from tests.gpu import results
 from tests.gpu.measure_memory import TRANSFORMERS, UMT5, VAES
 from tests.gpu.measure_residency import measured
@@ -51,7 +74,12 @@ MODELS = {
     "wan2.2-ti2v-5b": ("wan2.2-ti2v-5b", 1280, 704, 121),
     "wan2.2-a14b": ("wan2.2-a14b", 832, 480, 81),
     "wan2.2-i2v-a14b": ("wan2.2-i2v-a14b", 832, 480, 81),
+    "framepack-i2v": ("framepack", 832, 480, 73),
 }
+# LLaMA's computed layers: its memory while it is not resident depends on one or two.
+LLAMA_LAYERS = 4
+IMAGE = Path(__file__).parents[2] / "examples" / "boat.png"
+GIB = 1 << 30
 # Offload and quantization, as asked for.
 WAYS = [
     ("auto", "auto"),
@@ -76,7 +104,7 @@ class Unjudged(Detector):
 class Captured(HistoryFile):
     """Captures the measurements of the last job instead of writing them to the history."""
 
-    def note(
+    def add_job(
         self,
         planned: ExecutionPlan,
         ran: ExecutionPlan,
@@ -114,6 +142,8 @@ def model(name: str, arguments: argparse.Namespace) -> ModelSpec:
     """Return a model of one of the published architectures; both experts share the same files."""
     architecture = MODELS[name][0]
     folder = HOME / name
+    if architecture == "framepack":
+        return framepack(folder, arguments)
     tiny_models.build(architecture, folder)
     if arguments.small:
         return read_spec(folder, name)
@@ -131,34 +161,90 @@ def model(name: str, arguments: argparse.Namespace) -> ModelSpec:
     return read_spec(folder, name)
 
 
-def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one job and return its estimated and measured figures."""
+def framepack(folder: Path, arguments: argparse.Namespace) -> ModelSpec:
+    """Return FramePack with few layers of LLaMA."""
+    framepack_models.pipeline().save_pretrained(folder)
+    if arguments.small:
+        return read_spec(folder, folder.name)
+    configs = FRAMEPACK[0].configs
+    llama = {**configs["text_encoder"], "num_hidden_layers": LLAMA_LAYERS + SKIPPED_LAYERS}
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    side = configs["image_encoder"]["image_size"]
+    SiglipImageProcessor(size={"height": side, "width": side}).save_pretrained(folder / "feature_extractor")
+    for part, make in {
+        "text_encoder": lambda: LlamaModel(LlamaConfig(**llama, **ids)),
+        "text_encoder_2": lambda: CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"], **ids)),
+        "image_encoder": lambda: SiglipVisionModel(SiglipVisionConfig(**configs["image_encoder"])),
+        "vae": lambda: AutoencoderKLHunyuanVideo(**configs["vae"]),
+        "transformer": lambda: HunyuanVideoFramepackTransformer3DModel(**configs["transformer"]),
+    }.items():
+        save(make, folder / part, arguments.device)
+    return read_spec(folder, folder.name)
+
+
+def on_card(machine: Machine, gib: float | None) -> Machine:
+    """Return a machine whose first GPU has so many GiB, of which 5 % are in use, and limit PyTorch to them."""
+    if not machine.gpus:
+        return machine
+    if gib is None:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        return machine
+    card, free = machine.gpus[0], int(0.95 * gib * GIB)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((free - baseline_bytes("cuda:0")) / card.total_bytes)
+    return replace(machine, gpus=(replace(card, total_bytes=int(gib * GIB), free_bytes=free),))
+
+
+def allocated(device: str) -> tuple[int, int]:
+    """Return the bytes that PyTorch has on the GPU, now and at most so far."""
+    if not device.startswith("cuda"):
+        return 0, 0
+    return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+
+def job(spec: ModelSpec, way: tuple[str, str, float | None], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one job and return its estimated and measured figures; see `ways`."""
+    offload, quantization, card = way
     _, width, height, frames = MODELS[spec.name]
-    size = {} if not arguments.small else {"width": 64, "height": 64, "frames": 9}
+    size: dict[str, Any] = {} if not arguments.small else {"width": 64, "height": 64, "frames": 9}
+    if spec.section is not None:
+        size |= {"image": str(IMAGE), "frames": 36 * arguments.sections + 1}
     request = GenerationRequest.from_mapping(
         {
             "prompt": "a red boat",
             "model": str(spec.directory),
-            "steps": 2,
+            "steps": arguments.steps,
             "seed": 1,
             "offload": offload,
             "quantization": quantization,
             **({"width": width, "height": height, "frames": frames} | size),
         }
     )
-    machine = probe()
+    spec = with_images(spec, request, HOME, None)
+    machine = on_card(probe(), card)
     plan = resolve(request, spec, machine, HOME / "job.mp4")
     captured = Captured(HOME, machine)
     events: list[Event] = []
+    by_section: list[tuple[int, int]] = []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, SectionDone):
+            by_section.append(allocated(arguments.device))
+
     with Residency() as residency, measured(arguments.device) as found:
-        run_job(plan, spec, events.append, Cancel(), residency, captured)
+        run_job(plan, spec, emit, Cancel(), residency, captured)
     end = events[-1]
     context = baseline_bytes(arguments.device)
     forecast: dict[str, int] = {}
     for stage in plan.memory:
-        forecast[stage.stage] = max(forecast.get(stage.stage, 0), stage.peak_bytes - context)
+        # Components that encode are also measured one by one.
+        for name in (stage.stage, stage.component):
+            forecast[name] = max(forecast.get(name, 0), stage.peak_bytes - context)
     what = {
-        "strategy": plan.forecast.title,
+        "strategy": str(plan.forecast.title),
+        "tile": plan.strategy.decode_tile,
+        "by_section": by_section,
         "forecast": forecast,
         "forecast_ram": plan.forecast.ram_bytes,
         "ram": found["ram"],
@@ -180,35 +266,50 @@ def job(spec: ModelSpec, offload: str, quantization: str, arguments: argparse.Na
     }
 
 
+def ways(arguments: argparse.Namespace) -> list[tuple[str, str, float | None]]:
+    """Return offload, quantization and the GiB of a card, of each job."""
+    if not arguments.ways:
+        return [(*way, None) for way in WAYS]
+    found = []
+    for way in arguments.ways.split(","):
+        offload, quantization, *card = way.split(":")
+        found.append((offload, quantization, float(card[0]) if card else None))
+    return found
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=3600, help="start no job after so long")
     parser.add_argument("--offload", help="only this one")
+    parser.add_argument("--ways", help="only these: OFFLOAD:QUANTIZATION[:GIB],…")
+    parser.add_argument("--sections", type=int, default=2, help="of models that make videos in sections")
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="tiny models: for a rehearsal on a CPU")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("models", nargs="*", default=list(MODELS))
     arguments = parser.parse_args()
     started = time.monotonic()
-    stages.Detector = Unjudged  # type: ignore[attr-defined]  # random weights may well show one colour
+    for module in (stages, section_stages):
+        module.Detector = Unjudged  # type: ignore[attr-defined]  # random weights may well show one colour
     HOME.mkdir(parents=True, exist_ok=True)
     say(part="machine", torch=torch.__version__, gpus=[gpu.name for gpu in probe().gpus])
     for name in arguments.models:
         begun = time.monotonic()
         spec = model(name, arguments)
         say(model=name, made_seconds=round(time.monotonic() - begun, 1), parameters=dict(spec.parameters))
-        for offload, quantization in WAYS:
+        for offload, quantization, card in ways(arguments):
             if arguments.offload not in {None, offload}:
                 continue
             if time.monotonic() - started > arguments.seconds:
                 say(model=name, offload=offload, quantization=quantization, skipped="no time left")
                 continue
             try:
-                found = job(spec, offload, quantization, arguments)
+                found = job(spec, (offload, quantization, card), arguments)
             except Exception as error:
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}"[:500]}
-            say(model=name, offload=offload, quantization=quantization, **found)
+            say(model=name, offload=offload, quantization=quantization, card=card, **found)
         shutil.rmtree(HOME / name)
 
 

@@ -430,15 +430,15 @@ def hunyuan_inputs(bench: Bench, config: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def hunyuan_by_diffusers(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """Return diffusers' prediction, with the text padded to 256 tokens; the module's blocks need not be as loaded."""
+    """Return diffusers' prediction, with the text padded to 256 tokens; the module need not be as loaded."""
     dtype, tokens = module.x_embedder.proj.weight.dtype, text[:, 1:]
     padded = nn.functional.pad(tokens, (0, 0, 0, 256 - tokens.shape[1])).to(dtype)
     mask = (torch.arange(256, device=text.device) < tokens.shape[1])[None].to(dtype)
     pooled = text[:, 0, : module.config.pooled_projection_dim].to(dtype)
-    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
+    for one in (module, *module.transformer_blocks, *module.single_transformer_blocks):
         # Undo `hunyuan.install`.
-        block.__dict__.pop("forward", None)
-        block.__dict__.pop("step", None)
+        for name in ("forward", "step", "is_wide"):
+            one.__dict__.pop(name, None)
     out: torch.Tensor = module(
         latents.to(dtype), times[:1], padded, mask, pooled, guidance=times[1:].to(dtype), return_dict=False
     )[0]

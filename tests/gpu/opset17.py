@@ -2,7 +2,8 @@
 
 Between the two opsets, of the operators that our forms export to, these differ: reductions take their axes as an
 input, `Split` has `num_outputs`, `Resize` and `ScatterND` have new attributes, `Pad` a new input. `Shape` has `start`
-and `end` in both, and 8.6 does not look at them: a slice does it.
+and `end` in both, and 8.6 does not look at them: a slice does it. For `InstanceNormalization`, to which group norms are
+exported, 8.6.0 has a plugin only, which needs another cuDNN: it is spelt out.
 """
 
 from pathlib import Path
@@ -38,6 +39,7 @@ def to_opset_17(path: Path) -> None:
             if attribute.name == "value":
                 constants[node.output[0]] = attribute.t
     _slice_shapes(model.graph)
+    _spell_out_norms(model.graph, constants)
     for node in model.graph.node:
         if node.op_type in REDUCTIONS:
             _rewrite_reduction(node, constants)
@@ -80,9 +82,42 @@ def _slice_shapes(graph: Any) -> None:
     graph.node.extend(nodes)
 
 
+def _spell_out_norms(graph: Any, constants: dict[str, Any]) -> None:
+    """Replace each `InstanceNormalization` of (batch, channels, values) by means, products and sums."""
+    import onnx
+
+    nodes: list[Any] = []
+    for node in graph.node:
+        if node.op_type != "InstanceNormalization":
+            nodes.append(node)
+            continue
+        (x, *affine), (out,) = node.input, node.output
+        (epsilon,) = [attribute.f for attribute in node.attribute if attribute.name == "epsilon"]
+        shape, least = f"{out}_shape", f"{out}_epsilon"
+        graph.initializer.append(onnx.helper.make_tensor(shape, onnx.TensorProto.INT64, [3], [1, -1, 1]))
+        graph.initializer.append(onnx.helper.make_tensor(least, constants[affine[0]].data_type, [], [epsilon]))
+
+        def made(operator: str, inputs: list[str], name: str, before: str = out, **attributes: Any) -> str:
+            name = before if not name else f"{before}_{name}"
+            nodes.append(onnx.helper.make_node(operator, inputs, [name], name=f"{name}_{operator}", **attributes))
+            return name
+
+        scale, bias = (made("Reshape", [one, shape], name) for one, name in zip(affine, ("scale", "bias"), strict=True))
+        centered = made("Sub", [x, made("ReduceMean", [x], "mean", axes=[2], keepdims=1)], "centered")
+        squares = made("Mul", [centered, centered], "squares")
+        variance = made("ReduceMean", [squares], "variance", axes=[2], keepdims=1)
+        deviation = made("Sqrt", [made("Add", [variance, least], "sum")], "deviation")
+        normed = made("Div", [centered, deviation], "normed")
+        made("Add", [made("Mul", [normed, scale], "scaled"), bias], "")
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
 def _rewrite_reduction(node: Any, constants: dict[str, Any]) -> None:
     import onnx
 
+    if any(attribute.name == "axes" for attribute in node.attribute):
+        return
     if len(node.input) > 1 and node.input[1]:
         axes = onnx.numpy_helper.to_array(constants[node.input[1]]).tolist()
         node.attribute.append(onnx.helper.make_attribute("axes", axes))

@@ -1,4 +1,4 @@
-"""Models at full width, with few blocks and random weights, for the GPU checks: Wan's, and HunyuanVideo's."""
+"""Models at full width, with few blocks and random weights, for the GPU checks: Wan, HunyuanVideo and FramePack."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ from diffusers import (
     AutoencoderKLHunyuanVideo,
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoFramepackPipeline,
+    HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     UniPCMultistepScheduler,
@@ -23,11 +25,15 @@ from transformers import (
     CLIPVisionModel,
     LlamaConfig,
     LlamaModel,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     UMT5Config,
     UMT5EncoderModel,
 )
 
-from runtime.families.hunyuan_video import known
+from runtime.families.framepack import known as framepack
+from runtime.families.hunyuan_video import known as hunyuan_video
 from runtime.families.hunyuan_video.spec import SKIPPED_LAYERS
 from tests.gpu.measure_memory import VAES
 from tests.tiny_models import tokenizer
@@ -48,7 +54,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "wan2.2-ti2v-5b": {"num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
 }
 # The models that `build` makes.
-NAMES = (*WIDTHS, "hunyuan-video")
+NAMES = (*WIDTHS, "hunyuan-video", "framepack")
 # CLIP's ViT-H/14.
 _IMAGE_ENCODER: dict[str, Any] = {
     "hidden_size": 1280,
@@ -66,7 +72,7 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
         return directory
     torch.manual_seed(seed)
     if name not in WIDTHS:
-        return _hunyuan_video(directory, blocks)
+        return _hunyuan_video(name, directory, blocks)
     experts = 2 if name == "wan2.2-a14b" else 1
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         transformers = [
@@ -98,27 +104,33 @@ def build(name: str, directory: Path, blocks: int, seed: int = 0) -> Path:
     return directory
 
 
-def _hunyuan_video(directory: Path, blocks: int) -> Path:
-    """Save a HunyuanVideo with the published VAE and widths.
+def _hunyuan_video(name: str, directory: Path, blocks: int) -> Path:
+    """Save a HunyuanVideo, or a FramePack, with the published widths, VAE and image encoder.
 
     Args:
         blocks: of each kind in the transformer, and layers of LLaMA that are computed.
     """
-    configs = known.KNOWN[0].configs
+    sections = name == "framepack"
+    (model, *_) = framepack.KNOWN if sections else hunyuan_video.KNOWN
+    configs, counts = model.configs, {"num_layers": blocks, "num_single_layers": blocks}
     llama = {**configs["text_encoder"], "num_hidden_layers": blocks + SKIPPED_LAYERS, "vocab_size": 32}
+    transformer = HunyuanVideoFramepackTransformer3DModel if sections else HunyuanVideoTransformer3DModel
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        encoder = LlamaModel(LlamaConfig(**llama, pad_token_id=0, bos_token_id=None, eos_token_id=1))
-        second = CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"]))
-        vae = AutoencoderKLHunyuanVideo()
-        counts = {"num_layers": blocks, "num_single_layers": blocks}
-        transformer = HunyuanVideoTransformer3DModel(**{**configs["transformer"], **counts})
-    HunyuanVideoPipeline(
-        tokenizer=tokenizer(),
-        text_encoder=encoder.half(),
-        tokenizer_2=tokenizer(),
-        text_encoder_2=second.half(),
-        transformer=transformer.half(),
-        vae=vae.half(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-    ).save_pretrained(directory)
+        parts: dict[str, Any] = {
+            "text_encoder": LlamaModel(LlamaConfig(**llama, pad_token_id=0, bos_token_id=None, eos_token_id=1)),
+            "text_encoder_2": CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"])),
+            "vae": AutoencoderKLHunyuanVideo(),
+            "transformer": transformer(**{**configs["transformer"], **counts}),
+        }
+        if sections:
+            parts["image_encoder"] = SiglipVisionModel(SiglipVisionConfig(**configs["image_encoder"]))
+    parts = {part: module.half() for part, module in parts.items()}
+    parts |= {"tokenizer": tokenizer(), "tokenizer_2": tokenizer()}
+    parts["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=7.0)
+    if sections:
+        side = configs["image_encoder"]["image_size"]
+        parts["feature_extractor"] = SiglipImageProcessor(size={"height": side, "width": side})
+        HunyuanVideoFramepackPipeline(**parts).save_pretrained(directory)
+    else:
+        HunyuanVideoPipeline(**parts).save_pretrained(directory)
     return directory

@@ -4,8 +4,8 @@ Equal to `diffusers.HunyuanVideoFramepackTransformer3DModel` up to rounding. Wha
 its steps, so its tokens and the tables of the rotary embedding are computed once per section.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,35 @@ class _Seen(NamedTuple):
     guidance: torch.Tensor
 
 
+def predict(
+    module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, see: Callable[[], _Seen]
+) -> torch.Tensor:
+    """Return the velocity; the text's padding is left out instead of masked.
+
+    Args:
+        module: a `HunyuanVideoFramepackTransformer3DModel` after `hunyuan_video.transformer.install`.
+        latents, text: see `hunyuan_video.transformer.predict`.
+        timestep: scalar.
+        see: returns what the section sees. It is called here, because offloaded weights are on the device by now.
+    """
+    config, seen = module.config, see()
+    _, _, frames, height, width = latents.shape
+    frames, height, width = frames // config.patch_size_t, height // config.patch_size, width // config.patch_size
+    times, text = timestep.reshape(1), text.to(seen.tokens.dtype)
+    pooled, words = text[:, 0, : config.pooled_projection_dim], text[:, 1:]
+    own = module.x_embedder(latents.to(seen.tokens.dtype))
+    embedded, _ = module.time_text_embed(times, pooled, seen.guidance)
+    words = module.context_embedder(words, times, None)
+    x = hunyuan_video.run_blocks(
+        module,
+        torch.cat([seen.tokens, own], dim=1),
+        torch.cat([seen.image, words], dim=1),
+        embedded,
+        seen.rotation,
+    )
+    return hunyuan_video.unpatched(x[:, seen.tokens.shape[1] :], frames, height, width, config)
+
+
 class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
     """A `diffusers.HunyuanVideoFramepackTransformer3DModel`; see `execution.components.SectionDenoiser`.
 
@@ -41,67 +70,63 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
         module: its weights may lie elsewhere until it is called.
     """
 
+    _forward = staticmethod(predict)
+    _inputs: SectionInputs | None = None
     _seen: _Seen | None = None
 
-    @torch.no_grad()
     def see(self, inputs: SectionInputs) -> None:
-        """See `SectionDenoiser`."""
-        module, dtype, section = self._module, self.dtype, inputs.section
-        parts = (inputs.clean, inputs.history_2x, inputs.history_4x)
-        near, middle, far = module.clean_x_embedder(*(part.to(dtype) for part in parts))
-        height, width = inputs.clean.shape[3:]
-
-        def tables(positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-            cos, sin = module.rope(torch.tensor(positions), height, width, inputs.clean.device)
-            return cos, sin
-
-        size = height // module.config.patch_size, width // module.config.patch_size
-        every = [
-            [_compressed(one, size, _COMPRESSED_4X) for one in tables(section.history_4x)],
-            [_compressed(one, size, _COMPRESSED_2X) for one in tables(section.history_2x)],
-            tables(section.clean),
-            tables(section.latents),
-        ]
-        cos, sin = (torch.cat(one)[None, :, None] for one in zip(*every, strict=True))
-        # In this order, as in diffusers: the scale is rounded to the dtype first.
-        guidance = torch.tensor([inputs.guidance_scale], dtype=dtype, device=near.device) * 1000.0
-        self._seen = _Seen(
-            tokens=torch.cat([far, middle, near], dim=1),
-            image=module.image_projection(inputs.image_embeds.to(dtype)),
-            rotation=rotation_tables(cos, sin),
-            guidance=guidance,
-        )
+        """See `SectionDenoiser`; it is embedded in the next pass."""
+        self._inputs, self._seen = inputs, None
 
     def forget(self) -> None:
         """Free what the last section sees."""
         super().forget()
-        self._seen = None
+        self._inputs = self._seen = None
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def _pass(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
     ) -> torch.Tensor:
-        """Return the velocity; the text's padding is left out instead of masked."""
         del which
-        module, seen = self._module, self._seen
-        assert seen is not None, "call `see` first"
-        config = module.config
-        _, _, frames, height, width = latents.shape
-        frames, height, width = frames // config.patch_size_t, height // config.patch_size, width // config.patch_size
-        text, times = text_embeds.to(self.dtype), timestep.reshape(1)
-        pooled, words = text[:, 0, : config.pooled_projection_dim], text[:, 1:]
-        own = module.x_embedder(latents.to(self.dtype))
-        embedded, _ = module.time_text_embed(times, pooled, seen.guidance)
-        words = module.context_embedder(words, times, None)
-        x = hunyuan_video.run_blocks(
-            module,
-            torch.cat([seen.tokens, own], dim=1),
-            torch.cat([seen.image, words], dim=1),
-            embedded,
-            seen.rotation,
-        )
-        return hunyuan_video.unpatched(x[:, seen.tokens.shape[1] :], frames, height, width, config)
+        velocity: torch.Tensor = self._module(latents, timestep, text_embeds, self._embedded)
+        return velocity
+
+    def _embedded(self) -> _Seen:
+        """Return what the section sees, embedded in its first pass."""
+        if self._seen is None:
+            assert self._inputs is not None, "call `see` first"
+            self._seen, self._inputs = _embed(self._module, self._inputs, self.dtype), None
+        return self._seen
+
+
+def _embed(module: Any, inputs: SectionInputs, dtype: torch.dtype) -> _Seen:
+    """Return what a section sees as tokens."""
+    section = inputs.section
+    parts = (inputs.clean, inputs.history_2x, inputs.history_4x)
+    near, middle, far = module.clean_x_embedder(*(part.to(dtype) for part in parts))
+    height, width = inputs.clean.shape[3:]
+
+    def tables(positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = module.rope(torch.tensor(positions), height, width, inputs.clean.device)
+        return cos, sin
+
+    size = height // module.config.patch_size, width // module.config.patch_size
+    every = [
+        [_compressed(one, size, _COMPRESSED_4X) for one in tables(section.history_4x)],
+        [_compressed(one, size, _COMPRESSED_2X) for one in tables(section.history_2x)],
+        tables(section.clean),
+        tables(section.latents),
+    ]
+    cos, sin = (torch.cat(one)[None, :, None] for one in zip(*every, strict=True))
+    # In this order, as in diffusers: the scale is rounded to the dtype first.
+    guidance = torch.tensor([inputs.guidance_scale], dtype=dtype, device=near.device) * 1000.0
+    return _Seen(
+        tokens=torch.cat([far, middle, near], dim=1),
+        image=module.image_projection(inputs.image_embeds.to(dtype)),
+        rotation=rotation_tables(cos, sin),
+        guidance=guidance,
+    )
 
 
 def _compressed(table: torch.Tensor, size: tuple[int, int], ratio: tuple[int, int, int]) -> torch.Tensor:

@@ -111,8 +111,13 @@ class TransformerSpec:
     @property
     def block_parameters(self) -> int:
         """Weights in the linear layers of all blocks, which quantization and group offload apply to."""
-        double = 2 * (self._token_parameters + 6 * self.width**2)
-        return self.double_layers * double + self.single_layers * (self._token_parameters + 3 * self.width**2)
+        single = self._token_parameters + 3 * self.width**2
+        return self.double_layers * self.largest_block_parameters + self.single_layers * single
+
+    @property
+    def largest_block_parameters(self) -> int:
+        """Weights in the linear layers of a double block."""
+        return 2 * (self._token_parameters + 6 * self.width**2)
 
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations (two per multiply-add) of one forward pass, batch 1."""

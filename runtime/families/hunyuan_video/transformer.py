@@ -8,15 +8,16 @@ Equal to `diffusers.HunyuanVideoTransformer3DModel` up to rounding. Differences:
 - Attention is called directly rather than through a processor, which a compiler cannot trace.
 - Several processes can share a pass: each has an equal share of the sequence of the clip's and the text's tokens.
 
-`install` replaces `forward` of the blocks of a loaded module. Blocks keep diffusers' calling convention, so that its
+`install` replaces `forward` of a loaded module and its blocks. Blocks keep diffusers' calling convention, so that its
 hooks, and with them offloading, still work, and so that other modules with the same blocks (FramePack's) can use them.
+All layers run within `forward` of the module, because hooks bring those outside of blocks there.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -321,20 +322,24 @@ def install(
     double: BlockStep = double_step,
     single: BlockStep = single_step,
     *,
+    forward: Callable[..., torch.Tensor] | None = None,
     wide: bool = False,
 ) -> None:
-    """Replace `forward` of the blocks of a loaded transformer; later calls change the options.
+    """Replace `forward` of a loaded transformer and its blocks; later calls change the options.
 
     Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
 
     Args:
         module: has blocks of both kinds, without hooks at the first call.
+        forward: computes a pass of the module; `predict` by default. Later calls do not change it.
         kind: the attention kernel, see `execution.attention`.
         double: `double_step` or a compiled version of it.
         single: `single_step` or a compiled version of it.
         wide: whether tokens are float32 between blocks, whatever the dtype of the weights.
     """
     attend = attention(kind)
+    if not hasattr(module, "is_wide"):
+        module.forward = MethodType(forward or predict, module)
     for block in (*module.transformer_blocks, *module.single_transformer_blocks):
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
@@ -482,6 +487,8 @@ class PyTorchDenoiser:
     """
 
     pairs = False
+    # `forward` of the module, see `install`.
+    _forward: ClassVar[Callable[..., torch.Tensor]] = staticmethod(predict)
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
         self._module = module
@@ -502,10 +509,10 @@ class PyTorchDenoiser:
         self._compiled = [CompiledStep(step, report) for step in (double_step, single_step)] if compiled else []
         self._engines = engines
         if engines is None:
-            install(self._module, speed.attention, *self._compiled)
+            install(self._module, speed.attention, *self._compiled, forward=self._forward)
         else:
             steps = EngineSteps(engines)
-            install(self._module, speed.attention, steps.double, steps.single, wide=True)
+            install(self._module, speed.attention, steps.double, steps.single, forward=self._forward, wide=True)
 
     @property
     def compile_seconds(self) -> float:
@@ -554,7 +561,8 @@ class PyTorchDenoiser:
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
     ) -> torch.Tensor:
         with self._module.cache_context(which) if self._caches else nullcontext():
-            return predict(self._module, latents, timestep, text_embeds)
+            velocity: torch.Tensor = self._module(latents, timestep, text_embeds)
+            return velocity
 
     def pair(
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor

@@ -107,7 +107,12 @@ class TransformerSpec:
     @property
     def block_parameters(self) -> int:
         """Number of weights in the linear layers of all blocks, which quantization and offload apply to."""
-        return self.num_layers * (8 * self.width**2 + 2 * self.width * self.ffn_dim)
+        return self.num_layers * self.largest_block_parameters
+
+    @property
+    def largest_block_parameters(self) -> int:
+        """Number of weights in the linear layers of a block."""
+        return 8 * self.width**2 + 2 * self.width * self.ffn_dim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,20 @@ def test_an_offloaded_text_encoder_needs_its_own_largest_layer() -> None:
     assert second.weights_bytes == 2 * spec.parameters["text_encoder_2"]
 
 
+def test_two_double_blocks_are_on_the_device_of_a_transformer_offloaded_in_blocks() -> None:
+    spec = look_up("hunyuan-video", Path("none"))
+    with torch.device("meta"):
+        module = HunyuanVideoTransformer3DModel(**PUBLISHED.configs["transformer"])
+    sizes = [sum(p.numel() for p in block.parameters()) for block in module.transformer_blocks]
+    others = sum(
+        p.numel() for name, p in module.named_parameters() if "transformer_blocks." not in name or "embedder" in name
+    )
+    held = workload(spec, (960, 544, 129), dict.fromkeys(spec.component_names, "bfloat16"))
+    *_, transformer, _ = memory_model.stages(held, MemoryStrategy(offload="group"))
+    # Of biases, the forecast has those of all blocks.
+    assert 1 <= transformer.weights_bytes / (2 * (sum(sizes[:2]) + others)) < 1.02
+
+
 def test_both_text_encoders_are_freed_after_their_stage() -> None:
     spec = look_up("hunyuan-video", Path("none"))
     dtypes = dict.fromkeys(spec.component_names, "bfloat16")

@@ -39,7 +39,12 @@ class LtxTransformer:
     @property
     def block_parameters(self) -> int:
         """Weights in the linear layers of all blocks."""
-        return self.num_layers * (8 * self.width**2 + 2 * self.width * self.ffn_dim)
+        return self.num_layers * self.largest_block_parameters
+
+    @property
+    def largest_block_parameters(self) -> int:
+        """Weights in the linear layers of a block."""
+        return 8 * self.width**2 + 2 * self.width * self.ffn_dim
 
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations of one forward pass."""
