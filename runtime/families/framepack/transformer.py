@@ -1,16 +1,18 @@
 """FramePack's transformer on diffusers' modules and weights, with HunyuanVideo's blocks.
 
 Equal to `diffusers.HunyuanVideoFramepackTransformer3DModel` up to rounding. What a section sees does not change during
-its steps, so its tokens and the tables of the rotary embedding are computed once per section.
+its steps, so its tokens and the tables of the rotary embedding are computed once per section. All sections of a video
+have the same shapes, so a CUDA graph recorded in one section serves the next ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from runtime.execution.components import SectionInputs
+from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.rotation import Rotation, rotation_tables
 from runtime.families.hunyuan_video import transformer as hunyuan_video
 
@@ -24,14 +26,20 @@ class _Seen(NamedTuple):
     Attributes:
         tokens: of the frames that it sees, the farthest first, (1, tokens, width).
         image: the projected embeddings of the image, (1, tokens, width).
-        rotation: of `tokens` and then of the section's own.
+        cos, sin: the rotation of `tokens` and then of the section's own.
         guidance: 1000 times the guidance scale, (1,).
     """
 
     tokens: torch.Tensor
     image: torch.Tensor
-    rotation: Rotation
+    cos: torch.Tensor
+    sin: torch.Tensor
     guidance: torch.Tensor
+
+    @property
+    def rotation(self) -> Rotation:
+        """See `rotation_tables`."""
+        return self.cos, self.sin
 
 
 class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
@@ -62,35 +70,42 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
             tables(section.clean),
             tables(section.latents),
         ]
-        cos, sin = (torch.cat(one)[None, :, None] for one in zip(*every, strict=True))
+        cos, sin = rotation_tables(*(torch.cat(one)[None, :, None] for one in zip(*every, strict=True)))
         # In this order, as in diffusers: the scale is rounded to the dtype first.
         guidance = torch.tensor([inputs.guidance_scale], dtype=dtype, device=near.device) * 1000.0
-        self._seen = _Seen(
+        seen = _Seen(
             tokens=torch.cat([far, middle, near], dim=1),
             image=module.image_projection(inputs.image_embeds.to(dtype)),
-            rotation=rotation_tables(cos, sin),
+            cos=cos,
+            sin=sin,
             guidance=guidance,
         )
+        self._seen = seen if self._graphed is None else self._in_place(seen, self._graphed)
+
+    def _in_place(self, seen: _Seen, graphed: CudaGraphRunner) -> _Seen:
+        """Return what a section sees in the tensors that recorded passes read, if the shapes are the same."""
+        known = self._seen
+        if known is None or any(old.shape != new.shape for old, new in zip(known, seen, strict=True)):
+            graphed.forget()
+            return seen
+        for old, new in zip(known, seen, strict=True):
+            old.copy_(new)
+        return known
 
     def forget(self) -> None:
         """Free what the last section sees."""
         super().forget()
         self._seen = None
 
-    # Not in inference mode: offloading hooks change weights while the module runs.
-    @torch.no_grad()
-    def _pass(
-        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
-    ) -> torch.Tensor:
+    def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the velocity; the text's padding is left out instead of masked."""
-        del which
         module, seen = self._module, self._seen
         assert seen is not None, "call `see` first"
         config = module.config
         _, _, frames, height, width = latents.shape
         frames, height, width = frames // config.patch_size_t, height // config.patch_size, width // config.patch_size
-        text, times = text_embeds.to(self.dtype), timestep.reshape(1)
-        pooled, words = text[:, 0, : config.pooled_projection_dim], text[:, 1:]
+        embeds, times = text().to(self.dtype), timestep.reshape(1)
+        pooled, words = embeds[:, 0, : config.pooled_projection_dim], embeds[:, 1:]
         own = module.x_embedder(latents.to(self.dtype))
         embedded, _ = module.time_text_embed(times, pooled, seen.guidance)
         words = module.context_embedder(words, times, None)
