@@ -5,9 +5,10 @@ Generation" (arXiv 2504.12626), as in diffusers' `HunyuanVideoFramepackPipeline`
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 # Latent frames that a section sees of those made before it: the nearest in full, then compressed 2 and 4 times.
 HISTORY_1X, HISTORY_2X, HISTORY_4X = 1, 2, 16
@@ -65,6 +66,18 @@ class Section:
     def clean(self) -> tuple[int, ...]:
         """The positions of the latent frames that it sees in full: the image and the nearest frame made before."""
         return (*self.prefix, *self.history_1x)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {
+            name: [value.start, value.stop, value.step] if isinstance(value, range) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Section":
+        """Return the section of `as_json`."""
+        return cls(**{name: range(*value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @dataclass(frozen=True)

@@ -459,8 +459,7 @@ def part(module: Any) -> None:
     """Split fused matrices, so that each layer is quantized separately."""
     for block in module.blocks:
         attn = block.attn1
-        if getattr(attn, "fused_projections", False):
-            attn.fused_projections = False
+        if hasattr(attn, "to_qkv"):
             del attn.to_qkv
             for layer in (attn.to_q, attn.to_k, attn.to_v):
                 layer.weight.data, layer.bias.data = layer.weight.data.clone(), layer.bias.data.clone()

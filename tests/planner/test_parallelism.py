@@ -13,11 +13,13 @@ from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.catalogue import look_up
+from runtime.models.images import with_images
 from runtime.planner.history import runs_of
 from runtime.planner.placement import counts, faster_by_split
 from runtime.planner.resolve import resolve
 from runtime.planner.strategies import next_strategy
 from runtime.queue.job_runner import move_to_gpu
+from tests.image_files import picture
 from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine
 from tests.published_specs import spec
@@ -290,9 +292,14 @@ def test_a_shared_pass_takes_less_memory() -> None:
     assert held.split is None
 
 
-def test_a_family_without_strips_shares_passes_and_decodes_on_one() -> None:
-    hunyuan = replace(look_up("hunyuan-video", Path("none")), is_downloaded=True)
+@pytest.mark.parametrize("model", ["hunyuan-video", "framepack-i2v"])
+def test_a_family_without_strips_shares_passes_and_decodes_on_one(model: str, tmp_path: Path) -> None:
+    hunyuan = replace(look_up(model, Path("none")), is_downloaded=True)
     request = GenerationRequest(prompt="a red boat", gpus=4, compile="always")
+    if hunyuan.image_input is not None:
+        picture(832, 480).save(tmp_path / "image.png")
+        request = request.replace(image=str(tmp_path / "image.png"))
+        hunyuan = with_images(hunyuan, request, tmp_path, tmp_path)
     where = replace(FOUR, packages=(*FOUR.packages, ("triton", "3.6.0")))
     made = resolve(request, hunyuan, where, Path("x.mp4"))
     assert made.split == Split(

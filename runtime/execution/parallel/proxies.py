@@ -13,7 +13,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
 from runtime.core.step_cache import NONE
 from runtime.engines.store import EngineStore
-from runtime.execution.components import PROMPTED, UNPROMPTED
+from runtime.execution.components import PROMPTED, UNPROMPTED, SectionInputs
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Group, Limits
 from runtime.machine.probe import gpu_index
@@ -99,6 +99,18 @@ class SharedDenoiser:
     def reset_cache(self) -> None:
         """See `Denoiser`; the processes do it with the next pass."""
         self._fresh = True
+
+    def see(self, inputs: SectionInputs) -> None:
+        """See `SectionDenoiser`; all processes of a pass see the whole, and share its tokens with those of the text."""
+        tensors = inputs.clean, inputs.history_2x, inputs.history_4x, inputs.image_embeds
+        self._group.call(
+            "see",
+            self.check,
+            [tensor.to(self._dtype) for tensor in tensors],
+            name=self._name,
+            section=inputs.section.as_json(),
+            guidance_scale=inputs.guidance_scale,
+        )
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED

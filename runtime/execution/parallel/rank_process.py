@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,19 @@ from runtime.engines.service import OpenEngines, open_engines
 from runtime.engines.store import EngineStore
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.block_engines import BlockEngines
-from runtime.execution.components import PyTorchDenoiser, StripDecoder, components_of
+from runtime.execution.components import (
+    PyTorchDenoiser,
+    SectionDenoiser,
+    SectionInputs,
+    StripDecoder,
+    components_of,
+)
 from runtime.execution.decoded_frames import as_bytes
 from runtime.execution.engine_components import failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.models.registry import read_spec
+from runtime.models.sections import Section
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.upstream.torch import cuda_failure
@@ -204,6 +211,14 @@ class Rank:
         self._step_caches[name].enter_context(self._denoisers[name].caching(task["step_cache"], self._tokens))
         return {}, []
 
+    def see(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
+        """Set what a section of a video is sampled from; `tensors` are those of `SectionInputs`, in its order."""
+        inputs = SectionInputs(
+            Section.from_json(task["section"]), *(tensor.to(self._device) for tensor in tensors), task["guidance_scale"]
+        )
+        cast("SectionDenoiser", self._denoisers[task["name"]]).see(inputs)
+        return {}, []
+
     def forward(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Compute this process's share of one or both guidance passes.
 
@@ -277,6 +292,7 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
         "load": rank.load,
         "free": rank.free,
         "cache": rank.cache,
+        "see": rank.see,
         "forward": rank.forward,
         "decode": rank.decode,
         "next": rank.next,

@@ -22,8 +22,8 @@ from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput
 from runtime.models.timesteps import noise_levels
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 
-# Processes that share a pass, and the step cache, would have to be told what a section sees.
-_UNSUPPORTED = frozenset({"gpus", "step_cache"})
+# Checkpoints within a section are saved after any step, where a step cache would be lost.
+_UNSUPPORTED = frozenset({"step_cache"})
 # The components in the order they run.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("text_encoder",),

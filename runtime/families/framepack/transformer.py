@@ -1,7 +1,8 @@
 """FramePack's transformer on diffusers' modules and weights, with HunyuanVideo's blocks.
 
 Equal to `diffusers.HunyuanVideoFramepackTransformer3DModel` up to rounding. What a section sees does not change during
-its steps, so its tokens and the tables of the rotary embedding are computed once per section.
+its steps, so its tokens and the tables of the rotary embedding are computed once per section. All sections of a video
+have the same shapes, so a CUDA graph recorded in one section serves the next ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.execution.components import SectionInputs
+from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.rotation import Rotation, rotation_tables
 from runtime.families.hunyuan_video import transformer as hunyuan_video
 
@@ -24,14 +26,20 @@ class _Seen(NamedTuple):
     Attributes:
         tokens: of the frames that it sees, the farthest first, (1, tokens, width).
         image: the projected embeddings of the image, (1, tokens, width).
-        rotation: of `tokens` and then of the section's own.
+        cos, sin: the rotation of `tokens` and then of the section's own.
         guidance: 1000 times the guidance scale, (1,).
     """
 
     tokens: torch.Tensor
     image: torch.Tensor
-    rotation: Rotation
+    cos: torch.Tensor
+    sin: torch.Tensor
     guidance: torch.Tensor
+
+    @property
+    def rotation(self) -> Rotation:
+        """See `rotation_tables`."""
+        return self.cos, self.sin
 
 
 def predict(
@@ -75,21 +83,30 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
     _seen: _Seen | None = None
 
     def see(self, inputs: SectionInputs) -> None:
-        """See `SectionDenoiser`; it is embedded in the next pass."""
-        self._inputs, self._seen = inputs, None
+        """See `SectionDenoiser`; without CUDA graphs it is embedded in the next pass, when its weights are here."""
+        self._inputs = inputs
+        if self._graphed is None:
+            self._seen = None
+        else:
+            self._seen = self._in_place(_embed(self._module, inputs, self.dtype), self._graphed)
+
+    def _in_place(self, seen: _Seen, graphed: CudaGraphRunner) -> _Seen:
+        """Return what a section sees in the tensors that recorded passes read, if the shapes are the same."""
+        known = self._seen
+        if known is None or any(old.shape != new.shape for old, new in zip(known, seen, strict=True)):
+            graphed.forget()
+            return seen
+        for old, new in zip(known, seen, strict=True):
+            old.copy_(new)
+        return known
 
     def forget(self) -> None:
         """Free what the last section sees."""
         super().forget()
         self._inputs = self._seen = None
 
-    # Not in inference mode: offloading hooks change weights while the module runs.
-    @torch.no_grad()
-    def _pass(
-        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
-    ) -> torch.Tensor:
-        del which
-        velocity: torch.Tensor = self._module(latents, timestep, text_embeds, self._embedded)
+    def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], torch.Tensor]) -> torch.Tensor:
+        velocity: torch.Tensor = self._module(latents, timestep, text(), self._embedded)
         return velocity
 
     def _embedded(self) -> _Seen:
@@ -100,6 +117,8 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
         return self._seen
 
 
+# Not in inference mode: offloading hooks change weights while the module runs.
+@torch.no_grad()
 def _embed(module: Any, inputs: SectionInputs, dtype: torch.dtype) -> _Seen:
     """Return what a section sees as tokens."""
     section = inputs.section
@@ -118,13 +137,14 @@ def _embed(module: Any, inputs: SectionInputs, dtype: torch.dtype) -> _Seen:
         tables(section.clean),
         tables(section.latents),
     ]
-    cos, sin = (torch.cat(one)[None, :, None] for one in zip(*every, strict=True))
+    cos, sin = rotation_tables(*(torch.cat(one)[None, :, None] for one in zip(*every, strict=True)))
     # In this order, as in diffusers: the scale is rounded to the dtype first.
     guidance = torch.tensor([inputs.guidance_scale], dtype=dtype, device=near.device) * 1000.0
     return _Seen(
         tokens=torch.cat([far, middle, near], dim=1),
         image=module.image_projection(inputs.image_embeds.to(dtype)),
-        rotation=rotation_tables(cos, sin),
+        cos=cos,
+        sin=sin,
         guidance=guidance,
     )
 

@@ -30,8 +30,9 @@ TEMPLATE_TOKENS = 95
 SKIPPED_LAYERS = 2
 # CLIP's positions.
 CLIP_TOKENS = 77
-# Of `Speed`, the transformer has attention kernels and compiled blocks, and the VAE has nothing. One GPU decodes.
-LACKS = frozenset({"text_kept", "paired", "graphed", "fused", "channels_last", "compiled_vae", "strips"})
+# Of `Speed`, the transformer refines the text at every step and takes one text at a time, and the VAE has nothing. One
+# GPU decodes.
+LACKS = frozenset({"text_kept", "paired", "channels_last", "compiled_vae", "strips"})
 # Single blocks have a `proj_out` too, so the last projection is named by its parameter, which bitsandbytes does not
 # compare: it quantizes that layer as well.
 UNQUANTIZED = ("context_embedder", "time_text_embed", "norm_out", "proj_out.weight")

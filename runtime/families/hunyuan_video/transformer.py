@@ -4,7 +4,10 @@ Equal to `diffusers.HunyuanVideoTransformer3DModel` up to rounding. Differences:
 
 - The text's padding is left out instead of masked, so that attention takes no mask and any kernel computes it.
 - The tables of the rotary embedding are computed once per size. The text's tokens are rotated by no angle, so that a
-  block rotates queries and keys of all tokens at once.
+  single block rotates queries and keys of all tokens at once.
+- Queries, keys and values can come from one matrix (`fuse`). The feed-forward of a single block keeps its own: together
+  they would save reading the input once, and hold three more tensors of tokens × width while the block attends.
+- The clip's and the text's tokens stay in one tensor from one single block to the next.
 - Attention is called directly rather than through a processor, which a compiler cannot trace.
 - Several processes can share a pass: each has an equal share of the sequence of the clip's and the text's tokens.
 
@@ -29,22 +32,34 @@ from runtime.execution.attention import attention
 from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import PROMPTED, UNPROMPTED, OnDegraded
+from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.first_block_cache import Sharing, first_block_cached
+from runtime.execution.fused_layers import fuse as fuse_layers
+from runtime.execution.fused_layers import unfuse_if_stale
+from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
 from runtime.upstream.diffusers import reset_step_cache
 
 # Queries, keys and values, each (1, tokens, heads, head width).
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# `double_step`, `single_step`, or a compiled version of one of them.
-BlockStep = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# `double_step`, `single_step`, or a version of one of them that is compiled or on block engines.
+DoubleStep = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+SingleStep = Callable[..., torch.Tensor]
+# Linear layers of queries, keys and values.
+Projections = tuple[Any, Any, Any]
+
+
+# Names of the matrices that `fuse` adds to a block's attention, as diffusers names them.
+_FUSED, _FUSED_TEXT = "to_qkv", "to_added_qkv"
 
 
 class _Stream(NamedTuple):
-    """The layers of a double block for one kind of tokens."""
+    """The layers of a double block for one kind of tokens; `fused` is the matrix of all `projections`, if there is."""
 
     norm1: Any
-    to_qkv: tuple[Any, Any, Any]
+    projections: Projections
+    fused: Any
     norm_query: Any
     norm_key: Any
     to_out: Any
@@ -55,12 +70,21 @@ class _Stream(NamedTuple):
 def _streams(block: Any) -> tuple[_Stream, _Stream]:
     """Return a double block's layers for the clip's tokens and for the text's."""
     attn = block.attn
-    of_clip, of_text = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     return (
-        _Stream(block.norm1, of_clip, attn.norm_q, attn.norm_k, attn.to_out[0], block.norm2, block.ff),
+        _Stream(
+            block.norm1,
+            _projections(attn),
+            getattr(attn, _FUSED, None),
+            attn.norm_q,
+            attn.norm_k,
+            attn.to_out[0],
+            block.norm2,
+            block.ff,
+        ),
         _Stream(
             block.norm1_context,
-            of_text,
+            _text_projections(attn),
+            getattr(attn, _FUSED_TEXT, None),
             attn.norm_added_q,
             attn.norm_added_k,
             attn.to_add_out,
@@ -68,6 +92,16 @@ def _streams(block: Any) -> tuple[_Stream, _Stream]:
             block.ff_context,
         ),
     )
+
+
+def _projections(attn: Any) -> Projections:
+    """Return the projections of the clip's tokens; in a single block, of all tokens."""
+    return attn.to_q, attn.to_k, attn.to_v
+
+
+def _text_projections(attn: Any) -> Projections:
+    """Return the projections of the text's tokens in a double block."""
+    return attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
 
 
 def double_step(
@@ -87,29 +121,33 @@ def double_step(
     """
     clip_layers, text_layers = _streams(block)
     clip_rows, text_rows = (_modulation(one.norm1, embedded, 6) for one in (clip_layers, text_layers))
-    heads = block.attn.heads
+    heads, count = block.attn.heads, x.shape[1]
+    own_rotation = rotation[0][:, :count], rotation[1][:, :count]
     # Nested calls, so that intermediate values are freed as soon as possible.
-    attended = _attended(
-        block,
-        _joined(
-            _stream_qkv(clip_layers, x, clip_rows, heads),
-            _stream_qkv(text_layers, text, text_rows, heads),
-        ),
-        rotation,
-    )
-    to_clip, to_text = attended.split([x.shape[1], text.shape[1]], dim=1)
+    attended = block.attend(
+        *_joined(
+            _stream_qkv(clip_layers, x, clip_rows, heads, own_rotation),
+            _stream_qkv(text_layers, text, text_rows, heads, None),
+        )
+    ).flatten(2)
+    to_clip, to_text = attended.split([count, text.shape[1]], dim=1)
     return _add_stream(clip_layers, x, to_clip, clip_rows), _add_stream(text_layers, text, to_text, text_rows)
 
 
-def single_step(
-    block: Any, x: torch.Tensor, text: torch.Tensor, embedded: torch.Tensor, rotation: Rotation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one block with the same weights for all tokens; arguments and results are those of `double_step`."""
-    both = torch.cat([x, text], dim=1)
+def single_step(block: Any, both: torch.Tensor, embedded: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Run one block with the same weights for all tokens. It is compiled as a whole.
+
+    Args:
+        block: a `HunyuanVideoSingleTransformerBlock` after `install`.
+        both: the clip's tokens and then the text's, (1, tokens, width).
+        embedded, rotation: see `double_step`.
+
+    Returns:
+        The tokens after the block, shaped like `both`.
+    """
     shift, scale, gate = _modulation(block.norm, embedded, 3)
-    both = both + gate * block.proj_out(_single_inner(block, both, shift, scale, rotation))
-    clip, own_text = both.split([x.shape[1], text.shape[1]], dim=1)
-    return clip, own_text
+    out: torch.Tensor = both + gate * block.proj_out(_single_inner(block, both, shift, scale, rotation))
+    return out
 
 
 def _single_inner(
@@ -117,10 +155,10 @@ def _single_inner(
 ) -> torch.Tensor:
     """Return a single block's results of attention and inner layer, (1, tokens, width + inner width)."""
     attn, normed = block.attn, block.norm.norm(both) * (1 + scale) + shift
-    inner = block.act_mlp(block.proj_mlp(normed))
-    qkv = (attn.to_q, attn.to_k, attn.to_v)
-    attended = _attended(block, _qkv(normed, qkv, attn.norm_q, attn.norm_k, attn.heads), rotation)
-    return torch.cat([attended, inner], dim=2)
+    fused = getattr(attn, _FUSED, None)
+    qkv = _qkv(normed, _projections(attn), fused, attn.norm_q, attn.norm_k, attn.heads, rotation)
+    # Compiled, the activation is written to its place in the joined tensor; only the result of attention is copied.
+    return torch.cat([block.attend(*qkv).flatten(2), block.act_mlp(block.proj_mlp(normed))], dim=2)
 
 
 class EngineSteps:
@@ -162,13 +200,11 @@ class EngineSteps:
             made.append(out)
         return made[0], made[1]
 
-    def single(
-        self, block: Any, x: torch.Tensor, text: torch.Tensor, embedded: torch.Tensor, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def single(self, block: Any, both: torch.Tensor, embedded: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """See `single_step`."""
         engines, dtype = self._engines, embedded.dtype
-        both, rows, view = torch.cat([x, text], dim=1), _rows(block.norm, embedded, 3), _view_of_single(block)
-        weights = engines.weights(view, x.device, ("block_qkv", "block_single"))
+        rows, view = _rows(block.norm, embedded, 3), _view_of_single(block)
+        weights = engines.weights(view, both.device, ("block_qkv", "block_single"))
         qkv = engines.outputs("block_qkv", both)
         self._project(block.norm, view, both, rows[:, :2], weights, rotation, qkv, 0)
         attended = _attended_by(block, qkv)
@@ -182,8 +218,7 @@ class EngineSteps:
                 (out[:, part],),
                 partial(_wide_single, block, here, own, rows, dtype),
             )
-        clip, own_text = out.split([x.shape[1], text.shape[1]], dim=1)
-        return clip, own_text
+        return out
 
     def _project(
         self,
@@ -214,7 +249,7 @@ class EngineSteps:
 def _view_of(layers: _Stream) -> torch.nn.Module:
     """Return a stream's layers by the names of `block_programs`."""
     view = torch.nn.Module()
-    view.to_q, view.to_k, view.to_v = layers.to_qkv
+    view.to_q, view.to_k, view.to_v = layers.projections
     view.norm_q, view.norm_k, view.to_out = layers.norm_query, layers.norm_key, layers.to_out
     view.expand, view.contract = layers.feed_forward.net[0].proj, layers.feed_forward.net[2]
     return view
@@ -270,13 +305,6 @@ def _wide_single(
     return out
 
 
-def _attended(block: Any, qkv: Qkv, rotation: Rotation) -> torch.Tensor:
-    """Return the result of attention among all tokens, (1, tokens, width)."""
-    q, k, v = qkv
-    out: torch.Tensor = block.attend(rotate(q, rotation), rotate(k, rotation), v)
-    return out.flatten(2)
-
-
 def _joined(of_clip: Qkv, of_text: Qkv) -> Qkv:
     """Return queries, keys and values of the clip's tokens and then the text's."""
     q, k, v = (torch.cat(pair, dim=1) for pair in zip(of_clip, of_text, strict=True))
@@ -289,19 +317,36 @@ def _modulation(norm: Any, embedded: torch.Tensor, rows: int) -> tuple[torch.Ten
     return found.unsqueeze(1).chunk(rows, dim=2)
 
 
-def _qkv(normed: torch.Tensor, layers: tuple[Any, Any, Any], norm_query: Any, norm_key: Any, heads: int) -> Qkv:
-    """Return queries, keys and values, each (1, tokens, heads, head width), before the rotation."""
-    q, k, v = (layer(normed).unflatten(2, (heads, -1)) for layer in layers)
-    return norm_query(q), norm_key(k), v
+def _qkv(
+    normed: torch.Tensor,
+    projections: Projections,
+    fused: Any,
+    norm_query: Any,
+    norm_key: Any,
+    heads: int,
+    rotation: Rotation | None,
+) -> Qkv:
+    """Return queries, keys and values, each (1, tokens, heads, head width).
+
+    Args:
+        fused: the matrix of all projections, if there is one.
+        rotation: of these tokens; `None` if they are not rotated.
+    """
+    parts = [layer(normed) for layer in projections] if fused is None else fused(normed).chunk(3, dim=2)
+    q, k, v = (part.unflatten(2, (heads, -1)) for part in parts)
+    q, k = norm_query(q), norm_key(k)
+    return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
 
-def _stream_qkv(layers: _Stream, x: torch.Tensor, rows: tuple[torch.Tensor, ...], heads: int) -> Qkv:
+def _stream_qkv(
+    layers: _Stream, x: torch.Tensor, rows: tuple[torch.Tensor, ...], heads: int, rotation: Rotation | None
+) -> Qkv:
     """Return queries, keys and values of one kind of tokens, see `_qkv`."""
     if not x.shape[1]:
         none = x.unflatten(2, (heads, -1))
         return none, none, none
     normed = layers.norm1.norm(x) * (1 + rows[1]) + rows[0]
-    return _qkv(normed, layers.to_qkv, layers.norm_query, layers.norm_key, heads)
+    return _qkv(normed, layers.projections, layers.fused, layers.norm_query, layers.norm_key, heads, rotation)
 
 
 def _add_stream(
@@ -319,8 +364,8 @@ def _add_stream(
 def install(
     module: Any,
     kind: str = "native",
-    double: BlockStep = double_step,
-    single: BlockStep = single_step,
+    double: DoubleStep = double_step,
+    single: SingleStep = single_step,
     *,
     forward: Callable[..., torch.Tensor] | None = None,
     wide: bool = False,
@@ -333,30 +378,51 @@ def install(
         module: has blocks of both kinds, without hooks at the first call.
         forward: computes a pass of the module; `predict` by default. Later calls do not change it.
         kind: the attention kernel, see `execution.attention`.
-        double: `double_step` or a compiled version of it.
-        single: `single_step` or a compiled version of it.
+        double, single: the steps of both kinds of blocks.
         wide: whether tokens are float32 between blocks, whatever the dtype of the weights.
     """
     attend = attention(kind)
     if not hasattr(module, "is_wide"):
         module.forward = MethodType(forward or predict, module)
-    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
-        if not hasattr(block, "step"):
-            block.forward = MethodType(_block_forward, block)
-        block.attend = attend
+    for blocks, block_forward in (
+        (module.transformer_blocks, _double_forward),
+        (module.single_transformer_blocks, _single_forward),
+    ):
+        for block in blocks:
+            if not hasattr(block, "step"):
+                block.forward = MethodType(block_forward, block)
+            block.attend = attend
+    for found in _fusible(module):
+        unfuse_if_stale(*found)
     _use_steps(module, double, single, wide=wide)
 
 
 def _use_steps(
-    module: Any, double: BlockStep = double_step, single: BlockStep = single_step, *, wide: bool = False
+    module: Any, double: DoubleStep = double_step, single: SingleStep = single_step, *, wide: bool = False
 ) -> None:
     module.is_wide = wide
-    for blocks, step in ((module.transformer_blocks, double), (module.single_transformer_blocks, single)):
-        for block in blocks:
-            block.step = step
+    for block in module.transformer_blocks:
+        block.step = double
+    for block in module.single_transformer_blocks:
+        block.step = single
 
 
-def _block_forward(
+def fuse(module: Any) -> bool:
+    """Fuse the blocks' projections of queries, keys and values, see `fused_layers.fuse`; return whether any was."""
+    fused = [fuse_layers(*found) for found in _fusible(module)]
+    return any(fused)
+
+
+def _fusible(module: Any) -> Iterator[tuple[Any, str, Projections]]:
+    """Yield the arguments of `fused_layers` for all blocks: a module, the name of its fused layer, and its layers."""
+    for block in module.transformer_blocks:
+        yield block.attn, _FUSED, _projections(block.attn)
+        yield block.attn, _FUSED_TEXT, _text_projections(block.attn)
+    for block in module.single_transformer_blocks:
+        yield block.attn, _FUSED, _projections(block.attn)
+
+
+def _double_forward(
     self: Any,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
@@ -364,10 +430,38 @@ def _block_forward(
     attention_mask: None,
     rotary_emb: Rotation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one block. The signature begins as that of diffusers' blocks, but the rotation is of all tokens."""
+    """Run a double block. The signature begins as that of diffusers' blocks, but the rotation is of all tokens."""
     assert attention_mask is None, "padding is left out"
     out: tuple[torch.Tensor, torch.Tensor] = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
     return out
+
+
+def _single_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    attention_mask: None,
+    rotary_emb: Rotation,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a single block; see `_double_forward`. The results are parts of one tensor."""
+    assert attention_mask is None, "padding is left out"
+    out = self.step(self, _in_one(hidden_states, encoder_hidden_states), temb, rotary_emb)
+    clip, text = out.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+    return clip, text
+
+
+def _in_one(x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of both, (1, tokens, width); without a copy if they lie one after the other in memory."""
+    count, width = x.shape[1] + text.shape[1], x.shape[2]
+    adjacent = (
+        x.untyped_storage().data_ptr() == text.untyped_storage().data_ptr()
+        and x.stride()[1:] == text.stride()[1:] == (width, 1)
+        and text.storage_offset() == x.storage_offset() + x.shape[1] * width
+    )
+    if not adjacent:
+        return torch.cat([x, text], dim=1)
+    return x.as_strided((1, count, width), (count * width, width, 1))
 
 
 def share_tokens(module: Any, tokens: Tokens) -> None:
@@ -409,12 +503,10 @@ def run_blocks(
         x, text = x.float(), text.float()
     for block in module.transformer_blocks:
         x, text = block(x, text, embedded, None, rotation)
-    # The same before single blocks, whose results are parts of one tensor.
-    x, text = torch.cat([x, text], dim=1).split([x.shape[1], text.shape[1]], dim=1)
     for block in module.single_transformer_blocks:
         x, text = block(x, text, embedded, None, rotation)
     if shared is not None:
-        x = torch.cat([x, text], dim=1)
+        x = _in_one(x, text)
     projected: torch.Tensor = module.proj_out(module.norm_out(x, embedded).to(embedded.dtype))
     return projected if shared is None else shared.all(projected)[:, :count]
 
@@ -483,7 +575,8 @@ def unpatched(x: torch.Tensor, frames: int, height: int, width: int, config: Any
 class PyTorchDenoiser:
     """A `diffusers.HunyuanVideoTransformer3DModel`; see `execution.components.PyTorchDenoiser`.
 
-    Of a plan's `Speed` it applies the attention kernel and compilation; the spec says that it lacks the rest.
+    Of a plan's `Speed` it applies the attention kernel, compilation, fused projections and CUDA graphs. The text is
+    refined at every step, because its refiner depends on the timestep.
     """
 
     pairs = False
@@ -494,25 +587,32 @@ class PyTorchDenoiser:
         self._module = module
         self._caches = False
         self._engines: BlockEngines | None = None
+        self._graphed: CudaGraphRunner | None = None
         self.dtype: torch.dtype = module.x_embedder.proj.weight.dtype
         self.compute(speed)
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """See `execution.components.PyTorchDenoiser`."""
 
-        def report(reason: Fact) -> None:
-            if on_degraded is not None:
-                on_degraded("compiled", reason)
+        def report(field: str) -> Callable[[Fact], None]:
+            return lambda reason: None if on_degraded is None else on_degraded(field, reason)
 
         self.forget()
-        compiled = speed.compiled and engines is None
-        self._compiled = [CompiledStep(step, report) for step in (double_step, single_step)] if compiled else []
+        if engines is not None:
+            speed = speed.replace(compiled=False, fused=False)
+        steps = (double_step, single_step) if speed.compiled else ()
+        self._compiled = [CompiledStep(step, report("compiled")) for step in steps]
         self._engines = engines
         if engines is None:
             install(self._module, speed.attention, *self._compiled, forward=self._forward)
         else:
-            steps = EngineSteps(engines)
-            install(self._module, speed.attention, steps.double, steps.single, forward=self._forward, wide=True)
+            on_engines = EngineSteps(engines)
+            install(
+                self._module, speed.attention, on_engines.double, on_engines.single, forward=self._forward, wide=True
+            )
+        if speed.fused and fuse(self._module):
+            release_cached_memory()
+        self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None
 
     @property
     def compile_seconds(self) -> float:
@@ -526,6 +626,7 @@ class PyTorchDenoiser:
         if strength is None:
             yield
             return
+        assert self._graphed is None, "each call may skip blocks"
         with first_block_cached(self._module, strength, sharing):
             self._caches = True
             try:
@@ -539,30 +640,44 @@ class PyTorchDenoiser:
             reset_step_cache(self._module)
 
     def forget(self) -> None:
-        """Free the tables of the last size; block engines are not used from then on."""
+        """Free the tables of the last size and CUDA graphs; block engines are not used from then on."""
         if self._engines is not None:
             self._engines = None
             _use_steps(self._module)
         self._module.__dict__.pop("_tables", None)  # see `_rotation`
+        if self._graphed is not None:
+            self._graphed.forget()
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `execution.components.Denoiser`."""
+        if self._engines is None:
+            return self._pass(latents, timestep, text_embeds, which)
+        failed = self._engines.failed
         output = self._pass(latents, timestep, text_embeds, which)
-        if self._engines is None or not self._engines.rejects(output):
-            return output
-        self.reset_cache()
-        return self._pass(latents, timestep, text_embeds, which)
+        again = self._engines.rejects(output)
+        if self._engines.failed != failed and self._graphed is not None:
+            # What was recorded runs the engines.
+            self._graphed.forget()
+        if again:
+            self.reset_cache()
+            output = self._pass(latents, timestep, text_embeds, which)
+        return output
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def _pass(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
     ) -> torch.Tensor:
+        if self._graphed is not None:
+            return self._graphed(latents, timestep, lambda: text_embeds)
         with self._module.cache_context(which) if self._caches else nullcontext():
-            velocity: torch.Tensor = self._module(latents, timestep, text_embeds)
-            return velocity
+            return self._predict(latents, timestep, lambda: text_embeds)
+
+    def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], torch.Tensor]) -> torch.Tensor:
+        velocity: torch.Tensor = self._module(latents, timestep, text())
+        return velocity
 
     def pair(
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor

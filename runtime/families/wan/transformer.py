@@ -22,7 +22,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
@@ -33,6 +32,8 @@ from runtime.execution.compilation import CompiledStep, OnDegraded
 from runtime.execution.components import PROMPTED
 from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.first_block_cache import Sharing, first_block_cached
+from runtime.execution.fused_layers import fuse as fuse_layers
+from runtime.execution.fused_layers import unfuse_if_stale
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
@@ -89,7 +90,7 @@ def block_qkv(
     """
     attn, (shift, scale) = block.attn1, _by_token(table[:, :2], x.shape[1], given)
     normed = (block.norm1(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
-    if getattr(attn, "fused_projections", False):
+    if hasattr(attn, "to_qkv"):
         q, k, v = attn.to_qkv(normed).chunk(3, dim=-1)
     else:
         q, k, v = attn.to_q(normed), attn.to_k(normed), attn.to_v(normed)
@@ -310,7 +311,7 @@ def install(module: Any, kind: str = "native", step: BlockStep = block_step, *, 
     # Not the dtype of a block's parameters, which may be quantized.
     dtype: torch.dtype = module.patch_embedding.weight.dtype
     for block in module.blocks:
-        _unfuse_if_stale(block.attn1)
+        unfuse_if_stale(*_projections(block.attn1))
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
         block.attend, block.attend_text, block.compute_dtype = attend, attend_text, dtype
@@ -398,43 +399,14 @@ def _rotation(module: Any, latents: torch.Tensor) -> Rotation:
 
 
 def fuse(module: Any) -> bool:
-    """Fuse each block's query, key and value projections into one matrix; the original weights become views of it.
-
-    Layers that are quantized or have an adapter are skipped.
-
-    Returns:
-        Whether any block was fused. The memory of the original weights then remains in the allocator's cache.
-    """
-    any_fused = False
-    for block in module.blocks:
-        attn = block.attn1
-        layers = (attn.to_q, attn.to_k, attn.to_v)
-        plain = all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers)
-        if not plain or getattr(attn, "fused_projections", False):
-            continue
-        fused = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
-        for name in ("weight", "bias"):
-            parts = [getattr(layer, name) for layer in layers]
-            joined = torch.cat([part.data for part in parts])
-            setattr(fused, name, nn.Parameter(joined, requires_grad=False))
-            for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-                part.data = view
-        attn.to_qkv = fused
-        attn.fused_projections = any_fused = True
-    return any_fused
+    """Fuse each block's query, key and value projections, see `fused_layers.fuse`; return whether any was fused."""
+    fused = [fuse_layers(*_projections(block.attn1)) for block in module.blocks]
+    return any(fused)
 
 
-def _unfuse_if_stale(attn: Any) -> None:
-    """Remove a fused matrix if a layer's weights were replaced or got an adapter after fusing."""
-    if not getattr(attn, "fused_projections", False):
-        return
-    fused, layers = attn.to_qkv, (attn.to_q, attn.to_k, attn.to_v)
-    views = fused.weight.data.split([fused.out_features // len(layers)] * len(layers))
-    for layer, view in zip(layers, views, strict=True):
-        if type(layer) is not nn.Linear or layer.weight.data_ptr() != view.data_ptr():
-            attn.fused_projections = False
-            del attn.to_qkv
-            return
+def _projections(attn: Any) -> tuple[Any, str, tuple[Any, Any, Any]]:
+    """Return the arguments of `fused_layers` for an attention's projections."""
+    return attn, "to_qkv", (attn.to_q, attn.to_k, attn.to_v)
 
 
 def share_tokens(module: Any, tokens: Tokens) -> None:

@@ -14,7 +14,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.parallel.proxies import GroupManager, SharedDenoiser
-from runtime.families.hunyuan_video.transformer import PyTorchDenoiser
+from runtime.families.hunyuan_video.transformer import PyTorchDenoiser, fuse, install
 from runtime.models.spec import ModelSpec
 
 Tiny = Callable[[str], ModelSpec]
@@ -65,6 +65,61 @@ def test_a_pass_equals_diffusers(padding: int, tiny: Tiny) -> None:
         assert close(denoiser(*given), by_diffusers(spec, *given, padding=padding))
 
 
+def test_fused_projections_equal_diffusers(tiny: Tiny) -> None:
+    spec, given = tiny("hunyuan-video"), inputs()
+    module = load(spec)
+    denoiser = PyTorchDenoiser(module, Speed(fused=True))
+    double, single = module.transformer_blocks[0].attn, module.single_transformer_blocks[0].attn
+    for fused, last in (
+        (double.to_qkv, double.to_v),
+        (double.to_added_qkv, double.add_v_proj),
+        (single.to_qkv, single.to_v),
+    ):
+        assert last.weight.untyped_storage().data_ptr() == fused.weight.untyped_storage().data_ptr()
+        # The pass reads the fused matrix only: without it, the projections' values are lost.
+        fused.weight.data = fused.weight.data.clone()
+        last.weight.data.zero_()
+    wanted = by_diffusers(spec, *given)
+    assert close(denoiser(*given), wanted)
+    # A matrix that the projections are no longer views of is dropped.
+    install(module)
+    assert not hasattr(double, "to_qkv")
+    assert not hasattr(double, "to_added_qkv")
+    assert not hasattr(single, "to_qkv")
+    assert not close(denoiser(*given), wanted)
+
+
+def test_a_projection_with_an_adapter_is_not_fused(tiny: Tiny) -> None:
+    spec, given = tiny("hunyuan-video"), inputs()
+    module = load(spec)
+    adapted = module.single_transformer_blocks[1].attn
+    adapted.to_q = torch.nn.Sequential(adapted.to_q)
+    denoiser = PyTorchDenoiser(module)
+    assert fuse(module)
+    assert not fuse(module)
+    assert not hasattr(adapted, "to_qkv")
+    assert close(denoiser(*given), by_diffusers(spec, *given))
+
+
+def test_single_blocks_pass_their_tokens_on_without_a_copy(tiny: Tiny) -> None:
+    module = load(tiny("hunyuan-video"))
+    denoiser, last = PyTorchDenoiser(module), len(module.single_transformer_blocks) - 1
+    made: dict[int, int] = {}
+    given: dict[int, int] = {}
+
+    def watched(index: int, step: Any, block: Any, both: torch.Tensor, *rest: Any) -> torch.Tensor:
+        given[index] = both.data_ptr()
+        out: torch.Tensor = step(block, both, *rest)
+        made[index] = out.data_ptr()
+        return out
+
+    for index, block in enumerate(module.single_transformer_blocks):
+        block.step = partial(watched, index, block.step)
+    denoiser(*inputs())
+    assert last > 0
+    assert all(given[index + 1] == made[index] for index in range(last))
+
+
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
     """Begin and end with nothing compiled."""
@@ -83,7 +138,7 @@ def test_blocks_are_compiled_once_for_each_kind(tiny: Tiny, monkeypatch: pytest.
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function, backend=counter, **options))
     degraded: list[tuple[str, Fact]] = []
     denoiser = PyTorchDenoiser(module)
-    denoiser.compute(Speed(compiled=True), lambda field, reason: degraded.append((field, reason)))
+    denoiser.compute(Speed(compiled=True, fused=True), lambda field, reason: degraded.append((field, reason)))
     assert denoiser.compile_seconds == 0
     assert close(denoiser(*given), wanted)
     assert counter.frame_count == 2
