@@ -2,14 +2,16 @@
 
     python tests/gpu/measure_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
 
-PART is of attention, transformer, vae, vae-encoder, small, and hunyuan-video, whose variants are `HUNYUAN_VARIANTS` and
-whose sizes are 960x544 for `--size 480p` and 1280x720 for 720p, with 129 frames. Random weights: speed does not depend
-on their values; norms are near one, so that attention is neither flat nor sharp. Prints a JSON object per measurement
-and appends it to $OUT/speed.jsonl; the last variant's profile goes to $OUT/profile-*.txt. A failure is reported and the
-next variant runs; none starts after `--seconds`. `--device cpu --tiny` tries the script itself.
+PART is of attention, transformer, vae, vae-encoder, small, hunyuan-video and framepack. The variants of the last two
+are `HUNYUAN_VARIANTS`; their sizes are 129 frames of 960x544 (`--size 480p`) or 1280x720 (720p), and sections of
+480x832 and of 640x640. Random weights: speed does not depend on their values; norms are near one, so that attention is
+neither flat nor sharp. Prints a JSON object per measurement and appends it to $OUT/speed.jsonl; the last variant's
+profile goes to $OUT/profile-*.txt. A failure is reported and the next variant runs; none starts after `--seconds`.
+`--device cpu --tiny` tries the script itself.
 
 Errors are ‖out - ref‖ / ‖ref‖ against float32 with TF32 off, of the same weights; the transformer's over
-`--reference-blocks` of its 40 blocks, since float32 takes a minute for all of them at 480p and five at 720p.
+`--reference-blocks` of its 40 blocks, since float32 takes a minute for all of them at 480p and five at 720p;
+HunyuanVideo's and FramePack's over as many of each kind.
 """
 
 import argparse
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch._inductor.config as inductor_config
-from diffusers import AutoencoderKLWan, HunyuanVideoTransformer3DModel, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
@@ -43,15 +45,14 @@ from runtime.engines.reference import full_float32
 from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
-from runtime.families.hunyuan_video import transformer as hunyuan
-from runtime.families.hunyuan_video.known import KNOWN as HUNYUAN_KNOWN
 from runtime.families.wan.spec import vae_spec
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models import quantization
-from runtime.models.catalogue import find, look_up
+from runtime.models.catalogue import find
 from runtime.pipeline.sampling import decode
+from tests.gpu import hunyuan_cases as cases
 from tests.gpu.check_common import relative_error
 from tests.plans import Alone, tiny_plan
 
@@ -103,31 +104,29 @@ VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
     ("kernels", Speed(channels_last=True, compiled=True), 1),
     ("kernels", Speed(channels_last=True, compiled=True), 4),
 )
-# Latent frames, height, width of 129 frames.
-HUNYUAN_SIZES = {"480p": (33, 68, 120), "720p": (33, 90, 160), "tiny": (3, 6, 8)}
-HUNYUAN_TINY: dict[str, Any] = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 32,
-    "pooled_projection_dim": 16,
-    "rope_axes_dim": (4, 6, 6),
-}
-HUNYUAN_TEXT = 40
-# Name: how it is computed, `None` by diffusers, and how the linear layers are: "" or `FP8`.
+# Of HunyuanVideo and FramePack. Name: how it is computed, `None` by diffusers, and how the linear layers are: "" or
+# `FP8`.
 HUNYUAN_VARIANTS: dict[str, tuple[Speed | None, str]] = {
     "diffusers": (None, ""),
     "ours": (EAGER, ""),
+    "fused": (Speed(fused=True), ""),
     "compiled": (Speed(compiled=True), ""),
     "cudnn": (Speed(attention="cudnn", compiled=True), ""),
-    "flash4": (Speed(attention="flash4", compiled=True), ""),
-    "fp8-attention": (Speed(attention="fp8", compiled=True), ""),
+    "cudnn-fused": (Speed(attention="cudnn", compiled=True, fused=True), ""),
+    "flash4": (Speed(attention="flash4", compiled=True, fused=True), ""),
+    "flash4-graphed": (Speed(attention="flash4", compiled=True, fused=True, graphed=True), ""),
+    "fp8-attention": (Speed(attention="fp8", compiled=True, fused=True), ""),
     "fp8": (Speed(attention="cudnn", compiled=True), FP8),
     "fp8-flash4": (Speed(attention="flash4", compiled=True), FP8),
     "fp8-all": (Speed(attention="fp8", compiled=True), FP8),
+    "fp8-all-graphed": (Speed(attention="fp8", compiled=True, graphed=True), FP8),
 }
+HUNYUAN_DEFAULT = {
+    "hunyuan-video": ("diffusers", "cudnn", "cudnn-fused", "flash4", "fp8-attention", "fp8-flash4", "fp8-all"),
+    "framepack": ("diffusers", "cudnn-fused", "flash4", "flash4-graphed", "fp8-attention", "fp8-flash4", "fp8-all"),
+}
+# Seconds to spend on the timed calls of a variant of HunyuanVideo or FramePack, one to three calls.
+HUNYUAN_SECONDS = 40.0
 DEFAULT = ("diffusers", "ours", "compiled-fused", "flash4", "fp8-attention", "fp8", "fp8-all")
 
 
@@ -223,8 +222,17 @@ def flops(bench: Bench, config: dict[str, Any]) -> tuple[float, float]:
     return float(blocks * (attends + linear + 4 * tokens * TEXT_TOKENS * width)), float(blocks * attends)
 
 
-def random_module(device: str, make: Callable[[], Any], dtype: torch.dtype) -> Any:
-    """Return a module with random weights on the device; those that diffusers keeps in float32 stay float32."""
+def random_module(
+    device: str,
+    make: Callable[[], Any],
+    dtype: torch.dtype,
+    spread_of: Callable[[str, torch.Tensor], float] | None = None,
+) -> Any:
+    """Return a module with random weights on the device; those that diffusers keeps in float32 stay float32.
+
+    Args:
+        spread_of: returns the standard deviation of a weight, by its name.
+    """
     with torch.device("meta"):
         made = make()
     made = made.to_empty(device=device).eval().requires_grad_(False)
@@ -234,6 +242,8 @@ def random_module(device: str, make: Callable[[], Any], dtype: torch.dtype) -> A
         parts = name.split(".")
         # The same values in any dtype. Random convolutions grow: theirs are such that values stay near one.
         spread = parameter[0].numel() ** -0.5 if parameter.dim() > 3 else 0.02
+        if spread_of is not None:
+            spread = spread_of(name, parameter)
         values = torch.empty_like(parameter, dtype=torch.float32).normal_(0, spread, generator=generator)
         if parts[-1] == "gamma" or (parts[-1] == "weight" and "norm" in name.split(".")[-2:][0]):
             values.add_(1.0)
@@ -361,88 +371,114 @@ def quantize(module: Any) -> None:
 
 
 def hunyuan_video(bench: Bench) -> None:
-    """Measure one forward pass of HunyuanVideo's transformer, in bfloat16 and FP8.
+    """Measure one forward pass of HunyuanVideo's transformer, in bfloat16 and FP8."""
+    hunyuan(bench, "hunyuan-video", [bench.size])
 
-    diffusers masks the text's padding, as its pipeline does; a prompt of `HUNYUAN_TEXT` tokens is padded to 256.
+
+def framepack(bench: Bench) -> None:
+    """Measure one forward pass of FramePack's transformer, of a section with all its history, in bfloat16 and FP8."""
+    hunyuan(bench, "framepack", ["tiny"] if bench.arguments.tiny else ["480x832", "640x640"])
+
+
+def hunyuan(bench: Bench, model: str, sizes: list[str]) -> None:
+    """Measure one forward pass of each size.
+
+    diffusers masks the text's padding, as its pipelines do; Tandem leaves it out.
     """
-    config = dict(HUNYUAN_KNOWN[0].configs["transformer"]) | (HUNYUAN_TINY if bench.arguments.tiny else {})
-    module = random_module(bench.device, lambda: HunyuanVideoTransformer3DModel(**config), bench.dtype)
-    latents, times, text = given = hunyuan_inputs(bench, module.config)
-    spec = look_up("hunyuan-video", Path("none")).transformer
-    tokens = latents[0, 0].numel() // 4
-    operations = 0.0 if bench.arguments.tiny else spec.forward_flops(tokens, HUNYUAN_TEXT)
-    say: dict[str, Any] = {
-        "part": "hunyuan-video",
-        "grid": list(latents.shape[2:]),
-        "floor": round(operations / PEAK, 3),
-    }
-    blocks = module.transformer_blocks, module.single_transformer_blocks
-    deep = bench.arguments.reference_blocks
-
-    @contextmanager
-    def first_blocks() -> Iterator[None]:
-        module.transformer_blocks, module.single_transformer_blocks = (kind[:deep] for kind in blocks)
-        try:
-            yield
-        finally:
-            module.transformer_blocks, module.single_transformer_blocks = blocks
-
-    wanted = None
-    if deep:
-        with bench.trying(**say, variant="reference"), torch.no_grad(), first_blocks(), full_float32(latents.device):
-            wanted = hunyuan_by_diffusers(copy.deepcopy(module).float(), *given)
-    chosen = bench.arguments.variants.split(",") if bench.arguments.variants else list(HUNYUAN_VARIANTS)
-    quantized = False
+    tiny, deep = bench.arguments.tiny, bench.arguments.reference_blocks
+    module = random_module(bench.device, partial(cases.make, model, tiny=tiny), bench.dtype, cases.spread)
+    found = [cases.case(model, size, module.config, bench.device, tiny=tiny) for size in sizes]
+    wanted: dict[str, torch.Tensor] = {}
+    for case in found:
+        what = {"part": model, "case": case.size, "variant": "reference"}
+        with (
+            bench.trying(**what),
+            torch.no_grad(),
+            first_blocks(module, deep),
+            full_float32(torch.device(bench.device)),
+        ):
+            if deep:
+                started = time.perf_counter()
+                wanted[case.size] = case.by_diffusers(copy.deepcopy(module).float())
+                bench.say(**what, blocks=deep, seconds=round(time.perf_counter() - started, 1))
+    chosen = bench.arguments.variants.split(",") if bench.arguments.variants else list(HUNYUAN_DEFAULT[model])
     for name in chosen:
-        speed, linears = HUNYUAN_VARIANTS[name]
-        if linears and not quantized:
-            hunyuan_quantize(module)
-            quantized = True
-        with bench.trying(**say, variant=name), torch.no_grad():
-            if quantized and not linears:
-                raise RuntimeError("FP8 once is FP8 for good: name its variants last")
-            run = partial(hunyuan_by_diffusers, module, *given)
-            if speed is not None:
-                why = problem(speed.attention, bench.device, bench.dtype, module.config.attention_head_dim)
-                if why is not None:
-                    raise RuntimeError(str(why))
-                denoiser = hunyuan.PyTorchDenoiser(module)
-                denoiser.compute(speed, raise_if_degraded)
-                run = partial(denoiser, latents, times, text)
-            run()
-            found = bench.seconds(run, 3)
-            off = None
-            if wanted is not None:
-                with first_blocks():
-                    off = float(f"{relative_error(run().float(), wanted):.3g}")
-            bench.say(**say, variant=name, **found, error=off, error_blocks=[len(kind[:deep]) for kind in blocks])
-            if name == chosen[-1] and not bench.arguments.no_profile:
-                profile(bench, f"hunyuan-video-{bench.size}-{name}", run, {**say, "variant": name})
+        for case in found:
+            with bench.trying(part=model, case=case.size, variant=name), torch.no_grad():
+                if HUNYUAN_VARIANTS[name][1] and not quantized(module):
+                    hunyuan_quantize(module)
+                profiled = name == chosen[-1] and case is found[-1] and not bench.arguments.no_profile
+                hunyuan_variant(bench, model, module, case, name, wanted.get(case.size), profiled=profiled)
 
 
-def hunyuan_inputs(bench: Bench, config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return random latents, the timestep with 1000 times the guidance scale, and a text without padding."""
-    generator = torch.Generator(bench.device).manual_seed(1)
-    grid = HUNYUAN_SIZES[bench.size]
-    latents = torch.randn(1, config.in_channels, *grid, device=bench.device, generator=generator)
-    text = torch.randn(1, 1 + HUNYUAN_TEXT, config.text_embed_dim, device=bench.device, generator=generator)
-    return latents, torch.tensor([500.0, 6000.0], device=bench.device), text.to(bench.dtype)
+def hunyuan_variant(
+    bench: Bench,
+    model: str,
+    module: Any,
+    case: cases.Case,
+    name: str,
+    wanted: torch.Tensor | None,
+    *,
+    profiled: bool,
+) -> None:
+    """Measure one variant of one size."""
+    speed, linears = HUNYUAN_VARIANTS[name]
+    if quantized(module) and not linears:
+        raise RuntimeError("FP8 once is FP8 for good: name its variants last")
+
+    def ready() -> Callable[[], torch.Tensor]:
+        if speed is None:
+            return lambda: case.by_diffusers(module)
+        why = problem(speed.attention, bench.device, bench.dtype, module.config.attention_head_dim)
+        if why is not None:
+            raise RuntimeError(str(why))
+        denoiser = cases.denoiser_of(model, module)
+        denoiser.compute(speed, raise_if_degraded)
+        return case.by_tandem(denoiser)
+
+    run, started = ready(), time.perf_counter()
+    run()
+    bench.wait()
+    first = time.perf_counter() - started
+    found = bench.seconds(run, 1)
+    more = min(int(HUNYUAN_SECONDS / found["seconds"]), 3)
+    if more > 1:
+        found = bench.seconds(run, more)
+    say: dict[str, Any] = {"part": model, "case": case.size, "grid": list(case.grid), "variant": name}
+    error = None
+    if wanted is not None:
+        with first_blocks(module, bench.arguments.reference_blocks):
+            # What was recorded has all blocks.
+            output = (ready() if speed is not None and speed.graphed else run)()
+            error = float(f"{relative_error(output.float(), wanted):.3g}")
+    bench.say(
+        **say,
+        floor=round(case.operations / PEAK, 3),
+        first=round(first, 2),
+        **found,
+        calls=max(more, 1),
+        error=error,
+        error_blocks=bench.arguments.reference_blocks,
+        tera=round(case.operations / found["seconds"] / 1e12, 1),
+    )
+    if profiled:
+        profile(bench, f"{model}-{case.size}-{name}", run, say)
 
 
-def hunyuan_by_diffusers(module: Any, latents: torch.Tensor, times: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """Return diffusers' prediction, with the text padded to 256 tokens; the module need not be as loaded."""
-    dtype, tokens = module.x_embedder.proj.weight.dtype, text[:, 1:]
-    padded = nn.functional.pad(tokens, (0, 0, 0, 256 - tokens.shape[1])).to(dtype)
-    mask = (torch.arange(256, device=text.device) < tokens.shape[1])[None].to(dtype)
-    pooled = text[:, 0, : module.config.pooled_projection_dim].to(dtype)
-    for one in (module, *module.transformer_blocks, *module.single_transformer_blocks):
-        # Undo `hunyuan.install`.
-        for name in ("forward", "step", "is_wide"):
-            one.__dict__.pop(name, None)
-    out: torch.Tensor = module(
-        latents.to(dtype), times[:1], padded, mask, pooled, guidance=times[1:].to(dtype), return_dict=False
-    )[0]
-    return out
+@contextmanager
+def first_blocks(module: Any, count: int) -> Iterator[None]:
+    """Leave a transformer its first blocks of each kind, while entered."""
+    blocks = module.transformer_blocks, module.single_transformer_blocks
+    module.transformer_blocks, module.single_transformer_blocks = (kind[:count] for kind in blocks)
+    try:
+        yield
+    finally:
+        module.transformer_blocks, module.single_transformer_blocks = blocks
+
+
+def quantized(module: Any) -> bool:
+    """Return whether `hunyuan_quantize` was called."""
+    return quantization.is_quantized(module.single_transformer_blocks[0].proj_mlp.weight)
 
 
 def hunyuan_quantize(module: Any) -> None:
@@ -450,9 +486,23 @@ def hunyuan_quantize(module: Any) -> None:
     from torchao.quantization import quantize_
 
     config = quantization.diffusers_config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass()
+    unfuse(module)
     for blocks in (module.transformer_blocks, module.single_transformer_blocks):
         quantize_(blocks, config)
     quantization.add_biases_apart(module)
+
+
+def unfuse(module: Any) -> None:
+    """Split fused matrices, so that each layer is quantized separately and the matrix's memory is freed."""
+    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
+        attn = block.attn
+        layers = [attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
+        for name in ("to_qkv", "to_added_qkv"):
+            if hasattr(attn, name):
+                delattr(attn, name)
+        for layer in layers:
+            if layer is not None:
+                layer.weight.data, layer.bias.data = layer.weight.data.clone(), layer.bias.data.clone()
 
 
 def part(module: Any) -> None:
@@ -757,6 +807,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "vae-encoder": vae_encoder,
     "small": small,
     "hunyuan-video": hunyuan_video,
+    "framepack": framepack,
 }
 
 
