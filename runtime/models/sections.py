@@ -77,7 +77,10 @@ class Section:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Section":
         """Return the section of `as_json`."""
-        return cls(**{name: range(*value) if isinstance(value, list) else value for name, value in values.items()})
+        fields: dict[str, Any] = {
+            name: range(*value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from runtime.core.plan import EAGER
 from runtime.execution.attention import problem
@@ -167,7 +167,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
-        torch.multiprocessing.spawn(work, args=(arguments, rendezvous), nprocs=arguments.gpus)
+        spawn(work, args=(arguments, rendezvous), nprocs=arguments.gpus)
 
 
 if __name__ == "__main__":

@@ -213,8 +213,14 @@ class Rank:
 
     def see(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Set what a section of a video is sampled from; `tensors` are those of `SectionInputs`, in its order."""
+        clean, history_2x, history_4x, image_embeds = (tensor.to(self._device) for tensor in tensors)
         inputs = SectionInputs(
-            Section.from_json(task["section"]), *(tensor.to(self._device) for tensor in tensors), task["guidance_scale"]
+            section=Section.from_json(task["section"]),
+            clean=clean,
+            history_2x=history_2x,
+            history_4x=history_4x,
+            image_embeds=image_embeds,
+            guidance_scale=task["guidance_scale"],
         )
         cast("SectionDenoiser", self._denoisers[task["name"]]).see(inputs)
         return {}, []

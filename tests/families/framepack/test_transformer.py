@@ -61,7 +61,9 @@ def seen(spec: ModelSpec, number: int, size: tuple[int, int] = (4, 6)) -> Sectio
     )
 
 
-def given(spec: ModelSpec, text: int = 7, size: tuple[int, int] = (4, 6)) -> tuple[torch.Tensor, ...]:
+def given(
+    spec: ModelSpec, text: int = 7, size: tuple[int, int] = (4, 6)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return latents, a timestep and a text, of CLIP's embedding and `text` tokens."""
     return noise(1, LATENT_CHANNELS, 9, *size), TIME, noise(2, 1 + text, spec.transformer.text_dim)
 
