@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.errors import ModelError, TandemError
-from runtime.models.registry import KnownModel, families, read_spec
+from runtime.models.registry import KnownModel, families, is_component, read_spec
 from runtime.models.spec import ModelSpec
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -31,6 +31,40 @@ def folders(weights_dir: Path) -> dict[str, Path]:
         if not path.parent.name.startswith("."):
             found.setdefault(path.parent.name, path.parent)
     return found
+
+
+def decoder_folders(weights_dir: Path) -> dict[str, Path]:
+    """Return the folder of each decoder of single frames by name, shipped ones first."""
+    found = {}
+    for parent in (EMBEDDED, weights_dir):
+        for path in sorted(parent.glob("*/config.json")):
+            if not path.parent.name.startswith(".") and is_component(path.parent):
+                found.setdefault(path.parent.name, path.parent)
+    return found
+
+
+def find_decoder(name: str, weights_dir: Path) -> ModelSpec:
+    """Return the decoder of single frames with a name or in a folder.
+
+    Raises:
+        ModelError: if it does not exist, cannot be used, or is another kind of model.
+    """
+    spec = find_any(name, weights_dir)
+    if not spec.only_decodes:
+        raise ModelError("model.no_frame_decoder", model=spec.title, names=list(decoder_folders(weights_dir)))
+    return spec
+
+
+def find_any(name: str, weights_dir: Path) -> ModelSpec:
+    """Return the model, or the decoder of single frames, with a name or in a folder.
+
+    Raises:
+        ModelError: see `find`.
+    """
+    decoders = decoder_folders(weights_dir)
+    if name in decoders:
+        return read_spec(decoders[name], name)
+    return find(name, weights_dir)
 
 
 def find(name: str, weights_dir: Path) -> ModelSpec:

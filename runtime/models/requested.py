@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from runtime.core.errors import ModelError
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, look_up
 from runtime.models.images import with_images
@@ -26,10 +27,12 @@ def model_for(
         needs_image, keep, decode: see `models.images.with_images`.
 
     Raises:
-        ModelError: if the model does not exist, or it or a LoRA cannot be used.
+        ModelError: if the model does not exist, only decodes, or it or a LoRA cannot be used.
         InvalidRequestError: if a LoRA is for an expert that the model does not have, or an image cannot be used.
         OutputError: if the disk is too full for the copy of an image.
     """
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
+    if spec.only_decodes:
+        raise ModelError("model.only_decodes", model=spec.title, name=request.model)
     spec = with_loras(spec, request.loras, weights_dir)
     return with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, decode=decode)

@@ -51,6 +51,14 @@ MESSAGES: Mapping[str, Message] = {
         "{model} is a {pipeline}, which Tandem does not support.",
         "Choose a folder whose model_index.json names {supported:list}.",
     ),
+    "model.no_frame_decoder": Message(
+        "{model} makes videos; it is not a decoder of single frames.",
+        "Choose a folder with the config.json and the weights of an AutoencoderDC or an OWL decoder, or {names:list}.",
+    ),
+    "model.only_decodes": Message(
+        "{model} only decodes latents; it does not make videos.",
+        "Choose another model, or run `{tandem} decode LATENTS --model {name}`.",
+    ),
     "model.dynamic_shifting": Message(
         "The scheduler of {model} shifts by the clip's size (use_dynamic_shifting), which is not supported.",
         "Set use_dynamic_shifting to false in scheduler/scheduler_config.json, or copy the model again.",
