@@ -74,4 +74,15 @@ MESSAGES: Mapping[str, Message] = {
     "family.option_unsupported": Message(
         "{model} does not support {option:setting}.", "Omit {option:setting}, or choose another model."
     ),
+    "decode.latents_shape": Message(
+        "The latents are {shape} values of {dtype}.",
+        "Give floating-point latents [batch, frames, channels, height, width] with at least one frame.",
+    ),
+    "decode.batch_size": Message("The batch size is {value}.", "Give at least 1."),
+    "decode.fell_back": Message("PyTorch decodes instead of {backend:backend}. {reason:advice}"),
+    "decode.decoder_unknown": Message(
+        "A {module} cannot be exported.",
+        "Load the decoder with load_decoder, or pass a diffusers AutoencoderDC or OWL's decoder.",
+    ),
+    "decode.smaller_batches": Message("Memory ran out ({error}): batches have {frames:n frame} from now on."),
 }

@@ -7,7 +7,12 @@ The decoder of a diffusers `AutoencoderDC` normalizes over channels, for which i
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+# The least divisor in attention. Where diffusers divides 0 by 1e-15, exporters drop that summand and float16 has no
+# such number: any positive divisor gives the same 0.
+_LEAST_SUM = 1e-7
 
 
 class ChannelNorm(nn.Module):
@@ -37,6 +42,69 @@ class ChannelsFirstBlock(nn.Module):
         return self.norm(self.conv2(self.nonlinearity(self.conv1(x)))) + x
 
 
+class ChannelsFirstAttention(nn.Module):
+    """A diffusers `SanaMultiscaleLinearAttention` with RMSNorm and a residual; linear layers are 1×1 convolutions."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        layers = (attention.to_q, attention.to_k, attention.to_v)
+        joined = torch.cat([layer.weight.detach() for layer in layers])
+        self.weight = nn.Parameter(joined[:, :, None, None], requires_grad=False)
+        self.out = nn.Parameter(attention.to_out.weight.detach()[:, :, None, None], requires_grad=False)
+        self.scales, self.norm = attention.to_qkv_multiscale, ChannelNorm(attention.norm_out)
+        self.head_dim = attention.attention_head_dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` and the attention's output, (batch, channels, height, width)."""
+        height, width = x.shape[2:]
+        maps = F.conv2d(x, self.weight)
+        maps = torch.cat([maps, *(scale(maps) for scale in self.scales)], dim=1)
+        heads = maps.unflatten(1, (-1, 3 * self.head_dim)).flatten(3)
+        attended = self._linear(heads) if height * width > self.head_dim else self._quadratic(heads)
+        y = attended.to(x.dtype).flatten(1, 2).unflatten(2, (height, width))
+        return self.norm(F.conv2d(y, self.out)) + x
+
+    def _linear(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return (batch, heads, head_dim, pixels); the cost grows with pixels · head_dim²."""
+        query, key, value = heads.float().chunk(3, dim=2)
+        query, key = query.relu(), key.relu()
+        numerator = (value @ key.mT) @ query
+        denominator = key.sum(dim=3, keepdim=True).mT @ query
+        return numerator / denominator.clamp(min=_LEAST_SUM)
+
+    def _quadratic(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the same for few pixels, through a matrix of pixels × pixels."""
+        query, key, value = heads.chunk(3, dim=2)
+        scores = (key.relu().mT @ query.relu()).float()
+        weights = scores / scores.sum(dim=2, keepdim=True).clamp(min=_LEAST_SUM)
+        return value @ weights.to(value.dtype)
+
+
+class ChannelsFirstFeedForward(nn.Module):
+    """A diffusers `GLUMBConv` with RMSNorm and a residual."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.conv_inverted, self.conv_depth, self.conv_point = layer.conv_inverted, layer.conv_depth, layer.conv_point
+        self.norm = ChannelNorm(layer.norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` and what the layer adds to it."""
+        inner, gate = self.conv_depth(F.silu(self.conv_inverted(x))).chunk(2, dim=1)
+        return self.norm(self.conv_point(inner * F.silu(gate))) + x
+
+
+def channels_first(block: Any) -> nn.Module:
+    """Return a block of an `AutoencoderDC` that normalizes channels in place; one of another kind as it is."""
+    if getattr(block, "norm_type", "") == "rms_norm":
+        return ChannelsFirstBlock(block)
+    attention = getattr(block, "attn", None)
+    if attention is None or attention.norm_type != "rms_norm" or not attention.residual_connection:
+        found: nn.Module = block
+        return found
+    return nn.Sequential(ChannelsFirstAttention(attention), ChannelsFirstFeedForward(block.conv_out))
+
+
 class ChannelsFirstDecoder(nn.Module):
     """The decoder of a diffusers `AutoencoderDC`; equal up to rounding. Shares its modules with `decoder`.
 
@@ -49,9 +117,7 @@ class ChannelsFirstDecoder(nn.Module):
         self.norm_out = ChannelNorm(decoder.norm_out)
         self.copies = decoder.in_shortcut_repeats if decoder.in_shortcut else 0
         blocks = [module for level in reversed(decoder.up_blocks) for module in level]
-        self.blocks = nn.ModuleList(
-            ChannelsFirstBlock(block) if getattr(block, "norm_type", "") == "rms_norm" else block for block in blocks
-        )
+        self.blocks = nn.ModuleList(map(channels_first, blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return frames, (batch, channels, height, width), unclamped."""
