@@ -201,6 +201,12 @@ class BatchedDecoder:
         self.close()
 
     @property
+    def service(self) -> EngineService:
+        """The engine library."""
+        self._service = self._service or EngineService.from_settings(self._settings, probe())
+        return self._service
+
+    @property
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
@@ -211,8 +217,7 @@ class BatchedDecoder:
         return PYTORCH if backend == TENSORRT and self._on_gpu and not self._tensorrt else backend
 
     def _open_engine(self, size: tuple[int, int]) -> None:
-        service = self._service or EngineService.from_settings(self._settings, probe())
-        self._service = service
+        service = self.service
         self._spec = self._spec or spec_of(self._given, self._settings.cache_dir)
         if self._spec is None:
             if self._wanted != AUTO:

@@ -52,7 +52,12 @@ class FrameDecoder:
         else:
             module, state = decoder_of(spec, state)
         wanted = module.state_dict()
-        fits = {name: one.to(torch_dtype) for name, one in state.items() if name in wanted}
+        # The counts of batch norms are whole numbers.
+        fits = {
+            name: one.to(torch_dtype) if one.is_floating_point() else one
+            for name, one in state.items()
+            if name in wanted
+        }
         missing = [name for name in wanted if name not in fits]
         mismatched = [name for name, one in fits.items() if one.shape != wanted[name].shape]
         if not missing and not mismatched:
