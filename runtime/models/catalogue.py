@@ -35,7 +35,7 @@ def folders(weights_dir: Path) -> dict[str, Path]:
 
 def decoder_folders(weights_dir: Path) -> dict[str, Path]:
     """Return the folder of each decoder of single frames by name, shipped ones first."""
-    found = {}
+    found: dict[str, Path] = {}
     for parent in (EMBEDDED, weights_dir):
         for path in sorted(parent.glob("*/config.json")):
             if not path.parent.name.startswith(".") and is_component(path.parent):

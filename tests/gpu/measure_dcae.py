@@ -105,7 +105,7 @@ class Measurement:
         latent = (8, 8) if spec.vae.resized else tuple(-(-side // spec.vae.scale_factor_spatial) for side in size)
         # Values that bfloat16 has: errors are those of the arithmetic.
         self.latents = torch.randn(1, BATCH, spec.vae.z_dim, *latent).bfloat16().float().to(self.device)
-        height, width = spec.vae.frame_size(*latent)
+        height, width = vae.frame_size(*latent)
         self.facts = {"model": name, "wanted": f"{size[0]}x{size[1]}", "frames": f"{BATCH}x{height}x{width}"}
         self.reference = self.placed(torch.float32)
         with torch.no_grad(), full_float32(self.device):

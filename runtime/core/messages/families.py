@@ -85,4 +85,5 @@ MESSAGES: Mapping[str, Message] = {
         "Load the decoder with load_decoder, or pass a diffusers AutoencoderDC or OWL's decoder.",
     ),
     "decode.smaller_batches": Message("Memory ran out ({error}): batches have {frames:n frame} from now on."),
+    "decode.clips_in_pytorch": Message("`decode` runs the VAE of a video model in PyTorch."),
 }
