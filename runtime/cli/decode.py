@@ -14,7 +14,7 @@ from runtime.core.files import give_usual_permissions
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import AUTO, MAX_FPS
 from runtime.machine.probe import probe
-from runtime.models.catalogue import find_any
+from runtime.models.catalogue import find
 from runtime.pipeline.files import make_folder, slug
 
 _MAX_CRF = 51
@@ -44,7 +44,7 @@ def decode(
         output = loaded.outputs_dir / f"{slug(source.stem) or 'latents'}-{secrets.token_hex(3)}.mp4"
     else:
         output = _path("out", out)
-    spec = find_any(loaded.model if model is None else model, loaded.weights_dir)
+    spec = find(loaded.model if model is None else model, loaded.weights_dir)
     # It imports torch.
     from runtime.pipeline.decode import DecodeRequest, decode_file, parse_channels
 

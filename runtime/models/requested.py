@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from runtime.core.errors import ModelError
 from runtime.core.request import GenerationRequest
-from runtime.models.catalogue import find, look_up
+from runtime.models.catalogue import check_makes_videos, find, look_up
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
@@ -32,7 +31,6 @@ def model_for(
         OutputError: if the disk is too full for the copy of an image.
     """
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
-    if spec.only_decodes:
-        raise ModelError("model.only_decodes", model=spec.title, name=request.model)
+    check_makes_videos(spec, request.model)
     spec = with_loras(spec, request.loras, weights_dir)
     return with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, decode=decode)

@@ -11,7 +11,7 @@ from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
 from runtime.machine.probe import has_screen
-from runtime.models.catalogue import add_usable, offered
+from runtime.models.catalogue import add_usable, decoders, offered
 from runtime.models.images import keep_image
 from runtime.planner.placement import usable_gpus
 from runtime.queue.job_queue import JobQueue
@@ -133,7 +133,7 @@ def build(
             "queue": QueuePanel(worker, models, settings.outputs_dir),
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
-            "engines": EnginesPanel(worker, engines, models, preview),
+            "engines": EnginesPanel(worker, engines, models, preview, lambda: decoders(settings.weights_dir)),
             "models": models_panel,
             "loras": LorasPanel(models, settings.weights_dir),
         }

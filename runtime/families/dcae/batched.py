@@ -218,7 +218,7 @@ class BatchedDecoder:
 
     def _open_engine(self, size: tuple[int, int]) -> None:
         service = self.service
-        self._spec = self._spec or spec_of(self._given, self._settings.cache_dir)
+        self._spec = self._spec or spec_of(self._given, self._settings.weights_dir)
         if self._spec is None:
             if self._wanted != AUTO:
                 self._fall_back(Fact("decode.decoder_unknown", {"module": type(self._module).__name__}))

@@ -20,7 +20,8 @@ from runtime.families.dcae.spec import AUTOENCODER_DC, OWL, PREFIX, read_archite
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 
-_FOLDER = "decoders"
+# Of the name of a stored decoder's folder, before the digest.
+_PREFIX = "decoder-"
 _ACTIVATIONS = {"ReLU": "relu", "SiLU": "silu", "ReLU6": "relu6", "GELU": "gelu"}
 # Of `ResNetConfig` in owl_vaes.
 _OWL_FIELDS = (
@@ -38,8 +39,8 @@ def decoder_in(module: nn.Module) -> nn.Module:
     return module.decoder if isinstance(module, AutoencoderDC) else module
 
 
-def spec_of(module: nn.Module, cache_dir: Path) -> ModelSpec | None:
-    """Return the model of a decoder; one that was not loaded by `load_decoder` is stored below `cache_dir` first.
+def spec_of(module: nn.Module, weights_dir: Path) -> ModelSpec | None:
+    """Return the model of a decoder; one that was not loaded by `load_decoder` is stored in `weights_dir` first.
 
     Args:
         module: a decoder from `components.load_decoder`, a diffusers `AutoencoderDC` or its decoder, or OWL's decoder.
@@ -58,19 +59,19 @@ def spec_of(module: nn.Module, cache_dir: Path) -> ModelSpec | None:
     if config is None:
         return None
     state = {name: tensor.detach().contiguous() for name, tensor in decoder_in(module).state_dict().items()}
-    digest = _digest(config, state)
-    folder = cache_dir / _FOLDER / digest
+    name = f"{_PREFIX}{_digest(config, state)}"
+    folder = weights_dir / name
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_folder(folder.parent) as scratch:
-            made = scratch / digest
+        with scratch_folder(folder.parent, ".decoder-") as scratch:
+            made = scratch / name
             made.mkdir()
             tensors = {f"{PREFIX}{name}": tensor.cpu() for name, tensor in state.items()}
             save_file(tensors, made / "diffusion_pytorch_model.safetensors", {"format": "pt"})
             (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
             if not folder.exists():
                 made.rename(folder)
-    return read_spec(folder, digest)
+    return read_spec(folder, name)
 
 
 def _digest(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> str:
