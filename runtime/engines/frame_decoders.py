@@ -19,7 +19,8 @@ from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 
 # Frames of a full batch.
 BATCH = 8
-_PROFILED = "onnx_tensorrt"
+# Builders of TensorRT plans with several optimization profiles.
+_PROFILED = frozenset({"onnx_tensorrt", "tensorrt_rtx"})
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def frame_engine(
         EngineError: if the device does not exist.
     """
     full = ShapeProfile.fixed((batch, *latent))
-    profiles = (full, ShapeProfile((1, *latent), full.max, full.max)) if builder.name == _PROFILED else (full,)
+    profiles = (full, ShapeProfile((1, *latent), full.max, full.max)) if builder.name in _PROFILED else (full,)
     key = builder.key(
         spec,
         FRAME_DECODER,

@@ -17,7 +17,7 @@ from runtime.families.dcae.spec import FrameDecoderSpec
 
 _GROUP = 16
 # `torch.nn.utils.parametrizations.weight_norm` and, before torch 2.0, `torch.nn.utils.weight_norm`.
-_NORMED = re.compile(r"(.*\.)(?:parametrizations\.weight\.original([01])|weight_([gv]))")
+_NORMED = re.compile(r"(.*\.|)(?:parametrizations\.weight\.original([01])|weight_([gv]))")
 
 
 def folded(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
