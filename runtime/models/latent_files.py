@@ -4,6 +4,7 @@ Nothing is unpickled. A header is checked before anything is computed, and reads
 """
 
 import os
+import tokenize
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import prod
@@ -48,7 +49,7 @@ class LatentFile(AbstractContextManager["LatentFile"]):
             self.dtype, self.shape, self._start = _safetensors_header(path)
         if len(self.shape) not in _AXES:
             raise InvalidRequestError(_NAME, "latents.axes", file=path.name, shape=_text(self.shape))
-        if not prod(self.shape):
+        if min(self.shape) < 1:
             raise InvalidRequestError(_NAME, "latents.none", file=path.name, shape=_text(self.shape))
         self._item = np.dtype(_TYPES[self.dtype])
         self._file: BinaryIO = open_file(path)
@@ -122,14 +123,14 @@ def _numpy_header(path: Path) -> tuple[str, tuple[int, ...], int]:
             start = file.tell()
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError) as error:
         raise InvalidRequestError(_NAME, "latents.not_numpy", file=path.name, reason=first_line(error)) from error
     if dtype.hasobject:
         raise InvalidRequestError(_NAME, "latents.pickled", file=path.name)
     found = next((name for name in ("float32", "float16") if dtype == np.dtype(_TYPES[name])), None)
     if found is None:
         raise InvalidRequestError(_NAME, "latents.dtype", file=path.name, dtype=str(dtype)[:20])
-    if fortran and prod(shape):
+    if fortran and prod(shape) > 0:
         raise InvalidRequestError(_NAME, "latents.fortran", file=path.name)
     return found, tuple(map(int, shape)), start
 

@@ -242,8 +242,10 @@ class _Source:
         """
         found = torch.from_numpy(values.view("int16") if self.file.values_are_bits else values)
         found = found.view(torch.bfloat16) if self.file.values_are_bits else found
-        if not torch.isfinite(found).all().item():
-            raise InvalidRequestError("latents", "latents.not_finite", file=self.file.path.name, frame=first)
+        finite = torch.isfinite(found).flatten(1).all(dim=1)
+        if not finite.all().item():
+            frame = first + int((~finite).nonzero()[0].item())
+            raise InvalidRequestError("latents", "latents.not_finite", file=self.file.path.name, frame=frame)
         return found
 
 

@@ -309,8 +309,8 @@ _LATENTS: Mapping[str, Message] = {
         "Give latents of this model as {layout}, or select the model that made them with --model.",
     ),
     "latents.not_finite": Message(
-        "The latents in {file} contain NaN or Inf, from frame {frame} on.",
-        "Make them again, or cut the file before that frame.",
+        "Frame {frame} of the latents in {file} contains NaN or Inf.",
+        "Make the latents again, or cut the file before that frame.",
     ),
     "latents.frame_size": Message(
         "The frames would have {width}×{height} pixels.",
