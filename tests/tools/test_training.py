@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from runtime.models.registry import read_spec
 from tools.diorama import captions, grade, motion, nets, train_dcae, train_experts, train_vae, training, world
 from tools.diorama.checkpoint import load_weights, save_weights
 from tools.diorama.render import Renderer, laplacian_variance
@@ -201,6 +202,10 @@ def test_the_deep_compression_autoencoder_trains_and_is_saved(tmp_path: Path) ->
         assert losses[-1] > float(mse.detach()) > 0
     assert losses[-1] < losses[0]
     train_dcae.save_clip(model, torch.device("cpu"), tmp_path, 3)
+    model.save_pretrained(tmp_path / train_dcae.NAME)
+    train_dcae.describe(tmp_path / train_dcae.NAME)
+    spec = read_spec(tmp_path / train_dcae.NAME, "x")
+    assert (spec.title, spec.defaults.fps, spec.only_decodes) == ("Diorama DC-AE", 16, True)
     assert load_file(tmp_path / train_dcae.CLIP)["latents"].shape == (3, 8, 7, 12)
 
 

@@ -144,6 +144,21 @@ def save_clip(model: AutoencoderDC, device: torch.device, out: Path, length: int
     return float(psnr((clip - again).square().mean()))
 
 
+def describe(folder: Path) -> None:
+    """Write ``tandem.json``: what diffusers' configuration of the model folder has no place for."""
+    found = {
+        "title": "Diorama DC-AE", "license": "Apache-2.0",
+        "about": "Decodes latents of diorama's world, frame by frame.",
+        "defaults": {
+            "width": LANDSCAPE[0], "height": LANDSCAPE[1], "frames": 49, "fps": 16, "steps": 1, "guidance_scale": 1.0,
+        },
+        "sizes": [list(LANDSCAPE), list(PORTRAIT), list(SQUARE)], "frame_counts": [49],
+    }  # fmt: skip
+    (folder / "tandem.json").write_text(json.dumps(found, indent=1) + "\n")
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
 def finish(model: AutoencoderDC, device: torch.device, out: Path, facts: dict[str, Any], length: int) -> None:
     """Round the weights to float16, measure the result, and write everything."""
     out.mkdir(parents=True, exist_ok=True)
@@ -158,6 +173,8 @@ def finish(model: AutoencoderDC, device: torch.device, out: Path, facts: dict[st
     copy = AutoencoderDC.from_config(model.config)
     copy.load_state_dict(model.state_dict())
     copy.half().save_pretrained(out / NAME, safe_serialization=True)
+    describe(out / NAME)
+    (out / CLIP).chmod(0o644)
     (out / "dcae.json").write_text(json.dumps({**facts, "sizes": found, "clip_psnr": clip}, indent=1) + "\n")
     for name, row in found.items():
         LOG.info("%s: %.2f dB, worst %.2f dB, sharpness %.2f", name, row["psnr"], row["worst"], row["sharpness"])
