@@ -102,7 +102,8 @@ class Measurement:
         spec = spec_of(decoder, HOME / "dcae")
         assert spec is not None
         self.spec = spec
-        latent = (8, 8) if spec.vae.resized else tuple(-(-side // spec.vae.scale_factor_spatial) for side in size)
+        vae: Any = spec.vae
+        latent = (8, 8) if vae.resized else tuple(-(-side // vae.scale_factor_spatial) for side in size)
         # Values that bfloat16 has: errors are those of the arithmetic.
         self.latents = torch.randn(1, BATCH, spec.vae.z_dim, *latent).bfloat16().float().to(self.device)
         height, width = vae.frame_size(*latent)

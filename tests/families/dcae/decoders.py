@@ -62,7 +62,7 @@ def save_autoencoder(folder: Path, config: dict[str, Any] = DC, seed: int = 0) -
     return model
 
 
-def conv(*sizes: int, **options: Any) -> Any:
+def conv(*sizes: Any, **options: Any) -> Any:
     """Return a convolution with normalized weights whose lengths are not those of its directions."""
     layer = weight_norm(nn.Conv2d(*sizes, **options))
     layer.parametrizations.weight.original0.data *= 0.5 + torch.rand_like(layer.parametrizations.weight.original0)
