@@ -1,6 +1,5 @@
 """`decode`: latents of a file to an MP4."""
 
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ from runtime.core.facts import render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import AUTO, MAX_FPS
+from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
-from runtime.pipeline.files import make_folder, slug
+from runtime.models.latent_files import parse_channels
+from runtime.pipeline.files import make_folder, output_path
 
 _MAX_CRF = 51
 
@@ -41,12 +42,12 @@ def decode(
     source = _path("latents", latents)
     if out is None:
         make_folder(loaded.outputs_dir)
-        output = loaded.outputs_dir / f"{slug(source.stem) or 'latents'}-{secrets.token_hex(3)}.mp4"
+        output = output_path(loaded.outputs_dir, source.stem)
     else:
         output = _path("out", out)
     spec = find(loaded.model if model is None else model, loaded.weights_dir)
     # It imports torch.
-    from runtime.pipeline.decode import DecodeRequest, decode_file, parse_channels
+    from runtime.pipeline.decode import DecodeRequest, decode_file
 
     request = DecodeRequest(
         latents=source, spec=spec, output=output, fps=fps, channels=parse_channels(channels), crf=crf, backend=backend
@@ -59,7 +60,7 @@ def decode(
             terminal.warning(render(event.fact).what)
 
     with cancel_on_signals() as cancel, progress.shown():
-        done = decode_file(request, loaded, probe(), emit, cancel)
+        done = decode_file(request, loaded, EngineService.from_settings(loaded, probe()), emit, cancel)
     if loaded.outputs_dir not in output.parents:
         give_usual_permissions(output)
     rate = done.to_json()["frames_per_second"]

@@ -22,6 +22,9 @@ _TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 _SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER = 10_000
 _AXES = (4, 5)
+# A panel of the three channels of a color picture; others are numbers.
+RGB = "rgb"
+_MOST_PANELS = 16
 _NAME = "latents"
 
 
@@ -92,6 +95,18 @@ class LatentFile(AbstractContextManager["LatentFile"]):
                 _NAME, "latents.cut_short", file=self.path.name, size=self._file.tell(), needed=self._start + count
             )
         return np.frombuffer(data, self._item).reshape(stop - start, *inner)
+
+
+def parse_channels(text: str) -> tuple[str, ...]:
+    """Return the panels that text such as "rgb,3" names.
+
+    Raises:
+        InvalidRequestError: if it names none, too many, or something else.
+    """
+    names = tuple(part.strip().lower() for part in text.split(","))
+    if not 1 <= len(names) <= _MOST_PANELS or not all(name == RGB or name.isdecimal() for name in names):
+        raise InvalidRequestError("channels", "latents.channels_invalid", value=text[:40], most=_MOST_PANELS)
+    return names
 
 
 def _safetensors_header(path: Path) -> tuple[str, tuple[int, ...], int]:

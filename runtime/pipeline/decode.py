@@ -27,16 +27,12 @@ from runtime.engines.service import EngineService
 from runtime.execution import components
 from runtime.execution.decoded_frames import fetch
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
-from runtime.machine.probe import Machine
-from runtime.models.latent_files import LatentFile
+from runtime.models.latent_files import RGB, LatentFile
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.video.mp4 import VideoWriter, check_output
 
-# A panel of the three channels of a color picture; others are numbers.
-RGB = "rgb"
 _COLORS = 3
-_MOST_PANELS = 16
 # Latent frames in one call of a VAE on a GPU, and on a CPU.
 _VAE_CHUNK = 1
 
@@ -100,9 +96,18 @@ class Decoded:
 
 
 def decode_file(
-    request: DecodeRequest, settings: Settings, machine: Machine, emit: Callable[[Event], None], cancel: Cancel
+    request: DecodeRequest,
+    settings: Settings,
+    engines: EngineService,
+    emit: Callable[[Event], None],
+    cancel: Cancel,
+    *,
+    gpu: int = 0,
 ) -> Decoded:
     """Decode latents and write the MP4.
+
+    Args:
+        gpu: index of the GPU that decodes, if the machine has GPUs.
 
     Raises:
         InvalidRequestError: if the latents cannot be read, do not fit the model, or contain NaN or Inf.
@@ -120,8 +125,8 @@ def decode_file(
             raise InvalidRequestError("latents", "latents.frame_size", width=width, height=height, most=MAX_SIDE)
         crf = default_crf(width, height) if request.crf is None else request.crf
         check_output(request.output, width, height, source.count, crf)
-        device = "cuda:0" if machine.gpus and machine.torch_cuda else "cpu"
-        engines = EngineService.from_settings(settings, machine)
+        machine = engines.machine
+        device = f"cuda:{gpu}" if machine.gpus and machine.torch_cuda else "cpu"
         with source.opened(request.backend, settings, engines, device, emit, cancel) as batches:
             fps = request.fps or request.spec.defaults.fps
             emit(StageStarted(stage="decode"))
@@ -148,18 +153,6 @@ def decode_file(
                 )
                 writer.finish(f"{request.latents.name} · {request.spec.title}", _metadata(done, file))
         return done
-
-
-def parse_channels(text: str) -> tuple[str, ...]:
-    """Return the panels that text such as "rgb,3" names.
-
-    Raises:
-        InvalidRequestError: if it names none, too many, or something else.
-    """
-    names = tuple(part.strip().lower() for part in text.split(","))
-    if not 1 <= len(names) <= _MOST_PANELS or not all(name == RGB or name.isdecimal() for name in names):
-        raise InvalidRequestError("channels", "latents.channels_invalid", value=text[:40], most=_MOST_PANELS)
-    return names
 
 
 def _panels(request: DecodeRequest, channels: int) -> list[list[int]]:

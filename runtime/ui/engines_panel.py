@@ -109,7 +109,8 @@ class EnginesPanel:
         """Return the HTML of the components, tasks, storage and engines."""
         records = self._preview.library()
         preview, problem = self._previewed(call.form)
-        tasks = self._worker.tasks()
+        # Those of the panel that decodes latents are shown there.
+        tasks = [task for task in self._worker.tasks() if task.kind != "decode"]
         return drawn(
             {
                 "components": lambda: _components_html(preview, problem, {one.title for one in tasks if one.open}),

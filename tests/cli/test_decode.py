@@ -18,6 +18,7 @@ from runtime.cli.main import run
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.events import Event, FramesDecoded
 from runtime.core.settings import Settings
+from runtime.engines.service import EngineService
 from runtime.execution.components import components_of
 from runtime.families.dcae import load_decoder
 from runtime.machine.probe import probe
@@ -281,7 +282,8 @@ def test_cancelling_leaves_nothing(model: str, tmp_path: Path) -> None:
 
     out = tmp_path / "z.mp4"
     with pytest.raises(CancelledError):
-        decode_file(request(model, tmp_path / "z.npy", out), Settings(cache_dir=tmp_path), probe(), emit, cancel)
+        engines = EngineService.from_settings(Settings(cache_dir=tmp_path), probe())
+        decode_file(request(model, tmp_path / "z.npy", out), Settings(cache_dir=tmp_path), engines, emit, cancel)
     assert sum(isinstance(event, FramesDecoded) for event in events) < 5
     assert not out.exists()
     assert not list(tmp_path.glob(".tandem*"))
