@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,15 @@ from runtime.core.files import make_named_folder
 from runtime.core.plan import BACKEND_TITLES, is_block_program
 from runtime.core.request import GenerationRequest
 from runtime.core.units import UNITS, about, byte_size, duration
+from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
-from runtime.models.catalogue import find, folders
+from runtime.models.catalogue import check_makes_videos, decoders, find, folders
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.baselines import Baselines
-from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
+from runtime.pipeline.build_engines import BuildResult, build_all, build_frame_engines, frame_latents, wanted_engines
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
 from runtime.planner.resolve import resolve
 
@@ -40,8 +41,11 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
         CancelledError: on Ctrl-C; finished engines are kept.
     """
     loaded = settings.load()
-    spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_image=False, keep=False)
     service = EngineService.from_settings(loaded, probe())
+    found = find(request.model, loaded.weights_dir) if not request.loras else None
+    if found is not None and found.only_decodes:
+        return _build_decoder(request, found, service, again=again)
+    spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_image=False, keep=False)
     wanted = wanted_engines(request, spec, service)
     to_build = [one for one in wanted if again or one.use.build]
     terminal.line(
@@ -50,21 +54,41 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
         else "All engines are built already."
     )
     started = time.monotonic()
-    built: list[BuildResult] = []
     with cancel_on_signals() as cancel:
-        for number, one in enumerate(
-            build_all(wanted, spec, service, _progress(), cancel, again=lambda _: again), start=1
-        ):
-            built.append(one)
-            if one.error is not None:
-                terminal.warning(f"{number} of {len(wanted)}: {one.error.what} {one.error.remedy}")
+        built = _each(build_all(wanted, spec, service, _progress(), cancel, again=lambda _: again), len(wanted))
+    return _built(built, started, sum(one.seconds for one in to_build))
+
+
+def _build_decoder(
+    request: GenerationRequest, spec: ModelSpec, service: EngineService, *, again: bool
+) -> dict[str, Any]:
+    """Build the engines of a decoder of single frames; see `build`."""
+    started = time.monotonic()
+    with cancel_on_signals() as cancel:
+        built = _each(build_frame_engines(request, spec, service, _progress(), cancel, again=again))
+    return _built(built, started, sum(one.wanted.seconds for one in built))
+
+
+def _each(results: Iterable[BuildResult], count: int | None = None) -> list[BuildResult]:
+    """Return the results of builds, and print each failure when it happens."""
+    built = []
+    for number, one in enumerate(results, start=1):
+        built.append(one)
+        if one.error is not None:
+            place = "" if count is None else f"{number} of {count}: "
+            terminal.warning(f"{place}{one.error.what} {one.error.remedy}")
+    return built
+
+
+def _built(built: Sequence[BuildResult], started: float, estimated: float) -> dict[str, Any]:
+    """Print and return what was built."""
     seconds = time.monotonic() - started
     records = [one.record for one in built if one.record is not None]
     _table(records, {})
-    terminal.line(f"{len(records)} of {_count(len(wanted))} ready in {duration(seconds)}.")
+    terminal.line(f"{len(records)} of {_count(len(built))} ready in {duration(seconds)}.")
     return {
         "seconds": round(seconds, 3),
-        "estimated_seconds": round(sum(one.seconds for one in to_build), 3),
+        "estimated_seconds": round(estimated, 3),
         "engines": [_row(record) for record in records],
         "failed": [
             {
@@ -160,9 +184,12 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
 
     spec = find(request.model, settings.load().weights_dir)
     _check_component(spec, component)
-    plan = resolve(request, spec, probe(), Path("none.mp4"))
+    if spec.only_decodes:
+        latent = (BATCH, *frame_latents(request, spec))
+    else:
+        latent = resolve(request, spec, probe(), Path("none.mp4")).latent_size
     files = []
-    for exported in export_component(spec, component, plan.latent_size, _folder(out)):
+    for exported in export_component(spec, component, latent, _folder(out)):
         terminal.result(f"{exported.path} ({byte_size(exported.bytes)}): {exported.describe()}")
         files.append(exported.to_json())
     return {"component": component, "model": spec.name, "files": files}
@@ -190,7 +217,9 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     loaded = settings.load()
     machine = probe()
     service = EngineService.from_settings(loaded, machine)
-    spec = find(loaded.model if model is None else model, loaded.weights_dir)
+    wanted = loaded.model if model is None else model
+    spec = find(wanted, loaded.weights_dir)
+    check_makes_videos(spec, wanted)
     if component is not None:
         _check_component(spec, component)
     if not file.strip() or not file.isprintable():
@@ -262,7 +291,7 @@ def _models() -> list[ModelSpec]:
             specs.append(read_spec(folder, name))
         except TandemError:  # reported by `models list`
             continue
-    return specs
+    return [*specs, *decoders(settings.load().weights_dir)]
 
 
 def _folder(text: str) -> Path:

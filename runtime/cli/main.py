@@ -256,6 +256,37 @@ def build(
     return result, USER_ERROR if result["failed"] else DONE
 
 
+@_command(app, "decode")
+def decode(
+    latents: Annotated[str, typer.Argument(metavar="LATENTS", help="A .safetensors or .npy file.")],
+    model: Annotated[
+        OptionalText,
+        typer.Option(metavar="NAME|DIR", help="The model whose decoder made or takes them. [default: TANDEM_MODEL]"),
+    ] = None,
+    out: Annotated[
+        OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")
+    ] = None,
+    fps: Annotated[int | None, typer.Option(metavar="N", help="Frames per second. [default: the model's]")] = None,
+    channels: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="What each frame shows, from left to right: rgb, or numbers of channels, such as rgb,3.",
+        ),
+    ] = "rgb",
+    crf: Annotated[
+        int | None, typer.Option(metavar="N", help="H.264 constant rate factor. [default: 17; 10 for small videos]")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(metavar="BACKEND", help="What runs a decoder of single frames; a missing engine is built.")
+    ] = "auto",
+) -> Outcome:
+    """Decode a file of latents to a video."""
+    from runtime.cli import decode as command
+
+    return command.decode(latents, model, out, fps=fps, channels=channels, crf=crf, backend=backend)
+
+
 @_command(app, "export")
 @takes_options("model", "width", "height", "frames")
 def export(

@@ -13,7 +13,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact, cut, render
 from runtime.core.units import byte_size
 from runtime.machine.probe import probe
-from runtime.models.catalogue import download_bytes, find, folders, named, not_downloaded, published
+from runtime.models.catalogue import decoders, download_bytes, find, folders, named, not_downloaded, published
 from runtime.models.hub.client import hub_of
 from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, downloaded, partial_bytes, source_of
 from runtime.models.hub.files import Verification, read_manifest
@@ -44,7 +44,26 @@ def show_models() -> dict[str, Any]:
         listed.append(_model(spec, need))
         for line in describe(spec, need):
             terminal.result(line)
-    return {"models": listed}
+    found = decoders(loaded.weights_dir)
+    for spec in found:
+        terminal.result(
+            f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, "
+            f"{byte_size(_on_disk(spec.directory))}, decodes latents"
+        )
+    return {"models": listed, "decoders": [_decoder(spec) for spec in found]}
+
+
+def _decoder(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "folder": str(spec.directory),
+        "title": spec.title,
+        "license": spec.license,
+        "parameters": spec.total_parameters,
+        "bytes": _on_disk(spec.directory),
+        "latent_channels": spec.vae.z_dim,
+        "stride": spec.vae.scale_factor_spatial,
+    }
 
 
 def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:

@@ -35,6 +35,8 @@ VARIABLES: Mapping[str, str] = {
     "engine_cache_dir": "TENSORRT_CACHE_DIR",
     "engine_cache_gb": "TANDEM_ENGINE_CACHE_GB",
     "tensorrt": "TANDEM_TENSORRT",
+    "decoder_tensorrt": "TENSORRT_ENABLED",
+    "decoder_precision": "TENSORRT_PRECISION",
     "share": "TANDEM_SHARE",
     "share_frames": "TANDEM_SHARE_FRAMES",
     "share_size": "TANDEM_SHARE_SIZE",
@@ -53,6 +55,9 @@ _SHARED_VARIABLES: Mapping[str, str] = {
 }
 HUB = "https://huggingface.co"
 TensorRTPart = Literal["text-encoders", "transformer", "vae"]
+Precision = Literal["fp16", "bf16", "fp32"]
+# By torch's names.
+PRECISIONS: Mapping[Precision, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 # The components of each part that `tensorrt` may name.
 TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
     "text-encoders": ("text_encoder", "text_encoder_2", "image_encoder"),
@@ -83,6 +88,8 @@ _INVALID: Mapping[str, str] = {
     "engine_cache_dir": "settings.not_a_folder",
     "engine_cache_gb": "settings.not_gigabytes",
     "tensorrt": "settings.tensorrt_invalid",
+    "decoder_tensorrt": "settings.not_a_switch",
+    "decoder_precision": "settings.not_a_precision",
     "share_size": "settings.not_a_size",
     "share_frames": "settings.not_a_count",
     "share_steps": "settings.not_a_count",
@@ -104,6 +111,8 @@ class Settings(FrozenModel):
         engine_cache_dir: folder for engines; `None` for the one in the cache folder.
         engine_cache_gb: maximum size of all engines together, in units of 10^9 bytes.
         tensorrt: parts for which the web app selects TensorRT at start.
+        decoder_tensorrt: whether decoders of single frames may run on TensorRT.
+        decoder_precision: of their TensorRT engines; `None` for the builder's own.
         share: whether to create a public link.
         share_frames, share_steps: maximum of a visitor's video; `None` allows the model's default.
         share_size: its maximum (width, height), in either orientation; `None` allows the model's sizes.
@@ -122,6 +131,8 @@ class Settings(FrozenModel):
     engine_cache_dir: Path | None = None
     engine_cache_gb: float = Field(default=50.0, ge=0, allow_inf_nan=False)
     tensorrt: tuple[TensorRTPart, ...] = ()
+    decoder_tensorrt: bool = True
+    decoder_precision: Precision | None = None
     share: bool = False
     share_frames: int | None = Field(default=None, ge=1, le=MAX_FRAMES)
     share_size: tuple[_Side, _Side] | None = None
@@ -165,6 +176,11 @@ class Settings(FrozenModel):
         if words in (["all"], ["none"]):
             return get_args(TensorRTPart) if words == ["all"] else ()
         return [part for part in TENSORRT_PARTS if part in words] if set(words) <= set(TENSORRT_PARTS) else words
+
+    @field_validator("decoder_precision", mode="before")
+    @classmethod
+    def _parse_precision(cls, value: Any) -> Any:
+        return value.strip().lower() if isinstance(value, str) else value
 
     @field_validator("share_size", mode="before")
     @classmethod

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
-from runtime.models.spec import ModelSpec, is_text_encoder
+from runtime.models.spec import FRAME_DECODER, ModelSpec, is_text_encoder
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.planner.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
@@ -26,6 +26,7 @@ _INPUTS = {
     "vae_next": ("z",),
     "vae_clip": ("z",),
     **dict.fromkeys(GROUP_PROGRAMS, ("z",)),
+    FRAME_DECODER: ("latent_frames",),
 }
 _OUTPUTS = {
     "text_encoder": "embeds",
@@ -35,6 +36,7 @@ _OUTPUTS = {
     "vae_encoder_next": "z",
     IMAGE_PROGRAM: "moments",
     "transformer": "velocity",
+    FRAME_DECODER: "decoded_frames",
 }
 _WITH_CACHES = frozenset({"vae_next", "vae_encoder_next"})
 TEXT_PADDING = "text_padding"
@@ -53,6 +55,8 @@ _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     "z": _LATENT_AXES,
     "moments": _LATENT_AXES,
     "frames": {0: "frames", 1: "height", 2: "width"},
+    "latent_frames": {0: "frames", 2: "height", 3: "width"},
+    "decoded_frames": {0: "frames", 2: "height", 3: "width"},
     CACHE: {3: "height", 4: "width"},
     "text_embeds": {1: "text"},
 }
@@ -118,6 +122,8 @@ class Program:
 
         spec, scale = self.spec, self.spec.vae.scale_factor_spatial
         length, channels = spec.max_sequence_length, spec.vae.z_dim
+        if self.name == FRAME_DECODER:
+            return {"latent_frames": noise(latent[0], channels, *latent[1:])}
         words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
         if is_text_encoder(self.name):
             vocabulary: Any = self.module.vocabulary

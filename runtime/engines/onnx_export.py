@@ -23,7 +23,7 @@ from runtime.engines.component_programs import CACHE, Program
 from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
 from runtime.engines.programs import load_program
 from runtime.engines.signatures import METADATA_KEY
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import FRAME_DECODER, ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.planner.engine_index import STEPS, ShapeProfile, serves_any_clip
 from runtime.upstream.onnxscript import fast_rewriting
@@ -117,7 +117,8 @@ def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder
     """Write a component's programs in float32 with dynamic sizes, and compare each with PyTorch in ONNX Runtime.
 
     Args:
-        latent: (frames, height, width); the files serve any size up to it.
+        latent: (frames, height, width); the files serve any size up to it, that of a frame decoder any number of
+            frames up to it.
 
     Raises:
         EngineError: if a file cannot be written, or differs from PyTorch; that file is removed.
@@ -150,6 +151,9 @@ def _export_profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeP
     """Return the profile from the smallest useful size to `latent`; an axis of size 1 would become static."""
     if serves_any_clip(program):
         return ShapeProfile.fixed((1, 1, 1))
+    if program == FRAME_DECODER:
+        # Some decoders choose their way to compute attention by the size.
+        return ShapeProfile((1, *latent[1:]), latent, latent)
     frames, height, width = (1, *latent[1:]) if program in STEPS else latent
     _, patch_h, patch_w = spec.transformer.patch_size
     fewest = frames if program in GROUP_PROGRAMS else min(2, frames)

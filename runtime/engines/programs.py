@@ -14,6 +14,9 @@ The batch size is 1:
     vae_next           z (1, C, n, h, w), cache_0 …                          -> frames (4n, H, W, 3), cache_0 …
     vae_clip           z (1, C, n, h, w)                                     -> frames (4(n - 1) + 1, H, W, 3)
     vae_group_n        the same, of a group of n latent frames, 1 to 5       -> the same, some values beyond -1 and 1
+    frame_decoder      latent_frames (n, C, h, w)                            -> decoded_frames (n, channels, H, W)
+
+The batch size of `frame_decoder` is n, which a profile counts as frames; its frames may be beyond -1 and 1.
 
 The transformer's timestep has one value, or two for a model that starts from a first frame: one engine serves its
 videos from text, with equal values, and from images. Latents of given frames are channels after the model's own, which

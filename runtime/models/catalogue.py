@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.errors import ModelError, TandemError
-from runtime.models.registry import KnownModel, families, read_spec
+from runtime.models.registry import KnownModel, families, is_component, read_spec
 from runtime.models.spec import ModelSpec
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -33,8 +33,30 @@ def folders(weights_dir: Path) -> dict[str, Path]:
     return found
 
 
+def decoder_folders(weights_dir: Path) -> dict[str, Path]:
+    """Return the folder of each decoder of single frames by name, shipped ones first."""
+    found: dict[str, Path] = {}
+    for parent in (EMBEDDED, weights_dir):
+        for path in sorted(parent.glob("*/config.json")):
+            if not path.parent.name.startswith(".") and is_component(path.parent):
+                found.setdefault(path.parent.name, path.parent)
+    return found
+
+
+def find_decoder(name: str, weights_dir: Path) -> ModelSpec:
+    """Return the decoder of single frames with a name or in a folder.
+
+    Raises:
+        ModelError: if it does not exist, cannot be used, or is another kind of model.
+    """
+    spec = find(name, weights_dir)
+    if not spec.only_decodes:
+        raise ModelError("model.no_frame_decoder", model=spec.title, names=list(decoder_folders(weights_dir)))
+    return spec
+
+
 def find(name: str, weights_dir: Path) -> ModelSpec:
-    """Return the model with a name, in any case, or in a folder.
+    """Return the model, or decoder of single frames, with a name, in any case, or in a folder.
 
     Raises:
         ModelError: if it does not exist, cannot be used, or its weights are not downloaded.
@@ -50,7 +72,7 @@ def find(name: str, weights_dir: Path) -> ModelSpec:
 
 
 def look_up(name: str, weights_dir: Path) -> ModelSpec:
-    """Return the model with a name or in a folder, or a published one whose weights are not downloaded.
+    """Return the model or decoder with a name or in a folder, or a published one whose weights are not downloaded.
 
     Raises:
         ModelError: if it does not exist or cannot be used.
@@ -58,6 +80,9 @@ def look_up(name: str, weights_dir: Path) -> ModelSpec:
     installed = folders(weights_dir)
     if name in installed:
         return _read(installed[name], name)
+    decoders = decoder_folders(weights_dir)
+    if name in decoders:
+        return read_spec(decoders[name], name)
     directory = Path(name).expanduser()
     if directory.is_dir():
         return _read(directory.resolve(), directory.resolve().name)
@@ -87,9 +112,30 @@ def offered(first: str, weights_dir: Path) -> dict[str, ModelSpec]:
     """Return the usable models by name, starting with `first`, a name or a folder.
 
     Raises:
-        ModelError: if the first cannot be used.
+        ModelError: if the first cannot be used, or makes no videos.
     """
-    return add_usable({first: find(first, weights_dir)}, weights_dir)
+    spec = find(first, weights_dir)
+    check_makes_videos(spec, first)
+    return add_usable({first: spec}, weights_dir)
+
+
+def check_makes_videos(spec: ModelSpec, name: str) -> None:
+    """Raise a `ModelError` if a model is a decoder of single frames.
+
+    Args:
+        name: under which it was requested.
+    """
+    if spec.only_decodes:
+        raise ModelError("model.only_decodes", model=spec.title, name=name)
+
+
+def decoders(weights_dir: Path) -> list[ModelSpec]:
+    """Return the decoders of single frames that can be used."""
+    found = []
+    for name, folder in decoder_folders(weights_dir).items():
+        with contextlib.suppress(TandemError):
+            found.append(read_spec(folder, name))
+    return found
 
 
 def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemError]:

@@ -21,7 +21,10 @@ from runtime.models.spec import ModelSpec
 
 
 class Entry(NamedTuple):
-    """One family: `_class_name` in its folders' `model_index.json`, and its Python package."""
+    """One family: `_class_name` in its folders' `model_index.json`, and its Python package.
+
+    Folders of single components have no such file, but the `_class_name` or `model_id` of `config.json`.
+    """
 
     pipelines: tuple[str, ...]
     package: str
@@ -34,6 +37,7 @@ FAMILIES: dict[str, Entry] = {
     "wan": Entry(("WanPipeline", "WanImageToVideoPipeline"), "runtime.families.wan"),
     "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
     "framepack": Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"),
+    "dcae": Entry(("AutoencoderDC", "dcae"), "runtime.families.dcae"),
 }
 
 
@@ -268,7 +272,7 @@ def check_folder(directory: Path, title: str) -> None:
 
 
 def _family_in(directory: Path, title: str) -> Family:
-    pipeline = read_config(directory / "model_index.json").get("_class_name")
+    pipeline = _stated(directory)
     for name, entry in FAMILIES.items():
         if pipeline in entry.pipelines:
             return family_of(name)
@@ -277,3 +281,17 @@ def _family_in(directory: Path, title: str) -> Family:
         raise ModelError("model.family_unstated", model=title, supported=supported)
     name = " ".join(str(pipeline).split())[:_MAX_NAME_LENGTH]
     raise ModelError("model.family_unknown", model=title, pipeline=name, supported=supported)
+
+
+def _stated(directory: Path) -> object:
+    """Return the name in a folder's configuration by which families are known, if there is one."""
+    if not is_component(directory):
+        return read_config(directory / "model_index.json").get("_class_name")
+    config = read_config(directory / "config.json")
+    model = config.get("model")
+    return config.get("_class_name") or (model if isinstance(model, dict) else config).get("model_id")
+
+
+def is_component(directory: Path) -> bool:
+    """Return whether a folder has a component's configuration, and none of a model of several components."""
+    return not (directory / "model_index.json").exists() and (directory / "config.json").is_file()

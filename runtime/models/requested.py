@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from runtime.core.request import GenerationRequest
-from runtime.models.catalogue import find, look_up
+from runtime.models.catalogue import check_makes_videos, find, look_up
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
@@ -26,10 +26,11 @@ def model_for(
         needs_image, keep, decode: see `models.images.with_images`.
 
     Raises:
-        ModelError: if the model does not exist, or it or a LoRA cannot be used.
+        ModelError: if the model does not exist, only decodes, or it or a LoRA cannot be used.
         InvalidRequestError: if a LoRA is for an expert that the model does not have, or an image cannot be used.
         OutputError: if the disk is too full for the copy of an image.
     """
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
+    check_makes_videos(spec, request.model)
     spec = with_loras(spec, request.loras, weights_dir)
     return with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, decode=decode)

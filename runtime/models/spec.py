@@ -24,6 +24,8 @@ _FLOAT32 = 4
 _SMALL_BYTES = 1 << 30
 # The components that run only if there is an image.
 IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
+# The only component, and its only program, of a model that decodes single frames and makes no videos.
+FRAME_DECODER = "frame_decoder"
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -38,8 +40,8 @@ def is_text_encoder(component: str) -> bool:
 
 
 def folder_of(component: str) -> str:
-    """Return the folder of a component in a model's folder: both parts of the VAE have one."""
-    return "vae" if component == VAE_ENCODER else component
+    """Return the folder of a component in a model's folder: both parts of the VAE have one, a frame decoder none."""
+    return {VAE_ENCODER: "vae", FRAME_DECODER: "."}.get(component, component)
 
 
 def component_of(program: str) -> str:
@@ -358,6 +360,11 @@ class ModelSpec:
         """Return the model with the components of images in every plan: for planning its engines."""
         images = self.image_input
         return self if images is None else replace(self, image_input=replace(images, required=True))
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether it is a decoder of single frames, which makes no videos."""
+        return FRAME_DECODER in self.programs
 
     @property
     def component_names(self) -> tuple[str, ...]:

@@ -26,7 +26,12 @@ class Baselines:
     engines: EngineService
 
     def __call__(self, spec: ModelSpec, component: str, key: EngineKey, device: str) -> PyTorchBaseline | None:
-        """Return what measures PyTorch at an engine's size; `None` if PyTorch cannot make such a clip here."""
+        """Return what measures PyTorch at an engine's size; `None` if PyTorch cannot make such a clip here.
+
+        A frame decoder runs in PyTorch as its program does, which is measured anyway.
+        """
+        if spec.only_decodes:
+            return None
         spec, machine = replace(spec, loras=(), image=None, last_image=None).for_images(), self.engines.machine
         values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}
         if key.precision == FP8:

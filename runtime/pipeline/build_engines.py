@@ -3,15 +3,17 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, MachineError
 from runtime.core.plan import PYTORCH, EngineUse, ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.child import Report
+from runtime.engines.frame_decoders import build_frame_engine, buildable_engines, builder_of, frame_engine
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import FRAME_DECODER, ModelSpec, is_transformer
 from runtime.pipeline.baselines import Baselines
 from runtime.planner.constraints import ComponentSettings
 from runtime.planner.engine_index import EngineRecord
@@ -67,6 +69,53 @@ def wanted_engines(
                 seconds = build_seconds(spec, name, use.program, use.builder, use.profile[1], index)
                 found[use.id] = WantedEngine(name, use, offer.backend, device, seconds)
     return list(found.values())
+
+
+def build_frame_engines(
+    request: GenerationRequest,
+    spec: ModelSpec,
+    engines: EngineService,
+    emit_progress: Report,
+    cancel: Cancel,
+    *,
+    again: bool,
+) -> Iterator[BuildResult]:
+    """Build the engines of a decoder of single frames and yield each result; a failure does not stop the others.
+
+    They are those of the backends that the request names, or of every backend, for its width and height.
+
+    Raises:
+        MachineError: if a requested backend cannot build on this machine.
+        CancelledError: see `build_all`.
+    """
+    device = "cuda:0" if engines.machine.gpus and engines.machine.torch_cuda else "cpu"
+    latent = frame_latents(request, spec)
+    backend = request.backend(FRAME_DECODER)
+    if backend == PYTORCH:
+        return
+    if backend == AUTO:
+        wanted = buildable_engines(engines, spec, latent, device)
+    else:
+        wanted = [frame_engine(engines, spec, builder_of(engines, backend, device), latent, device)]
+    index = engines.store.index()
+    for one in wanted:
+        seconds = build_seconds(spec, FRAME_DECODER, FRAME_DECODER, one.key.builder, one.use.profile[1], index)
+        what = WantedEngine(FRAME_DECODER, one.use, one.key.backend, device, seconds)
+        try:
+            built = build_frame_engine(engines, spec, one, emit_progress, cancel, again=again)
+        except EngineError as error:
+            yield BuildResult(what, None, error)
+        else:
+            yield BuildResult(what, built.record, None)
+
+
+def frame_latents(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
+    """Return the (height, width) of the latents of a decoder of single frames, for a request's size."""
+    architecture: Any = spec.vae
+    height = spec.defaults.height if request.height == AUTO else int(request.height)
+    width = spec.defaults.width if request.width == AUTO else int(request.width)
+    rows, columns = architecture.latent_size(height, width)
+    return int(rows), int(columns)
 
 
 def build_all(

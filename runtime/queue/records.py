@@ -307,8 +307,18 @@ class PruneEngines(FrozenModel):
     max_bytes: int
 
 
+class DecodeLatents(FrozenModel):
+    """Decode a file of latents to an MP4; see `pipeline.decode.DecodeRequest`."""
+
+    kind: Literal["decode"] = "decode"
+    latents: Path
+    model: str
+    output: Path
+    channels: tuple[str, ...]
+
+
 Work = Annotated[
-    BuildEngines | InspectEngine | ImportEngine | VerifyEngine | DeleteEngine | PruneEngines,
+    BuildEngines | InspectEngine | ImportEngine | VerifyEngine | DeleteEngine | PruneEngines | DecodeLatents,
     Field(discriminator="kind"),
 ]
 _WORK: TypeAdapter[Work] = TypeAdapter(Work)

@@ -1,19 +1,21 @@
-"""Runs one task on the engine library in a worker process: build, inspect, import, verify, delete or prune engines."""
+"""Runs one task in a worker process: build, inspect, import, verify, delete or prune engines, or decode latents."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.core import settings
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
+from runtime.core.events import EngineProgress, Event, FellBack, FramesDecoded
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
 from runtime.core.request import GenerationRequest
 from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
 from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
-from runtime.models.catalogue import look_up
+from runtime.models.catalogue import find, look_up
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER
 from runtime.pipeline.baselines import Baselines
@@ -21,6 +23,7 @@ from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engine
 from runtime.queue.records import (
     BuildEngines,
     BuildProgress,
+    DecodeLatents,
     DeleteEngine,
     ImportEngine,
     InspectEngine,
@@ -110,6 +113,8 @@ class TaskRunner:
                 return self._verify(work)
             case DeleteEngine():
                 return self._delete(work)
+            case DecodeLatents():
+                return self._decode(work)
             case PruneEngines():
                 # Engines that stay loaded for the next video may be deleted too.
                 self.free()
@@ -209,6 +214,27 @@ class TaskRunner:
         if not found.engine.usable:
             raise EngineError("engine.verified_wrong", cause=found.engine.problem or found.engine.detail)
         return Fact("task.verified", {"detail": found.engine.detail})
+
+    def _decode(self, work: DecodeLatents) -> Fact:
+        # It imports torch.
+        from runtime.pipeline.decode import DecodeRequest, decode_file
+
+        self.free()
+        spec = find(work.model, self.weights_dir)
+        request = DecodeRequest(latents=work.latents, spec=spec, output=work.output, channels=work.channels)
+
+        def emit(event: Event) -> None:
+            match event:
+                case EngineProgress():
+                    self.recorder.report(event.progress, event.share)
+                case FramesDecoded():
+                    self.recorder.report(Fact("task.decoding"), event.frames / event.of)
+                case FellBack():
+                    self.recorder.write(str(event.fact))
+
+        done = decode_file(request, settings.load(), self.engines, emit, self.recorder.cancel, gpu=self.gpu)
+        rate = done.frames / done.seconds if done.seconds else 0.0
+        return Fact("task.decoded", {"frames": done.frames, "rate": rate, "backend": done.backend, "video": done.video})
 
     def _delete(self, work: DeleteEngine) -> Fact:
         (chosen,) = self.engines.store.choose([work.engine])

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,19 @@ class EnginesPanel:
     """The Engines panel; see `panels.Panel`."""
 
     def __init__(
-        self, worker: JobQueue, engines: EngineService, models: dict[str, ModelSpec], preview: PlanPreview
+        self,
+        worker: JobQueue,
+        engines: EngineService,
+        models: dict[str, ModelSpec],
+        preview: PlanPreview,
+        decoders: Callable[[], list[ModelSpec]] = list,
     ) -> None:
         self._worker = worker
         self._engines = engines
         self._models = models
         self._preview = preview
+        # Models that make no videos, but have engines too.
+        self._decoders = decoders
 
     def act(self, call: Call) -> Reply:
         """Carry out an action."""
@@ -102,7 +109,8 @@ class EnginesPanel:
         """Return the HTML of the components, tasks, storage and engines."""
         records = self._preview.library()
         preview, problem = self._previewed(call.form)
-        tasks = self._worker.tasks()
+        # Those of the panel that decodes latents are shown there.
+        tasks = [task for task in self._worker.tasks() if task.kind != "decode"]
         return drawn(
             {
                 "components": lambda: _components_html(preview, problem, {one.title for one in tasks if one.open}),
@@ -117,7 +125,9 @@ class EnginesPanel:
         title = lowered(title_of(record.key.program))
         match action:
             case "verify":
-                work: Work = VerifyEngine(engine=record.id, models=tuple(self._models))
+                work: Work = VerifyEngine(
+                    engine=record.id, models=(*self._models, *(spec.name for spec in self._decoders()))
+                )
             case "delete":
                 work = DeleteEngine(engine=record.id)
             case _:
@@ -192,7 +202,7 @@ class EnginesPanel:
         return preview, "" if preview.error is None else paragraph(preview.error.fact)
 
     def _entries(self, records: Sequence[EngineRecord], preview: Preview | None) -> list[Entry]:
-        models = tuple(self._models.values())
+        models = (*self._models.values(), *self._decoders())
         entries = []
         for record in sorted(records, key=lambda record: (-record.last_used, record.id)):
             spec = next((spec for spec in models if spec.name == record.model), None)

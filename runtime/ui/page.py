@@ -11,14 +11,16 @@ from runtime.core.settings import Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
 from runtime.machine.probe import has_screen
-from runtime.models.catalogue import add_usable, offered
+from runtime.models.catalogue import add_usable, decoders, offered
 from runtime.models.images import keep_image
+from runtime.models.spec import ModelSpec
 from runtime.planner.placement import usable_gpus
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
 from runtime.server import image_uploads
 from runtime.server.security import LOOPBACK, Submit
 from runtime.ui import api, form, panels, theme
+from runtime.ui.decode_panel import DecodePanel
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
 from runtime.ui.form import LOCAL, SERVED
 from runtime.ui.formatting import page_text, paragraph, render
@@ -88,6 +90,7 @@ def build(
                 _panel("history", filters=FILTERS)
             with gr.Tab("Models", id="models", elem_id="tab-models"):
                 _panel("models", count=len(models), weights_dir=settings.weights_dir)
+                _panel("decode")
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
                 lacks = plan_problem(preview.machine())
                 _panel(
@@ -126,6 +129,10 @@ def build(
             preprocess=False,
             **SERVED,
         )
+
+    def frame_decoders() -> list[ModelSpec]:
+        return decoders(settings.weights_dir)
+
     submissions = {"generate": api.submission(worker, models), SUBMITS: handlers.submit}
     routes = panels.routes(
         {
@@ -133,7 +140,8 @@ def build(
             "queue": QueuePanel(worker, models, settings.outputs_dir),
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
-            "engines": EnginesPanel(worker, engines, models, preview),
+            "engines": EnginesPanel(worker, engines, models, preview, frame_decoders),
+            "decode": DecodePanel(worker, models, frame_decoders, settings.outputs_dir),
             "models": models_panel,
             "loras": LorasPanel(models, settings.weights_dir),
         }

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from tools.diorama import captions, grade, motion, nets, train_experts, train_vae, training, world
+from runtime.models.registry import read_spec
+from tools.diorama import captions, grade, motion, nets, train_dcae, train_experts, train_vae, training, world
 from tools.diorama.checkpoint import load_weights, save_weights
 from tools.diorama.render import Renderer, laplacian_variance
 
@@ -182,3 +184,32 @@ def test_averaged_weights_are_saved_with_the_current_ones(tmp_path: Path) -> Non
     load_weights(again, tmp_path, "part")
     assert torch.equal(again.weight, old)
     assert [f.name for f in tmp_path.iterdir()] == ["part-0.safetensors"]
+
+
+def test_the_deep_compression_autoencoder_trains_and_is_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = train_dcae.autoencoder(train_dcae.REHEARSAL)
+    optimiser = training.Muon(model.named_parameters(), 3e-3, 0.01, skip=("conv_in", "conv_out"))
+    images = next(train_dcae.frames(4, 1, 3, torch.device("cpu")))
+    assert images.shape == (4, 3, *train_dcae.CROP)
+    losses = []
+    for _ in range(6):
+        loss, mse = train_dcae.loss_of(model, images)
+        loss.backward()
+        optimiser.step(1.0)
+        optimiser.zero_grad()
+        losses.append(float(loss.detach()))
+        assert losses[-1] > float(mse.detach()) > 0
+    assert losses[-1] < losses[0]
+    train_dcae.save_clip(model, torch.device("cpu"), tmp_path, 3)
+    model.save_pretrained(tmp_path / train_dcae.NAME)
+    train_dcae.describe(tmp_path / train_dcae.NAME)
+    spec = read_spec(tmp_path / train_dcae.NAME, "x")
+    assert (spec.title, spec.defaults.fps, spec.only_decodes) == ("Diorama DC-AE", 16, True)
+    assert load_file(tmp_path / train_dcae.CLIP)["latents"].shape == (3, 8, 7, 12)
+
+
+def test_the_trained_autoencoder_is_small_enough_to_ship() -> None:
+    with torch.device("meta"):
+        model = train_dcae.autoencoder(train_dcae.TRUE)
+    assert 2 * sum(p.numel() for p in model.parameters()) < 2_050_000

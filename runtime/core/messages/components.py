@@ -10,6 +10,7 @@ TITLES: Mapping[str, str] = {
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
+    "frame_decoder": "Frame decoder",
 }
 # Of the programs of engines that are not a whole component.
 _PROGRAMS: Mapping[str, str] = {

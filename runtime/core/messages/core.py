@@ -128,6 +128,7 @@ MESSAGES: Mapping[str, Message] = {
     "settings.not_a_hub": Message("{source} is {value}, not a hub's address.", "Give an address such as {hub}."),
     "settings.not_a_port": Message("{source} is {value}, not a port.", "Give a number from 1 to {most}."),
     "settings.not_a_size": Message("{source} is {value}, not a size.", "Give WIDTHxHEIGHT, as in 832x480."),
+    "settings.not_a_precision": Message("{source} is {value}.", "Give fp16, bf16 or fp32."),
     "settings.not_a_switch": Message("{source} is {value}.", "Give true or false."),
     "settings.not_gigabytes": Message("{source} is {value}, not a size.", "Give a number of gigabytes, as in 50."),
     "settings.share_offline": Message(

@@ -51,6 +51,14 @@ MESSAGES: Mapping[str, Message] = {
         "{model} is a {pipeline}, which Tandem does not support.",
         "Choose a folder whose model_index.json names {supported:list}.",
     ),
+    "model.no_frame_decoder": Message(
+        "{model} makes videos; it is not a decoder of single frames.",
+        "Choose a folder with the config.json and the weights of an AutoencoderDC or an OWL decoder, or {names:list}.",
+    ),
+    "model.only_decodes": Message(
+        "{model} only decodes latents; it does not make videos.",
+        "Choose another model, or run `{tandem} decode LATENTS --model {name}`.",
+    ),
     "model.dynamic_shifting": Message(
         "The scheduler of {model} shifts by the clip's size (use_dynamic_shifting), which is not supported.",
         "Set use_dynamic_shifting to false in scheduler/scheduler_config.json, or copy the model again.",
@@ -66,4 +74,16 @@ MESSAGES: Mapping[str, Message] = {
     "family.option_unsupported": Message(
         "{model} does not support {option:setting}.", "Omit {option:setting}, or choose another model."
     ),
+    "decode.latents_shape": Message(
+        "The latents are {shape} values of {dtype}.",
+        "Give floating-point latents [batch, frames, channels, height, width] with at least one frame.",
+    ),
+    "decode.batch_size": Message("The batch size is {value}.", "Give at least 1."),
+    "decode.fell_back": Message("PyTorch decodes instead of {backend:backend}. {reason:advice}"),
+    "decode.decoder_unknown": Message(
+        "A {module} cannot be exported.",
+        "Load the decoder with load_decoder, or pass a diffusers AutoencoderDC or OWL's decoder.",
+    ),
+    "decode.smaller_batches": Message("Memory ran out ({error}): batches have {frames:n frame} from now on."),
+    "decode.clips_in_pytorch": Message("`decode` runs the VAE of a video model in PyTorch."),
 }

@@ -278,4 +278,50 @@ _QUANTIZATION: Mapping[str, Message] = {
     ),
 }
 
-MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_IMAGES, **_LORA, **_SCHEDULER, **_QUANTIZATION}
+_SAVE_AGAIN = "Save float32 or float16 latents with numpy.save."
+
+_LATENTS: Mapping[str, Message] = {
+    "latents.unknown_type": Message(
+        "{file} is neither a .safetensors nor an .npy file.", "Save the latents with safetensors or numpy.save."
+    ),
+    "latents.path_unreadable": Message("LATENTS is empty or unreadable.", "Give the path of a file of latents."),
+    "latents.unreadable": Message("{file} cannot be read: {reason}.", "Give the path of a readable file of latents."),
+    "latents.file_invalid": Message("{cause}", "Save the latents again with safetensors."),
+    "latents.not_numpy": Message("{file} is no array of NumPy: {reason}.", _SAVE_AGAIN),
+    "latents.pickled": Message("{file} contains pickled objects, which can run code when loaded.", _SAVE_AGAIN),
+    "latents.dtype": Message("The latents in {file} are {dtype}.", "Convert them to float32, float16 or bfloat16."),
+    "latents.fortran": Message(
+        "The latents in {file} are stored in Fortran order.", "Save numpy.ascontiguousarray of them."
+    ),
+    "latents.which_tensor": Message(
+        "{file} has {count:n tensor}, none of them named latents.", "Save the latents as a tensor with that name."
+    ),
+    "latents.axes": Message(
+        "The latents in {file} have the shape {shape}.",
+        "Save four axes, or five with a batch: frames, channels, height, width; channels come first for a video VAE.",
+    ),
+    "latents.none": Message("There are no latents in {file}: its shape is {shape}.", "Save at least one frame."),
+    "latents.cut_short": Message(
+        "{file} is cut short: {needed:bytes} are needed, it has {size:bytes}.", "Copy or save the latents again."
+    ),
+    "latents.channels": Message(
+        "The latents ({shape}) have {found:n channel}; {model} takes {wanted}.",
+        "Give latents of this model as {layout}, or select the model that made them with --model.",
+    ),
+    "latents.not_finite": Message(
+        "Frame {frame} of the latents in {file} contains NaN or Inf.",
+        "Make the latents again, or cut the file before that frame.",
+    ),
+    "latents.frame_size": Message(
+        "The frames would have {width}×{height} pixels.",
+        "Give latents of frames with even sides of at most {most} pixels, with fewer panels in --channels.",
+    ),
+    "latents.channels_invalid": Message(
+        "--channels is {value!r}.", "Give rgb or numbers of channels, up to {most}, such as rgb,3."
+    ),
+    "latents.no_such_channel": Message(
+        "The frames of {model} have no channel {channel}.", "Give rgb or a number from 0 to {last}."
+    ),
+}
+
+MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_IMAGES, **_LORA, **_SCHEDULER, **_QUANTIZATION, **_LATENTS}

@@ -92,6 +92,8 @@ MESSAGES: Mapping[str, Message] = {
         "Close other programs, then press Verify.",
     ),
     "task.verified": Message("Verified: {detail:sentence}."),
+    "task.decoding": Message("Decoding frames."),
+    "task.decoded": Message("{frames:n frame}, {rate:.1f} frames/s on {backend:backend}: {video}"),
     "task.deleted": Message("Deleted, {freed:bytes} freed."),
     "task.pruned": Message("Deleted {count:n engine}; {left:bytes} are left."),
     "task.pruned_in_part": Message(

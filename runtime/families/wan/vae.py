@@ -416,12 +416,13 @@ class PyTorchVideoDecoder(PyTorchVaePart):
         `trim` crops each frame to the needed part.
         """
         vae = self._vae
-        z = latents.to(self._mean.device, self._mean.dtype) * self._std + self._mean
-        z = vae.post_quant_conv(z.to(self._dtype))
-        state = [cache.to(z.device, z.dtype) for cache in caches]
-        while start < z.shape[2]:
-            end = min(start + chunk, z.shape[2]) if start else 1
-            out, state = self._steps(z[:, :, start:end], state, first=start == 0, trim=trim)
+        state = [cache.to(self._mean.device, self._dtype) for cache in caches]
+        while start < latents.shape[2]:
+            end = min(start + chunk, latents.shape[2]) if start else 1
+            # Latents may be in a file: only those of one call are read.
+            z = latents[:, :, start:end].to(self._mean.device, self._mean.dtype) * self._std + self._mean
+            z = vae.post_quant_conv(z.to(self._dtype))
+            out, state = self._steps(z, state, first=start == 0, trim=trim)
             if self._patch_size is not None:
                 out = unpatchify(out, patch_size=self._patch_size)
             yield as_frames(out)

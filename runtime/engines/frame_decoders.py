@@ -1,0 +1,151 @@
+"""Engines of decoders of single frames: their keys, those that are built already, and building one.
+
+They take batches. A TensorRT plan has two optimization profiles: full batches, a size for which TensorRT chooses its
+kernels, and any smaller number of frames. Other engines take full batches only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from runtime.core.cancel import Cancel
+from runtime.core.errors import MachineError
+from runtime.core.plan import EngineUse
+from runtime.engines.build import BuildRequest, build_engine
+from runtime.engines.builders import Builder, builders_for, builders_of
+from runtime.engines.child import Report
+from runtime.engines.service import EngineService
+from runtime.models.spec import FRAME_DECODER, ModelSpec
+from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+
+# Frames of a full batch.
+BATCH = 8
+# Builders of TensorRT plans with several optimization profiles.
+_PROFILED = frozenset({"onnx_tensorrt", "tensorrt_rtx"})
+
+
+@dataclass(frozen=True)
+class FrameEngine:
+    """An engine of a decoder of single frames, built or not.
+
+    Attributes:
+        key: of the engine.
+        device: the torch device that it is for.
+        record: of the engine in the library, usable or not; `None` if it is not built.
+    """
+
+    key: EngineKey
+    device: str
+    record: EngineRecord | None
+
+    @property
+    def use(self) -> EngineUse:
+        """The engine as `service.open_engines` takes it."""
+        low, high = self.key.profiles[-1].min, self.key.profiles[0].max
+        return EngineUse(
+            id=self.key.digest(),
+            program=FRAME_DECODER,
+            builder=self.key.builder,
+            precision=self.key.precision,
+            profile=(low, high, high),
+            build=self.record is None,
+        )
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether it takes fewer frames than a full batch."""
+        return self.key.profiles[-1].min[0] < self.key.profiles[0].max[0]
+
+
+def frame_engine(
+    engines: EngineService,
+    spec: ModelSpec,
+    builder: Builder,
+    latent: tuple[int, int],
+    device: str,
+    *,
+    batch: int = BATCH,
+    precision: str = "",
+) -> FrameEngine:
+    """Return the engine that a builder would build now.
+
+    Args:
+        latent: (height, width) of the latents.
+        batch: frames of a full batch.
+        precision: of the arithmetic; by default the builder's own.
+
+    Raises:
+        ModelError: if the weights cannot be read.
+        EngineError: if the device does not exist.
+    """
+    full = ShapeProfile.fixed((batch, *latent))
+    profiles = (full, ShapeProfile((1, *latent), full.max, full.max)) if builder.name in _PROFILED else (full,)
+    key = builder.key(
+        spec,
+        FRAME_DECODER,
+        FRAME_DECODER,
+        profiles,
+        precision=precision or builder.default_precision(spec, FRAME_DECODER, engines.machine, device),
+        machine=engines.machine,
+        device=device,
+        cache_dir=engines.cache_dir,
+    )
+    return FrameEngine(key, device, engines.store.get(key))
+
+
+def builder_of(engines: EngineService, backend: str, device: str) -> Builder:
+    """Return the builder of a backend's engines of frame decoders.
+
+    Raises:
+        MachineError: if this machine cannot build or run them.
+    """
+    names = {builder.name for builder in builders_for(device)}
+    found = [builder for builder in builders_of(backend) if builder.kind == "component" and builder.name in names]
+    if not found:
+        raise MachineError("pipeline.backend_unsupported", backend=backend, component=FRAME_DECODER, device=device)
+    problems = [builder.unavailable(engines.machine) for builder in found]
+    able = [builder for builder, problem in zip(found, problems, strict=True) if problem is None]
+    if not able:
+        raise MachineError("pipeline.not_buildable", backend=backend, cause=problems[0])
+    return able[0]
+
+
+def usable_engines(
+    engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = BATCH
+) -> list[FrameEngine]:
+    """Return the engines in the library that were faster than PyTorch, the fastest first."""
+    found = []
+    for builder in _component_builders(engines, device):
+        one = frame_engine(engines, spec, builder, latent, device, batch=batch)
+        record = one.record
+        if record is not None and record.usable and record.seconds_per_call < record.pytorch_seconds_per_call:
+            found.append((record.seconds_per_call, one))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def buildable_engines(
+    engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = BATCH
+) -> list[FrameEngine]:
+    """Return an engine of each backend that this machine can build, the usually fastest first."""
+    builders = {builder.backend: builder for builder in reversed(list(_component_builders(engines, device)))}
+    ordered = dict.fromkeys(builder.backend for builder in _component_builders(engines, device))
+    return [frame_engine(engines, spec, builders[backend], latent, device, batch=batch) for backend in ordered]
+
+
+def _component_builders(engines: EngineService, device: str) -> Iterator[Builder]:
+    for builder in builders_for(device):
+        if builder.kind == "component" and builder.unavailable(engines.machine) is None:
+            yield builder
+
+
+def build_frame_engine(
+    engines: EngineService, spec: ModelSpec, one: FrameEngine, report: Report, cancel: Cancel, *, again: bool = False
+) -> FrameEngine:
+    """Build an engine, or return it if it exists.
+
+    Raises:
+        EngineError, CancelledError: see `build.build_engine`.
+    """
+    request = BuildRequest(
+        spec=spec, component=FRAME_DECODER, key=one.key, device=one.device, again=again, cache_dir=engines.cache_dir
+    )
+    return replace(one, record=build_engine(request, engines.store, report, cancel))

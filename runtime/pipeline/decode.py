@@ -1,0 +1,388 @@
+"""Decodes a file of latents to an MP4, a batch at a time: memory does not depend on its length.
+
+A decoder of single frames takes latents [n, c, h, w] or [b, n, c, h, w]; a model that makes videos [c, f, h, w] or
+[b, c, f, h, w]. Those of `b` clips are shown one after the other. Latents are scaled as a diffusion model makes them.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime import __version__
+from runtime.core.cancel import Cancel
+from runtime.core.errors import InvalidRequestError
+from runtime.core.events import Event, FellBack, FramesDecoded, StageStarted
+from runtime.core.facts import Fact
+from runtime.core.plan import PYTORCH, ComponentPlan, default_crf
+from runtime.core.request import AUTO, MAX_SIDE
+from runtime.core.settings import Settings
+from runtime.engines.frame_decoders import BATCH
+from runtime.engines.service import EngineService
+from runtime.execution import components
+from runtime.execution.decoded_frames import fetch
+from runtime.families.dcae import load_decoder, make_batched_decode_fn
+from runtime.models.latent_files import RGB, LatentFile
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module
+from runtime.video.mp4 import VideoWriter, check_output
+
+_COLORS = 3
+# Latent frames in one call of a VAE on a GPU, and on a CPU.
+_VAE_CHUNK = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRequest:
+    """What to decode.
+
+    Attributes:
+        latents: the file.
+        spec: the model.
+        output: the MP4.
+        fps: by default, the model's.
+        channels: the panels of each frame, from left to right: `RGB`, or the number of a channel, which is shown gray.
+        crf: of the MP4, by default as for generated videos.
+        backend: of a decoder of single frames; see `make_batched_decode_fn`.
+    """
+
+    latents: Path
+    spec: ModelSpec
+    output: Path
+    fps: int | None = None
+    channels: tuple[str, ...] = (RGB,)
+    crf: int | None = None
+    backend: str = AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """A finished video.
+
+    Attributes:
+        seconds: of decoding and encoding, without loading the model.
+        backend, engine, fallbacks: see `families.dcae.batched.BatchedDecoder`.
+    """
+
+    video: Path
+    latents: str
+    model: str
+    frames: int
+    width: int
+    height: int
+    fps: int
+    channels: tuple[str, ...]
+    seconds: float
+    backend: str
+    engine: str = ""
+    fallbacks: tuple[Fact, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values, and the frames decoded in a second."""
+        rate = self.frames / self.seconds if self.seconds else 0.0
+        return {
+            **vars(self),
+            "video": str(self.video),
+            "channels": list(self.channels),
+            "fallbacks": list(map(str, self.fallbacks)),
+            "seconds": round(self.seconds, 3),
+            "frames_per_second": round(rate, 2),
+        }
+
+
+def decode_file(
+    request: DecodeRequest,
+    settings: Settings,
+    engines: EngineService,
+    emit: Callable[[Event], None],
+    cancel: Cancel,
+    *,
+    gpu: int = 0,
+) -> Decoded:
+    """Decode latents and write the MP4.
+
+    Args:
+        gpu: index of the GPU that decodes, if the machine has GPUs.
+
+    Raises:
+        InvalidRequestError: if the latents cannot be read, do not fit the model, or contain NaN or Inf.
+        ModelError: if the model cannot be loaded.
+        OutputError, MachineError: if the MP4 cannot be written.
+        BadResultError: if the model returns NaN or Inf.
+        CancelledError: within one batch of the request; nothing is left.
+    """
+    with LatentFile(request.latents) as file:
+        source = (_Frames if request.spec.only_decodes else _Clips)(file, request.spec)
+        height, width = source.frame_size
+        panels = _panels(request, source.channels)
+        width *= len(panels)
+        if height % 2 or width % 2 or max(height, width) > MAX_SIDE:
+            raise InvalidRequestError("latents", "latents.frame_size", width=width, height=height, most=MAX_SIDE)
+        crf = default_crf(width, height) if request.crf is None else request.crf
+        check_output(request.output, width, height, source.count, crf)
+        machine = engines.machine
+        device = f"cuda:{gpu}" if machine.gpus and machine.torch_cuda else "cpu"
+        with source.opened(request.backend, settings, engines, device, emit, cancel) as batches:
+            fps = request.fps or request.spec.defaults.fps
+            emit(StageStarted(stage="decode"))
+            started, written = time.monotonic(), 0
+            with VideoWriter(request.output, width, height, fps, crf) as writer:
+                for frames in _in_bytes(batches, panels, cancel):
+                    writer.write(frames.numpy())
+                    written += len(frames)
+                    emit(FramesDecoded(frames=written, of=source.count))
+                emit(StageStarted(stage="save"))
+                writer.close_stream()
+                cancel.check()
+                done = Decoded(
+                    video=request.output,
+                    latents=request.latents.name,
+                    model=request.spec.name,
+                    frames=written,
+                    width=width,
+                    height=height,
+                    fps=fps,
+                    channels=request.channels,
+                    seconds=time.monotonic() - started,
+                    **source.outcome,
+                )
+                writer.finish(f"{request.latents.name} · {request.spec.title}", _metadata(done, file))
+        return done
+
+
+def _panels(request: DecodeRequest, channels: int) -> list[list[int]]:
+    """Return the three channels of each panel."""
+    panels = []
+    for name in request.channels:
+        if name == RGB:
+            # Frames of one or two channels are shown gray.
+            panels.append([0, 1, 2] if channels >= _COLORS else [0] * _COLORS)
+        elif int(name) < channels:
+            panels.append([int(name)] * _COLORS)
+        else:
+            raise InvalidRequestError(
+                "channels", "latents.no_such_channel", channel=name, model=request.spec.title, last=channels - 1
+            )
+    return panels
+
+
+def _in_bytes(
+    batches: Iterator[torch.Tensor], panels: Sequence[Sequence[int]], cancel: Cancel
+) -> Iterator[torch.Tensor]:
+    """Yield frames (n, height, width, 3) uint8 on the CPU; a GPU decodes the next batch meanwhile.
+
+    Args:
+        batches: (n, height, width, channels) in about -1 to 1, or uint8.
+    """
+    pending: Callable[[], torch.Tensor] | None = None
+    plain = [[0, 1, 2]]
+    for batch in batches:
+        cancel.check()
+        if not len(batch):
+            continue
+        shown = batch if panels == plain else torch.cat([batch[..., list(panel)] for panel in panels], dim=2)
+        shown = shown if shown.dtype == torch.uint8 else shown[..., :_COLORS].float().clamp(-1.0, 1.0)
+        coming = fetch(shown, None)
+        if pending is not None:
+            yield pending()
+        pending = coming
+    if pending is not None:
+        cancel.check()
+        yield pending()
+
+
+class _Source:
+    """Latents of a file for one kind of decoder."""
+
+    # The axis of the channels, and of the frames, among the last four.
+    channel_axis: int
+    frame_axis: int
+    layout: str
+
+    def __init__(self, file: LatentFile, spec: ModelSpec) -> None:
+        self.file, self.spec = file, spec
+        self.clips = file.shape[0] if len(file.shape) > 4 else 1  # noqa: PLR2004 - [b, …]
+        self.axes = file.shape[-4:]
+        self.outcome: dict[str, Any] = {"backend": PYTORCH}
+        if self.axes[self.channel_axis] != spec.vae.z_dim:
+            raise InvalidRequestError(
+                "latents",
+                "latents.channels",
+                model=spec.title,
+                wanted=spec.vae.z_dim,
+                found=self.axes[self.channel_axis],
+                layout=self.layout,
+                shape="×".join(map(str, file.shape)),
+            )
+
+    def clip(self, number: int) -> list[int]:
+        """Return the index of a clip in the file."""
+        return [number] if len(self.file.shape) > 4 else []  # noqa: PLR2004 - [b, …]
+
+    def tensor(self, values: Any, first: int) -> torch.Tensor:
+        """Return what was read from the file as a tensor.
+
+        Args:
+            first: the number of the first frame, for the error.
+
+        Raises:
+            InvalidRequestError: if it has NaN or Inf.
+        """
+        found = torch.from_numpy(values.view("int16") if self.file.values_are_bits else values)
+        found = found.view(torch.bfloat16) if self.file.values_are_bits else found
+        finite = torch.isfinite(found).flatten(1).all(dim=1)
+        if not finite.all().item():
+            frame = first + int((~finite).nonzero()[0].item())
+            raise InvalidRequestError("latents", "latents.not_finite", file=self.file.path.name, frame=frame)
+        return found
+
+
+class _Frames(_Source):
+    """Latents [n, c, h, w] or [b, n, c, h, w] of a decoder of single frames."""
+
+    channel_axis, frame_axis = 1, 0
+    layout = "[n, c, h, w] or [b, n, c, h, w]"
+
+    @property
+    def channels(self) -> int:
+        """Channels of the frames."""
+        architecture: Any = self.spec.vae
+        return int(architecture.channels)
+
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        """(height, width) of the frames."""
+        architecture: Any = self.spec.vae
+        height, width = architecture.frame_size(*self.axes[2:])
+        return int(height), int(width)
+
+    @property
+    def count(self) -> int:
+        """Frames of all clips."""
+        return self.clips * self.axes[0]
+
+    def opened(
+        self,
+        backend: str,
+        settings: Settings,
+        engines: EngineService,
+        device: str,
+        emit: Callable[[Event], None],
+        cancel: Cancel,
+    ) -> "_Opened":
+        """Load the decoder."""
+        dtype = "bfloat16" if device != "cpu" and not self.spec.small else "float32"
+        decoder = load_decoder(str(self.spec.directory), device=device, dtype=dtype)
+        decode = make_batched_decode_fn(
+            decoder, BATCH, backend=backend, settings=settings, engines=engines, emit=emit, cancel=cancel
+        )
+        decode.prepare(*self.axes[2:])
+        return _Opened(self._batches(decode), decode.close)
+
+    def _batches(self, decode: Any) -> Iterator[torch.Tensor]:
+        architecture: Any = self.spec.vae
+        for clip in range(self.clips):
+            for start in range(0, self.axes[0], BATCH):
+                stop = min(start + BATCH, self.axes[0])
+                values = self.file.read(self.clip(clip), start, stop)
+                latents = self.tensor(values, clip * self.axes[0] + start).float() * architecture.latent_factor
+                frames = decode(latents[None])[0]
+                self.outcome = {"backend": decode.backend, "engine": decode.engine, "fallbacks": decode.fallbacks}
+                yield frames.permute(0, 2, 3, 1)
+
+
+class _Clips(_Source):
+    """Latents [c, f, h, w] or [b, c, f, h, w] of a model that makes videos, decoded by its VAE in PyTorch."""
+
+    channel_axis, frame_axis = 0, 1
+    layout = "[c, f, h, w] or [b, c, f, h, w]"
+    channels = _COLORS
+
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        """(height, width) of the frames."""
+        scale = self.spec.vae.scale_factor_spatial
+        return self.axes[2] * scale, self.axes[3] * scale
+
+    @property
+    def count(self) -> int:
+        """Frames of all clips."""
+        return self.clips * ((self.axes[1] - 1) * self.spec.vae.scale_factor_temporal + 1)
+
+    def opened(
+        self,
+        backend: str,
+        settings: Settings,
+        engines: EngineService,
+        device: str,
+        emit: Callable[[Event], None],
+        cancel: Cancel,
+    ) -> "_Opened":
+        """Load the VAE."""
+        del settings, engines, cancel
+        if backend not in {AUTO, PYTORCH}:
+            reason = Fact("decode.clips_in_pytorch")
+            emit(FellBack(component="vae", backend=backend, reason=reason))
+            self.outcome["fallbacks"] = (reason,)
+        dtype = "bfloat16" if device != "cpu" and not self.spec.small else "float32"
+        part = ComponentPlan(backend=PYTORCH, device=device, dtype=dtype, weights_bytes=0, reasons=())
+        decoder = components.components_of(self.spec).video_decoder(load_module(self.spec, "vae", part), device)
+        return _Opened(self._batches(decoder), lambda: None)
+
+    def _batches(self, decoder: Any) -> Iterator[torch.Tensor]:
+        for clip in range(self.clips):
+            yield from decoder.frames(_ClipInFile(self, clip), _VAE_CHUNK)
+
+
+class _ClipInFile:
+    """The latents of one clip, (1, channels, frames, height, width), of which slices of frames are read from the file.
+
+    It has what `execution.components.VideoDecoder` uses of a tensor.
+    """
+
+    def __init__(self, source: _Clips, number: int) -> None:
+        self._source, self._number = source, number
+        self.shape = torch.Size((1, *source.axes))
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Return `tensor[:, :, start:stop]`."""
+        _, _, frames = index
+        start, stop, _ = frames.indices(self.shape[2])
+        source = self._source
+        parts = []
+        for channel in range(self.shape[1]):
+            values = source.file.read([*source.clip(self._number), channel], start, stop)
+            parts.append(source.tensor(values, self._number * self.shape[2] + start))
+        return torch.stack(parts)[None].float()
+
+
+class _Opened:
+    """The batches of frames of a loaded decoder, which is freed at the end of the `with` block."""
+
+    def __init__(self, batches: Iterator[torch.Tensor], close: Callable[[], None]) -> None:
+        self._batches, self._close = batches, close
+
+    def __enter__(self) -> Iterator[torch.Tensor]:
+        """Return the batches: (n, height, width, channels)."""
+        return self._batches
+
+    def __exit__(self, *_: object) -> None:
+        """Free the decoder."""
+        self._close()
+
+
+def _metadata(done: Decoded, file: LatentFile) -> dict[str, Any]:
+    """Return the metadata of the MP4."""
+    facts = {key: value for key, value in done.to_json().items() if key != "video"}
+    return {
+        "tandem": {
+            "decode": {**facts, "latents_shape": list(file.shape), "latents_dtype": file.dtype},
+            "versions": {"tandem": __version__, "python": platform.python_version(), "torch": torch.__version__},
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+    }

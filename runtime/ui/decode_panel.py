@@ -1,0 +1,99 @@
+"""The panel that decodes a file of latents: its form, the tasks, and a player of the newest video."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.core.errors import EngineError, InvalidRequestError
+from runtime.models.catalogue import check_offered
+from runtime.models.latent_files import RGB, parse_channels
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import make_folder, output_path
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.records import DecodeLatents
+from runtime.queue.views import Task
+from runtime.server.job_files import find_output
+from runtime.ui.engines_panel import tasks_html
+from runtime.ui.formatting import render
+from runtime.ui.job_view import file_url
+from runtime.ui.panels import Call, Reply, drawn, unknown_action
+
+_KIND = "decode"
+_TASK_ID = re.compile(r"[0-9a-f]{8}")
+_MAX_OPEN_TASKS = 20
+_MAX_CHARACTERS = 4_000
+
+
+class DecodePanel:
+    """The panel; see `panels.Panel`.
+
+    Args:
+        models: the models that make videos, by name.
+        decoders: returns the decoders of single frames.
+    """
+
+    def __init__(
+        self,
+        worker: JobQueue,
+        models: dict[str, ModelSpec],
+        decoders: Callable[[], list[ModelSpec]],
+        outputs_dir: Path,
+    ) -> None:
+        self._worker = worker
+        self._models = models
+        self._decoders = decoders
+        self._outputs_dir = outputs_dir
+
+    def act(self, call: Call) -> Reply:
+        """Carry out an action."""
+        match call.action:
+            case "refresh":
+                return {}
+            case "decode":
+                return self._decode(call)
+            case "cancel" if _TASK_ID.fullmatch(call.target):
+                self._worker.cancel([call.target])
+                return {"message": "Cancelled."}
+        raise unknown_action()
+
+    def draw(self, _call: Call, _reply: Reply) -> dict[str, str]:
+        """Return the HTML of the choices, the tasks and the player."""
+        tasks = [task for task in self._worker.tasks() if task.kind == _KIND]
+        return drawn(
+            {
+                "choices": self._choices,
+                "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in tasks]),
+                "player": lambda: self._player(tasks),
+            }
+        )
+
+    def _decode(self, call: Call) -> Reply:
+        file, name, channels = (call.values.get(field) for field in ("file", "model", "channels"))
+        check_offered(name, self._offered())
+        if not isinstance(file, str) or not isinstance(channels, str) or len(file) > _MAX_CHARACTERS:
+            raise unknown_action()
+        path = Path(file.strip()).expanduser()
+        if not file.strip().isprintable() or not path.is_absolute():
+            raise InvalidRequestError("latents", "latents.path_unreadable")
+        panels = parse_channels(channels or RGB)
+        open_tasks = [one for one in self._worker.tasks() if one.open]
+        if len(open_tasks) >= _MAX_OPEN_TASKS:
+            raise EngineError("ui.too_many_tasks", maximum=_MAX_OPEN_TASKS)
+        make_folder(self._outputs_dir)
+        work = DecodeLatents(
+            latents=path, model=str(name), output=output_path(self._outputs_dir, path.stem), channels=panels
+        )
+        task = self._worker.add_task(work, f"Decode {path.name}")
+        return {"message": f"{task.title}: {'queued' if self._worker.ahead(task) else 'started'}."}
+
+    def _offered(self) -> dict[str, ModelSpec]:
+        return {spec.name: spec for spec in self._decoders()} | self._models
+
+    def _choices(self) -> str:
+        return render("decode_choices.html", models=[(name, spec.title) for name, spec in self._offered().items()])
+
+    def _player(self, tasks: list[Task]) -> str:
+        done = [task for task in tasks if task.state == "done" and task.result is not None]
+        video = Path(str(done[-1].result.data.get("video", ""))) if done and done[-1].result else Path()
+        address = file_url(video) if find_output(str(video), self._outputs_dir) else ""
+        return render("decode_player.html", address=address, name=video.name)

@@ -1,0 +1,306 @@
+"""`decode`: files of latents to MP4s, in constant memory; bad latents; Ctrl-C; metadata."""
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.cli.main import run
+from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.events import Event, FramesDecoded
+from runtime.core.settings import Settings
+from runtime.engines.service import EngineService
+from runtime.execution.components import components_of
+from runtime.families.dcae import load_decoder
+from runtime.machine.probe import probe
+from runtime.models.catalogue import find
+from runtime.models.latent_files import LatentFile
+from runtime.models.weights import load_module
+from runtime.pipeline.decode import DecodeRequest, decode_file
+from runtime.video.mp4 import find_ffmpeg, read_metadata
+from tests.families.dcae import decoders
+
+pytestmark = pytest.mark.usefixtures("cache_dir")
+SHAPE = (11, 8, 3, 4)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Return the folder of a decoder: 12×16 pixels of 3×4 latents."""
+    decoders.save_autoencoder(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def values(*shape: int) -> np.ndarray:
+    """Return latents."""
+    return np.random.default_rng(3).standard_normal(shape).astype("float32")
+
+
+def pixels(video: Path) -> np.ndarray:
+    """Return the frames of a video, (n, height, width, 3)."""
+    size = read_metadata(video)["decode"]
+    command = [find_ffmpeg(), "-v", "error", "-i", str(video), "-vf", "scale=in_color_matrix=bt709"]
+    done = subprocess.run([*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"], capture_output=True, check=True)
+    return np.frombuffer(done.stdout, np.uint8).reshape(-1, size["height"], size["width"], 3)
+
+
+def luma(frames: np.ndarray) -> np.ndarray:
+    """Return the brightness of frames, which the file has for each pixel; colors are shared by four."""
+    found: np.ndarray = frames @ np.array([0.2126, 0.7152, 0.0722])
+    return found
+
+
+def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """Run a command; return its two lines, after a line of progress if it had begun to decode."""
+    assert run([*command, "--json"]) == 2
+    out, err = capsys.readouterr()
+    *before, what, to_do = err.strip().splitlines()
+    assert before in ([], ["Decoding frames…"])
+    assert what.startswith("Error: ")
+    assert to_do.startswith("To do: ")
+    assert not json.loads(out.splitlines()[-1])["error"]["defect"]
+    return what, to_do
+
+
+@pytest.mark.parametrize("kind", ["npy", "float16.npy", "safetensors", "bfloat16.safetensors", "batch.safetensors"])
+def test_files_of_each_kind_are_decoded(
+    kind: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latents = values(*SHAPE)
+    file, out = tmp_path / f"world.{kind}", tmp_path / "world.mp4"
+    if kind.endswith("npy"):
+        np.save(file, latents.astype("float16" if "float16" in kind else "float32"))
+    else:
+        tensor = torch.from_numpy(latents)
+        tensor = tensor.bfloat16() if "bfloat16" in kind else tensor
+        named = {"latents": tensor[:10].reshape(2, 5, *SHAPE[1:]) if "batch" in kind else tensor}
+        save_file(named | ({"actions": torch.zeros(3)} if kind == "safetensors" else {}), file)
+    assert run(["decode", str(file), "--model", model, "--out", str(out), "--fps", "7", "--crf", "0", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    count = 10 if "batch" in kind else 11
+    assert pixels(out).shape == (count, 12, 16, 3)
+    assert (done["video"], done["frames"], done["fps"], done["backend"]) == (str(out), count, 7, "pytorch")
+    described = read_metadata(out)["decode"]
+    assert (described["latents"], described["model"], described["frames"]) == (file.name, "model", count)
+    decoder: Any = load_decoder(model)
+    with torch.no_grad():
+        expected = decoder(torch.from_numpy(latents[:count]) * decoder.tandem_spec.vae.latent_factor)
+    shown = ((expected.clamp(-1, 1).permute(0, 2, 3, 1) + 1) * 127.5).numpy()
+    assert np.abs(luma(pixels(out)) - luma(shown)).mean() < 2
+
+
+def test_channels_are_shown_side_by_side(tmp_path: Path) -> None:
+    decoders.save_owl(tmp_path / "owl")  # of four channels
+    np.save(tmp_path / "z.npy", values(3, 8, 8, 8))
+    arguments = ["decode", str(tmp_path / "z.npy"), "--model", str(tmp_path / "owl"), "--crf", "0", "--channels"]
+    assert run([*arguments, "rgb,3", "--out", str(tmp_path / "both.mp4")]) == 0
+    assert run([*arguments, "3", "--out", str(tmp_path / "depth.mp4")]) == 0
+    both, depth = pixels(tmp_path / "both.mp4"), pixels(tmp_path / "depth.mp4")
+    assert (both.shape, depth.shape) == ((3, 64, 128, 3), (3, 64, 64, 3))
+    assert np.abs(both[:, :, 64:].astype(int) - depth).max() <= 3
+    assert int(depth.max(3).astype(int).max() - depth.min(3).astype(int).max()) <= 3  # gray
+
+
+@pytest.mark.parametrize("architecture", ["wan2.1", "hunyuan-video"])
+def test_latents_of_video_models_are_decoded_by_their_vae(
+    architecture: str, tiny: Callable[[str], Any], tmp_path: Path
+) -> None:
+    spec = tiny(architecture)
+    latents = values(2, spec.vae.z_dim, 7, 4, 4)
+    np.save(tmp_path / "clips.npy", latents)
+    np.save(tmp_path / "one.npy", latents[1])
+    sizes = []
+    for name in ("clips", "one"):
+        out = tmp_path / f"{name}.mp4"
+        arguments = ["--model", str(spec.directory), "--out", str(out), "--crf", "0", "--backend", "inductor"]
+        assert run(["decode", str(tmp_path / f"{name}.npy"), *arguments]) == 0
+        sizes.append(len(pixels(out)))
+        assert len(read_metadata(out)["decode"]["fallbacks"]) == 1
+    assert sizes == [50, 25]
+    # The file is read a few frames at a time; the frames are those of the whole clip.
+    part: Any = load_part(spec)
+    whole = torch.cat(list(part.frames(torch.from_numpy(latents[1:]), 1)))
+    shown = ((whole.clamp(-1, 1) + 1) * 127.5).cpu().numpy()
+    assert np.abs(luma(pixels(tmp_path / "one.mp4")) - luma(shown)).mean() < 2
+
+
+def load_part(spec: Any) -> Any:
+    """Return a model's VAE decoder in PyTorch."""
+    from runtime.core.plan import ComponentPlan
+
+    part = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
+    return components_of(spec).video_decoder(load_module(spec, "vae", part), "cpu")
+
+
+def header(shape: tuple[int, ...], dtype: str = "<f4", *, padding: int = 0) -> bytes:
+    """Return the header of an .npy file."""
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}" + " " * padding + "\n"
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text.encode()
+
+
+def write_bad(file: Path, kind: str) -> None:
+    """Write a file of bad latents."""
+    good = values(*SHAPE)
+    plain = io.BytesIO()
+    np.save(plain, good)
+    with_nan = good.copy()
+    with_nan[9, 0, 0, 0] = np.nan
+    contents: dict[str, Callable[[], object]] = {
+        "nan": lambda: np.save(file, with_nan),
+        "channels": lambda: np.save(file, values(11, 9, 3, 4)),
+        "cut": lambda: file.write_bytes(plain.getvalue()[:-5]),
+        "empty": lambda: file.write_bytes(b""),
+        "float64": lambda: np.save(file, good.astype("float64")),
+        "int64": lambda: np.save(file, good.astype("int64")),
+        "big-endian": lambda: np.save(file, good.astype(">f4")),
+        "no frames": lambda: np.save(file, good[:0]),
+        "axes": lambda: np.save(file, good[0]),
+        "scalar": lambda: np.save(file, np.float32(3)),
+        "objects": lambda: np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True),
+        "pickle": lambda: file.write_bytes(pickle.dumps(good)),
+        "header": lambda: file.write_bytes(header(SHAPE, padding=20_000) + good.tobytes()),
+        "nested": lambda: file.write_bytes(b"\x93NUMPY\x02\x00" + struct.pack("<I", 9_000) + b"(" * 9_000),
+        "length": lambda: file.write_bytes(b"\x93NUMPY\x02\x00" + struct.pack("<I", 0xFFFFFFFF) + b"{"),
+        "negative": lambda: file.write_bytes(header((-1, 8, 3, 4))),
+        "terabytes": lambda: file.write_bytes(header((10**9, 8, 3, 4))),
+        "fortran": lambda: np.save(file, np.asfortranarray(good)),
+    }
+    contents[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("nan", "Frame 9 of the latents in bad.npy contains NaN or Inf"),
+        ("channels", "have 9 channels; model takes 8"),
+        ("cut", "is cut short"),
+        ("empty", "no array of NumPy"),
+        ("float64", "float64"),
+        ("int64", "int64"),
+        ("big-endian", ">f4"),
+        ("no frames", "no latents"),
+        ("axes", "shape 8×3×4"),
+        ("scalar", "one value"),
+        ("objects", "pickled objects"),
+        ("pickle", "no array of NumPy"),
+        ("header", "no array of NumPy"),
+        ("nested", "no array of NumPy"),
+        ("length", "no array of NumPy"),
+        ("negative", "cut short|shape|no array|no latents"),
+        ("terabytes", "is cut short"),
+        ("fortran", "Fortran order"),
+    ],
+)
+def test_bad_arrays_are_refused(
+    kind: str, says: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_bad(tmp_path / "bad.npy", kind)
+    out = tmp_path / "bad.mp4"
+    what, _ = refused(["decode", str(tmp_path / "bad.npy"), "--model", model, "--out", str(out)], capsys)
+    assert any(part in what for part in says.split("|")), what
+    assert not out.exists()
+    assert not list(tmp_path.glob(".tandem*"))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"latents": torch.zeros(4, 8, 3, 4, dtype=torch.float64)}, "F64"),
+        ({"a": torch.zeros(4, 8, 3, 4), "b": torch.zeros(1)}, "2 tensors"),
+        ({"latents": torch.zeros(0, 8, 3, 4)}, "no latents"),
+        ({"latents": torch.zeros(4, 8, 3)}, "shape 4×8×3"),
+        ({"latents": torch.full((4, 8, 3, 4), torch.inf)}, "Frame 0"),
+    ],
+)
+def test_bad_safetensors_are_refused(
+    tensors: dict[str, torch.Tensor], says: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.safetensors"
+    save_file(tensors, file)
+    command = ["decode", str(file), "--model", model, "--out", str(tmp_path / "bad.mp4")]
+    assert says in refused(command, capsys)[0]
+    data = file.read_bytes()
+    for damaged in (data[:-1], data[:20], b"", (1 << 62).to_bytes(8, "little") + data[8:]):
+        file.write_bytes(damaged)
+        refused(command, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--channels", "depth"], "--channels is 'depth'"),
+        (["--channels", "3"], "no channel 3"),
+        (["--channels", ",".join(["rgb"] * 17)], "--channels"),
+        (["--fps", "0"], "--fps is 0"),
+        (["--fps", "100000"], "--fps is 100000"),
+        (["--crf", "99"], "--crf is 99"),
+        (["--backend", "tensorflow"], "tensorflow"),
+        (["--out", "video.avi"], ".mp4"),
+        (["--model", "no-such"], "no-such"),
+        (["--model", "diorama"], "takes 16"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str], says: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "z.npy", values(*SHAPE))
+    given = ["decode", str(tmp_path / "z.npy"), "--model", model, "--out", str(tmp_path / "z.mp4"), *arguments]
+    what, to_do = refused(given, capsys)
+    assert says in f"{what} {to_do}"
+
+
+def test_other_files_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "z.pt").write_bytes(pickle.dumps(3))
+    for file, says in (("z.pt", "neither"), ("none.npy", "cannot be read"), (".", "neither"), ("", "LATENTS")):
+        given = str(tmp_path / file) if file else ""
+        assert says in refused(["decode", given, "--model", model], capsys)[0]
+    assert "only decodes" in refused(["generate", "a boat", "--model", model], capsys)[0]
+
+
+def request(model: str, latents: Path, out: Path) -> DecodeRequest:
+    """Return a request."""
+    return DecodeRequest(latents=latents, spec=find(model, Path("none")), output=out)
+
+
+def test_cancelling_leaves_nothing(model: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "z.npy", values(400, *SHAPE[1:]))
+    cancel, events = Cancel(), []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, FramesDecoded):
+            cancel.request()
+
+    out = tmp_path / "z.mp4"
+    with pytest.raises(CancelledError):
+        engines = EngineService.from_settings(Settings(cache_dir=tmp_path), probe())
+        decode_file(request(model, tmp_path / "z.npy", out), Settings(cache_dir=tmp_path), engines, emit, cancel)
+    assert sum(isinstance(event, FramesDecoded) for event in events) < 5
+    assert not out.exists()
+    assert not list(tmp_path.glob(".tandem*"))
+
+
+def test_memory_does_not_depend_on_the_length(model: str, tmp_path: Path) -> None:
+    # 200 MB of latents of which two batches are read: a whole read would be seen.
+    frames = 65_536
+    with (tmp_path / "hour.npy").open("wb") as file:
+        file.write(header((frames, 8, 10, 10)))
+        file.truncate(file.tell() + frames * 8 * 10 * 10 * 4)
+    with LatentFile(tmp_path / "hour.npy") as latents:
+        import tracemalloc
+
+        tracemalloc.start()
+        for start in (0, 32_768, frames - 8):
+            assert latents.read([], start, start + 8).shape == (8, 8, 10, 10)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 4 * 8 * 8 * 100 * 4

@@ -1,0 +1,91 @@
+"""The panel that decodes latents: its task in a worker, its player, and what it refuses."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.core.errors import TandemError
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
+from runtime.machine.probe import probe
+from runtime.models.catalogue import decoders as frame_decoders
+from runtime.models.spec import ModelSpec
+from runtime.ui.decode_panel import DecodePanel
+from runtime.ui.panels import Call
+from tests.families.dcae import decoders
+from tests.thread_queue import RunningQueue
+from tests.waiting import until
+
+
+@pytest.fixture
+def panel(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[DecodePanel, RunningQueue]]:
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
+    decoders.save_autoencoder(tmp_path / "weights" / "tiny")
+    engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
+    worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
+    models = {"wan": tiny("wan2.1")}
+    yield DecodePanel(worker, models, lambda: frame_decoders(tmp_path / "weights"), tmp_path / "outputs"), worker
+    worker.close()
+
+
+def call(**values: Any) -> Call:
+    """Return the request of the button."""
+    return Call(action="decode", values={"model": "tiny", "channels": "rgb"} | values)
+
+
+def test_a_file_is_decoded_and_played(panel: tuple[DecodePanel, RunningQueue], tmp_path: Path) -> None:
+    page, worker = panel
+    np.save(tmp_path / "world.npy", np.zeros((20, 8, 3, 4), "float32"))
+    parts = page.draw(Call(), {})
+    assert '<option value="tiny">tiny</option>' in parts["choices"]
+    assert 'value="wan"' in parts["choices"]
+    assert "<video" not in parts["player"]
+    assert "Decode world.npy" in page.act(call(file=str(tmp_path / "world.npy"), channels="rgb,0"))["message"]
+    until(lambda: not worker.tasks()[-1].open)
+    (task,) = worker.tasks()
+    assert task.state == "done", task.result
+    parts = page.draw(Call(), {})
+    (video,) = (tmp_path / "outputs").glob("*.mp4")
+    assert video.name in parts["player"]
+    assert "20 frames" in parts["tasks"]
+
+
+def test_bad_latents_fail_with_a_reason(panel: tuple[DecodePanel, RunningQueue], tmp_path: Path) -> None:
+    page, worker = panel
+    np.save(tmp_path / "bad.npy", np.zeros((20, 9, 3, 4), "float32"))
+    page.act(call(file=str(tmp_path / "bad.npy")))
+    until(lambda: not worker.tasks()[-1].open)
+    assert worker.tasks()[-1].state == "failed"
+    parts = page.draw(Call(), {})
+    assert "9 channels" in parts["tasks"]
+    assert "<video" not in parts["player"]
+    assert not list((tmp_path / "outputs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"file": "world.npy"},
+        {"file": ""},
+        {"file": 3},
+        {"file": "/a\n.npy"},
+        {"file": "/" + "a" * 5000},
+        {"file": "/a.npy", "model": "none"},
+        {"file": "/a.npy", "model": ["tiny"]},
+        {"file": "/a.npy", "channels": "depth"},
+        {"file": "/a.npy", "channels": None},
+    ],
+)
+def test_other_values_are_refused(panel: tuple[DecodePanel, RunningQueue], values: dict[str, Any]) -> None:
+    page, worker = panel
+    with pytest.raises(TandemError):
+        page.act(call(**values))
+    for action in ("cancel", "delete"):
+        with pytest.raises(TandemError):
+            page.act(Call(action=action, target="../x"))
+    assert worker.tasks() == []
