@@ -32,27 +32,30 @@ class Metrics:
     def __init__(self, worker: JobQueue) -> None:
         self._worker = worker
         self._lock = threading.Lock()
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(_Now(worker))
-        own = {"registry": self._registry}
-        self._videos = Count("tandem_videos", "Videos that ended, by result.", ["result"], **own)
+        self._videos = Count("tandem_videos", "Videos that ended, by result.", ["result"], registry=self._registry)
         self._stages = Histogram(
             "tandem_stage_seconds",
             "Seconds of each stage of completed videos.",
             ["model", "stage"],
             buckets=_SECONDS,
-            **own,
+            registry=self._registry,
         )
         self._fallbacks = Count(
             "tandem_fallbacks",
             "Components that continued in PyTorch because their engine failed.",
             ["component"],
-            **own,
+            registry=self._registry,
         )
-        self._memory_short = Count("tandem_out_of_memory", "Times that a job ran out of memory.", ["memory"], **own)
-        self._deaths = Count("tandem_worker_deaths", "Deaths of worker processes while they ran a job.", **own)
+        self._memory_short = Count(
+            "tandem_out_of_memory", "Times that a job ran out of memory.", ["memory"], registry=self._registry
+        )
+        self._deaths = Count(
+            "tandem_worker_deaths", "Deaths of worker processes while they ran a job.", registry=self._registry
+        )
         try:
             self._read, _ = worker.store.news(0, ())
         except StoreError:
@@ -105,7 +108,7 @@ class _Now(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the length of the queue, the workers and the memory."""
-        queue = Counter(
+        queue: Counter[tuple[str, str]] = Counter(
             (job.kind, "paused" if job.held and job.state == "queued" else job.state)
             for job in self._worker.store.queue()
         )

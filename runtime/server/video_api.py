@@ -107,7 +107,7 @@ class VideoApi:
         """Return the ASGI app with its middleware."""
         names = LOOPBACK if self._settings.host in LOOPBACK else None
         handlers = api_errors.handlers(self.redact)
-        tandem = {TandemError: handlers[TandemError]}
+        early = {kind: handlers[kind] for kind in (HTTPException, TandemError)}
         handlers[RequestValidationError] = _invalid_query
         app = FastAPI(
             title="Tandem",
@@ -120,7 +120,7 @@ class VideoApi:
             middleware=[
                 Middleware(SecurityHeadersMiddleware),
                 # Also of errors in the middleware; FastAPI logs others.
-                Middleware(ExceptionMiddleware, handlers={HTTPException: handlers[HTTPException]} | tandem),
+                Middleware(ExceptionMiddleware, handlers=early),
                 Middleware(CrossSiteMiddleware, host_names=lambda: names, visitors=None),
                 Middleware(KeyMiddleware, keys=self._keys, open_without=_is_open(self._settings)),
             ],

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from runtime.core.errors import InvalidRequestError
@@ -128,10 +128,13 @@ class BodyReader:
 
         async def read(limit: int) -> bool:
             """Read until more than `limit` bytes are there; return whether the body has ended before."""
-            async for chunk in stream:
-                body.extend(chunk)
-                if len(body) > limit:
-                    return False
+            try:
+                async for chunk in stream:
+                    body.extend(chunk)
+                    if len(body) > limit:
+                        return False
+            except ClientDisconnect as error:
+                raise refused(400, "server.api_incomplete") from error
             return True
 
         if not await read(MAX_BODY_BYTES):
