@@ -114,7 +114,7 @@ def test_openais_client_sends_an_image_and_nested_fields(client: Any, http: http
     made = client.videos.create(
         prompt="a red boat",
         model="diorama",
-        input_reference=image.open("rb"),
+        input_reference=(image.name, image.read_bytes()),
         extra_body={"steps": 1, "backends": {"vae": "pytorch"}, "loras": [], "size": "160x96"},
     )
     assert ended(http, made.id)["status"] == "completed"
