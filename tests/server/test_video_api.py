@@ -18,7 +18,7 @@ import pytest
 
 from runtime.core.request import FIELDS
 from runtime.video.mp4 import read_metadata
-from tests.app_server import MODEL, Server, make_cache, serving
+from tests.app_server import MODEL, ROOT, Server, make_cache, serving
 from tests.fuzz.raw_http import send
 from tests.image_files import saved
 from tests.waiting import until
@@ -123,6 +123,19 @@ def test_openais_client_sends_an_image_and_nested_fields(client: Any, http: http
     request = read_metadata(tmp_path / "v.mp4")["request"]
     assert request["backends"] == {"vae": "pytorch"}
     assert request["image"].endswith("/boat.png")
+
+
+def test_the_documented_example_downloads_a_video(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "programs.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example = next(one for one in examples if "OpenAI" in one).replace("http://127.0.0.1:7860/", server.url)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of OpenAI's own service
+        exec(example.replace('size="192x112", ', 'model="diorama", size="160x96", '), {})
+    assert (tmp_path / "boat.mp4").read_bytes()[4:8] == b"ftyp"
 
 
 def test_an_image_in_json_is_a_data_url(http: httpx.Client, tmp_path: Path) -> None:
