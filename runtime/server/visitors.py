@@ -39,7 +39,7 @@ from runtime.server.visitor_limits import (
 
 _VIDEO = re.compile(r"([0-9a-f]{8})\.mp4")
 # A visitor's name, see `Visitors.name_of`; owners of other forms are API keys.
-_VISITOR = re.compile(r"([0-9a-f]{8})-[0-9a-f]{16}")
+_VISITOR = re.compile(r"([0-9a-f]{8})-.+")
 # Per visitor; an open page needs two or three.
 _MAX_OPEN_REQUESTS = 24
 # Calls of one visitor that wait or run, in addition to the videos that they may follow.

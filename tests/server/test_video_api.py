@@ -254,7 +254,7 @@ def test_pages_of_the_list_have_every_video_once(http: httpx.Client) -> None:
     made = [create(http, steps=1)["id"] for _ in range(5)]
     for order, expected in (("asc", made), ("desc", made[::-1])):
         found: list[str] = []
-        after = {}
+        after: dict[str, str] = {}
         while True:
             page = http.get("v1/videos", params={"limit": 2, "order": order, **after}).json()
             assert page["object"] == "list" and len(page["data"]) <= 2
@@ -353,7 +353,7 @@ def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     request = schema["components"]["schemas"]["CreateVideo"]
     assert set(request["properties"]) == {*FIELDS, "size", "input_reference"}
     assert request["required"] == ["prompt"] and request["additionalProperties"] is False
-    assert request["properties"]["steps"]["maximum"] == FIELDS["steps"].json_schema()["maximum"]  # type: ignore[index]
+    assert request["properties"]["steps"]["maximum"] == FIELDS["steps"].json_schema()["maximum"]
     assert {"get", "post"} == set(schema["paths"]["/v1/videos"])
     assert {"get", "delete"} == set(schema["paths"]["/v1/videos/{video_id}"])
     text = json.dumps(schema)

@@ -214,8 +214,7 @@ def test_a_job_of_a_key_resumes_after_the_server_was_killed(tmp_path: Path) -> N
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait()
     with serving(cache, program=SERVE) as second, with_key(second, key) as http:
-        for video in videos:
-            until(lambda video=video: http.get(f"v1/videos/{video}").json()["status"] == "completed", pause=0.2)
+        until(lambda: {http.get(f"v1/videos/{video}").json()["status"] for video in videos} == {"completed"}, pause=0.2)
 
 
 def test_the_web_app_serves_the_api_beside_its_page(tmp_path: Path) -> None:
