@@ -44,9 +44,10 @@ def api_attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[api.ApiAt
 
 
 def test_random_requests_to_the_api_cause_no_errors_or_leaks(api_attacked: api.ApiAttack) -> None:
-    api.round_of(api_attacked, 6, seed=5)
+    api.round_of(api_attacked, 12, seed=5)
     assert set(api_attacked.statuses) - {0} <= {200, 206, 400, 401, 403, 404, 405, 409, 413, 415, 416, 422, 429}
-    assert api_attacked.statuses[200] > 8
+    # The test proves nothing if all requests are rejected.
+    assert api_attacked.statuses[200] > 4
 
 
 def test_malformed_requests_to_every_route_of_the_api_are_refused(api_attacked: api.ApiAttack) -> None:
