@@ -63,12 +63,16 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(cache_dir: Path, *flags: str, program: Sequence[str] = ("app.py",)) -> Iterator[Server]:
-    """Run `python app.py`, or another program that wraps it, with `flags` on a free port."""
+    """Run `python app.py`, or another program that wraps it, with `flags` on a free port.
+
+    The last word of the program may be `serve`: then there is no page.
+    """
     port = free_port()
+    page = program[-1] != "serve"
     log = cache_dir / "server.txt"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [sys.executable, *program, "--port", str(port), "--model", MODEL, "--no-browser", *flags],
+            [sys.executable, *program, "--port", str(port), "--model", MODEL, *["--no-browser"] * page, *flags],
             cwd=ROOT,
             env=environment() | {"TANDEM_CACHE_DIR": str(cache_dir)},
             stdout=output,
@@ -77,7 +81,7 @@ def serving(cache_dir: Path, *flags: str, program: Sequence[str] = ("app.py",)) 
         )
         try:
             url = f"http://127.0.0.1:{port}/"
-            _wait_until_up(url, process, log)
+            _wait_until_up(url if page else f"{url}healthz", process, log)
             yield Server(url, cache_dir, process)
         finally:
             process.terminate()

@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
     "runtime.queue.recovery",
     "runtime.queue.job_queue",
     "runtime.queue.model_tasks",
+    "runtime.server.serve",
     "runtime.bench.configurations",
     "runtime.bench.statistics",
     "runtime.bench.render",

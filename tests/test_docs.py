@@ -23,9 +23,12 @@ from runtime.cli.main import (
     jobs_delete,
     jobs_list,
     jobs_show,
+    keys_app,
     models_app,
     models_download,
     models_verify,
+    serve,
+    serve_keys_add,
     web,
 )
 from runtime.core import events
@@ -105,6 +108,8 @@ def test_stated_lines_are_close_to_the_code() -> None:
         jobs_delete,
         bench,
         bench_compare,
+        serve,
+        serve_keys_add,
     ],
 )
 def test_every_flag_is_documented(function: object) -> None:
@@ -127,7 +132,13 @@ def test_every_command_is_documented(page: str) -> None:
     for command in app.registered_commands:
         assert command.callback is not None
         assert f"`{command.name or command.callback.__name__}" in text
-    groups = (("engines", engines_app), ("models", models_app), ("jobs", jobs_app), ("bench", bench_app))
+    groups = (
+        ("engines", engines_app),
+        ("models", models_app),
+        ("jobs", jobs_app),
+        ("bench", bench_app),
+        ("serve keys", keys_app),
+    )
     for name, group in groups:
         for command in group.registered_commands:
             shown = command.hidden or re.search(rf"`{name} [\w|\\]*{command.name}", text)

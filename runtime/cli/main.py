@@ -45,7 +45,7 @@ from runtime.core.environment import program
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.files import make_private_files
-from runtime.core.request import GenerationRequest
+from runtime.core.request import MAX_FRAMES, MAX_STEPS, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,16 @@ models_app = typer.Typer(help="List, download and verify models.")
 engines_app = typer.Typer(help="List, verify, import and delete engines.")
 jobs_app = typer.Typer(help="List, show, resume and delete jobs.")
 bench_app = typer.Typer(help="Compare configurations: time, memory, similarity.", cls=PromptOrCommand)
-for _name, _group in (("models", models_app), ("engines", engines_app), ("jobs", jobs_app), ("bench", bench_app)):
+serve_app = typer.Typer(help="Serve the HTTP API, without the web app.", cls=PromptOrCommand)
+keys_app = typer.Typer(help="Add, list and revoke the keys of the HTTP API.")
+serve_app.add_typer(keys_app, name="keys")
+for _name, _group in (
+    ("models", models_app),
+    ("engines", engines_app),
+    ("jobs", jobs_app),
+    ("bench", bench_app),
+    ("serve", serve_app),
+):
     app.add_typer(_group, name=_name)
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Job ID or a prefix of it.")]
@@ -176,7 +185,7 @@ def web(flags: Flags, context: typer.Context) -> None:
         terminal.result(__version__)
         return
     values = _settings_of(flags)
-    loaded = settings.load(values)
+    loaded = settings.load(values, with_keys=context.invoked_subcommand == "serve")
     limit = next((name for name in values if name.startswith("share_")), None)
     if limit is not None and not loaded.share:
         raise SettingsError("cli.limit_without_share", flag=settings.flag_of(limit))
@@ -545,3 +554,74 @@ def bench_compare(
     from runtime.cli.bench import compare
 
     return compare(one, other)
+
+
+@_command(serve_app, "run", hidden=True)
+def serve(
+    host: Annotated[
+        OptionalText,
+        typer.Option(
+            metavar="ADDRESS", help="Address to listen on; others than 127.0.0.1 need a key. [default: 127.0.0.1]"
+        ),
+    ] = None,
+    port: Annotated[OptionalText, typer.Option(metavar="N", help="Port to listen on. [default: 7860]")] = None,
+    model: Annotated[
+        OptionalText, typer.Option(metavar="NAME|DIR", help="Model of requests that name none. [default: diorama]")
+    ] = None,
+) -> Outcome:
+    """Serve the HTTP API, without the web app: queue, workers and /v1/videos."""
+    from runtime.cli.serve import run as run_server
+
+    return run_server({"host": host, "port": port, "model": model})
+
+
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")]
+Count = int | None
+
+
+@_command(keys_app, "add")
+def serve_keys_add(
+    name: KeyName,
+    videos: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, max=10_000, help="Maximum number of queued and running videos. [default: 10]"),
+    ] = 10,
+    per_hour: Annotated[
+        int, typer.Option(metavar="N", min=1, max=100_000, help="Maximum number of videos per hour. [default: 100]")
+    ] = 100,
+    frames: Annotated[
+        Count,
+        typer.Option(
+            metavar="N", min=1, max=MAX_FRAMES, help="Maximum number of frames of a video. [default: no limit]"
+        ),
+    ] = None,
+    steps: Annotated[
+        Count,
+        typer.Option(metavar="N", min=1, max=MAX_STEPS, help="Maximum number of steps of a video. [default: no limit]"),
+    ] = None,
+    size: Annotated[
+        OptionalText,
+        typer.Option(metavar="WIDTHxHEIGHT", help="Maximum number of pixels of a frame. [default: no limit]"),
+    ] = None,
+) -> Outcome:
+    """Add an API key and print it. It is shown once; only its hash is stored."""
+    from runtime.cli.serve import add_key
+
+    counts = {"videos": videos, "per_hour": per_hour, "frames": frames, "steps": steps}
+    return add_key(name, {name: count for name, count in counts.items() if count is not None}, size)
+
+
+@_command(keys_app, "list")
+def serve_keys_list() -> Outcome:
+    """List the API keys and their limits."""
+    from runtime.cli.serve import list_keys
+
+    return list_keys()
+
+
+@_command(keys_app, "revoke")
+def serve_keys_revoke(name: KeyName) -> Outcome:
+    """Revoke an API key at once, also in running servers."""
+    from runtime.cli.serve import revoke_key
+
+    return revoke_key(name)

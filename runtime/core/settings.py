@@ -229,11 +229,14 @@ class Settings(FrozenModel):
         return self.cache_dir / "logs" / "tandem.log"
 
 
-def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+def load(
+    flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ, *, with_keys: bool = False
+) -> Settings:
     """Combine flags, environment and settings file.
 
     Args:
         flags: by the names of `VARIABLES`; `None` for flags that are not given.
+        with_keys: whether API keys take the place of the password that another host than 127.0.0.1 needs.
 
     Raises:
         SettingsError: for an invalid value, with its source.
@@ -245,7 +248,7 @@ def load(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
         if value is not None:
             values[name] = (value, flag_of(name))
     settings = _validated(cache_dir, values)
-    if settings.host not in _LOOPBACK and settings.auth is None:
+    if settings.host not in _LOOPBACK and settings.auth is None and not with_keys:
         raise SettingsError("settings.host_without_password", host=settings.host)
     if settings.share and settings.host not in _LOOPBACK:
         raise SettingsError("settings.share_with_host", host=settings.host)

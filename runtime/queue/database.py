@@ -414,6 +414,22 @@ def _early_ends(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE jobs ADD COLUMN finish INTEGER NOT NULL DEFAULT 0")
 
 
+def _idempotency_keys(connection: sqlite3.Connection) -> None:
+    """Version 9: the idempotency keys of requests to the HTTP API, each with its video."""
+    connection.execute(
+        """
+        CREATE TABLE submissions (
+            owner   TEXT NOT NULL,
+            key     TEXT NOT NULL,
+            digest  TEXT NOT NULL,
+            job     TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            PRIMARY KEY (owner, key)
+        )
+        """
+    )
+    connection.execute("CREATE INDEX submissions_by_job ON submissions (job)")
+
+
 # Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (
     _create,
@@ -424,4 +440,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     _stars,
     _gpus_of_builds,
     _early_ends,
+    _idempotency_keys,
 )

@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from runtime.planner.resolve import resolve
 from runtime.queue import recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Kind, Work
-from runtime.queue.store import JobStore
+from runtime.queue.store import JobStore, Submission
 from runtime.queue.supervisor import Supervisor
 from runtime.queue.views import Job, Task
 from runtime.queue.worker import WorkerConfig, memory_for_new_job
@@ -130,6 +130,34 @@ class JobQueue:
         """
         make_folder(self._outputs_dir)
         return self._add([(request, self._plan(request, decode=decode))], owner)[0]
+
+    def submit_once(
+        self,
+        request: GenerationRequest,
+        owner: str | None,
+        check: Callable[[ExecutionPlan], None],
+        admit: Callable[[int, Sequence[float]], None],
+        submission: Submission | None = None,
+        *,
+        decode: bool = True,
+    ) -> JobRecord:
+        """Plan a request and queue it, unless its submission was queued before; return its job.
+
+        Args:
+            check: raises an error if the plan is beyond a limit.
+            admit, submission: see `JobStore.add_once`.
+            decode: see `submit`.
+
+        Raises:
+            TandemError: if it cannot be planned, is not admitted, or its submission had another request.
+        """
+        known = None if submission is None else self.store.submitted(owner, submission)
+        if known is not None:
+            return known
+        make_folder(self._outputs_dir)
+        plan = self._plan(request, decode=decode)
+        check(plan)
+        return self.store.add_once(request, plan, owner=owner, admit=admit, submission=submission)
 
     def submit_all(self, requests: Sequence[GenerationRequest], owner: str | None = None) -> list[Job]:
         """Plan requests and queue them in order; several are one batch.

@@ -10,12 +10,12 @@ import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
@@ -73,11 +73,20 @@ _NOTHING_BUILT = (
     "EXISTS (SELECT 1 FROM events WHERE events.job = jobs.id AND events.event LIKE '%\"task.nothing_to_build\"%')"
 )
 _MOST_POSITION = 1 << 53
+_HOUR_SECONDS = 3600.0
 # Between two attempts to open the store.
 _RETRY_SECONDS = 5.0
 _LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
+
+
+class Submission(NamedTuple):
+    """A request to the HTTP API: its idempotency key, and a digest of what it asks for."""
+
+    key: str
+    digest: str
+
 
 # State, hold, pending request, and live progress of a job.
 Seen = tuple[State, bool, Control, str | None]
@@ -219,6 +228,52 @@ class JobStore:
         with self.database.writing() as connection:
             return [_insert(connection, "video", {**_video(*one), "owner": owner, "batch": batch}) for one in planned]
 
+    def add_once(
+        self,
+        request: GenerationRequest,
+        plan: ExecutionPlan,
+        *,
+        owner: str | None,
+        admit: Callable[[int, Sequence[float]], None],
+        submission: Submission | None = None,
+    ) -> JobRecord:
+        """Add a video to the end of the queue, unless it was added before.
+
+        Args:
+            admit: raises an error if the owner may not add another video now. It is given the number of the owner's
+                queued and running videos, and the times of those that were added in the last hour, ascending.
+            submission: identifies the request.
+
+        Raises:
+            StoreError: if the submission's key belongs to another request, or its video was deleted.
+        """
+        with self.database.writing() as connection:
+            known = None if submission is None else _submitted(connection, owner, submission)
+            if known is not None:
+                return known
+            own = "FROM jobs WHERE kind = 'video' AND owner IS ?"
+            query = f"SELECT count(*) {own} AND state IN ('queued', 'running')"
+            (count,) = connection.execute(query, (owner,)).fetchone()
+            since = time.time() - _HOUR_SECONDS
+            times = connection.execute(f"SELECT created {own} AND created > ? ORDER BY created", (owner, since))
+            admit(int(count), [row["created"] for row in times])
+            job = _insert(connection, "video", {**_video(request, plan), "owner": owner})
+            if submission is not None:
+                connection.execute(
+                    "INSERT INTO submissions (owner, key, digest, job) VALUES (?, ?, ?, ?)",
+                    (owner or "", submission.key, submission.digest, job.id),
+                )
+            return job
+
+    def submitted(self, owner: str | None, submission: Submission) -> JobRecord | None:
+        """Return the video that a submission has added before; `None` if there is none.
+
+        Raises:
+            StoreError: see `add_once`.
+        """
+        with self.database.reading() as connection:
+            return _submitted(connection, owner, submission)
+
     def add_work(
         self, kind: Kind, title: str, folder: Path, request: Mapping[str, Any], *, part: str | None = None
     ) -> JobRecord:
@@ -307,8 +362,10 @@ class JobStore:
         starred: bool = False,
         limit: int = -1,
         offset: int = 0,
+        after: int | None = None,
+        oldest_first: bool = False,
     ) -> Sequence[JobRecord]:
-        """Return jobs, newest first.
+        """Return jobs, newest first unless `oldest_first`.
 
         Args:
             states: only jobs in one of these states.
@@ -317,6 +374,7 @@ class JobStore:
             deleted: deleted jobs that can be restored, instead of the others.
             starred: only starred jobs.
             limit: maximum number, after `offset`; negative for all.
+            after: only jobs that follow the one of this number.
         """
         where: dict[str, Iterable[Any]] = {
             f"kind IN ({_marks(kinds)})": kinds,
@@ -324,6 +382,8 @@ class JobStore:
         }
         if starred:
             where["starred"] = ()
+        if after is not None:
+            where[f"number {'>' if oldest_first else '<'} ?"] = (after,)
         if states is not None:
             where[f"state IN ({_marks(states)})"] = states
         if not isinstance(owner, EllipsisType):
@@ -334,7 +394,8 @@ class JobStore:
             patterns = [f"%{word.translate(_LIKE_SPECIAL)}%" for word in words]
             where[f"(({prompt}) OR id LIKE ? ESCAPE '\\')"] = (*patterns, _starts_with(search.strip()))
         values = [*chain.from_iterable(where.values()), limit, offset]
-        query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY number DESC LIMIT ? OFFSET ?"
+        order = "ASC" if oldest_first else "DESC"
+        query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY number {order} LIMIT ? OFFSET ?"
         return self._records(query, values)
 
     def queue(self) -> Sequence[JobRecord]:
@@ -484,6 +545,22 @@ class JobStore:
             (last,) = connection.execute("SELECT coalesce(max(n), 0) FROM events").fetchone()
             found = connection.execute("SELECT DISTINCT job FROM events WHERE n > ?", (after,))
             return int(last), {row["job"] for row in found}
+
+    def news(self, after: int, names: Collection[str]) -> tuple[int, Sequence[tuple[str, Mapping[str, Any]]]]:
+        """Return the number of the newest event, and the events newer than number `after` with one of these names.
+
+        Each is the id of its job, and JSON with an "event". Those that cannot be read are left out.
+        """
+        query = (
+            "SELECT n, job, at, event FROM events WHERE n > ? "
+            "AND CASE WHEN json_valid(event) THEN json_extract(event, '$.event') END "
+            f"IN ({_marks(names)}) ORDER BY n"
+        )
+        with self.database.reading() as connection:
+            (last,) = connection.execute("SELECT coalesce(max(n), 0) FROM events").fetchone()
+            rows = connection.execute(query, (after, *names)).fetchall()
+        found = [(row["job"], _read_event(row)) for row in rows]
+        return int(last), [(job, values) for job, values in found if values is not None]
 
     def states(self, ids: Collection[str]) -> dict[str, Seen]:
         """Return state, hold, request and live progress of each of these jobs that exists."""
@@ -757,6 +834,20 @@ def _find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:
 
 def _record(connection: sqlite3.Connection, job_id: str) -> JobRecord:
     return read_row(dict(_find(connection, job_id)))
+
+
+def _submitted(connection: sqlite3.Connection, owner: str | None, submission: Submission) -> JobRecord | None:
+    row = connection.execute(
+        "SELECT digest, job FROM submissions WHERE owner = ? AND key = ?", (owner or "", submission.key)
+    ).fetchone()
+    if row is None:
+        return None
+    if row["digest"] != submission.digest:
+        raise StoreError("queue.submission_differs")
+    job = _record(connection, row["job"])
+    if job.deleted is not None:
+        raise StoreError("queue.submission_deleted")
+    return job
 
 
 def _read_all(rows: Iterable[sqlite3.Row]) -> tuple[dict[int, JobRecord], dict[int, StoreError]]:

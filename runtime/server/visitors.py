@@ -15,7 +15,7 @@ from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import VideoSaved
 from runtime.core.images import ImageUse, parse_reference
 from runtime.core.request import GenerationRequest
-from runtime.core.settings import Settings
+from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import check_offered
 from runtime.models.images import keep_image, with_images
@@ -38,6 +38,8 @@ from runtime.server.visitor_limits import (
 )
 
 _VIDEO = re.compile(r"([0-9a-f]{8})\.mp4")
+# A visitor's name, see `Visitors.name_of`; owners of other forms are API keys.
+_VISITOR = re.compile(r"([0-9a-f]{8})-.+")
 # Per visitor; an open page needs two or three.
 _MAX_OPEN_REQUESTS = 24
 # Calls of one visitor that wait or run, in addition to the videos that they may follow.
@@ -201,8 +203,8 @@ def cancel_orphaned(store: JobStore) -> None:
     path = store.path
     if path is None:
         return
-    queued = [job for job in store.queue() if job.owner is not None and job.state == "queued"]
-    store.request_cancel([job.id for job in queued if not is_alive(path, str(job.owner).partition("-")[0])])
+    queued = [(job.id, _VISITOR.fullmatch(job.owner or "")) for job in store.queue() if job.state == "queued"]
+    store.request_cancel([job for job, found in queued if found is not None and not is_alive(path, found[1])])
 
 
 def visitors_models(models: Mapping[str, ModelSpec], folders: Mapping[str, Path]) -> dict[str, ModelSpec]:
@@ -213,6 +215,13 @@ def visitors_models(models: Mapping[str, ModelSpec], folders: Mapping[str, Path]
         folders: folders of the catalogue's models, by name.
     """
     return {spec.name: spec for spec in tuple(models.values()) if folders.get(spec.name) == spec.directory}
+
+
+def private_folders(settings: Settings) -> dict[str, Path]:
+    """Return the folders whose paths others must not see, by a name for messages; see `without_paths`."""
+    folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
+    folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
+    return folders | {"Tandem's folder": ROOT, "the home folder": Path.home()}
 
 
 def without_paths(message: str, folders: Mapping[str, Path]) -> str:

@@ -13,18 +13,20 @@ import gradio as gr
 
 from runtime.core.errors import LimitError, TandemError
 from runtime.core.events import Failed, VideoSaved, to_json
-from runtime.core.facts import Fact, Words, render
+from runtime.core.facts import Fact, render
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
+from runtime.server.api_words import ApiWords
 from runtime.server.gradio_requests import RefusedError
 from runtime.server.security import Submit
+from runtime.server.video_requests import by_name
 from runtime.server.visitors import Visitors
+from runtime.server.watchers import Watch, Watchers
 from runtime.ui import form, job_view
-from runtime.ui.fields import by_name, check_copies
-from runtime.ui.watchers import Watch, Watchers
+from runtime.ui.fields import check_copies
 from runtime.upstream import gradio as private
 
 # Sessions whose calls have ended and whose results wait to be read. A program may make many calls before it reads the
@@ -33,14 +35,6 @@ _MOST_UNREAD = 100
 _MOST_WHOLE = 10
 # Types of the lists and mappings in the endpoint's schema; null stands for the default.
 _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
-
-
-class ApiWords(Words):
-    """Names of settings in messages for programs: the endpoint's parameters."""
-
-    def setting(self, name: str, value: str | None = None) -> str:
-        """Return a field's name, or "offload=group" with a value."""
-        return name if value is None else f"{name}={value}"
 
 
 def submission(worker: JobQueue, models: dict[str, ModelSpec]) -> Submit:

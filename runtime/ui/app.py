@@ -1,32 +1,21 @@
 """Starts and stops the web app: workers, downloads, pages, the share link, the browser."""
 
 import contextlib
-import errno
 import logging
 import os
-import signal
-import socket
-import sys
-import threading
 import webbrowser
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import gradio as gr
 
-from runtime.core.errors import MachineError
-from runtime.core.facts import render
 from runtime.core.settings import Settings
-from runtime.engines.service import EngineService
-from runtime.machine.probe import has_screen, probe
-from runtime.pipeline.files import make_folder
-from runtime.pipeline.history_file import HistoryFile
-from runtime.queue.job_queue import JobQueue
+from runtime.machine.probe import has_screen
 from runtime.queue.model_tasks import ModelTasks
-from runtime.queue.store import open_store
 from runtime.server import job_files
+from runtime.server.api_keys import ApiKeys
 from runtime.server.security import LOOPBACK
-from runtime.server.visitors import cancel_orphaned
+from runtime.server.serve import check_address, open_queue, port_taken, print_line, until_stopped
+from runtime.server.video_api import VideoApi
 from runtime.ui import server
 from runtime.ui.page import build
 from runtime.ui.sharing import Sharing
@@ -45,27 +34,15 @@ def launch(settings: Settings) -> None:
         MachineError: for a host or port that cannot be listened on.
         ModelError: if the settings' model cannot be used.
         OutputError: if nothing can be written to the folder for videos.
+        SettingsError: if the file of the API keys cannot be read.
     """
-    stop = threading.Event()
 
-    def request_stop(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
+    def started(url: str) -> None:
+        print_line(f"Tandem is at {url} - Ctrl-C stops it.")
+        if settings.browser and has_screen():
+            webbrowser.open(url)
 
-    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with serve(settings, _print) as url:
-            _print(f"Tandem is at {url} - Ctrl-C stops it.")
-            if settings.browser and has_screen():
-                webbrowser.open(url)
-            # On Windows a wait without a timeout cannot be interrupted.
-            while not stop.wait(0.5):
-                pass
-            # A second Ctrl-C ends the process at once.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _print("Stopping.")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    until_stopped(serve(settings, print_line), started)
 
 
 @contextlib.contextmanager
@@ -79,22 +56,12 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
         MachineError: for a host or port that cannot be listened on.
         ModelError: if the settings' model cannot be used.
         OutputError: if nothing can be written to the folder for videos.
+        SettingsError: if the file of the API keys cannot be read.
     """
-    _check_address(settings.host, settings.port)
-    make_folder(settings.outputs_dir)
+    check_address(settings.host, settings.port)
     _prepare_environment(settings)
-    engines = EngineService.from_settings(settings, probe())
-    store = open_store(settings.cache_dir)
-    if store.notice is not None:
-        sys.stderr.write(f"Note: {store.notice}\n")
-    if store.problem is not None:
-        sys.stderr.write(f"Note: Jobs are not stored. {' '.join(render(store.problem))}\n")
-    cancel_orphaned(store)
-    history = HistoryFile(settings.cache_dir, engines.machine)
-    worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
-    waiting = sum(not one.held for one in store.queue())
-    if waiting:
-        sys.stderr.write(f"Queued jobs of an earlier start: {waiting}. They run now.\n")
+    worker, engines = open_queue(settings)
+    keys = ApiKeys(settings.cache_dir)
     model_tasks = ModelTasks(settings)
     sharing: Sharing | None = None
     page: gr.Blocks | None = None
@@ -104,6 +71,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
         sharing = Sharing(worker, settings, notify) if settings.share else None
         page, submissions, panel_routes = build(worker, engines, settings, sharing, model_tasks)
         names = LOOPBACK if settings.host in LOOPBACK else None
+        keys.keys()  # raises if they cannot be read
         try:
             url = server.start(
                 page,
@@ -114,16 +82,17 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
                 settings.auth,
                 _LOGIN_MESSAGE,
                 routes=[*job_files.routes(worker, settings), *panel_routes],
+                api=VideoApi(worker, settings, keys).app(),
             )
         except OSError as error:
-            raise _port_taken(settings.port) from error
+            raise port_taken(settings.port) from error
         if sharing is not None:
             sharing.start()
         worker.start_workers(settings.log_file)
         yield url
     finally:
         with contextlib.ExitStack() as closing:
-            closing.callback(store.close)
+            closing.callback(worker.store.close)
             if page is not None:
                 closing.callback(server.stop, page)
             # Before the page, so that the page still shows that its job was cancelled.
@@ -131,11 +100,6 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
             closing.callback(model_tasks.close)
             if sharing is not None:
                 closing.callback(sharing.end)
-
-
-def _print(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _prepare_environment(settings: Settings) -> None:
@@ -148,29 +112,3 @@ def _prepare_environment(settings: Settings) -> None:
     for name in ("NO_PROXY", "no_proxy"):
         known = os.environ.get(name, "")
         os.environ[name] = ",".join(filter(None, (known, "localhost,127.0.0.1,::1")))
-
-
-def _check_address(host: str, port: int) -> None:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise MachineError("ui.host_unknown", host=host) from error
-    with socket.socket(family, kind, protocol) as probe:
-        # On Windows this option would take a port that another program listens on; on Unix it only skips TIME_WAIT.
-        if os.name == "posix":
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise MachineError("ui.host_not_local", host=host) from error
-            if error.errno == errno.EACCES:
-                raise MachineError("ui.port_forbidden", port=port) from error
-            raise _port_taken(port) from error
-
-
-def _port_taken(port: int) -> MachineError:
-    other = port + 1 if port < 65_535 else port - 1  # noqa: PLR2004 - the last port
-    return MachineError("ui.port_taken", port=port, other=other)

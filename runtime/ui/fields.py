@@ -12,6 +12,7 @@ from runtime.core.images import parse_reference
 from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Backends, Choice, ImageFile, Loras, Name, Number, Prompt, StepCache
+from runtime.server.video_requests import by_name
 
 BACKEND = "backend_"
 _LONGEST_LORAS = 4_000
@@ -116,18 +117,6 @@ def loras_text(stored: Any) -> str:
         return "\n".join(str(lora) for lora in read_loras(stored)) if stored else ""
     except InvalidRequestError:
         return ""
-
-
-def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
-    """Return the LoRAs after checking that all are given by name; a page cannot open files of its choice.
-
-    Raises:
-        InvalidRequestError: for a path.
-    """
-    for lora in loras:
-        if not lora.is_name:
-            raise InvalidRequestError("loras", "form.lora_is_path", file=lora.file[:60])
-    return tuple(loras)
 
 
 def check_copies(request: GenerationRequest) -> None:

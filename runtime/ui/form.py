@@ -18,9 +18,9 @@ from runtime.core.request_fields import AUTO, Number
 from runtime.models.catalogue import check_offered, published
 from runtime.models.folder import read_vocabulary
 from runtime.models.spec import VAE_ENCODER, ModelSpec
+from runtime.server.watchers import MOST_WATCHERS
 from runtime.ui import fields, formatting, image_places, theme
 from runtime.ui.formatting import render
-from runtime.ui.watchers import MOST_WATCHERS
 
 CUSTOM = "custom"
 # Where the size comes from: "image" for the proportions of the image, if there is one. It is no field of requests.

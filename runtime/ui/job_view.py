@@ -33,10 +33,10 @@ from runtime.core.units import counted, duration, memory_size
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
+from runtime.server.watchers import Watch
 from runtime.ui import fields, formatting
 from runtime.ui.formatting import page_text, render
 from runtime.ui.image_places import used_images
-from runtime.ui.watchers import Watch
 
 # Jobs are polled: no thread waits, however many pages watch.
 _POLL_SECONDS = 0.2

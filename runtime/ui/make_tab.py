@@ -17,11 +17,11 @@ from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
+from runtime.server.watchers import MOST_WATCHERS, Watchers
 from runtime.ui import form, image_places, job_view, restored
 from runtime.ui.form import LOCAL, SERVED, WATCHING, Form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.job_view import Audience
-from runtime.ui.watchers import MOST_WATCHERS, Watchers
 
 _FACTS_SCRIPT = """
 element.addEventListener('click', (event) => {

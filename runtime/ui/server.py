@@ -14,6 +14,8 @@ from runtime.core.processes import raise_open_files, return_freed_memory
 from runtime.server import security
 from runtime.server.connections import PageServer, limits_for, listen
 from runtime.server.logins import login_check
+from runtime.server.serve import address_of
+from runtime.server.video_api import ApiMiddleware
 from runtime.server.visitors import Visitors
 from runtime.ui import theme
 from runtime.ui.form import SERVED, STREAMED, WATCHING
@@ -39,6 +41,7 @@ def start(
     routes: Sequence[BaseRoute] = (),
     sockets: list[socket.socket] | None = None,
     logins: private.Logins | None = None,
+    api: ASGIApp | None = None,
 ) -> str:
     """Serve a page until `stop`; return its address.
 
@@ -49,6 +52,7 @@ def start(
         routes: matched before gradio's own.
         sockets: that listen there already.
         logins: of an earlier process with the same page.
+        api: the HTTP API, which is served beside the page.
 
     Raises:
         OSError: if the port is taken.
@@ -56,8 +60,10 @@ def start(
     return_freed_memory()
     collect_garbage_as_usual()
     server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
-    url = f"http://{'localhost' if host == '0.0.0.0' else f'[{host}]' if ':' in host else host}:{port}/"
+    url = address_of(host, port)
     middleware = [*security.middleware(names, visitors, submissions), Middleware(HeadMiddleware, head=theme.head())]
+    if api is not None:
+        middleware.insert(0, Middleware(ApiMiddleware, api=api))
     try:
         with private.served_by(server, url, logins):
             page.launch(

@@ -5,25 +5,24 @@ handlers too; every value is validated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from runtime.core.request import FIELDS
-from runtime.core.settings import ROOT, Settings
+from runtime.core.settings import Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.security import Submit
 from runtime.server.visitor_limits import allows_size, defaults_within, describe_limits, limits_of, most_frames
-from runtime.server.visitors import Visitors, without_paths
+from runtime.server.visitors import Visitors, private_folders, without_paths
+from runtime.server.watchers import Watchers
 from runtime.ui import api, form, theme
 from runtime.ui.formatting import render
 from runtime.ui.image_places import ImageAnswers
 from runtime.ui.job_view import Audience
 from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
-from runtime.ui.watchers import Watchers
 
 _DETAILS = "Tell the person who shares this page; their log has the details."
 _TIDY_SECONDS = (3600, 86_400)
@@ -73,9 +72,7 @@ class VisitorHandlers(Handlers):
         icon: str,
         watchers: Watchers,
     ) -> None:
-        folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
-        folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
-        folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
+        folders = private_folders(settings)
         audience = Audience(_DETAILS, _address, lambda message: without_paths(message, folders), panels=False)
         images = ImageAnswers(settings, visitors.keep_image, decode=False)
         super().__init__(worker, models, audience, icon, images, watchers=watchers)

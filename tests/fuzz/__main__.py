@@ -1,6 +1,7 @@
 """Run the fuzz tests for a long time; the last line is JSON with the counts.
 
 python -m tests.fuzz [MINUTES] [SEED]         random requests against the running app
+python -m tests.fuzz api [ROUNDS] [SEED]      random requests against the HTTP API
 python -m tests.fuzz files [COUNT] [SEED]     damaged files
 """
 
@@ -10,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.fuzz import api
 from tests.fuzz.attack import attacking, round_of
 from tests.fuzz.files import reading
 
@@ -31,10 +33,24 @@ def files(count: int, seed: int) -> None:
     sys.stdout.write(f"{json.dumps(counts)}\n")
 
 
+def http_api(rounds: int, seed: int) -> None:
+    """Send rounds of random requests to the HTTP API."""
+    with tempfile.TemporaryDirectory() as folder, api.attacking(Path(folder)) as attack:
+        for number in range(seed, seed + rounds):
+            api.round_of(attack, _EXAMPLES, number)
+            sys.stderr.write(f"seed {number}: {dict(attack.statuses)}\n")
+        api.every_route(attack)
+    counts = {"by status": dict(sorted(attack.statuses.items())), "slowest first byte, s": round(attack.slowest, 2)}
+    sys.stdout.write(f"{json.dumps(counts)}\n")
+
+
 def main() -> None:
     """Run rounds with new seeds until the time is over."""
     if sys.argv[1:2] == ["files"]:
         files(int(sys.argv[2]) if len(sys.argv) > 2 else 20_000, int(sys.argv[3]) if len(sys.argv) > 3 else 1)
+        return
+    if sys.argv[1:2] == ["api"]:
+        http_api(int(sys.argv[2]) if len(sys.argv) > 2 else 5, int(sys.argv[3]) if len(sys.argv) > 3 else 1)
         return
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 6.0
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1

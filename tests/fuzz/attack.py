@@ -93,14 +93,7 @@ class Attack:
     def check_server(self, request: object = None) -> None:
         """Fail if the server has ended or logged a traceback."""
         assert self.server.process.poll() is None, request
-        for log in (self.server.cache_dir / "server.txt", self.server.cache_dir / "logs" / "tandem.log"):
-            size = log.stat().st_size
-            if size != self._written[log]:
-                with log.open("rb") as file:
-                    file.seek(self._written[log])
-                    logged = file.read().decode(errors="replace")
-                self._written[log] = size
-                assert "Traceback" not in logged, f"{request}\n{logged[-3000:]}"
+        judged_logs(self.server, self._written, request)
 
     def watch(self, face: Face, target: bytes, ends: tuple[bytes, ...]) -> bytes:
         """Read a stream until one of `ends` arrives or the server closes it; return which one, or an empty string."""
@@ -163,6 +156,22 @@ class Attack:
         self.check_server(values)
 
 
+def judged_logs(server: Server, written: Counter[Path], request: object) -> None:
+    """Fail if the server has logged a traceback.
+
+    Args:
+        written: how much of each log was read before; updated.
+    """
+    for log in (server.cache_dir / "server.txt", server.cache_dir / "logs" / "tandem.log"):
+        size = log.stat().st_size
+        if size != written[log]:
+            with log.open("rb") as file:
+                file.seek(written[log])
+                logged = file.read().decode(errors="replace")
+            written[log] = size
+            assert "Traceback" not in logged, f"{request}\n{logged[-3000:]}"
+
+
 def round_of(attack: Attack, clients: dict[str, Any], examples: int, seed: int) -> None:
     """Send requests of every kind to both pages."""
     for face in attack.faces.values():
@@ -221,7 +230,7 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
     """Run the app, with canary files next to its outputs."""
     cache = make_cache(folder)
     marker, strange = secrets.token_hex(16), f"a red boat {secrets.token_hex(16)}"
-    places = _canaries(cache, marker)
+    places = canaries(cache, marker)
     with serving(cache, *FLAGS, program=("-m", "tests.fuzz.app")) as server:
         port, user, password = link_of(cache)
         own = int(server.url.rstrip("/").rpartition(":")[2])
@@ -261,7 +270,7 @@ def attacking(folder: Path) -> Iterator[tuple[Attack, dict[str, Any]]]:
     assert "Traceback" not in log.read_text(encoding="utf-8", errors="replace")
 
 
-def _canaries(cache: Path, marker: str) -> list[Path]:
+def canaries(cache: Path, marker: str) -> list[Path]:
     """Write files that must not be served; return their paths and those of other files of this machine."""
     outputs = cache / "outputs"
     secret = cache / "secret"

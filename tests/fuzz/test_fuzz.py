@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.fuzz import api
 from tests.fuzz.attack import Attack, attacking, every_route, round_of
 
 
@@ -34,3 +35,22 @@ def test_malformed_requests_to_every_route_are_refused(attacked: tuple[Attack, d
         assert all(attack.sent[f"route {path}"] for path in face.routes.methods)
     for client in clients.values():
         assert client.predict("a red boat", seed=1, steps=1, frames=5, api_name="/generate")["video"]
+
+
+@pytest.fixture(scope="module")
+def api_attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[api.ApiAttack]:
+    with api.attacking(tmp_path_factory.mktemp("fuzz-api")) as attack:
+        yield attack
+
+
+def test_random_requests_to_the_api_cause_no_errors_or_leaks(api_attacked: api.ApiAttack) -> None:
+    api.round_of(api_attacked, 12, seed=5)
+    assert set(api_attacked.statuses) - {0} <= {200, 206, 400, 401, 403, 404, 405, 409, 413, 415, 416, 422, 429}
+    # The test proves nothing if all requests are rejected.
+    assert api_attacked.statuses[200] > 4
+
+
+def test_malformed_requests_to_every_route_of_the_api_are_refused(api_attacked: api.ApiAttack) -> None:
+    paths = {"/v1/videos", "/v1/videos/{video_id}", "/v1/videos/{video_id}/content", "/v1/videos/{video_id}/events"}
+    assert {*paths, "/v1/models", "/healthz", "/metrics"} <= api_attacked.routes.methods.keys()
+    api.every_route(api_attacked)

@@ -74,7 +74,8 @@ def test_the_documented_example_prints_the_video_and_raises_a_refusal(
 ) -> None:
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     text = (Path(__file__).parents[2] / "docs" / "programs.md").read_text(encoding="utf-8")
-    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0].replace("http://127.0.0.1:7860", server.url)
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example = next(one for one in examples if "gradio_client" in one).replace("http://127.0.0.1:7860", server.url)
     exec(example, {})
     printed = capsys.readouterr().out.splitlines()
     assert "VideoSaved" in printed

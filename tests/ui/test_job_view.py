@@ -18,8 +18,8 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import JobRecorder
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
+from runtime.server.watchers import Watch
 from runtime.ui import formatting, job_view
-from runtime.ui.watchers import Watch
 from tests.plans import tiny_plan
 
 AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda job: job_view.file_url(job.plan.output))

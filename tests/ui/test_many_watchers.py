@@ -138,7 +138,7 @@ def test_many_watchers_of_one_visitor_do_not_delay_another(server: Server, owner
 def test_a_page_that_newer_ones_replaced_is_told_so(server: Server, owner: Sender) -> None:
     many = visitor(server)
     assert many.generate() == 200
-    ended = page_text(Fact("ui.watch_ended", {"maximum": 4})).what
+    ended = page_text(Fact("server.watch_ended", {"maximum": 4})).what
     assert many.join("attach", "page0", "") == 200
     with many.stream("page0") as wait_for:
         wait_for("data-job=")

@@ -110,4 +110,8 @@ MESSAGES: Mapping[str, Message] = {
         "{wrong} of {files:n file} are wrong. {cause}", "Download the model again: only these files are fetched."
     ),
     "download.done": Message("{model} is downloaded and verified: {size:bytes}."),
+    "queue.submission_differs": Message(
+        "This Idempotency-Key belongs to a video with another request.", "Use a new key."
+    ),
+    "queue.submission_deleted": Message("This Idempotency-Key belongs to a deleted video.", "Use a new key."),
 }

@@ -50,4 +50,76 @@ MESSAGES: Mapping[str, Message] = {
     "server.no_visitor_model": Message(
         "There is no model that visitors may use.", "Put a model into the weights folder."
     ),
+    "server.watch_ended": Message(
+        "Progress is no longer shown here, because {maximum} newer pages or programs show videos. The video continues.",
+        "Close other pages, then reload this one.",
+    ),
+    # The HTTP API.
+    "server.api_key_missing": Message(
+        "This server needs an API key.",
+        "Send the header `Authorization: Bearer KEY`; `{tandem} serve keys add NAME` makes one.",
+    ),
+    "server.api_key_wrong": Message(
+        "The API key is not valid.",
+        "Check the key; the owner of this server makes a new one with `{tandem} serve keys add NAME`.",
+    ),
+    "server.api_keys_unreadable": Message(
+        "The file of the API keys cannot be read: {file}.", "Restore the file, or delete it and add the keys again."
+    ),
+    "server.api_keys_not_written": Message(
+        "The file of the API keys cannot be written: {file}: {error}.", "Make its folder writable."
+    ),
+    "server.api_key_exists": Message(
+        "There is a key with the name {name}.", "Revoke it first, or choose another name."
+    ),
+    "server.api_key_unknown": Message("There is no key with the name {name}.", "Select one of: {known:list}."),
+    "server.api_key_name": Message(
+        "The name {name} cannot be used.", "Use 1 to 40 letters, digits, - or _; the first is a letter or digit."
+    ),
+    "server.api_host_without_key": Message(
+        "The host {host} can be reached from other machines, and there is no API key.",
+        "Make a key with `{tandem} serve keys add NAME`, or listen on 127.0.0.1.",
+    ),
+    "server.api_no_route": Message("There is no route {method} {path}.", "See /v1/openapi.json."),
+    "server.api_no_method": Message("{path} does not support {method}.", "Use {allowed}."),
+    "server.api_no_video": Message("There is no video {video}.", "List your videos with GET /v1/videos."),
+    "server.api_not_ready": Message("The video {video} is not completed.", "Wait until its status is completed."),
+    "server.api_no_file": Message("The file of the video {video} does not exist any more.", "Generate it again."),
+    "server.api_still_stopping": Message(
+        "The video {video} is being stopped.", "Delete it again once its status is failed."
+    ),
+    "server.api_media_type": Message("The content type is {given}.", "Send application/json or multipart/form-data."),
+    "server.api_not_json": Message("The body is not valid JSON: {problem}.", "Send one JSON object."),
+    "server.api_not_an_object": Message("The body is not a JSON object.", "Send one JSON object."),
+    "server.api_not_a_form": Message(
+        "The body is not a valid form: {problem}.", "Send at most {fields} fields of text and {files} images."
+    ),
+    "server.api_field_repeated": Message("The field {name} occurs more than once.", "Send it once."),
+    "server.api_field_unknown": Message("Unknown field {name}.", "Use one of: {known:list}."),
+    "server.api_too_large": Message("The body has more than {maximum:bytes}.", "Send a smaller one."),
+    "server.api_incomplete": Message("The request was incomplete.", "Send it again."),
+    "server.api_uploads": Message("Too many uploads at once.", "Try again."),
+    "server.api_size": Message("size is {value}.", "Give WIDTHxHEIGHT, as in 832x480."),
+    "server.api_excludes": Message("{name} and {other} exclude each other.", "Send one of them."),
+    "server.api_image": Message(
+        "{field} is not an image.",
+        'Send a file in a form, or {{"image_url": "data:image/png;base64,…"}} in JSON; no other address is fetched.',
+    ),
+    "server.api_query": Message("{name} is {value}: {problem}.", "See /v1/openapi.json."),
+    "server.api_idempotency_key": Message(
+        "The Idempotency-Key is not valid.", "Use 1 to 255 printable ASCII characters."
+    ),
+    "server.api_maximum": Message(
+        "{field} is {value}; this key allows at most {maximum}.", "Choose at most {maximum}."
+    ),
+    "server.api_maximum_size": Message(
+        "The size is {width}×{height}; this key allows at most {maximum}.", "Choose a smaller size."
+    ),
+    "server.api_queue_full": Message(
+        "{maximum:n video} of this key are queued or running.", "Wait until one is completed, or delete one."
+    ),
+    "server.api_rate": Message("This key allows {maximum:n video} an hour.", "Try again in {minutes:n minute}."),
+    "server.api_interrupted": Message("Tandem ended while this video was generated.", "Create it again."),
+    "server.api_cancelled": Message("The video was cancelled.", "Create it again."),
+    "server.api_internal": Message("Internal error.", "The log of the server has the details."),
 }

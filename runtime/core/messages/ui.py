@@ -9,10 +9,6 @@ MESSAGES: Mapping[str, Message] = {
         "Tandem ended while this video was generated.", "Resume it: `{tandem} jobs resume {job}`"
     ),
     "ui.visitor_interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
-    "ui.watch_ended": Message(
-        "Progress is no longer shown here, because {maximum} newer pages or programs show videos. The video continues.",
-        "Close other pages, then reload this one.",
-    ),
     "ui.unknown_action": Message("There is no such action or item.", "Reload the page."),
     "ui.host_unknown": Message("There is no host {host}.", "Listen on 127.0.0.1, or on an address of this machine."),
     "ui.host_not_local": Message(

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from runtime.ui.watchers import Watch, Watchers
+from runtime.server.watchers import Watch, Watchers
 
 
 def test_the_newest_watchers_of_a_user_are_kept() -> None:

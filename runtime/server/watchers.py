@@ -66,7 +66,7 @@ class Watchers:
 
     def _end(self, user: str, watch: Watch, maximum: int | None = None) -> None:
         watch.ended = True
-        watch.reason = None if maximum is None else Fact("ui.watch_ended", {"maximum": maximum})
+        watch.reason = None if maximum is None else Fact("server.watch_ended", {"maximum": maximum})
         self._users[user].remove(watch)
         if not self._users[user]:
             del self._users[user]

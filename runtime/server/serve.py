@@ -1,0 +1,189 @@
+"""Runs the queue, its workers and the HTTP API without the web app, and what both have in common."""
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
+
+from runtime.core.environment import collect_garbage_as_usual
+from runtime.core.errors import MachineError, SettingsError
+from runtime.core.facts import render
+from runtime.core.processes import raise_open_files, return_freed_memory
+from runtime.core.settings import Settings
+from runtime.engines.service import EngineService
+from runtime.machine.probe import probe
+from runtime.pipeline.files import make_folder
+from runtime.pipeline.history_file import HistoryFile
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.store import JobStore, open_store
+from runtime.server.api_keys import ApiKeys
+from runtime.server.connections import PageServer, limits_for, listen
+from runtime.server.security import LOOPBACK
+from runtime.server.video_api import VideoApi
+from runtime.server.visitors import cancel_orphaned
+
+# A video of the API whose process was killed this often may be the cause.
+_MOST_INTERRUPTIONS = 3
+_OWNER = "key:"
+
+logger = logging.getLogger(__name__)
+
+
+def launch(settings: Settings) -> str:
+    """Serve the HTTP API until Ctrl-C or a request to end; return its address.
+
+    Raises:
+        MachineError: for a host or port that cannot be listened on.
+        ModelError: if the settings' model cannot be used.
+        OutputError: if nothing can be written to the folder for videos.
+        SettingsError: if the host can be reached from other machines and there is no key, or the keys cannot be read.
+    """
+    addresses: list[str] = []
+
+    def started(url: str) -> None:
+        addresses.append(url)
+        print_line(f"Tandem's API is at {url}v1 - Ctrl-C stops it.")
+
+    until_stopped(serve(settings), started)
+    return addresses[0]
+
+
+@contextlib.contextmanager
+def serve(settings: Settings) -> Iterator[str]:
+    """Serve the HTTP API within a `with` block; yields its address. Raises as `launch`."""
+    keys = ApiKeys(settings.cache_dir)
+    if not keys.keys() and settings.host not in LOOPBACK:
+        raise SettingsError("server.api_host_without_key", host=settings.host)
+    check_address(settings.host, settings.port)
+    return_freed_memory()
+    collect_garbage_as_usual()
+    worker, _ = open_queue(settings)
+    server: PageServer | None = None
+    try:
+        app = VideoApi(worker, settings, keys).app()
+        try:
+            sockets = listen(settings.host, settings.port)
+        except OSError as error:
+            raise port_taken(settings.port) from error
+        server = PageServer(sockets, limits_for(raise_open_files()))
+        server.start(app)
+        worker.start_workers(settings.log_file)
+        yield address_of(settings.host, settings.port)
+    finally:
+        with contextlib.ExitStack() as closing:
+            closing.callback(worker.store.close)
+            if server is not None:
+                closing.callback(server.close)
+            closing.callback(worker.close)
+
+
+def open_queue(settings: Settings) -> tuple[JobQueue, EngineService]:
+    """Open the job store and the engine library; return the queue, whose workers do not run yet.
+
+    Raises:
+        OutputError: if nothing can be written to the folder for videos.
+    """
+    make_folder(settings.outputs_dir)
+    if settings.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    engines = EngineService.from_settings(settings, probe())
+    store = open_store(settings.cache_dir)
+    if store.notice is not None:
+        print_line(f"Note: {store.notice}")
+    if store.problem is not None:
+        print_line(f"Note: Jobs are not stored. {' '.join(render(store.problem))}")
+    cancel_orphaned(store)
+    history = HistoryFile(settings.cache_dir, engines.machine)
+    worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
+    resume_interrupted(store)
+    waiting = sum(not one.held for one in store.queue())
+    if waiting:
+        print_line(f"Queued jobs of an earlier start: {waiting}. They run now.")
+    return worker, engines
+
+
+def resume_interrupted(store: JobStore) -> None:
+    """Queue the videos of API keys again whose process was killed; programs cannot resume them."""
+    for job in store.list(states=["interrupted"]):
+        if (job.owner or "").startswith(_OWNER):
+            interruptions = sum(values["event"] == "Interrupted" for _, _, values in store.events(job.id))
+            if interruptions < _MOST_INTERRUPTIONS:
+                logger.info("job %s is queued again", job.id)
+                store.resume(job.id)
+
+
+def until_stopped(serving: AbstractContextManager[str], started: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Args:
+        serving: serves while it is entered; yields the address.
+        started: called with it.
+    """
+    stop = threading.Event()
+
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with serving as url:
+            started(url)
+            # On Windows a wait without a timeout cannot be interrupted.
+            while not stop.wait(0.5):
+                pass
+            # A second Ctrl-C ends the process at once.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            print_line("Stopping.")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def print_line(line: str) -> None:
+    """Print a line for people."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def address_of(host: str, port: int) -> str:
+    """Return the address of a server, for this machine."""
+    return f"http://{'localhost' if host == '0.0.0.0' else f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that a host and port can be listened on.
+
+    Raises:
+        MachineError: if not.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise MachineError("ui.host_unknown", host=host) from error
+    with socket.socket(family, kind, protocol) as one:
+        # On Windows this option would take a port that another program listens on; on Unix it only skips TIME_WAIT.
+        if os.name == "posix":
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise MachineError("ui.host_not_local", host=host) from error
+            if error.errno == errno.EACCES:
+                raise MachineError("ui.port_forbidden", port=port) from error
+            raise port_taken(port) from error
+
+
+def port_taken(port: int) -> MachineError:
+    """Return the error for a port that another program listens on."""
+    other = port + 1 if port < 65_535 else port - 1  # noqa: PLR2004 - the last port
+    return MachineError("ui.port_taken", port=port, other=other)

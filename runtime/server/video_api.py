@@ -1,0 +1,481 @@
+"""The HTTP API: OpenAI's video routes, models, progress as server-sent events, health and metrics.
+
+    POST   /v1/videos                create a video: JSON, or a form with an image
+    GET    /v1/videos                the caller's videos, in pages
+    GET    /v1/videos/{id}           one video
+    GET    /v1/videos/{id}/content   its MP4, or a still image
+    GET    /v1/videos/{id}/events    its progress and previews, see `video_events`
+    DELETE /v1/videos/{id}           stop it if it runs, and delete it
+    GET    /v1/models                the models
+    GET    /v1/openapi.json          this API's schema
+    GET    /healthz                  whether the server and its job store answer; needs no key
+    GET    /metrics                  see `metrics`
+
+A request with a key sees the videos of that key. Without any key in the cache folder, requests to 127.0.0.1 see the
+videos of the owner of this machine.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query
+from fastapi import Path as PathParameter
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from runtime import __version__
+from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
+from runtime.core.facts import shortened
+from runtime.core.plan import ExecutionPlan
+from runtime.core.settings import Settings
+from runtime.machine.probe import free_disk_bytes
+from runtime.models.catalogue import add_usable, check_offered, offered
+from runtime.models.images import keep_image
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import POSTER, PREVIEW
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.records import JobRecord
+from runtime.queue.store import Submission
+from runtime.queue.views import Job
+from runtime.server import api_errors, video_events, video_requests
+from runtime.server.api_errors import ErrorAnswer, refused
+from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
+from runtime.server.connections import set_login
+from runtime.server.job_files import find_output, is_single_range
+from runtime.server.metrics import CONTENT_TYPE, Metrics
+from runtime.server.security import LOOPBACK, CrossSiteMiddleware, SecurityHeadersMiddleware
+from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
+from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
+from runtime.server.visitors import private_folders, without_paths
+from runtime.server.watchers import MOST_WATCHERS, Watchers
+from runtime.video.preview import still
+
+HEALTH = "/healthz"
+_PATHS = re.compile(r"/v1(?:/.*)?|/healthz/?|/metrics/?", re.DOTALL)
+_ID = re.compile(r"[0-9a-f]{8}")
+_IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_SCHEMAS = "#/components/schemas/"
+_MINUTE_SECONDS = 60
+_MOST_STREAMS = 16
+# Time in which a running video stops, before a deletion is refused.
+_STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+_PAGE, _MOST_PAGE = 20, 100
+_CACHED = {"Cache-Control": "private, max-age=3600"}
+
+VideoId = Annotated[str, PathParameter(description="The video's id.", max_length=100)]
+
+
+def serves(path: str) -> bool:
+    """Return whether a path belongs to this API."""
+    return _PATHS.fullmatch(path) is not None
+
+
+class VideoApi:
+    """The routes of one app.
+
+    Args:
+        keys: of the cache folder.
+    """
+
+    def __init__(self, worker: JobQueue, settings: Settings, keys: ApiKeys) -> None:
+        self._worker = worker
+        self._store = worker.store
+        self._settings = settings
+        self._keys = keys
+        self._models = offered(settings.model, settings.weights_dir)
+        self._folders = private_folders(settings)
+        self._bodies = video_requests.BodyReader()
+        self._watchers = Watchers(_MOST_STREAMS, MOST_WATCHERS)
+        self._metrics = Metrics(worker)
+
+    def app(self) -> FastAPI:
+        """Return the ASGI app with its middleware."""
+        names = LOOPBACK if self._settings.host in LOOPBACK else None
+        handlers = api_errors.handlers(self.redact)
+        early = {kind: handlers[kind] for kind in (HTTPException, TandemError)}
+        handlers[RequestValidationError] = _invalid_query
+        app = FastAPI(
+            title="Tandem",
+            version=__version__,
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+            exception_handlers=handlers,  # type: ignore[arg-type]  # handlers of subclasses
+            redirect_slashes=False,
+            middleware=[
+                Middleware(SecurityHeadersMiddleware),
+                # Also of errors in the middleware; FastAPI logs others.
+                Middleware(ExceptionMiddleware, handlers=early),
+                Middleware(CrossSiteMiddleware, host_names=lambda: names, visitors=None),
+                Middleware(KeyMiddleware, keys=self._keys, open_without=_is_open(self._settings)),
+            ],
+        )
+        errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+        add = app.add_api_route
+        add("/v1/videos", self.create, methods=["POST"], response_model=Video, responses=errors, openapi_extra=_body())
+        add("/v1/videos", self.list, methods=["GET"], response_model=VideoList, responses=errors)
+        add("/v1/videos/{video_id}", self.retrieve, methods=["GET"], response_model=Video, responses=errors)
+        add("/v1/videos/{video_id}", self.delete, methods=["DELETE"], response_model=DeletedVideo, responses=errors)
+        content = {200: {"content": {"video/mp4": {}, "image/webp": {}}}, 206: {"content": {"video/mp4": {}}}, **errors}
+        add(
+            "/v1/videos/{video_id}/content",
+            self.content,
+            methods=["GET"],
+            responses=content,
+            response_class=Response,
+        )
+        add("/v1/videos/{video_id}/content", self.content, methods=["HEAD"], include_in_schema=False)
+        stream = {200: {"content": {"text/event-stream": {}}}, **errors}
+        add("/v1/videos/{video_id}/events", self.events, methods=["GET"], responses=stream, response_class=Response)
+        add("/v1/models", self.models, methods=["GET"], response_model=ModelList, responses=errors)
+        add("/v1/models/{name}", self.model, methods=["GET"], response_model=Model, responses=errors)
+        add("/v1/openapi.json", lambda: _openapi(app), methods=["GET"], include_in_schema=False)
+        add(HEALTH, self.health, methods=["GET", "HEAD"], include_in_schema=False)
+        add("/metrics", self.metrics, methods=["GET"], include_in_schema=False)
+        return app
+
+    def redact(self, text: str) -> str:
+        """Return a message without the paths of this machine's folders."""
+        return without_paths(text, self._folders)
+
+    async def create(self, request: Request) -> Video:
+        """Create a video. A request with the same Idempotency-Key and content returns the same video."""
+        key = request.headers.get("idempotency-key")
+        if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
+            raise refused(400, "server.api_idempotency_key", "Idempotency-Key")
+        caller = _caller(request)
+        values, images = await self._bodies.read(request, _owner(caller) or "")
+        record = await asyncio.to_thread(self._create, values, images, key, caller)
+        return self._video(record)
+
+    def list(
+        self,
+        request: Request,
+        after: Annotated[str | None, Query(description="The last id of the previous page.", max_length=100)] = None,
+        limit: Annotated[int, Query(ge=1, le=_MOST_PAGE)] = _PAGE,
+        order: Annotated[Literal["asc", "desc"], Query(description="By time of creation.")] = "desc",
+    ) -> VideoList:
+        """List the videos of the caller."""
+        number = None if after is None else self._record(after, request).number
+        owner = _owner(_caller(request))
+        found = self._store.list(owner=owner, limit=limit + 1, after=number, oldest_first=order == "asc")
+        data = [self._video(record) for record in found[:limit]]
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return VideoList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
+
+    def retrieve(self, request: Request, video_id: VideoId) -> Video:
+        """Return a video."""
+        return self._video(self._record(video_id, request))
+
+    async def delete(self, request: Request, video_id: VideoId) -> DeletedVideo:
+        """Stop a video if it is queued or runs, and delete it."""
+        record = await asyncio.to_thread(self._record, video_id, request)
+        end = time.monotonic() + _STOP_SECONDS
+        while True:
+            try:
+                await asyncio.to_thread(self._store.delete, record.id)
+            except StoreError as error:
+                if error.code != "queue.job_running_delete":
+                    raise
+                if time.monotonic() > end:
+                    raise refused(409, "server.api_still_stopping", video=record.id) from error
+                await asyncio.to_thread(self._worker.cancel, [record.id])
+                await asyncio.sleep(_POLL_SECONDS)
+            else:
+                return DeletedVideo(id=record.id)
+
+    def content(
+        self,
+        request: Request,
+        video_id: VideoId,
+        variant: Annotated[
+            Literal["video", "thumbnail"], Query(description="The MP4, or a still image as WebP.")
+        ] = "video",
+    ) -> Response:
+        """Send a completed video. Supports requests for one range of bytes."""
+        record = self._record(video_id, request)
+        saved = record.saved
+        if record.state != "done" or saved is None:
+            raise refused(409, "server.api_not_ready", video=record.id)
+        if variant == "thumbnail":
+            return self._thumbnail(record)
+        path = find_output(str(saved.video), self._settings.outputs_dir)
+        if path is None:
+            raise refused(404, "server.api_no_file", video=record.id)
+        headers = {"Cache-Control": "private"}
+        return FileResponse(path, media_type="video/mp4", filename=f"{record.id}.mp4", headers=headers)
+
+    async def events(self, request: Request, video_id: VideoId) -> StreamingResponse:
+        """Stream the progress of a video as server-sent events until it has ended."""
+        record = await asyncio.to_thread(self._record, video_id, request)
+        job = await asyncio.to_thread(self._worker.job, record.id)
+        if job is None:
+            raise refused(404, "server.api_no_video", video=record.id)
+        owner = _owner(_caller(request))
+
+        async def watched() -> AsyncIterator[str]:
+            with self._watchers.watching(owner or "") as watch:
+                shown = self._shown
+                async for event in video_events.stream(job, self._worker, shown, self.redact, watch):
+                    yield event
+
+        headers = {**api_errors.PRIVATE, "X-Accel-Buffering": "no"}
+        return StreamingResponse(watched(), media_type="text/event-stream", headers=headers)
+
+    def models(self) -> ModelList:
+        """List the models."""
+        add_usable(self._models, self._settings.weights_dir)
+        return ModelList(data=[_model(spec) for spec in tuple(self._models.values())])
+
+    def model(self, name: Annotated[str, PathParameter(max_length=200)]) -> Model:
+        """Return a model."""
+        return _model(check_offered(self._key_of(name), self._models))
+
+    def health(self) -> JSONResponse:
+        """Answer whether the job store can be read."""
+        self._store.known([])
+        return JSONResponse({"status": "ok"}, headers=api_errors.PRIVATE)
+
+    def metrics(self) -> Response:
+        """Send the metrics."""
+        return Response(self._metrics.text(), headers={**api_errors.PRIVATE, "Content-Type": CONTENT_TYPE})
+
+    def _create(
+        self,
+        values: Mapping[str, Any],
+        images: Mapping[str, video_requests.Image],
+        key: str | None,
+        caller: ApiKey | None,
+    ) -> JobRecord:
+        name = values.get("model", self._settings.model)
+        model = self._key_of(name)
+        check_offered(model, self._models)
+        check_disk(free_disk_bytes(self._settings.outputs_dir))
+        # Workers decode the images of others.
+        decode = caller is None
+        # First without its images, so that a request that is refused keeps none.
+        video_requests.request_of({**values, "model": model}, {})
+        copies = {
+            field: keep_image(data, file, field, self._settings.cache_dir, decode=decode).reference
+            for field, (data, file) in images.items()
+        }
+        request = video_requests.request_of({**values, "model": model}, copies)
+        digest = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()
+        limits = None if caller is None else caller.limits
+
+        def check(plan: ExecutionPlan) -> None:
+            if limits is not None:
+                check_plan(plan, limits)
+
+        def admit(waiting: int, times: Sequence[float]) -> None:
+            if limits is not None:
+                check_queue(limits, waiting, times, time.time())
+
+        submission = None if key is None else Submission(key, digest)
+        return self._worker.submit_once(request, _owner(caller), check, admit, submission, decode=decode)
+
+    def _record(self, video_id: str, request: Request) -> JobRecord:
+        """Return a video of the caller.
+
+        Raises:
+            ApiError: 404, if it does not exist or is another caller's.
+        """
+        record = None
+        if _ID.fullmatch(video_id):
+            try:
+                record = self._store.get(video_id)
+            except StoreError as error:
+                if error.code != "queue.no_such_job":
+                    raise
+        own = record is not None and record.kind == "video" and record.owner == _owner(_caller(request))
+        if record is None or not own or record.deleted is not None:
+            raise refused(404, "server.api_no_video", "video_id", video=shortened(video_id))
+        return record
+
+    def _video(self, record: JobRecord) -> Video:
+        return self._shown(record, self._worker.job(record.id) if record.state == "running" else None)
+
+    def _shown(self, record: JobRecord, job: Job | None) -> Video:
+        return video_of(record, job, self._name_of, self.redact)
+
+    def _thumbnail(self, record: JobRecord) -> Response:
+        folder = self._store.folder(record.id)
+        for path in () if folder is None else (folder / POSTER, folder / PREVIEW):
+            with suppress(OSError, ValueError):
+                return Response(still(path.read_bytes()), media_type="image/webp", headers=_CACHED)
+        raise refused(404, "server.api_no_file", video=record.id)
+
+    def _key_of(self, name: object) -> object:
+        """Return how requests name a model of this API, which shows models that were given by a path by their name."""
+        if isinstance(name, str) and name not in self._models:
+            add_usable(self._models, self._settings.weights_dir)
+        return next((key for key, spec in tuple(self._models.items()) if spec.name == name), name)
+
+    def _name_of(self, model: str) -> str:
+        spec = self._models.get(model)
+        found = next((one for one in tuple(self._models.values()) if str(one.directory) == model), spec)
+        return Path(model).name if found is None else found.name
+
+
+class ApiMiddleware:
+    """Sends the requests to the API's paths to its app, and others on.
+
+    Args:
+        api: see `VideoApi.app`.
+    """
+
+    def __init__(self, app: ASGIApp, api: ASGIApp) -> None:
+        self._app = app
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        own = scope["type"] == "http" and serves(scope["path"])
+        await (self._api if own else self._app)(scope, receive, send)
+
+
+class KeyMiddleware:
+    """Finds the key of a request, as `caller` in its state, and refuses requests without one where one is needed.
+
+    Args:
+        open_without: whether requests need no key as long as none was added.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_without: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = open_without
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"].rstrip("/") == HEALTH:
+            await self._app(scope, receive, send)
+            return
+        caller = await asyncio.to_thread(self._find, scope)
+        set_login(scope, True)
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range" or is_single_range(value)]
+        state = {**scope.get("state", {}), "caller": caller}
+        await self._app({**scope, "headers": headers, "state": state}, receive, send)
+
+    def _find(self, scope: Scope) -> ApiKey | None:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if self._keys.keys() is None and self._open:
+            return None
+        challenge = {"WWW-Authenticate": "Bearer"}
+        scheme, _, secret = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
+        if scheme.lower() != "bearer" or not secret.strip():
+            error = refused(401, "server.api_key_missing")
+        else:
+            key = self._keys.find(secret.strip())
+            if key is not None:
+                return key
+            error = refused(401, "server.api_key_wrong")
+        error.headers = challenge
+        raise error
+
+
+def check_plan(plan: ExecutionPlan, limits: KeyLimits) -> None:
+    """Check that a video is within the limits of its key.
+
+    Raises:
+        InvalidRequestError: if it is not; names the field.
+    """
+    for name, value, most in (("frames", plan.frames, limits.frames), ("steps", plan.steps, limits.steps)):
+        if most is not None and value > most:
+            raise InvalidRequestError(name, "server.api_maximum", value=value, maximum=most)
+    if limits.pixels is not None and plan.width * plan.height > limits.pixels:
+        raise InvalidRequestError(
+            "size", "server.api_maximum_size", width=plan.width, height=plan.height, maximum=limits.pixels
+        )
+
+
+def check_queue(limits: KeyLimits, waiting: int, times: Sequence[float], now: float) -> None:
+    """Check that a key may queue another video now.
+
+    Args:
+        waiting: number of its queued and running videos.
+        times: of its videos of the last hour, in seconds, ascending, on the clock of `now`.
+
+    Raises:
+        LimitError: if a limit is reached.
+    """
+    if waiting >= limits.videos:
+        raise LimitError("server.api_queue_full", maximum=limits.videos)
+    if len(times) >= limits.per_hour:
+        minutes = max(1, math.ceil((times[-limits.per_hour] + HOUR_SECONDS - now) / _MINUTE_SECONDS))
+        raise LimitError("server.api_rate", maximum=limits.per_hour, minutes=minutes)
+
+
+def _is_open(settings: Settings) -> bool:
+    """Return whether requests need no key as long as none was added."""
+    return settings.host in LOOPBACK and settings.auth is None
+
+
+def _caller(request: Request) -> ApiKey | None:
+    caller = request.state.caller
+    assert caller is None or isinstance(caller, ApiKey)
+    return caller
+
+
+def _owner(caller: ApiKey | None) -> str | None:
+    return None if caller is None else caller.owner
+
+
+def _model(spec: ModelSpec) -> Model:
+    own = (spec.defaults.width, spec.defaults.height)
+    sizes = [f"{width}x{height}" for width, height in dict.fromkeys((own, *spec.sizes))]
+    return Model(id=spec.name, owned_by="tandem", title=spec.title, sizes=sizes)
+
+
+def _invalid_query(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    data = {"name": name, "value": shortened(first.get("input")), "problem": str(first["msg"]).rstrip(".")}
+    failure = refused(400, "server.api_query", name, **data)
+    return api_errors.answer(400, api_errors.body_of(failure.fact, 400, name, str))
+
+
+def _body() -> dict[str, Any]:
+    """Return the schema of the body of `POST /v1/videos`."""
+    content = {
+        video_requests.JSON: {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}},
+        video_requests.FORM: {"schema": {"$ref": f"{_SCHEMAS}CreateVideoForm"}},
+    }
+    header = {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 255}}
+    return {"requestBody": {"required": True, "content": content}, "parameters": [header]}
+
+
+def _openapi(app: FastAPI) -> JSONResponse:
+    """Return the schema of the API; that of requests follows from the declarations of their fields."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    template = f"{_SCHEMAS}{{model}}"
+    schemas = schema["components"]["schemas"]
+    for made in (video_requests.json_schema(template), video_requests.form_schema(template)):
+        schemas |= made.pop("$defs", {})
+        schemas[made["title"]] = made
+    schemas |= {
+        video_events.VideoProgress.__name__: video_events.VideoProgress.model_json_schema(ref_template=template)
+    }
+    schemas[video_events.VideoProgress.__name__].pop("$defs", None)
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"key": []}]
+    return JSONResponse(schema)

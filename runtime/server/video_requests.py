@@ -1,0 +1,323 @@
+"""Bodies of `POST /v1/videos`: JSON or a form, with OpenAI's fields and those of `GenerationRequest`.
+
+OpenAI's `size` is width and height, `input_reference` is the image, and `seconds` may be text. A form has text: numbers
+are parsed, `loras` may be repeated or written `loras[]`, and `backends[vae]` names a component, as OpenAI's clients
+send them. Images are files of a form, or data URLs; nothing is fetched.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.facts import cut, shortened
+from runtime.core.loras import Lora
+from runtime.core.request import FIELDS, MAX_SIDE, GenerationRequest
+from runtime.core.request_fields import Prompt
+from runtime.core.untrusted_files import DuplicateNameError, parse_json
+from runtime.server.api_errors import refused
+from runtime.server.gradio_requests import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
+from runtime.server.image_uploads import plain_name
+
+JSON, FORM = "application/json", "multipart/form-data"
+# JSON holds an image as base64; larger ones are sent in a form.
+MAX_JSON_BYTES = 8 << 20
+_IMAGES = ("image", "last_image")
+_REFERENCE = "input_reference"
+_OWN = ("size", _REFERENCE)
+_MOST_FIELDS = 200
+_MOST_VALUES = 500
+_SIZE = re.compile(r"([0-9]{1,5})[x×]([0-9]{1,5})")
+_NESTED = re.compile(r"([a-z_0-9]{1,40})\[([a-z_0-9]{0,40})\]")
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+_NAMELESS = "image"
+# Bodies that are larger than the fields of a request: of one user, and of all.
+_MOST_UPLOADS, _MOST_UPLOADS_ALL = 2, 4
+
+# The content and name of an image.
+Image = tuple[bytes, str]
+
+
+def known_fields() -> list[str]:
+    """Return the names of the fields, OpenAI's first."""
+    return [
+        "prompt",
+        "model",
+        "seconds",
+        *_OWN,
+        *(name for name in FIELDS if name not in {"prompt", "model", "seconds"}),
+    ]
+
+
+def json_schema(reference: str) -> dict[str, Any]:
+    """Return the schema of a request in JSON, from the declarations of the fields.
+
+    Args:
+        reference: template of the references to definitions.
+    """
+    schema = GenerationRequest.model_json_schema(ref_template=reference)
+    properties: dict[str, Any] = schema["properties"]
+    image = {
+        "type": "object",
+        "properties": {"image_url": {"type": "string", "pattern": "^data:image/"}},
+        "required": ["image_url"],
+        "additionalProperties": False,
+    }
+    for name in _IMAGES:
+        described = {key: properties[name][key] for key in ("title", "description")}
+        properties[name] = {**described, "anyOf": [image, {"type": "null"}], "default": None}
+    seconds = properties["seconds"]
+    seconds["anyOf"] = [*seconds.get("anyOf", ()), {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}]
+    own = {
+        "size": {
+            "title": "Size",
+            "description": "Width and height, instead of those fields.",
+            "type": "string",
+            "pattern": r"^[0-9]{1,5}x[0-9]{1,5}$",
+            "examples": ["832x480"],
+        },
+        _REFERENCE: {"title": "Input reference", "description": "The same as image.", "anyOf": [image]},
+    }
+    return {**schema, "title": "CreateVideo", "properties": {**properties, **own}, "additionalProperties": False}
+
+
+def form_schema(reference: str) -> dict[str, Any]:
+    """Return the schema of a request in a form; see `json_schema`."""
+    schema = json_schema(reference)
+    file = {"type": "string", "format": "binary"}
+    files = {
+        name: {key: value for key, value in schema["properties"][name].items() if key in {"title", "description"}}
+        | file
+        for name in (*_IMAGES, _REFERENCE)
+    }
+    return {**schema, "title": "CreateVideoForm", "properties": {**schema["properties"], **files}}
+
+
+class BodyReader:
+    """Reads bodies within limits. For one event loop."""
+
+    def __init__(self) -> None:
+        self._uploads: dict[str, int] = {}
+
+    async def read(self, request: Request, user: str) -> tuple[dict[str, Any], dict[str, Image]]:
+        """Return the values of a request's fields, and its images by field. The values are not validated.
+
+        Raises:
+            HTTPException: if the body is too large, incomplete, or not valid.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in {JSON, FORM}:
+            raise refused(415, "server.api_media_type", given=shortened(kind))
+        body = await self._body(request, user, MAX_JSON_BYTES if kind == JSON else MAX_UPLOAD_BYTES)
+        return _from_json(body) if kind == JSON else await _from_form(request, body)
+
+    async def _body(self, request: Request, user: str, most: int) -> bytes:
+        """Read a body; the large ones of few requests at once, since each takes its size of memory."""
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            raise refused(413, "server.api_too_large", maximum=most)
+        stream, body = request.stream(), bytearray()
+
+        async def read(limit: int) -> bool:
+            """Read until more than `limit` bytes are there; return whether the body has ended before."""
+            try:
+                async for chunk in stream:
+                    body.extend(chunk)
+                    if len(body) > limit:
+                        return False
+            except ClientDisconnect as error:
+                raise refused(400, "server.api_incomplete") from error
+            return True
+
+        if not await read(MAX_BODY_BYTES):
+            with self._uploading(user):
+                if len(body) > most or not await read(most):
+                    raise refused(413, "server.api_too_large", maximum=most)
+        return bytes(body)
+
+    @contextmanager
+    def _uploading(self, user: str) -> Iterator[None]:
+        own = self._uploads.get(user, 0)
+        if own >= _MOST_UPLOADS or sum(self._uploads.values()) >= _MOST_UPLOADS_ALL:
+            raise refused(429, "server.api_uploads")
+        self._uploads[user] = own + 1
+        try:
+            yield
+        finally:
+            self._uploads[user] -= 1
+            if not self._uploads[user]:
+                del self._uploads[user]
+
+
+def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> GenerationRequest:
+    """Return the request that a body describes.
+
+    Args:
+        values: as `BodyReader.read` returns them, with a model.
+        images: the copies of its images by field, see `core.images`.
+
+    Raises:
+        InvalidRequestError: for an invalid value; names the body's field.
+    """
+    fields = {name: value for name, value in values.items() if name not in _OWN}
+    unknown = next((name for name in fields if name not in FIELDS), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            cut(unknown, 40), "server.api_field_unknown", name=shortened(unknown), known=known_fields()
+        )
+    if "size" in values:
+        taken = next((name for name in ("width", "height") if name in fields), None)
+        if taken is not None:
+            raise InvalidRequestError("size", "server.api_excludes", name="size", other=taken)
+        fields["width"], fields["height"] = _size(values["size"])
+    if isinstance(fields.get("seconds"), str):
+        fields["seconds"] = FIELDS["seconds"].parse(fields["seconds"])
+    for name in _IMAGES:
+        if fields.get(name) is not None:
+            raise InvalidRequestError(name, "server.api_image")
+    request = GenerationRequest.from_mapping({**fields, **images})
+    by_name(request.loras)
+    return request
+
+
+def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
+    """Return the LoRAs after checking that all are given by name; a page or program cannot open files of its choice.
+
+    Raises:
+        InvalidRequestError: for a path.
+    """
+    for lora in loras:
+        if not lora.is_name:
+            raise InvalidRequestError("loras", "form.lora_is_path", file=lora.file[:60])
+    return tuple(loras)
+
+
+def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
+    try:
+        values = parse_json(body, max_values=_MOST_VALUES)
+    except DuplicateNameError as error:
+        name = cut(error.name, 40)
+        raise refused(400, "server.api_field_repeated", name, name=shortened(error.name)) from error
+    except ValueError as error:
+        raise refused(400, "server.api_not_json", problem=cut(str(error).partition("\n")[0], 100)) from error
+    if not isinstance(values, dict):
+        raise refused(400, "server.api_not_an_object")
+    images: dict[str, Image] = {}
+    for name in (*_IMAGES, _REFERENCE):
+        match values.get(name):
+            case None:
+                values.pop(name, None)
+            case {"image_url": str(url), **rest} if not rest:
+                _add_image(images, name, (_data_of(url, name), _NAMELESS))
+                del values[name]
+            case _:
+                raise InvalidRequestError(name, "server.api_image")
+    return values, images
+
+
+def _data_of(url: str, field: str) -> bytes:
+    """Return the content of a data URL."""
+    found = _DATA_URL.match(url)
+    if found is None:
+        raise InvalidRequestError(field, "server.api_image")
+    try:
+        return base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError(field, "server.api_image") from error
+
+
+async def _from_form(request: Request, body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
+    files = len(_IMAGES) + 1
+    replayed = Request(request.scope, _replay(body))
+    try:
+        form = await replayed.form(max_files=files, max_fields=_MOST_FIELDS, max_part_size=MAX_BODY_BYTES)
+    except HTTPException as error:
+        raise _not_a_form(cut(error.detail, 100)) from error
+    except (ValueError, LookupError, AssertionError) as error:
+        raise _not_a_form("its parts cannot be read") from error
+    try:
+        return await _read_form(form)
+    finally:
+        await form.close()
+
+
+def _not_a_form(problem: str) -> HTTPException:
+    return refused(
+        400, "server.api_not_a_form", problem=problem.rstrip("."), fields=_MOST_FIELDS, files=len(_IMAGES) + 1
+    )
+
+
+async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, Image]]:
+    values: dict[str, Any] = {}
+    images: dict[str, Image] = {}
+    for key, value in form.multi_items():
+        nested = _NESTED.fullmatch(key)
+        name, inner = (key, None) if nested is None else (nested[1], nested[2])
+        if isinstance(value, UploadFile):
+            if name not in (*_IMAGES, _REFERENCE) or inner is not None:
+                raise InvalidRequestError(cut(key, 40), "server.api_image")
+            _add_image(images, name, (await value.read(), plain_name(value.filename or _NAMELESS)))
+        elif name in (*_IMAGES, _REFERENCE):
+            if inner != "image_url":
+                raise InvalidRequestError(name, "server.api_image")
+            _add_image(images, name, (_data_of(value, name), _NAMELESS))
+        else:
+            _add_text(values, name, inner, value)
+    return values, images
+
+
+def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -> None:
+    """Add the text of a form's field to the values.
+
+    Args:
+        inner: the name in brackets, such as a component of `backends`; empty for an entry of a list.
+    """
+    declared = FIELDS.get(name)
+    if declared is not None and declared.repeatable:
+        if inner:
+            mapping = values.setdefault(name, {})
+            if isinstance(mapping, dict) and inner not in mapping:
+                mapping[inner] = text
+                return
+        else:
+            entries = values.setdefault(name, [])
+            if isinstance(entries, list):
+                entries.append(text)
+                return
+    elif inner is not None:
+        key = f"{name}[{inner}]"
+        raise InvalidRequestError(key, "server.api_field_unknown", name=shortened(key), known=known_fields())
+    elif name not in values:
+        values[name] = text if declared is None or isinstance(declared, Prompt) else declared.parse(text)
+        return
+    raise refused(400, "server.api_field_repeated", cut(name, 40), name=shortened(name))
+
+
+def _add_image(images: dict[str, Image], name: str, image: Image) -> None:
+    field = "image" if name == _REFERENCE else name
+    if field in images:
+        other = "image" if name == _REFERENCE else _REFERENCE
+        raise InvalidRequestError(name, "server.api_excludes", name=name, other=other)
+    images[field] = image
+
+
+def _size(value: object) -> tuple[int, int]:
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found is None or max(int(found[1]), int(found[2])) > MAX_SIDE:
+        raise InvalidRequestError("size", "server.api_size", value=shortened(value))
+    return int(found[1]), int(found[2])
+
+
+def _replay(body: bytes) -> Any:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive

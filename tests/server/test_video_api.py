@@ -1,0 +1,421 @@
+"""The HTTP API of a running server: OpenAI's client, errors, files, events, metrics, schema."""
+
+import base64
+import json
+import re
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.core.request import FIELDS
+from runtime.video.mp4 import read_metadata
+from tests.app_server import MODEL, ROOT, Server, make_cache, serving
+from tests.fuzz.raw_http import send
+from tests.image_files import saved
+from tests.waiting import until
+
+openai = pytest.importorskip("openai")
+SMALL = {"prompt": "a red boat", "steps": 2, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(make_cache(tmp_path_factory.mktemp("api")), program=("app.py", "serve")) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of OpenAI's own service
+        with openai.OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0) as connected:
+            yield connected
+
+
+def create(http: httpx.Client, headers: dict[str, str] | None = None, **values: Any) -> dict[str, Any]:
+    answer = http.post("v1/videos", json={**SMALL, **values}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def ended(http: httpx.Client, video: str) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+
+    def is_ended() -> bool:
+        shown.update(http.get(f"v1/videos/{video}").json())
+        return shown["status"] in {"completed", "failed"}
+
+    until(is_ended, pause=0.1)
+    return shown
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].endswith(".") and "Traceback" not in error["message"]
+    return answer.status_code, error["param"], error["code"]
+
+
+def read_events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    for line in lines:
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def test_openais_client_makes_a_video_with_the_shipped_model(client: Any, tmp_path: Path) -> None:
+    assert {"diorama", MODEL} <= {model.id for model in client.models.list()}
+    made = client.videos.create(
+        prompt="a red boat sails left", model="diorama", size="160x96", seconds="1", extra_body={"steps": 3, "seed": 4}
+    )
+    assert (made.object, made.model, made.size) == ("video", "diorama", "160x96")
+    assert made.status in {"queued", "in_progress"}
+    shown = made
+    end = time.monotonic() + 120
+    while shown.status not in {"completed", "failed"} and time.monotonic() < end:
+        time.sleep(0.2)
+        shown = client.videos.retrieve(made.id)
+    assert (shown.status, shown.progress, shown.error) == ("completed", 100, None)
+    assert shown.created_at <= shown.completed_at <= time.time()
+    client.videos.download_content(made.id).write_to_file(tmp_path / "video.mp4")
+    request = read_metadata(tmp_path / "video.mp4")["request"]
+    wanted = {"prompt": "a red boat sails left", "width": 160, "height": 96, "steps": 3, "seed": 4}
+    assert request | wanted == request
+    assert shown.seconds == f"{request['frames'] / request['fps']:.3f}"[:5].rstrip("0")
+    assert client.videos.download_content(made.id, variant="thumbnail").read()[8:12] == b"WEBP"
+    assert made.id in [video.id for video in client.videos.list(limit=1)]
+    assert client.videos.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.videos.retrieve(made.id)
+    assert made.id not in [video.id for video in client.videos.list()]
+
+
+def test_openais_client_sends_an_image_and_nested_fields(client: Any, http: httpx.Client, tmp_path: Path) -> None:
+    image = saved(tmp_path / "boat.png")
+    made = client.videos.create(
+        prompt="a red boat",
+        model="diorama",
+        input_reference=(image.name, image.read_bytes()),
+        extra_body={"steps": 1, "backends": {"vae": "pytorch"}, "loras": [], "size": "160x96"},
+    )
+    assert ended(http, made.id)["status"] == "completed"
+    content = http.get(f"v1/videos/{made.id}/content").content
+    (tmp_path / "v.mp4").write_bytes(content)
+    request = read_metadata(tmp_path / "v.mp4")["request"]
+    assert request["backends"] == {"vae": "pytorch"}
+    assert request["image"].endswith("/boat.png")
+
+
+def test_the_documented_example_downloads_a_video(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "programs.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example = next(one for one in examples if "OpenAI" in one).replace("http://127.0.0.1:7860/", server.url)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of OpenAI's own service
+        exec(example.replace('size="192x112", ', 'model="diorama", size="160x96", '), {})
+    assert (tmp_path / "boat.mp4").read_bytes()[4:8] == b"ftyp"
+
+
+def test_an_image_in_json_is_a_data_url(http: httpx.Client, tmp_path: Path) -> None:
+    data = base64.b64encode(saved(tmp_path / "a.png").read_bytes()).decode()
+    made = create(http, model="diorama", steps=1, input_reference={"image_url": f"data:image/png;base64,{data}"})
+    assert http.delete(f"v1/videos/{made['id']}").json() == {
+        "id": made["id"],
+        "object": "video.deleted",
+        "deleted": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "param", "code"),
+    [
+        ({"prompt": ""}, 400, "prompt", "request.prompt_empty"),
+        ({"prompt": None}, 400, "prompt", "request.not_text"),
+        ({"steps": 0}, 400, "steps", "request.out_of_range"),
+        ({"steps": "2"}, 400, "steps", "request.not_whole"),
+        ({"stepz": 2}, 400, "stepz", "server.api_field_unknown"),
+        ({"size": "big"}, 400, "size", "server.api_size"),
+        ({"size": "64x32", "width": 64}, 400, "size", "server.api_excludes"),
+        ({"size": "63x32"}, 400, "width", None),
+        ({"seconds": "long"}, 400, "seconds", "request.not_a_number"),
+        ({"model": "sora-2"}, 404, "model", "model_not_found"),
+        ({"model": "/etc"}, 404, "model", "model_not_found"),
+        ({"model": ["diorama"]}, 404, "model", "model_not_found"),
+        ({"image": "/etc/passwd"}, 400, "image", "server.api_image"),
+        ({"image": f"sha256:{'0' * 64}/a.png"}, 400, "image", "server.api_image"),
+        ({"input_reference": {"image_url": "http://127.0.0.1/a.png"}}, 400, "input_reference", "server.api_image"),
+        ({"input_reference": {"file_id": "file-1"}}, 400, "input_reference", "server.api_image"),
+        ({"input_reference": {"image_url": "data:image/png;base64,AAAA"}}, 400, "image", None),
+        ({"loras": ["../secret.safetensors"]}, 400, "loras", "form.lora_is_path"),
+        ({"vae_precision": "float16"}, 400, "vae_precision", None),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused(
+    http: httpx.Client, values: dict[str, Any], status: int, param: str, code: str | None
+) -> None:
+    answer = http.post("v1/videos", json={**SMALL, **values})
+    found = error_of(answer)
+    assert found[:2] == (status, param), answer.text
+    assert code is None or found[2] == code
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "code"),
+    [
+        (b"{", "application/json", 400, "server.api_not_json"),
+        (b"[]", "application/json", 400, "server.api_not_an_object"),
+        (b'{"prompt": "a", "steps": NaN}', "application/json", 400, "server.api_not_json"),
+        (b'{"prompt": "a", "steps": 1e999}', "application/json", 400, "server.api_not_json"),
+        (b'{"prompt": "a", "prompt": "b"}', "application/json", 400, "server.api_field_repeated"),
+        (b'{"prompt": ' + b"[" * 100_000, "application/json", 400, "server.api_not_json"),
+        (b'{"prompt": "\xff"}', "application/json", 400, "server.api_not_json"),
+        (b'{"prompt": "\\ud800"}', "application/json", 400, None),
+        (b"x" * (9 << 20), "application/json", 413, "server.api_too_large"),
+        (b"prompt=a", "application/x-www-form-urlencoded", 415, "server.api_media_type"),
+        (b"a", "", 415, "server.api_media_type"),
+        (b"a", "multipart/form-data", 400, "server.api_not_a_form"),
+        (b"a", "multipart/form-data; boundary=x", 400, None),
+        (b"--x\r\n\r\na\r\n--x--\r\n", "multipart/form-data; boundary=x", 400, "server.api_not_a_form"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bodies_that_cannot_be_read_are_refused(
+    http: httpx.Client, body: bytes, kind: str, status: int, code: str | None
+) -> None:
+    answer = http.post("v1/videos", content=body, headers={"Content-Type": kind} if kind else {})
+    found = error_of(answer)
+    assert found[0] == status, answer.text
+    assert code is None or found[2] == code
+
+
+def test_form_fields_are_text(http: httpx.Client) -> None:
+    parts = [
+        ("prompt", (None, "12")),
+        ("steps", (None, "2")),
+        ("shift", (None, "auto")),
+        ("guidance_scale", (None, "1.5")),
+    ]
+    made = http.post("v1/videos", files=parts)
+    assert made.status_code == 200, made.text
+    assert (made.json()["prompt"], made.json()["steps"]) == ("12", 2)
+    twice = http.post("v1/videos", files=[("prompt", (None, "a")), ("steps", (None, "2")), ("steps", (None, "3"))])
+    assert error_of(twice) == (400, "steps", "server.api_field_repeated")
+    nested = http.post("v1/videos", files=[("prompt", (None, "a")), ("steps[a]", (None, "2"))])
+    assert error_of(nested) == (400, "steps[a]", "server.api_field_unknown")
+    file = http.post("v1/videos", files=[("prompt", (None, "a")), ("steps", ("a.png", b"2"))])
+    assert error_of(file) == (400, "steps", "server.api_image")
+    http.delete(f"v1/videos/{made.json()['id']}")
+
+
+def test_the_same_idempotency_key_gives_the_same_video(http: httpx.Client, tmp_path: Path) -> None:
+    key = {"Idempotency-Key": "once"}
+    first = create(http, key)
+    assert create(http, key)["id"] == first["id"]
+    # The same request in a form, with another boundary each time.
+    again = http.post("v1/videos", files=[(name, (None, str(value))) for name, value in SMALL.items()], headers=key)
+    assert again.json()["id"] == first["id"]
+    assert error_of(http.post("v1/videos", json={**SMALL, "steps": 1}, headers=key))[0::2] == (
+        409,
+        "queue.submission_differs",
+    )
+    assert error_of(http.post("v1/videos", json=SMALL, headers={"Idempotency-Key": "a b"}))[0] == 400
+    with ThreadPoolExecutor(8) as pool:
+        many = list(pool.map(lambda _: create(http, {"Idempotency-Key": "race"})["id"], range(8)))
+    assert len(set(many)) == 1
+    for video in (first["id"], many[0]):
+        assert http.delete(f"v1/videos/{video}").status_code == 200
+    assert error_of(http.post("v1/videos", json=SMALL, headers=key))[0::2] == (409, "queue.submission_deleted")
+
+
+def test_pages_of_the_list_have_every_video_once(http: httpx.Client) -> None:
+    made = [create(http, steps=1)["id"] for _ in range(5)]
+    for order, expected in (("asc", made), ("desc", made[::-1])):
+        found: list[str] = []
+        after: dict[str, str] = {}
+        while True:
+            page = http.get("v1/videos", params={"limit": 2, "order": order, **after}).json()
+            assert page["object"] == "list" and len(page["data"]) <= 2
+            found += [one["id"] for one in page["data"]]
+            if not page["has_more"]:
+                break
+            after = {"after": page["last_id"]}
+        assert len(found) == len(set(found))
+        assert [one for one in found if one in made] == expected
+    assert error_of(http.get("v1/videos", params={"after": "ffffffff"}))[0] == 404
+    for wrong in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}):
+        assert error_of(http.get("v1/videos", params=wrong))[:2] == (400, next(iter(wrong)))
+    for one in made:
+        http.delete(f"v1/videos/{one}")
+
+
+def test_content_supports_ranges(http: httpx.Client) -> None:
+    made = create(http)["id"]
+    assert ended(http, made)["status"] == "completed"
+    path = f"v1/videos/{made}/content"
+    whole = http.get(path)
+    assert whole.headers["content-type"] == "video/mp4" and whole.headers["accept-ranges"] == "bytes"
+    part = http.get(path, headers={"Range": "bytes=4-7"})
+    assert (part.status_code, part.content) == (206, b"ftyp")
+    assert part.headers["content-range"] == f"bytes 4-7/{len(whole.content)}"
+    assert http.get(path, headers={"Range": "bytes=-8"}).content == whole.content[-8:]
+    assert http.get(path, headers={"Range": f"bytes={len(whole.content)}-"}).status_code == 416
+    for ignored in ("bytes=0-1,2-3", "lines=0-1", "bytes=z"):
+        answer = http.get(path, headers={"Range": ignored})
+        assert (answer.status_code, len(answer.content)) == (200, len(whole.content))
+    assert http.head(path).headers["content-length"] == str(len(whole.content))
+    assert error_of(http.get(path, params={"variant": "spritesheet"}))[:2] == (400, "variant")
+
+
+def test_a_running_video_has_no_content_and_is_stopped_by_its_deletion(http: httpx.Client, server: Server) -> None:
+    made = create(http, steps=900)["id"]
+    until(lambda: http.get(f"v1/videos/{made}").json()["status"] == "in_progress", pause=0.1)
+    assert error_of(http.get(f"v1/videos/{made}/content"))[0::2] == (409, "server.api_not_ready")
+    assert http.delete(f"v1/videos/{made}").json()["deleted"] is True
+    assert error_of(http.get(f"v1/videos/{made}"))[0] == 404
+    metrics = http.get("metrics").text
+    assert 'tandem_queue_jobs{kind="video",state="running"} 0.0' in metrics
+
+
+def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client) -> None:
+    made = create(http, steps=6)["id"]
+    with http.stream("GET", f"v1/videos/{made}/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = list(read_events(answer.iter_lines()))
+    names = [name for name, _ in events]
+    assert names[-1] == "video.completed" and set(names[:-1]) <= {"video.progress", "video.preview", "video.warning"}
+    steps = [data["step"] for name, data in events if name == "video.progress"]
+    assert steps == sorted(steps) and max(steps) >= 3
+    percents = [data["progress"] for name, data in events if name == "video.progress"]
+    assert percents == sorted(percents) and events[-1][1]["progress"] == 100
+    preview = next(data for name, data in events if name == "video.preview")
+    assert base64.b64decode(preview["b64_json"])[8:12] == b"WEBP"
+    # A stream of an ended video has only its end.
+    with http.stream("GET", f"v1/videos/{made}/events") as answer:
+        assert [name for name, _ in read_events(answer.iter_lines())][-1] == "video.completed"
+    assert error_of(http.get("v1/videos/ffffffff/events"))[0] == 404
+
+
+def test_a_deleted_video_ends_its_stream(http: httpx.Client, server: Server) -> None:
+    made = create(http, steps=900)["id"]
+    ends: list[str] = []
+
+    def follow() -> None:
+        with httpx.stream("GET", f"{server.url}v1/videos/{made}/events", timeout=60) as answer:
+            ends.extend(name for name, _ in read_events(answer.iter_lines()))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    until(lambda: http.get(f"v1/videos/{made}").json()["status"] == "in_progress", pause=0.1)
+    assert http.delete(f"v1/videos/{made}").status_code == 200
+    thread.join(30)
+    assert not thread.is_alive() and ends[-1] in {"error", "video.failed"}
+
+
+def test_metrics_count_videos_and_seconds(http: httpx.Client) -> None:
+    http.get("metrics")
+    made = create(http, steps=1)["id"]
+    ended(http, made)
+    text = http.get("metrics").text
+    for stage in ("encode", "denoise", "decode", "mux", "total", "load"):
+        assert re.search(rf'tandem_stage_seconds_count{{model="{MODEL}",stage="{stage}"}} [1-9]', text), stage
+    assert re.search(r'tandem_videos_total{result="completed"} [1-9]', text)
+    assert 'tandem_queue_jobs{kind="video",state="queued"} 0.0' in text
+    assert "tandem_workers 1.0" in text
+    assert re.search(r'tandem_memory_bytes{device="ram",kind="total"} [1-9]', text)
+    assert re.search(r'tandem_worker_memory_bytes{gpu="0"} [1-9]', text)
+
+
+def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
+    schema = http.get("v1/openapi.json").json()
+    request = schema["components"]["schemas"]["CreateVideo"]
+    assert set(request["properties"]) == {*FIELDS, "size", "input_reference"}
+    assert request["required"] == ["prompt"] and request["additionalProperties"] is False
+    assert request["properties"]["steps"]["maximum"] == FIELDS["steps"].json_schema()["maximum"]
+    assert {"get", "post"} == set(schema["paths"]["/v1/videos"])
+    assert {"get", "delete"} == set(schema["paths"]["/v1/videos/{video_id}"])
+    text = json.dumps(schema)
+    for name in re.findall(r'"#/components/schemas/(\w+)"', text):
+        assert name in schema["components"]["schemas"], name
+
+
+def test_other_routes_methods_sites_and_hosts_are_refused(http: httpx.Client) -> None:
+    assert error_of(http.get("v1/nothing"))[0] == 404
+    assert error_of(http.get("/"))[0] == 404
+    assert error_of(http.put("v1/videos"))[0] == 405
+    assert error_of(http.get("v1/videos", headers={"Host": "evil.example"}))[0] == 403
+    assert error_of(http.post("v1/videos", json=SMALL, headers={"Origin": "https://evil.example"}))[0] == 403
+    assert error_of(http.get("v1/videos", headers={"Sec-Fetch-Site": "cross-site"}))[0] == 403
+    for path in ("v1/videos/../../etc/passwd", "v1/videos/%2e%2e%2fjobs.sqlite/content", "v1/videos/%00/content"):
+        assert error_of(http.get(path))[0] == 404
+    assert http.get("healthz").json() == {"status": "ok"}
+    assert http.get("healthz").headers["x-content-type-options"] == "nosniff"
+
+
+def test_incomplete_bodies_end_within_the_deadline_and_false_lengths_are_refused(server: Server) -> None:
+    port = int(server.url.rstrip("/").rpartition(":")[2])
+    kind = {b"Content-Type": b"application/json"}
+    too_long = send(port, b"POST", b"/v1/videos", {**kind, b"Content-Length": b"99999999999"}, b"{}")
+    assert too_long.status == 413
+    with socket.create_connection(("127.0.0.1", port), timeout=40) as connection:
+        connection.sendall(
+            b"POST /v1/videos HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{" % port
+        )
+        began = time.monotonic()
+        while connection.recv(1000):
+            pass
+        assert time.monotonic() - began < 30
+    # An upload that ends early.
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/videos HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+            b"Content-Length: 900000\r\n\r\n--x\r\n" % port + b"x" * 300_000
+        )
+    assert send(port, b"GET", b"/healthz").status == 200
+    log = (server.cache_dir / "logs" / "tandem.log").read_text(encoding="utf-8")
+    assert "Traceback" not in log and "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
+
+
+def test_many_clients_poll_at_once(server: Server) -> None:
+    with httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=40)) as http:
+        made = create(http, steps=1)["id"]
+        with ThreadPoolExecutor(40) as pool:
+            answers = list(pool.map(lambda _: http.get(f"v1/videos/{made}").status_code, range(200)))
+    assert set(answers) == {200}
+
+
+def test_ctrl_c_ends_the_server_and_a_job_resumes(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path / "cache")
+    with serving(cache, program=("app.py", "serve")) as first, httpx.Client(base_url=first.url, timeout=60) as http:
+        made = create(http, steps=200)["id"]
+        until(lambda: http.get(f"v1/videos/{made}").json()["progress"] > 2, pause=0.05)
+        first.process.send_signal(signal.SIGINT)
+        assert first.process.wait(30) == 0
+    with serving(cache, program=("app.py", "serve")) as second, httpx.Client(base_url=second.url, timeout=60) as http:
+        shown = ended(http, made)
+        assert shown["status"] == "completed"
+        (tmp_path / "v.mp4").write_bytes(http.get(f"v1/videos/{made}/content").content)
+    assert read_metadata(tmp_path / "v.mp4")["earlier"]["step"] > 0
