@@ -68,7 +68,14 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
         return replace(spec, loras=uses)
     defaults = spec.defaults
     second = None if defaults.guidance_scale_2 is None else 1.0
-    distilled = replace(defaults, steps=max(steps), guidance_scale=1.0, guidance_scale_2=second)
+    distilled = replace(
+        defaults,
+        steps=max(steps),
+        guidance_scale=1.0,
+        guidance_scale_2=second,
+        image_guidance_scale=None,
+        image_guidance_scale_2=None,
+    )
     return replace(spec, loras=uses, defaults=distilled)
 
 
