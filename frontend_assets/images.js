@@ -90,11 +90,17 @@
     const title = $("#card .model")?.dataset.title ?? section().dataset.model;
     note((await ask({ what: "refusal", model: title })).error, true);
   };
+  // Some models have other guidance with an image: it replaces the usual one, unless the user has changed that.
+  const guidance = (given) => {
+    const { text, image } = JSON.parse(section().dataset.guidance);
+    const [before, after] = given ? [text, image] : [image, text];
+    return Object.entries(before).every(([name, scale]) => Number(value(name)) === scale) ? after : {};
+  };
   const use = (field, reference, picture, changes = {}) => {
     remember(digestOf(reference), picture);
     tandem.unmark();
     tandem.uncustomized();
-    const first = field === "image" && !chosen("image") ? { size_from: FROM_IMAGE } : {};
+    const first = field === "image" && !chosen("image") ? { size_from: FROM_IMAGE, ...guidance(true) } : {};
     tandem.apply({ [field]: reference, ...first, ...changes });
   };
 
@@ -189,7 +195,7 @@
       newest[field] = null;
       note("");
       tandem.unmark();
-      tandem.apply({ [field]: "" });
+      tandem.apply({ [field]: "", ...(field === "image" && guidance(false)) });
       $(`#pick-${field}`).focus();
     }
     if (example) {

@@ -19,7 +19,7 @@ from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress
 from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.registry import family_of, read_spec
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import Defaults, ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.requirements import Needs, needs
 
@@ -94,8 +94,9 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     begun = f"{byte_size(_begun(spec))} already downloaded" if _begun(spec) else "not installed"
     where = "installed" if spec.is_downloaded else f"{begun}: `{program()} models download {spec.name}`"
     size = byte_size(_bytes(spec)) if spec.is_downloaded else f"at most about {byte_size(_bytes(spec))}"
-    pair = [scale for scale in (defaults.guidance_scale, defaults.guidance_scale_2) if scale is not None]
-    guidance = " and ".join(f"{scale:g}" for scale in pair)
+    guidance, of_images = (_guidance(defaults, from_image=given) for given in (False, True))
+    if of_images != guidance:
+        guidance = f"{guidance} (from an image {of_images})"
     shift = _shift(spec)
     least = f"{need.least} ({str(need.least.strategy).rstrip('.')})" if need.least else "more than any single GPU has"
     resident = f"; to stay loaded: {need.resident}" if need.resident else ""
@@ -106,6 +107,11 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
         f"    needs at least: {least}{resident}",
         f"    on this machine: {need.here}",
     ]
+
+
+def _guidance(defaults: Defaults, *, from_image: bool) -> str:
+    scales = defaults.guidance(from_image=from_image)
+    return " and ".join(f"{scale:g}" for scale in scales if scale is not None)
 
 
 def _shift(spec: ModelSpec) -> str:

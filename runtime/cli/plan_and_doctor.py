@@ -51,8 +51,9 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     if len(plan.expert_steps) > 1:
         steps = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
         terminal.result(f"Steps of each expert: {steps}")
-    if plan.shift_reason is not None:
-        terminal.result(str(plan.shift_reason))
+    for reason in (plan.guidance_reason, plan.shift_reason):
+        if reason is not None:
+            terminal.result(str(reason))
     if plan.loras:
         terminal.result(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
     for field, use in plan.images.items():

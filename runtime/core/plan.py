@@ -288,6 +288,7 @@ class ExecutionPlan(ResolvedRequest):
         warnings: warnings about the result.
         embedded_guidance: guidance scale that is an input of the transformer; `guidance_scale` is 1 then. `None` if the
             model has no such input.
+        guidance_reason: the reason for guidance scales that the model has for videos from images; `None` for others.
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
     """
 
@@ -313,6 +314,7 @@ class ExecutionPlan(ResolvedRequest):
     embedded_guidance: float | None = None
     sections: int = 1
     prompts: int = 1
+    guidance_reason: Fact | None = None
 
     @field_validator("asked", mode="wrap")
     @classmethod
@@ -424,6 +426,7 @@ class ExecutionPlan(ResolvedRequest):
             "speed": self.speed.to_json(),
             "shift": self.shift,
             "shift_reason": str(self.shift_reason or ""),
+            "guidance_reason": str(self.guidance_reason or ""),
             "expert_steps": dict(self.expert_steps),
         }
 

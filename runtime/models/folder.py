@@ -253,7 +253,7 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
         "license": _TITLE.validate_python(config.get("license") or "unknown"),
         "about": _TITLE.validate_python(config.get("about") or ""),
         "latent_rgb": _LATENT_RGB.validate_python({"factors": factors, "bias": bias}) if factors and bias else None,
-        "defaults": defaults if experts > 1 else replace(defaults, guidance_scale_2=None),
+        "defaults": defaults if experts > 1 else replace(defaults, guidance_scale_2=None, image_guidance_scale_2=None),
         "sizes": _SIZES.validate_python(config["sizes"]),
         "frame_counts": _FRAME_COUNTS.validate_python(config["frame_counts"]),
         "words": _WORDS.validate_python(config.get("words", {})),

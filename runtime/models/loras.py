@@ -75,7 +75,14 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
     defaults = spec.defaults
     first = defaults.guidance_scale if spec.embedded_guidance else 1.0
     second = None if defaults.guidance_scale_2 is None else 1.0
-    distilled = replace(defaults, steps=max(steps), guidance_scale=first, guidance_scale_2=second)
+    distilled = replace(
+        defaults,
+        steps=max(steps),
+        guidance_scale=first,
+        guidance_scale_2=second,
+        image_guidance_scale=None,
+        image_guidance_scale_2=None,
+    )
     return replace(spec, loras=uses, defaults=distilled)
 
 

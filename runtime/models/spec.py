@@ -212,7 +212,12 @@ class LatentRgb:
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """Values that replace "auto" in a request, with its limits, which are checked when they are read from a file."""
+    """Values that replace "auto" in a request, with its limits, which are checked when they are read from a file.
+
+    Attributes:
+        image_guidance_scale, image_guidance_scale_2: guidance scales of videos that start from an image, for models
+            that do better with others; `None` for the same.
+    """
 
     width: Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
     height: Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
@@ -222,6 +227,14 @@ class Defaults:
     guidance_scale: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)]
     guidance_scale_2: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)] | None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
+    image_guidance_scale: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)] | None = None
+    image_guidance_scale_2: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)] | None = None
+
+    def guidance(self, *, from_image: bool) -> tuple[float, float | None]:
+        """Return the guidance scales of the transformers, the second `None` if the first applies to both."""
+        if from_image and self.image_guidance_scale is not None:
+            return self.image_guidance_scale, self.image_guidance_scale_2
+        return self.guidance_scale, self.guidance_scale_2
 
 
 @dataclass(frozen=True, kw_only=True)

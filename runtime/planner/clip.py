@@ -212,6 +212,16 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
     return Fact("planner.shift_asked", {"shift": shift, "others": others})
 
 
+def guidance_reason(request: GenerationRequest, spec: ModelSpec) -> Fact | None:
+    """Return the reason for guidance scales that the model has for videos from images only; `None` for others."""
+    defaults = spec.defaults
+    scales, usual = (defaults.guidance(from_image=given) for given in (spec.image is not None, False))
+    if request.guidance_scale != AUTO or scales == usual:
+        return None
+    shown = [[f"{scale:g}" for scale in pair if scale is not None] for pair in (scales, usual)]
+    return Fact("planner.guidance_of_images", {"scales": shown[0], "usual": shown[1]})
+
+
 def expert_steps(spec: ModelSpec, steps: int, shift: float | None) -> dict[str, int]:
     """Return the number of steps of each transformer; empty if unknown.
 

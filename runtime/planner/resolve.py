@@ -260,6 +260,7 @@ def _resolved(
         speed=chosen.speed,
         expert_steps=expert_steps,
         shift_reason=clip.shift_reason(shift, spec),
+        guidance_reason=clip.guidance_reason(request, spec),
         step_flops=forward * passes / (steps * spec.sections(frames)),
         decode_flops=spec.sections(frames) * workload.flops("vae", strategy.decode_tile),
         free_bytes=free,
@@ -364,12 +365,15 @@ def _cache_reason(component: str, step_cache: str) -> tuple[Fact, ...]:
 
 def _guidance(request: GenerationRequest, spec: ModelSpec) -> tuple[float, float | None, float | None]:
     """Return the fields of the plan: the guidance scale of each transformer, and the embedded one."""
-    scale = _or(request.guidance_scale, spec.defaults.guidance_scale)
-    second = _second_guidance(request, spec, scale)
+    own, own_second = spec.defaults.guidance(from_image=spec.image is not None)
+    scale = _or(request.guidance_scale, own)
+    second = _second_guidance(request, spec, scale, own_second)
     return (1.0, second, scale) if spec.embedded_guidance else (scale, second, None)
 
 
-def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: float) -> float | None:
+def _second_guidance(
+    request: GenerationRequest, spec: ModelSpec, guidance: float, own_second: float | None
+) -> float | None:
     if spec.experts == 1:
         if request.guidance_scale_2 != AUTO:
             raise InvalidRequestError("guidance_scale_2", "planner.no_second_guidance", model=spec.title)
@@ -377,6 +381,6 @@ def _second_guidance(request: GenerationRequest, spec: ModelSpec, guidance: floa
     if request.guidance_scale_2 != AUTO:
         return float(request.guidance_scale_2)
     # One requested scale applies to both experts; without a request the model's pair applies.
-    if request.guidance_scale != AUTO or spec.defaults.guidance_scale_2 is None:
+    if request.guidance_scale != AUTO or own_second is None:
         return guidance
-    return spec.defaults.guidance_scale_2
+    return own_second

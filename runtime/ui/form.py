@@ -202,15 +202,18 @@ def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
     ]
 
 
-def model_values(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> dict[str, dict[str, Any]]:
+def model_values(
+    spec: ModelSpec, models: Mapping[str, ModelSpec], *, from_image: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return the properties of the controls and elements that follow the model, by name.
 
     Args:
         models: what the page offers, by name.
+        from_image: whether the form has an image.
     """
     defaults, stride = spec.defaults, spec.frame_stride
     wide, high = spec.strides
-    second = defaults.guidance_scale_2 if defaults.guidance_scale_2 is not None else defaults.guidance_scale
+    guidance = image_places.guidance(spec, from_image=from_image)
     return {
         "card": {"value": card_html(spec)},
         "images": {"value": image_places.places_html(spec, models)},
@@ -227,8 +230,8 @@ def model_values(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> dict[str, 
         "fps": {"value": defaults.fps},
         "negative_prompt": {"value": defaults.negative_prompt},
         "steps": {"value": defaults.steps},
-        "guidance_scale": {"value": defaults.guidance_scale},
-        "guidance_scale_2": {"value": second, "visible": spec.experts > 1},
+        "guidance_scale": {"value": guidance["guidance_scale"]},
+        "guidance_scale_2": {"value": guidance["guidance_scale_2"], "visible": spec.experts > 1},
         "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},
     }
 
@@ -299,7 +302,8 @@ def filled(
     """
     known = stored.get("model") in list(models)
     name = stored["model"] if known else next(iter(models))
-    values = {control: dict[str, Any]() for control in NAMES} | model_values(models[name], models)
+    of_model = model_values(models[name], models, from_image=bool(stored.get("image")))
+    values = {control: dict[str, Any]() for control in NAMES} | of_model
     values["model"] = {"value": name}
     for field in FIELDS:
         declared = FIELDS[field]
@@ -367,7 +371,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["width"] = request["height"] = AUTO
     for name, value in request.items():
         if value is None and isinstance(FIELDS[name], Number) and name != "shift":
-            following = model_values(spec, models).get(name, {})
+            following = model_values(spec, models, from_image=request["image"] is not None).get(name, {})
             default = following.get("value", GenerationRequest.model_fields[name].default)
             raise InvalidRequestError(name, "form.empty", default=default)
     read = GenerationRequest(**request)

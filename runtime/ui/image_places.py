@@ -52,8 +52,15 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> str:
         places=places,
         able=[[one.name, one.title] for one in models.values() if one.image_input is not None],
         most=MAX_FILE_BYTES,
+        guidance={name: guidance(spec, from_image=given) for name, given in (("text", False), ("image", True))},
         examples=examples() if known is not None and spec.directory.parent == EMBEDDED else [],
     )
+
+
+def guidance(spec: ModelSpec, *, from_image: bool) -> dict[str, float]:
+    """Return the values of the form's controls of guidance."""
+    first, second = spec.defaults.guidance(from_image=from_image)
+    return {"guidance_scale": first, "guidance_scale_2": first if second is None else second}
 
 
 @cache

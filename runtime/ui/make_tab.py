@@ -99,7 +99,9 @@ def add_make(
     remembered.change(**LOCAL, inputs=remembered, js="(id) => window.tandem.remember(id)")
     outputs = {**(others or {}), **created.others, **controls}
     dependent = [outputs[name] for name in handlers.following_model]
-    controls["model"].input(handlers.choose_model, controls["model"], dependent, preprocess=False, **SERVED)
+    controls["model"].input(
+        handlers.choose_model, [controls["model"], controls["image"]], dependent, preprocess=False, **SERVED
+    )
     facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
     # Pressed by the script when something that is no control of Gradio's changes the form; see `apply` in form.js.
     apply = gr.Button("Apply", visible="hidden", elem_id="apply")
@@ -256,10 +258,10 @@ class Handlers:
             answer = image_places.error_answer(error, self.audience.redact)
         return json.dumps({"id": values.get("id"), **answer})
 
-    def choose_model(self, name: Any) -> Updates:
+    def choose_model(self, name: Any, image: Any) -> Updates:
         """Set size, length and the other controls that depend on the model to its defaults."""
         try:
-            values = self.model_values(check_offered(name, self.models))
+            values = self.model_values(check_offered(name, self.models), from_image=bool(image))
         except TandemError:
             return _unchanged(len(self.following_model))
         return tuple(gr.update(**values[output]) for output in self.following_model)
@@ -289,9 +291,9 @@ class Handlers:
         filled = self._limited(self.models[filled["model"]["value"]], filled)
         return tuple(gr.update(**filled[output]) for output in self._outputs), filled
 
-    def model_values(self, spec: ModelSpec) -> dict[str, dict[str, Any]]:
-        """Return the properties of all outputs that depend on the model."""
-        return self._limited(spec, form.model_values(spec, self.models))
+    def model_values(self, spec: ModelSpec, *, from_image: bool = False) -> dict[str, dict[str, Any]]:
+        """Return the properties of all outputs that depend on the model; see `form.model_values`."""
+        return self._limited(spec, form.model_values(spec, self.models, from_image=from_image))
 
     def _submit(self, values: Sequence[Any], _visitor: str) -> Job:
         return self._worker.submit(form.read(values, self.models))

@@ -115,17 +115,17 @@ def build(
         refresh.click(model_choices, None, fields["model"], **SERVED)
         page.load(model_choices, None, fields["model"], **SERVED)
 
-        def use_model(name: Any) -> tuple[Any, ...]:
+        def use_model(name: Any, image: Any) -> tuple[Any, ...]:
             chosen = {"value": name} if isinstance(name, str) and name in models else {}  # a page may send anything
-            return (model_choices() | chosen, *handlers.choose_model(name))
+            return (model_choices() | chosen, *handlers.choose_model(name, image))
 
         # Pressed by the script for "Use" in Models.
         outputs = created.others | fields
         gr.Button("Choose the model", visible="hidden", elem_id="choose-model").click(
             use_model,
-            fields["model"],
+            [fields["model"], fields["image"]],
             [fields["model"], *(outputs[name] for name in handlers.following_model)],
-            js="() => window.tandem.chosenModel",
+            js="(_model, image) => [window.tandem.chosenModel, image]",
             preprocess=False,
             **SERVED,
         )

@@ -143,7 +143,8 @@ def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
         return stopped(error, components)
     memory = _memory(plan)
     strategies = _strategies(plan.strategies, memory.where, plan.strategy)
-    notes = " ".join(paragraph(note, plan.components) for note in (plan.shift_reason, *plan.warnings) if note)
+    remarks = (plan.guidance_reason, plan.shift_reason, *plan.warnings)
+    notes = " ".join(paragraph(note, plan.components) for note in remarks if note)
     if not preview.complete:
         badge = Badge(_SEARCHING, "Engines are known once the model's files have been read.", "plain")
         return PlanSummary(

@@ -57,6 +57,8 @@ def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         channels = 48 if architecture == "wan2.2-ti2v-5b" else 16
         sidecar |= {"title": name.capitalize(), "latent_rgb_factors": [[0.1, -0.1, 0.05]] * channels}
         sidecar["defaults"] = DEFAULTS | {"negative_prompt": ""}
+        if name == "first":
+            sidecar["defaults"]["image_guidance_scale"] = 1.5
         (model / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
     with serving(cache, "--model", "first") as running:
         yield running
@@ -140,6 +142,46 @@ def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able
     assert page.is_visible(SEEN) and value(page, "image").endswith("/wide.png")
     assert page.input_value("#field-prompt textarea") == "a red boat"
     assert [one for one in page.complaints if "422" not in one] == []
+
+
+def test_guidance_follows_the_image_unless_it_was_changed(open_page: OpenPage, able: Server) -> None:
+    page = open_page(url=able.url)
+    page.wait_for_function("() => window.tandem.restored")
+    usual = DEFAULTS["guidance_scale"]
+
+    def wait_for_guidance(scale: float) -> None:
+        page.wait_for_function(
+            "(scale) => window.tandem.values[document.querySelector('#top header').dataset.fields.split(' ')"
+            ".indexOf('guidance_scale')] === scale",
+            arg=scale,
+        )
+
+    def remove() -> None:
+        page.click("[data-clear=image]")
+        page.wait_for_selector("#images .what:text-is('or drop or paste it')")
+
+    wait_for_guidance(usual)
+    hand(page, file(90, 45, "wide.png"))
+    chosen(page, "wide.png")
+    wait_for_guidance(1.5)
+    remove()
+    wait_for_guidance(usual)
+    # A value of the user's stays.
+    page.evaluate("() => window.tandem.apply({guidance_scale: 2.5})")
+    wait_for_guidance(2.5)
+    hand(page, file(90, 45, "wide.png"))
+    chosen(page, "wide.png")
+    size(page, "64 × 32")
+    assert value(page, "guidance_scale") == 2.5
+    remove()
+    assert value(page, "guidance_scale") == 2.5
+    # Another model's values come with its choice; back at this one, the image decides again.
+    hand(page, file(90, 45, "wide.png"))
+    chosen(page, "wide.png")
+    select_model(page, "Both")
+    wait_for_guidance(usual)
+    select_model(page, "First")
+    wait_for_guidance(1.5)
 
 
 def test_a_model_without_images_names_others_and_two_places_take_two(open_page: OpenPage, able: Server) -> None:

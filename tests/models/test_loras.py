@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -318,8 +319,10 @@ def test_the_name_identifies_step_distillation(name: str, steps: int | None) -> 
 
 def test_step_distillation_sets_the_defaults_of_both_experts(spec: ModelSpec, tmp_path: Path) -> None:
     path = lora_files.save(tmp_path / "lightning-4steps.safetensors", lora_files.peft(factors(spec.transformer)))
+    spec = replace(spec, defaults=replace(spec.defaults, image_guidance_scale=2.0, image_guidance_scale_2=2.0))
     quick = with_loras(spec, [Lora(str(path))], tmp_path).defaults
-    assert (quick.steps, quick.guidance_scale, quick.guidance_scale_2) == (4, 1.0, 1.0)
+    assert quick.steps == 4
+    assert [quick.guidance(from_image=given) for given in (False, True)] == [(1.0, 1.0)] * 2
     assert with_loras(spec, [], tmp_path).defaults == spec.defaults
 
 

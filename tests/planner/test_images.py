@@ -67,6 +67,31 @@ def test_without_an_image_the_default_size_applies(tiny: Tiny) -> None:
     assert (plan(tiny("wan2.1"), None, width=320).height) == 480
 
 
+@pytest.mark.parametrize(
+    ("asked", "scales", "reason"),
+    [
+        ({}, (2.0, 1.5), "Guidance 2, 1.5: the model's own for videos from images, instead of 4, 3."),
+        ({"guidance_scale": 5.0}, (5.0, 5.0), None),
+        ({"guidance_scale": 4.0, "guidance_scale_2": 3.0}, (4.0, 3.0), None),
+        ({"guidance_scale_2": 3.0}, (2.0, 3.0), "Guidance 2, 1.5: the model's own"),
+    ],
+)
+def test_a_model_can_have_other_guidance_for_images(
+    asked: dict[str, Any], scales: tuple[float, float], reason: str | None, tiny: Tiny
+) -> None:
+    usual = tiny("wan2.2-a14b")
+    spec = replace(usual, defaults=replace(usual.defaults, image_guidance_scale=2.0, image_guidance_scale_2=1.5))
+    made = plan(spec, use(832, 480), **asked)
+    assert (made.guidance_scale, made.guidance_scale_2) == scales
+    assert (made.guidance_reason is None) == (reason is None)
+    assert str(made.guidance_reason).startswith(str(reason))
+    assert made.to_json()["guidance_reason"] == str(made.guidance_reason or "")
+    for other, image in ((spec, None), (usual, use(832, 480))):
+        same = plan(other, image)
+        assert (same.guidance_scale, same.guidance_scale_2, same.guidance_reason) == (4.0, 3.0, None)
+    assert ExecutionPlan.model_validate_json(made.model_dump_json()) == made
+
+
 def test_a_side_stays_within_the_limits(tiny: Tiny) -> None:
     made = plan(tiny("wan2.1"), use(800, 100), height=512)
     assert (made.width, made.height) == (1024, 512)

@@ -32,6 +32,22 @@ def test_a_batch_of_images_equals_diffusers_one_by_one(tmp_path: Path) -> None:
         assert (clip.transpose(0, 1) * 2 - 1 - many[i]).abs().max() < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated")
+def test_settings_of_clips_from_images(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    export.export(tmp_path / "model", sizes=nets.REHEARSAL)
+    pipe, defaults = grade.load(tmp_path / "model", torch.device("cpu"))
+    assert defaults["guidance_scale"] == 4 and grade.image_setting(pipe, defaults, "default")[1]["guidance_scale"] == 2
+    pictures, clips = grade.images(world.sample(1, 5), SETTINGS, torch.device("cpu")), {}
+    for spec in ("4,3", "1,1", "image,1.001,1.001", "image,4,3"):
+        chosen_pipe, chosen = grade.image_setting(pipe, SETTINGS, spec)
+        clips[spec] = grade.generate(chosen_pipe, ["it rises"], 7, chosen, 1, pictures)
+    # A scale of almost 1 leaves the pass with the image and the prompt, whatever the other pass is.
+    assert (clips["image,1.001,1.001"] - clips["1,1"]).abs().max() < 1e-4
+    assert (clips["image,4,3"] - clips["1,1"]).abs().max() > 1e-2
+    assert (clips["4,3"] - clips["1,1"]).abs().max() > 2e-4
+
+
 def test_pictures_are_first_frames_in_bytes() -> None:
     scenes = world.sample(2, 6)
     pictures = grade.images(scenes, SETTINGS, torch.device("cpu"))

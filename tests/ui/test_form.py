@@ -228,6 +228,20 @@ def test_a_stored_form_is_restored(models: dict[str, ModelSpec]) -> None:
     assert values["guidance_scale_2"]["visible"] is False
 
 
+def test_a_form_with_an_image_has_the_guidance_of_images(models: dict[str, ModelSpec]) -> None:
+    spec = models["wan2.2-a14b"]
+    defaults = replace(spec.defaults, image_guidance_scale=2.0, image_guidance_scale_2=None)
+    offered = models | {spec.name: replace(spec, defaults=defaults)}
+    image, names = f"sha256:{'ab' * 32}/boat.png", ("guidance_scale", "guidance_scale_2")
+    for stored, scales in (
+        ({}, (4.0, 3.0)),
+        ({"image": image}, (2.0, 2.0)),
+        ({"image": image, "guidance_scale": 4, "guidance_scale_2": 3}, (4, 3)),
+    ):
+        values = form.filled({"model": spec.name} | stored, offered)
+        assert tuple(values[name]["value"] for name in names) == scales
+
+
 @pytest.mark.parametrize("value", [None, "x", [], {}, float("nan"), float("inf")])
 def test_an_invalid_stored_form_is_ignored(models: dict[str, ModelSpec], value: Any) -> None:
     values = form.filled(dict.fromkeys(form.NAMES, value) | {"model": "wan2.1"}, models)

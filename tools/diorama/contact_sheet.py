@@ -71,7 +71,7 @@ def from_images(pipe: WanPipeline, settings: dict, device: torch.device) -> Iter
     """Each short prompt with its image and three frames."""
     scenes = world.sample(IMAGES, IMAGE_SEED, keep="held_out", two_subjects=0.2)
     pictures = grade.images(scenes, settings, device)
-    moving = grade.with_images(pipe)
+    moving, settings = grade.image_setting(pipe, settings, "default")
     for number in range(IMAGES):
         prompt = grade.short_prompt(scenes, number)
         clip = grade.generate(moving, [prompt], number, settings, 1, pictures[number : number + 1])[0]

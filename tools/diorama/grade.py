@@ -9,16 +9,18 @@ which the app's own pipeline is equal.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
-from torch import Tensor
+from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from torch import Tensor, nn
 
 from tools.diorama import captions, judge, world
 from tools.diorama.render import Renderer, laplacian_variance, to_uint8
@@ -61,6 +63,36 @@ def images(scenes: Scenes, settings: dict[str, float], device: torch.device) -> 
     return torch.cat(parts)
 
 
+class ImageGuided(nn.Module):
+    """An expert whose pass without guidance has the prompt but no image: guidance then amplifies the image.
+
+    That pass sees the first latent frame as noisy as the others, as in a video from text. Give the prompt as the
+    negative prompt too.
+    """
+
+    def __init__(self, expert: WanTransformer3DModel) -> None:
+        super().__init__()
+        self.expert, self.config, self.dtype, self.device = expert, expert.config, expert.dtype, expert.device
+        self.imageless = False
+
+    @contextlib.contextmanager
+    def cache_context(self, name: str) -> Iterator[None]:
+        """The pass that comes next, "cond" or "uncond", as the pipeline names it."""
+        self.imageless = name == "uncond"
+        yield
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, **others: Any) -> tuple[Tensor, ...]:
+        """The expert's answer; ``timestep`` is (B, tokens), 0 on the first latent frame."""
+        if self.imageless:
+            # The noise is the same in every step of both experts.
+            noise = torch.randn(hidden_states[:, :, 0].shape, generator=torch.Generator().manual_seed(SEED))
+            timestep = timestep.amax(1, keepdim=True).expand_as(timestep)
+            sigma = (timestep[:, 0] / 1000).view(-1, 1, 1, 1)
+            first = torch.lerp(hidden_states[:, :, 0], noise.to(hidden_states), sigma)
+            hidden_states = torch.cat([first.unsqueeze(2), hidden_states[:, :, 1:]], 2)
+        return self.expert(hidden_states=hidden_states, timestep=timestep, **others)
+
+
 class BatchedImages(WanImageToVideoPipeline):
     """``WanImageToVideoPipeline`` with one image per prompt.
 
@@ -93,9 +125,10 @@ def generate(
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
         given = {} if pictures is None else {"image": (pictures[start : start + batch] + 1) / 2}
+        guided = isinstance(pipe.transformer, ImageGuided)
         frames = pipe(
-            prompt=part, negative_prompt=[""] * len(part), width=settings["width"], height=settings["height"],
-            num_frames=settings["frames"], num_inference_steps=int(settings["steps"]),
+            prompt=part, negative_prompt=part if guided else [""] * len(part), width=settings["width"],
+            height=settings["height"], num_frames=settings["frames"], num_inference_steps=int(settings["steps"]),
             guidance_scale=settings["guidance_scale"], guidance_scale_2=settings["guidance_scale_2"],
             generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(part))], output_type="pt",
             **given,
@@ -169,14 +202,26 @@ def load(folder: Path, device: torch.device, flow_shift: float | None = None) ->
     return pipe, json.loads((folder / "tandem.json").read_text())["defaults"]
 
 
-def with_images(pipe: WanPipeline) -> BatchedImages:
-    """The same model as a pipeline that starts from images, in the way of Wan2.2-TI2V."""
+def with_images(pipe: WanPipeline, *, guided: bool = False) -> BatchedImages:
+    """The same model as a pipeline that starts from images, in the way of Wan2.2-TI2V; see ``ImageGuided``."""
     parts = {name: getattr(pipe, name) for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
     experts = {name: getattr(pipe, name) for name in ("transformer", "transformer_2")}
+    if guided:
+        experts = {name: ImageGuided(expert) for name, expert in experts.items()}
     boundary = pipe.config.boundary_ratio
     made = BatchedImages(**parts, **experts, boundary_ratio=boundary, expand_timesteps=True)
     made.set_progress_bar_config(disable=True)
     return made
+
+
+def image_setting(pipe: WanPipeline, settings: dict[str, Any], spec: str) -> tuple[BatchedImages, dict[str, Any]]:
+    """The pipeline and the settings of clips from images that a value of ``--try-images`` stands for."""
+    if spec == "default":
+        own = {name: settings.get(f"image_{name}") for name in ("guidance_scale", "guidance_scale_2")}
+        return with_images(pipe), settings | {name: value for name, value in own.items() if value is not None}
+    scales = spec.removeprefix("image,").split(",")
+    chosen = dict(zip(("guidance_scale", "guidance_scale_2"), map(float, scales), strict=True))
+    return with_images(pipe, guided=spec.startswith("image,")), settings | chosen
 
 
 def grade_images(
@@ -219,7 +264,7 @@ def show(scores: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Generate, judge and print the tables; with several ``--try`` settings, one set each."""
+    """Generate, judge and print the tables; with several ``--try`` and ``--try-images`` settings, one set each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", type=Path, required=True, help="holds the judges")
     parser.add_argument("--model", type=Path, default=Path("runtime/models/embedded/diorama"))
@@ -231,6 +276,10 @@ def main() -> None:
     parser.add_argument(
         "--try", dest="tries", nargs="*", default=["default"], help="steps,guidance,guidance_2,flow_shift or default"
     )
+    parser.add_argument(
+        "--try-images", dest="image_tries", nargs="*", default=["default"],
+        help="guidance,guidance_2 of clips from images, default, or image,guidance,guidance_2 to amplify the image"
+    )  # fmt: skip
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -249,13 +298,18 @@ def main() -> None:
         results[-1]["wrong"] = wrong(right, prompts)
         LOG.info("%s in %.0f s, sharpness %s", spec, time.monotonic() - began, results[-1]["sharpness"])
         show(results[-1]["scores"])
-        if args.images:
-            results[-1]["images"], moved = grade_images(
-                with_images(pipe), models, args.images, settings, args.batch, device
-            )
-            for name, one in results[-1]["images"].items():
+        results[-1]["images"] = {}
+        for image_spec in args.image_tries if args.images else ():
+            began_images = time.monotonic()
+            moving, chosen = image_setting(pipe, settings, image_spec)
+            tables, moved = grade_images(moving, models, args.images, chosen, args.batch, device)
+            results[-1]["images"][image_spec] = tables
+            LOG.info("images, %s: %.0f s", image_spec, time.monotonic() - began_images)
+            for name, one in tables.items():
                 LOG.info("image, %s: %s %s", name, one["psnr_of_first"], one["sharpness"])
                 show(one["scores"])
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1))
         LOG.info("%s: %.0f s", spec, time.monotonic() - began)
         if args.json:
             args.json.write_text(json.dumps(results, indent=1))

@@ -340,6 +340,9 @@ _REASONS: Mapping[str, Message] = {
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
     "planner.graphed": Message("Calls are CUDA graphs, because starting kernels takes longer than running them."),
     "planner.shift_asked": Message("Shift {shift:g}, as requested{others:appended}."),
+    "planner.guidance_of_images": Message(
+        "Guidance {scales:list}: the model's own for videos from images, instead of {usual:list}."
+    ),
     "planner.shift_of_scheduler": Message("The model's own scheduler has {shift:g}."),
     "planner.shift_published": Message("The model authors' code has {shift:g}."),
 }

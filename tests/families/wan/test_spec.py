@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ class _ProjectionsOnly:
 def test_a_sidecar_adds_values_that_configs_lack(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny("wan2.1").directory, folder)
-    sidecar = {
+    sidecar: dict[str, Any] = {
         "title": "Mine",
         "license": "MIT",
         "defaults": {"width": 64, "height": 32, "frames": 9, "fps": 8, "steps": 4, "guidance_scale": 2.0},
@@ -91,6 +92,11 @@ def test_a_sidecar_adds_values_that_configs_lack(tiny: Tiny, tmp_path: Path) -> 
     spec = read_spec(folder, "mine")
     assert (spec.title, spec.license, spec.defaults.steps, spec.sizes) == ("Mine", "MIT", 4, ((64, 32),))
     assert spec.latent_rgb is not None
+    assert spec.defaults.guidance(from_image=True) == (2.0, None)
+    other = {"image_guidance_scale": 1.5, "image_guidance_scale_2": 3.0}  # of two transformers; this model has one
+    (folder / "tandem.json").write_text(json.dumps(sidecar | {"defaults": sidecar["defaults"] | other}))
+    defaults = read_spec(folder, "mine").defaults
+    assert (defaults.guidance(from_image=True), defaults.guidance(from_image=False)) == ((1.5, None), (2.0, None))
     (folder / "tandem.json").write_text("[]")
     with pytest.raises(ModelError, match=r"tandem\.json"):
         read_spec(folder, "mine")
