@@ -5,6 +5,7 @@ handlers too; every value is validated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ class VisitorHandlers(Handlers):
         folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
         folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
         folders |= {"Tandem's folder": ROOT, "the home folder": Path.home()}
-        audience = Audience(_DETAILS, _address, lambda message: without_paths(message, folders), panels=False)
+        redact = partial(without_paths, folders=folders)
+        audience = Audience(_DETAILS, _address, _clip_address, redact, panels=False)
         images = ImageAnswers(settings, visitors.keep_image, decode=False)
         super().__init__(worker, models, audience, icon, images, watchers=watchers)
         self._settings = settings
@@ -118,3 +120,8 @@ def visitor_of(request: gr.Request) -> str:
 def _address(job: Job) -> str:
     """Return where a visitor's video is served: no path of this machine's."""
     return f"video/{job.id}.mp4"
+
+
+def _clip_address(job: Job, sections: int) -> str:
+    """Return where the clip of the finished sections of a visitor's video is served."""
+    return f"video/{job.id}-{sections}.mp4"

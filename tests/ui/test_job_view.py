@@ -22,7 +22,11 @@ from runtime.ui import formatting, job_view
 from runtime.ui.watchers import Watch
 from tests.plans import tiny_plan
 
-AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda job: job_view.file_url(job.plan.output))
+AUDIENCE = job_view.Audience(
+    "The log has the details: logs/tandem.log",
+    lambda job: job_view.file_url(job.plan.output),
+    job_view.clip_address,
+)
 
 
 class EmptyQueue:
