@@ -107,7 +107,7 @@ class VisitorHandlers(Handlers):
         lengths = [count for count in spec.frame_counts if count <= most_frames(spec, limits)]
         values["card"] = {"value": form.card_html(spec, panels=False)}
         values["sizes"] = {"value": form.sizes_html(sizes)}
-        values["lengths"] = {"value": form.lengths_html(lengths, spec.defaults.fps)}
+        values["lengths"] = {"value": form.lengths_html(lengths, spec.defaults.fps, spec)}
         values["limits"] = {"value": render("visitor_limits.html", limits=describe_limits(limits))}
         return values
 

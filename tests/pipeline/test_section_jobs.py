@@ -469,7 +469,7 @@ def test_a_clip_that_cannot_be_written_does_not_fail_the_video(make: Make, monke
 def test_memory_is_the_same_for_ten_sections_as_for_three(make: Make) -> None:
     """What is alive when a section is reported does not grow: tensors, and everything that Python allocates."""
 
-    def alive(sections: int) -> list[tuple[int, int]]:
+    def alive(sections: int, job: str) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
 
         def count(event: Event) -> bool:
@@ -483,13 +483,13 @@ def test_memory_is_the_same_for_ten_sections_as_for_three(make: Make) -> None:
 
         tracemalloc.start()
         try:
-            saved(make(VANILLA, sections).run(f"{sections}", count))
+            saved(make(VANILLA, sections).run(job, count))
         finally:
             tracemalloc.stop()
         return found
 
-    alive(3)  # whatever is loaded only once
-    few, many = alive(3), alive(10)
+    alive(3, "first")  # loads what is loaded only once
+    few, many = alive(3, "few"), alive(10, "many")
     assert len(many) == 10
     # A section's latents take 4 x 9 x 4 x 6 values, its frames 36 x 32 x 48 x 3 bytes.
     assert {tensors for tensors, _ in many[1:9]} == {few[1][0]}
