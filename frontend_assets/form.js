@@ -94,7 +94,7 @@
     if (target.closest("#custom-length")) custom.length = true;
     if (target.id === "length-seconds" && target.value && value("fps") > 0) {
       // The number of whole sections that is nearest, as `--seconds` has it.
-      const stride = Number(target.closest("[data-stride]").dataset.stride);
+      const stride = Number($("#length [data-stride]").dataset.stride);
       custom.length = true;
       apply({ frames: Math.max(Math.round(target.value * value("fps") / stride), 1) * stride + 1 });
     }

@@ -235,7 +235,7 @@ class HistoryPanel(JobsPanel):
 
     def _card(self, job: JobRecord) -> Card:
         plays, size = self._plays(job), storage.video_bytes(job)
-        video = job_view.file_url(job.output) if plays else ""
+        video = job_view.file_url(job.output, job.saved) if plays else ""
         return Card(job, self._picture(job), video, *proportions(job), size, self._problem(job, plays, size))
 
     def _problem(self, job: JobRecord, plays: bool, size: int) -> str:
@@ -309,7 +309,7 @@ class HistoryPanel(JobsPanel):
         if saved is None or not self._plays(job) or job.plan is None or live is None:
             raise _video_missing()
         places = "; ".join(value for name, value in job_view.result_rows(saved, job.plan, "") if name == "Ran on")
-        video, seconds = job_view.file_url(job.output), saved.timings["total"]
+        video, seconds = job_view.file_url(job.output, job.saved), saved.timings["total"]
         return Clip(job.id, video, saved.request, live.model_title, seconds, places)
 
 

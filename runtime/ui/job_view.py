@@ -29,7 +29,7 @@ from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
-from runtime.core.units import about, counted, duration, memory_size
+from runtime.core.units import counted, duration, memory_size
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
@@ -362,8 +362,8 @@ def running_line(progress: Progress) -> Line:
     if progress.section and progress.plan is not None:
         detail = f"section {progress.section} of {progress.plan.sections}, {detail}"
         rest = progress.section_seconds_left
-        if rest is not None and progress.section < progress.plan.sections:
-            left = f"{about(rest)} for this section, {left}"
+        if rest is not None and rest >= 1 and progress.section < progress.plan.sections:
+            left = f"{formatting.time_left(rest).removesuffix(' left')} for this section, {left}"
     return Line("running", progress.title, detail, left, progress.fraction)
 
 
@@ -376,9 +376,14 @@ def _resumable(line: Line, job: Job) -> Line:
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
 
 
-def file_url(path: Path) -> str:
-    """Return the address of a video in the outputs folder, relative to the page so that it works behind a proxy."""
-    return f"gradio_api/file={quote(path.as_posix())}"
+def file_url(path: Path, saved: VideoSaved | None = None) -> str:
+    """Return the address of a video in the outputs folder, relative to the page so that it works behind a proxy.
+
+    Args:
+        saved: of a video that may be continued; a continued one has another address, so that no page plays the old one.
+    """
+    version = "" if saved is None or saved.sections is None else f"?{saved.sections[0]}"
+    return f"gradio_api/file={quote(path.as_posix())}{version}"
 
 
 def video_address(job: Job, outputs_dir: Path) -> str:
@@ -386,7 +391,7 @@ def video_address(job: Job, outputs_dir: Path) -> str:
     saved = job.progress.end
     if not isinstance(saved, VideoSaved) or find_output(str(saved.video), outputs_dir) is None:
         return ""
-    return file_url(saved.video)
+    return file_url(saved.video, saved)
 
 
 def clip_address(job: Job, sections: int) -> str:
