@@ -169,7 +169,8 @@ def _clip(job: Job, progress: Progress, line: Line, audience: Audience) -> Clip 
     return Clip(
         address=audience.clip(job, found[0]),
         of=f"{found[0]} of {counted(of, 'section')}",
-        making=progress.section if line.state in {"running", "stopping"} else 0,
+        # While the last of them is being saved, it is still the one that is made.
+        making=progress.section if line.state in {"running", "stopping"} and progress.section > found[0] else 0,
     )
 
 

@@ -401,7 +401,7 @@ def _time(plan: ExecutionPlan) -> str:
     sections = ""
     if plan.sections > 1:
         one = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
-        sections = f"{plan.sections} sections, about {_duration(one)} each. "
+        sections = f"{plan.sections} sections of about {_duration(one)}: "
     return (
         f"{sections}about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
         f"Loading before the first: about {_duration(load.likely)}."
