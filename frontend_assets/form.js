@@ -52,8 +52,13 @@
     for (const radio of $$("input[name=length]")) {
       if (radio.value !== CUSTOM && fps > 0) write($("span", radio.parentNode), seconds(radio.value));
     }
-    const known = frames >= 1 && fps > 0;
-    write($("[data-length]"), known ? `${seconds(frames)}, ${frames} frame${frames === 1 ? "" : "s"} at ${fps} fps` : "");
+    const known = frames >= 1 && fps > 0, stride = Number($("#length [data-stride]")?.dataset.stride);
+    const made = stride ? Math.floor((frames - 1) / stride) : 0;
+    const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+    write($("[data-length]"), !known ? "" : [seconds(frames), ...(made ? [plural(made, "section")] : []),
+      `${plural(frames, "frame")} at ${fps} fps`].join(", "));
+    const length = $("#length-seconds");
+    if (length && known && document.activeElement !== length) length.value = Number((frames / fps).toFixed(1));
     for (const control of $$("[data-field]:not(.status)")) {
       const now = value(control.dataset.field);
       if (control.type === "radio") { if (control.value === now) check(control); }
@@ -87,6 +92,12 @@
   document.addEventListener("input", ({ target }) => {
     if (target.closest("#sides")) custom.size = true;
     if (target.closest("#custom-length")) custom.length = true;
+    if (target.id === "length-seconds" && target.value && value("fps") > 0) {
+      // The number of whole sections that is nearest, as `--seconds` has it.
+      const stride = Number($("#length [data-stride]").dataset.stride);
+      custom.length = true;
+      apply({ frames: Math.max(Math.round(target.value * value("fps") / stride), 1) * stride + 1 });
+    }
   });
 
   // One tab stop for a row of buttons; arrow keys move in it.
@@ -206,7 +217,8 @@
   // An error is shown at its field, until the field changes.
   let marked = null;
   const fieldOf = (name) => {
-    const block = $(`#field-${name}`);
+    const block = name === "frames" && $("#length-seconds") || $(`#field-${name}`);
+    if (block?.id === "length-seconds") return block;
     return block?.matches("select") ? block : block && $("textarea, input", block);
   };
   const reveal = (name) => {

@@ -75,6 +75,19 @@
     $("#facts [data-compare-with]").focus();
   });
 
+  // The clip of the finished sections is replaced by a longer one: it goes on where it was, and stays paused.
+  let played = { job: "", seconds: 0, paused: false };
+  const growing = (event) => event.target.matches?.("#picture video[data-grows]");
+  document.addEventListener("timeupdate", (event) => {
+    const { currentTime, paused, seeking } = event.target, job = $("#status .status").dataset.job;
+    if (growing(event) && currentTime > 0 && !seeking) played = { job, seconds: currentTime, paused };
+  }, true);
+  document.addEventListener("loadedmetadata", (event) => {
+    if (!growing(event) || played.job !== $("#status .status").dataset.job) return;
+    if (played.seconds < event.target.duration) event.target.currentTime = played.seconds;
+    if (played.paused) event.target.pause();
+  }, true);
+
   document.addEventListener("click", (event) => {
     if (event.target.closest("#picture .enlarge")) {
       tandem.write("localStorage", ENLARGED, enlarged() ? "no" : "yes");

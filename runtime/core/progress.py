@@ -95,6 +95,18 @@ class Pace:
             return 0.0
         return self._encode(plan, now) + self._loads(plan, now) + self._steps(plan, now) + self._decode(plan, now)
 
+    def section_left(self, now: float) -> float | None:
+        """Return the seconds until the section that is made is finished; `None` if none is made or it is unknown."""
+        plan = self.plan
+        if plan is None or not plan.seconds or plan.sections == 1 or self.stage not in {"denoise", "decode"}:
+            return None
+        elapsed = now - self.last
+        decode = self._scaled(plan.seconds["decode"].likely) / plan.sections
+        if self.stage == "decode":
+            return max(decode - elapsed, 0.0)
+        steps = plan.steps - self.step % plan.steps
+        return max(steps * self.step_seconds - min(elapsed, self.step_seconds), 0.0) + decode
+
     def after(self, event: Event, now: float) -> "Pace":
         """Return the pace after `event`, which happened at `now`."""
         if isinstance(event, Planned):
@@ -176,10 +188,12 @@ class Pace:
         elapsed = min(now - self.last, self.step_seconds) if self.stage == "denoise" else 0.0
         return max((plan.total_steps - self.step) * self.step_seconds - elapsed, 0.0)
 
+    def _scaled(self, seconds: float) -> float:
+        """Return a forecast of decoding that deviates as much as the steps do."""
+        return seconds * self.step_seconds / self.forecast if self.forecast else seconds
+
     def _decode(self, plan: ExecutionPlan, now: float) -> float:
-        seconds = plan.seconds["decode"].likely
-        if self.forecast:
-            seconds *= self.step_seconds / self.forecast
+        seconds = self._scaled(plan.seconds["decode"].likely)
         if plan.sections > 1:
             # Between the steps of sections: what is measured of one includes none of the others.
             elapsed = now - self.last if self.stage == "decode" else 0.0
@@ -276,6 +290,18 @@ class Progress:
             return 0
         # While a section is decoded, its steps are done.
         return min((self.step - (self.stage == "decode")) // self.plan.steps + 1, self.plan.sections)
+
+    @property
+    def section_step(self) -> int:
+        """The step that runs in the section that is made, from 1; for a video that is made whole, in the video."""
+        if self.plan is None or self.plan.sections == 1:
+            return min(self.step + 1, self.steps)
+        return min(self.step, self.steps - 1) % self.plan.steps + 1
+
+    @property
+    def section_seconds_left(self) -> float | None:
+        """Seconds until the section that is made is finished; `None` if none is made or it is unknown."""
+        return None if self.end is not None else self.pace.section_left(self.now)
 
     @property
     def title(self) -> str:

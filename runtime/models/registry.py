@@ -222,6 +222,11 @@ def family_of(name: str) -> Family:
     return cast("Family", import_module(f"{FAMILIES[name].package}.spec").FAMILY)
 
 
+def takes_loras(family: str) -> bool:
+    """Whether a family maps LoRAs to its modules."""
+    return type(family_of(family)).lora_change is not Family.lora_change
+
+
 def components_of(name: str) -> Any:
     """Import a family's `components` module, and torch with it."""
     return import_module(f"{FAMILIES[name].package}.components")

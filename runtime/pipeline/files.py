@@ -17,6 +17,8 @@ LATEST, BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
 CHECKPOINTS = "*.safetensors"
 # The folder of a video's finished sections, in that of the job's checkpoints.
 SECTIONS = "sections"
+# In it, the folder of the clip of all finished sections: H.264 parts, and MP4 files named by the number of sections.
+CLIP = "clip"
 # The key of a checkpoint's metadata that holds its JSON header.
 HEADER_KEY = "tandem"
 # Request fields that may differ between runs of one clip: how it is computed and encoded.
@@ -36,6 +38,7 @@ COMPUTE_FIELDS = (
 # The field of the low-noise transformer, which the steps of the high-noise one do not depend on.
 LOW_NOISE_FIELD = "guidance_scale_2"
 _SLUG_CHARACTERS = 40
+_CLIP = re.compile(r"[0-9]{4,9}\.mp4")
 
 
 def output_path(outputs_dir: Path, prompt: str) -> Path:
@@ -61,6 +64,36 @@ def make_folder(outputs_dir: Path) -> None:
             pass
     except OSError as error:
         raise OutputError("pipeline.outputs_folder", folder=outputs_dir, reason=error.strerror) from error
+
+
+def finished_clip(folder: Path | None) -> tuple[int, Path] | None:
+    """Return the newest clip of a job's finished sections and their number; `None` if there is none.
+
+    Args:
+        folder: of the job's checkpoints.
+    """
+    if folder is None:
+        return None
+    with contextlib.suppress(OSError, ValueError):  # there is no folder, or none in it
+        return max(
+            (int(path.stem), path) for path in (folder / SECTIONS / CLIP).iterdir() if _CLIP.fullmatch(path.name)
+        )
+    return None
+
+
+def clip_of(folder: Path | None, sections: int) -> Path | None:
+    """Return the clip of so many finished sections of a job; `None` if there is none.
+
+    Args:
+        folder: of the job's checkpoints.
+    """
+    path = None if folder is None else folder / SECTIONS / CLIP / clip_name(sections)
+    return path if path is not None and path.is_file() else None
+
+
+def clip_name(sections: int) -> str:
+    """Return the name of the clip of so many sections."""
+    return f"{sections:04d}.mp4"
 
 
 def checkpoint_step(folder: Path | None, name: str | None = None) -> int | None:

@@ -1,19 +1,22 @@
 """Finished sections of a video on disk, in a folder next to the job's checkpoints, until they are joined.
 
 A section is written before the checkpoint that counts it. So whatever a checkpoint counts is there after a crash, and
-what it does not count is made again with the same bits.
+what it does not count is made again with the same bits. In addition there is a clip of all finished sections, to be
+played while the next one is made; it is not needed for anything else.
 """
 
 import contextlib
+import logging
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from runtime.core.errors import OutputError
-from runtime.pipeline.files import SECTIONS
+from runtime.core.errors import OutputError, TandemError
+from runtime.pipeline.files import CLIP, SECTIONS, clip_name
+from runtime.video.growing import join_parts, write_part
 from runtime.video.lossless import read_frames, sweep_parts, write_frames
 from runtime.video.mp4 import cannot_write
 
@@ -21,7 +24,11 @@ from runtime.video.mp4 import cannot_write
 PENDING = -1
 # Bytes per value of a frame: FFV1 needs less, except for noise.
 _RATE = 0.6
-_NAME = re.compile(r"(\d{4,})\.mkv")
+_NAME = re.compile(r"(\d{4,})\.(?:mkv|h264|mp4)")
+# A page may still play the clip before the newest one.
+_CLIPS_KEPT = 2
+
+logger = logging.getLogger(__name__)
 
 
 class SectionFiles:
@@ -35,6 +42,7 @@ class SectionFiles:
 
     def __init__(self, checkpoints: Path, width: int, height: int, fps: int) -> None:
         self.folder = checkpoints / SECTIONS
+        self._clip = self.folder / CLIP
         self._size = (width, height)
         self._fps = fps
 
@@ -48,11 +56,17 @@ class SectionFiles:
             OutputError: if a section that it counts is missing.
         """
         sweep_parts(self.folder)
+        sweep_parts(self._clip)
         found = self._numbers()
         for number in found:
             if number >= done:
                 with contextlib.suppress(OSError):
                     self._file(number).unlink()
+        for path, number in [*_numbered(self._clip, ".h264"), *_numbered(self._clip, ".mp4")]:
+            # A clip is named by the sections that it has, which are numbered from 0.
+            if number >= done + (path.suffix == ".mp4"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
         with contextlib.suppress(OSError):
             self._file(PENDING).unlink()
         missing = sorted(set(range(done)) - set(found))
@@ -103,6 +117,32 @@ class SectionFiles:
             if count:  # the first section of several that are made from the end has no frames of its own yet
                 yield from read_frames(self._file(number), *self._size, count)
 
+    def grow(self, parts: Sequence[tuple[int, int]], pending: np.ndarray) -> None:
+        """Write the clip of all finished sections; a failure is logged, since the clip is only for watching.
+
+        Parts that an earlier run did not encode are encoded from the stored sections.
+
+        Args:
+            parts: see `joined`; one is `PENDING`.
+            pending: the frames of `PENDING`, (n, height, width, 3) uint8.
+        """
+        done = len(parts) - 1
+        try:
+            self._clip.mkdir(parents=True, exist_ok=True)
+            files = []
+            for number, count in parts:
+                part = self._clip / self._file(number).with_suffix(".h264").name
+                frames = [pending] if number == PENDING else read_frames(self._file(number), *self._size, count)
+                if count and (number == PENDING or not part.exists()):
+                    write_part(part, frames, *self._size, self._fps)
+                files += [part] if count else []
+            join_parts(self._clip / clip_name(done), files, self._fps)
+            for path, number in _numbered(self._clip, ".mp4"):
+                if number <= done - _CLIPS_KEPT:
+                    path.unlink()
+        except (OSError, TandemError) as error:
+            logger.warning("The clip of the finished sections could not be written: %s", error)
+
     def clear(self) -> None:
         """Remove all sections."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -112,5 +152,10 @@ class SectionFiles:
 
     def _numbers(self) -> list[int]:
         """Return the numbers of the sections that are there."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(match[1]) for match in (_NAME.fullmatch(path.name) for path in found) if match)
+        return sorted(number for _, number in _numbered(self.folder, ".mkv"))
+
+
+def _numbered(folder: Path, suffix: str) -> list[tuple[Path, int]]:
+    """Return the files of a folder that are named by a number, each with it."""
+    found = folder.glob(f"*{suffix}") if folder.is_dir() else ()
+    return [(path, int(match[1])) for path in found if (match := _NAME.fullmatch(path.name))]

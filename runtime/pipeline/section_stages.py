@@ -91,10 +91,13 @@ def make_sections(context: RunContext, previews: Previews, files: SectionFiles) 
                 frames = _bytes(context, one.frames)
                 files.write(one.section.index, [frames])
             context.record_section(one.progress)
+            pending = one.pending
+            if not one.section.last:
+                with context.metrics.stage("mux"):
+                    files.grow(_parts(sections, one.section.index + 1), _bytes(context, pending))
             # The first of several that are made from the end has none that are final.
             shown = frames if len(frames) else _bytes(context, one.pending)
             _report(context, sections, previews.of_frames(shown))
-            pending = one.pending
             if cancel.finishing:
                 break
             del one, frames, shown
@@ -153,6 +156,14 @@ def _decoder(context: RunContext) -> Iterator[Decode]:
         yield partial(cast("SectionDecoder", decoder).window, tile=context.plan.strategy.decode_tile)
 
 
+def _parts(sections: Sections, done: int) -> list[tuple[int, int]]:
+    """Return the (number, frames) of each part of a video that has `done` of its sections, in the order of time."""
+    parts = [(number, len(sections[number].frames)) for number in range(done)]
+    if done < sections.count:
+        parts.append((PENDING, len(sections[done - 1].pending)))
+    return parts[::-1] if sections.inverted else parts
+
+
 def join_sections(
     context: RunContext, files: SectionFiles, job_id: str | None, on_frames: Callable[[np.ndarray], None] | None
 ) -> VideoSaved:
@@ -167,12 +178,7 @@ def join_sections(
     """
     plan, detector = context.plan, Detector()
     assert context.section is not None
-    sections, done = sections_of(plan, context.spec), context.section.sections
-    parts = [(number, len(sections[number].frames)) for number in range(done)]
-    if done < sections.count:
-        parts.append((PENDING, len(sections[done - 1].pending)))
-    if sections.inverted:
-        parts.reverse()
+    parts = _parts(sections_of(plan, context.spec), context.section.sections)
     with VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
         try:
             for frame in files.joined(parts):

@@ -178,7 +178,11 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
 
 def _checkpoints(store: JobStore, job_id: str) -> Sequence[Path]:
     folder = store.folder(job_id)
-    return [] if folder is None else [*folder.glob(CHECKPOINTS), *(folder / SECTIONS).glob("*")]
+    return [] if folder is None else _files(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [*folder.glob(CHECKPOINTS), *(path for path in (folder / SECTIONS).rglob("*") if path.is_file())]
 
 
 def _size(path: Path) -> int:

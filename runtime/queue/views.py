@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -16,7 +17,7 @@ from runtime.core.events import Event, Planned
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
-from runtime.pipeline.files import PREVIEW, checkpoint_step
+from runtime.pipeline.files import PREVIEW, checkpoint_step, finished_clip
 from runtime.queue.records import RESUMABLE, BuildProgress, JobRecord, State, event_from_json, read_plan, task_progress
 from runtime.queue.store import JobStore, Seen
 
@@ -75,6 +76,7 @@ class Job:
         summary: of the plan.
         state: as in the record; a `held` job waits until it is resumed.
         cancelling: whether it runs and a cancel was requested.
+        finishing: whether its video ends after the current section.
         progress: how far it is.
         events: its events since it started, without previews.
         seen: what the last `refresh` found, to compare with `JobStore.states`.
@@ -88,6 +90,7 @@ class Job:
         self.state: State = record.state
         self.held = record.held
         self.cancelling = False
+        self.finishing = record.finish
         self.progress = Progress()
         self.events: list[Event] = []
         self.seen: Seen | None = None
@@ -111,6 +114,13 @@ class Job:
     def checkpoint_step(self) -> int | None:
         """The step that its checkpoint resumes after; `None` without a checkpoint."""
         return checkpoint_step(self._store.folder(self.id))
+
+    @property
+    def clip(self) -> tuple[int, Path] | None:
+        """The number of its finished sections and the clip of them; `None` without one, and once its video is saved."""
+        if self.summary.sections == 1 or self.state == "done":
+            return None
+        return finished_clip(self._store.folder(self.id))
 
     def request_cancel(self) -> None:
         """Ask the job to stop: a queued one ends at once, a running one at its next check.
@@ -146,7 +156,7 @@ class Job:
             if preview is not None:
                 self.progress = replace(self.progress, preview=preview)
             self.cancelling = record.state == "running" and record.pending == "cancel"
-            self.state, self.held = record.state, record.held
+            self.state, self.held, self.finishing = record.state, record.held, record.finish
             self.seen = (record.state, record.held, record.pending, record.live)
 
     def _follow(self, values: Mapping[str, Any], record: JobRecord) -> None:

@@ -60,8 +60,8 @@ _READ = re.compile(
 _UPLOADS = re.compile(rf"{UPLOAD}|{IMAGES}[^/]{{1,600}}", re.DOTALL)
 _WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{_UPLOADS.pattern}", re.DOTALL)
 _OWNER_READ = re.compile(
-    rf"{OWN}(?:now|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|report/(?:whole/)?[0-9a-f]{{8}}\.json)"
-    rf"|{FILE}.*",
+    rf"{OWN}(?:now|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|sections/[0-9a-f]{{8}}/[0-9]{{1,9}}\.mp4"
+    rf"|report/(?:whole/)?[0-9a-f]{{8}}\.json)|{FILE}.*",
     re.DOTALL,
 )
 _OWNER_WRITE = re.compile(rf"{RUN}|{OWN}panels/[a-z]{{1,16}}")

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.settings import Settings
-from runtime.pipeline.files import POSTER, PREVIEW
+from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.support_report import report
@@ -78,6 +78,7 @@ def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
         Route(f"{FILE}{{path:path}}", files.video),
         Route(f"{OWN}now", files.now),
         Route(f"{OWN}poster/{{name}}.webp", files.poster),
+        Route(f"{OWN}sections/{{name}}/{{count:int}}.mp4", files.sections),
         Route(f"{OWN}copy/{{name}}.mp4", files.copy),
         Route(f"{OWN}report/{{name}}.json", files.report),
         Route(f"{OWN}report/whole/{{name}}.json", files.report_with_prompt),
@@ -125,6 +126,12 @@ class _JobFiles:
                 picture = await asyncio.to_thread(_still, path)
                 return Response(picture, media_type="image/webp", headers=_CACHED)
         return _not_found()
+
+    async def sections(self, request: Request) -> Response:
+        """Send the clip of a job's finished sections, by their number; another number has another address."""
+        job = await self._job(request)
+        folder = None if job is None else self._store.folder(job.id)
+        return video_response(await asyncio.to_thread(clip_of, folder, request.path_params["count"]), cached=False)
 
     async def copy(self, request: Request) -> Response:
         """Send a copy of a video without metadata; the copy is removed once it is sent."""

@@ -20,6 +20,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import check_offered
 from runtime.models.images import keep_image, with_images
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import clip_of
 from runtime.queue.instances import is_alive
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
@@ -37,7 +38,8 @@ from runtime.server.visitor_limits import (
     limits_of,
 )
 
-_VIDEO = re.compile(r"([0-9a-f]{8})\.mp4")
+# A video, or the clip of so many of its sections.
+_VIDEO = re.compile(r"([0-9a-f]{8})(?:-([0-9]{1,9}))?\.mp4")
 # A visitor's name, see `Visitors.name_of`; owners of other forms are API keys.
 _VISITOR = re.compile(r"([0-9a-f]{8})-.+")
 # Per visitor; an open page needs two or three.
@@ -146,9 +148,14 @@ class Visitors:
         return job if job is not None and job.owner == visitor else None
 
     def video(self, name: str, visitor: str) -> Path | None:
-        """Return the file of a visitor's video by its name, "<job id>.mp4"; `None` if it is not theirs."""
+        """Return the file of a visitor's video by its name; `None` if it is not theirs.
+
+        The name is "<job id>.mp4", or "<job id>-2.mp4" for the clip of its first two sections while it is made.
+        """
         match = _VIDEO.fullmatch(name)
         job = self.job(match[1], visitor) if match is not None else None
+        if job is not None and match is not None and match[2] is not None:
+            return clip_of(self._worker.store.folder(job.id), int(match[2]))
         saved = job.progress.end if job is not None else None
         return find_output(str(saved.video), self._settings.outputs_dir) if isinstance(saved, VideoSaved) else None
 

@@ -15,9 +15,12 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
+from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
 from runtime.models.folder import read_vocabulary
+from runtime.models.registry import takes_loras
 from runtime.models.spec import VAE_ENCODER, ModelSpec
+from runtime.planner.clip import frames_for
 from runtime.server.watchers import MOST_WATCHERS
 from runtime.ui import fields, formatting, image_places, theme
 from runtime.ui.formatting import render
@@ -40,10 +43,13 @@ BASIC = tuple(name for name, declared in FIELDS.items() if declared.group in {"p
 BASIC_NAMES = (*BASIC, SIZE_FROM)
 # The controls that a change of model sets to its defaults.
 FOLLOWING_MODEL = (
-    "width", "height", "frames", "fps", "negative_prompt", "steps", "guidance_scale", "guidance_scale_2", "shift",
+    "prompt", "width", "height", "frames", "fps",
+    "negative_prompt", "steps", "guidance_scale", "guidance_scale_2", "shift",
 )  # fmt: skip
 # The other elements that depend on the model.
 OTHERS = ("card", "images", "sizes", "lengths")
+_PROMPT_INFO = "Who or what, how it moves, where, and when."
+_TIMED_INFO = "Parts of the video can have their own: [0s: the boat sails] [2s: it turns]"
 # Proportions that have a name; a size is called by one that is this close.
 _PROPORTIONS = ((16, 9), (9, 16), (4, 3), (3, 4), (1, 1), (3, 2), (2, 3), (21, 9))
 _CLOSE = 0.04
@@ -91,7 +97,7 @@ def prompt_section(
             gr.HTML(render("get_models.html"), elem_id="get-models", apply_default_css=False)
     prompt = gr.Textbox(
         label=FIELDS["prompt"].label,
-        info="Who or what, how it moves, where, and when.",
+        **values["prompt"],
         placeholder="a red boat sails to the right on a calm sea at sunset",
         lines=2,
         max_lines=8,
@@ -178,7 +184,7 @@ def acceleration_section(backends: Mapping[str, str]) -> Form:
 
 def loras_section() -> Form:
     """Create the choice of LoRAs."""
-    gr.HTML(render("section.html", title=FIELDS["loras"].label), apply_default_css=False)
+    gr.HTML(render("section.html", title=FIELDS["loras"].label), elem_id="title-loras", apply_default_css=False)
     gr.HTML(render("loras.html"), elem_id="panel-loras", apply_default_css=False)
     info = "One a line: name:strength. high= or low= before the name selects one expert."
     return Form({"loras": fields.control("loras", label="By hand", info=info)}, {})
@@ -214,11 +220,17 @@ def model_values(
     defaults, stride = spec.defaults, spec.frame_stride
     wide, high = spec.strides
     guidance = image_places.guidance(spec, from_image=from_image)
+    lacking = lacks(spec)
+    guidance_info = FIELDS["guidance_scale"].help
+    if spec.embedded_guidance:
+        guidance_info = "How closely the video follows the prompt. It is an input of the model and takes no time."
+    own_prompts = "" if spec.section is None else f" {_TIMED_INFO}"
     return {
+        "prompt": {"info": f"{_PROMPT_INFO}{own_prompts}"},
         "card": {"value": card_html(spec)},
         "images": {"value": image_places.places_html(spec, models)},
         "sizes": {"value": sizes_html(spec.sizes)},
-        "lengths": {"value": lengths_html(spec.frame_counts, defaults.fps)},
+        "lengths": {"value": lengths_html(spec.frame_counts, defaults.fps, spec)},
         "width": {"value": defaults.width, "step": wide, "info": f"A multiple of {wide}."},
         "height": {"value": defaults.height, "step": high, "info": f"A multiple of {high}."},
         "frames": {
@@ -228,11 +240,25 @@ def model_values(
             "step": stride,
         },
         "fps": {"value": defaults.fps},
-        "negative_prompt": {"value": defaults.negative_prompt},
+        "negative_prompt": {"value": defaults.negative_prompt, "visible": "negative_prompt" not in lacking},
         "steps": {"value": defaults.steps},
-        "guidance_scale": {"value": guidance["guidance_scale"]},
-        "guidance_scale_2": {"value": guidance["guidance_scale_2"], "visible": spec.experts > 1},
+        "guidance_scale": {"value": guidance["guidance_scale"], "info": guidance_info},
+        "guidance_scale_2": {"value": guidance["guidance_scale_2"], "visible": "guidance_scale_2" not in lacking},
         "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},
+    }
+
+
+def lacks(spec: ModelSpec) -> frozenset[str]:
+    """Return the request fields that a model does not have; the form does not show them."""
+    return spec.unsupported | {
+        name
+        for name, there in (
+            ("negative_prompt", not spec.embedded_guidance),
+            ("guidance_scale_2", spec.experts > 1),
+            ("compile", "compiled" not in spec.lacks),
+            ("loras", takes_loras(spec.family)),
+        )
+        if not there
     }
 
 
@@ -249,6 +275,7 @@ def card_html(spec: ModelSpec, *, panels: bool = True) -> str:
         picture=theme.picture_of(spec),
         words=list(spec.words.items()),
         vocabulary=" ".join(sorted(read_vocabulary(spec.directory))),
+        lacks=" ".join(sorted(lacks(spec))),
     )
 
 
@@ -258,9 +285,12 @@ def sizes_html(sizes: Sequence[tuple[int, int]]) -> str:
     return render("sizes.html", sizes=shown, custom=CUSTOM, from_image=FROM_IMAGE)
 
 
-def lengths_html(frame_counts: Sequence[int], fps: int) -> str:
-    """Return the choice of lengths, in seconds at a playback speed and in frames."""
-    return render("lengths.html", lengths=[(count, f"{count / fps:.1f} s") for count in frame_counts], custom=CUSTOM)
+def lengths_html(frame_counts: Sequence[int], fps: int, spec: ModelSpec) -> str:
+    """Return the choice of lengths in seconds at a playback speed, and in frames or sections."""
+    stride = 0 if spec.section is None else spec.frame_stride
+    units = [counted(spec.sections(one), "section") if stride else counted(one, "frame") for one in frame_counts]
+    seconds = [f"{count / fps:.1f} s" for count in frame_counts]
+    return render("lengths.html", lengths=zip(frame_counts, seconds, units, strict=True), custom=CUSTOM, stride=stride)
 
 
 def proportion(width: int, height: int) -> str:
@@ -315,12 +345,26 @@ def filled(
             values[field]["value"] = value
         elif field == "prompt":
             values[field]["value"] = ""
+    values |= _length(models[name], values)
     if str(stored.get("gpus")) in ("1", AUTO, *map(str, range(2, gpus + 1))):  # a number in requests
         values["gpus"]["value"] = str(stored["gpus"])
     from_image = stored.get(SIZE_FROM) == FROM_IMAGE or AUTO in (stored.get("width"), stored.get("height"))
     values[SIZE_FROM]["value"] = FROM_IMAGE if from_image and values["image"].get("value") else ""
     values |= _filled_backends(stored, values, preset)
     return values
+
+
+def _length(spec: ModelSpec, values: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the properties that show a stored length in seconds in frames; none if there is none, or it is invalid."""
+    seconds = values["seconds"].get("value")
+    if not seconds:
+        return {}
+    try:
+        request = GenerationRequest(prompt="none", seconds=fields.read("seconds", seconds))
+        frames = frames_for(request, spec, int(values["fps"]["value"]))
+    except InvalidRequestError:
+        return {}  # Generate refuses it
+    return {"frames": values["frames"] | {"value": frames}, "seconds": {"value": ""}}
 
 
 def _filled_backends(
@@ -360,8 +404,9 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     request["backends"] = {name: backend for name, backend in chosen.items() if backend != AUTO}
     if "vae" in request["backends"] and VAE_ENCODER in chosen:
         request["backends"][VAE_ENCODER] = chosen[VAE_ENCODER]  # the VAE's other part has its own control
-    if spec.experts == 1:
-        request["guidance_scale_2"] = AUTO
+    # The form does not show them, and keeps the values of another model.
+    for name in lacks(spec):
+        request[name] = GenerationRequest.model_fields[name].get_default(call_default_factory=True)
     # The form shows no place for what the model does not take.
     if spec.image_input is None:
         request["image"] = None

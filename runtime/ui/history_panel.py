@@ -235,7 +235,7 @@ class HistoryPanel(JobsPanel):
 
     def _card(self, job: JobRecord) -> Card:
         plays, size = self._plays(job), storage.video_bytes(job)
-        video = job_view.file_url(job.output) if plays else ""
+        video = job_view.file_url(job.output, job.saved) if plays else ""
         return Card(job, self._picture(job), video, *proportions(job), size, self._problem(job, plays, size))
 
     def _problem(self, job: JobRecord, plays: bool, size: int) -> str:
@@ -263,7 +263,13 @@ class HistoryPanel(JobsPanel):
         rows += [("Video on disk", byte_size(size))] if size else []
         rows += [("Checkpoints", byte_size(checkpoints))] if checkpoints else []
         rows += [("Low-noise steps of", job.parent)] if job.parent else []
-        status = self._resume_status(job) if job.resumable else None
+        resume_line = ""
+        if job.continues and saved is not None and saved.sections is not None:
+            made, of, _ = saved.sections
+            resume_line = f"The video has {made} of {counted(of, 'section')}. It can be continued."
+        elif job.resumable:
+            status = self._resume_status(job)
+            resume_line = f"{status.memory} {status.checkpoint}".strip()
         return render(
             "history_detail.html",
             job=job,
@@ -275,7 +281,7 @@ class HistoryPanel(JobsPanel):
             if saved is None
             else [paragraph(one, saved.plan.get("components", ())) for one in saved.warnings],
             reasons="" if saved is None else job_view.backend_reasons(saved),
-            resume_line="" if status is None else f"{status.memory} {status.checkpoint}".strip(),
+            resume_line=resume_line,
             rerun=self._rerun_settings(job) if checkpoints and job.state == "done" and job.deleted is None else {},
             titles=FILTERS,
             backends=BACKENDS,
@@ -303,7 +309,7 @@ class HistoryPanel(JobsPanel):
         if saved is None or not self._plays(job) or job.plan is None or live is None:
             raise _video_missing()
         places = "; ".join(value for name, value in job_view.result_rows(saved, job.plan, "") if name == "Ran on")
-        video, seconds = job_view.file_url(job.output), saved.timings["total"]
+        video, seconds = job_view.file_url(job.output, job.saved), saved.timings["total"]
         return Clip(job.id, video, saved.request, live.model_title, seconds, places)
 
 

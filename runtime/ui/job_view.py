@@ -52,6 +52,7 @@ class Audience:
     Attributes:
         details: where the details of an internal error are, as a sentence.
         address: returns the address of a finished job's video.
+        clip: returns the address of the clip of a running job's finished sections, by their number.
         redact: removes from a text what the audience must not see.
         panels: whether their page has the panels, which add to the queue and resume jobs.
         opens_folders: whether their browser runs on this machine, which has a screen.
@@ -59,6 +60,7 @@ class Audience:
 
     details: str
     address: Callable[[Job], str]
+    clip: Callable[[Job, int], str]
     redact: Callable[[str], str] = str
     panels: bool = True
     opens_folders: bool = False
@@ -79,6 +81,8 @@ class Line:
         checkpoint: from which step a job that ended without a video continues.
         resumable: whether it can be resumed.
         alternative: the lower-memory strategy that it can be resumed with.
+        finishable: whether it can be stopped after the section that is made.
+        continues: whether its video ended early and can be continued.
     """
 
     state: str
@@ -92,6 +96,8 @@ class Line:
     checkpoint: str = ""
     resumable: bool = False
     alternative: str = ""
+    finishable: bool = False
+    continues: bool = False
 
 
 # Below a preview, and without one.
@@ -127,9 +133,10 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
     progress = job.progress
     line = status_line(job, progress, worker, audience, now)
     address = audience.address(job) if line.state == "done" else ""
+    size = (job.summary.width, job.summary.height)
     return View(
         picture=picture_html(
-            progress, line.state, icon, address, _poster(job, audience), (job.summary.width, job.summary.height)
+            progress, line.state, icon, address, _poster(job, audience), size, _clip(job, progress, line, audience)
         ),
         status=status_html(line, job.id, panels=audience.panels),
         facts=_facts(job, progress, address, audience),
@@ -139,13 +146,41 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
     )
 
 
+@dataclass(frozen=True)
+class Clip:
+    """The clip of a job's finished sections.
+
+    Attributes:
+        address: where it is served.
+        of: "2 of 4 sections".
+        making: the number of the section that is made meanwhile; 0 if none is.
+    """
+
+    address: str
+    of: str
+    making: int
+
+
+def _clip(job: Job, progress: Progress, line: Line, audience: Audience) -> Clip | None:
+    found = None if line.state == "done" else job.clip
+    if found is None:
+        return None
+    of = job.summary.sections
+    return Clip(
+        address=audience.clip(job, found[0]),
+        of=f"{found[0]} of {counted(of, 'section')}",
+        # While the last of them is being saved, it is still the one that is made.
+        making=progress.section if line.state in {"running", "stopping"} and progress.section > found[0] else 0,
+    )
+
+
 async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str, watch: Watch) -> AsyncIterator[View]:
     """Yield views of a job as it changes, at least one a second while it runs, until the job or `watch` ends."""
     shown, shown_at = None, 0.0
     seen: object = None
     while True:
         now = time.monotonic()
-        key = (job.progress, job.state, job.held, job.cancelling)
+        key = (job.progress, job.state, job.held, job.cancelling, job.finishing)
         if key != seen or now - shown_at >= _TICK_SECONDS:
             current = await asyncio.to_thread(view, job, worker, audience, icon, now)
             seen, shown_at = key, now
@@ -178,15 +213,8 @@ async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
 
 def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> Line:
     """Return the status line of a job."""
-    end = progress.end
-    if isinstance(end, VideoSaved):
-        return _done(end, job, worker, audience)
-    if isinstance(end, Cancelled):
-        return _resumable(Line("cancelled", "Cancelled.", "Nothing was saved."), job)
-    if isinstance(end, Failed):
-        text = page_text(end.fact, job.plan.components)
-        remedy = audience.details if end.internal else audience.redact(text.remedy)
-        return _resumable(Line("failed", what=audience.redact(text.what), remedy=remedy), job)
+    if progress.end is not None:
+        return _ended(progress.end, job, worker, audience)
     if job.state == "interrupted":
         return _resumable(Line("failed", what=page_text(_interrupted(job)).what), job)
     if job.cancelling:
@@ -198,7 +226,10 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
         noun = "video" if set(ahead.values()) <= {"video"} else "task"
         verb = "is" if len(ahead) == 1 else "are"
         return Line("queued", "Waiting", f"{counted(len(ahead), noun)} {verb} ahead." if ahead else "Starting.")
-    return running_line(progress.at(now))
+    line = running_line(progress.at(now))
+    if job.finishing:
+        return replace(line, left="The video ends after this section.")
+    return replace(line, finishable=job.summary.sections > 1 and progress.section < job.summary.sections)
 
 
 def picture_html(
@@ -208,6 +239,7 @@ def picture_html(
     address: str = "",
     poster: str = "",
     size: tuple[int, int] = _USUAL_SIZE,
+    clip: Clip | None = None,
 ) -> str:
     """Return the frame with the video, or else with the last preview: dimmed if the job ended without a video.
 
@@ -215,20 +247,25 @@ def picture_html(
         address: where the video is served; empty without one.
         poster: address of a finished video's still image, for a video that is not served.
         size: width and height of the video in pixels.
+        clip: of the sections that are finished, while there is no video; it is played beside the last preview.
     """
     preview = progress.preview if progress else None
     still = f"data:image/webp;base64,{base64.b64encode(preview).decode()}" if preview else ""
     if state == "done":
         still = "" if address else still or poster
+    if clip is not None and not clip.making:
+        still = ""
     saved = progress.end if progress else None
-    words = _ENDED_WITHOUT_VIDEO.get(state, "") if still else _WITHOUT_PICTURE.get(state, "")
+    words = _ENDED_WITHOUT_VIDEO.get(state, "") if still else "" if clip else _WITHOUT_PICTURE.get(state, "")
+    label = f"Video: {saved.request['prompt']}" if isinstance(saved, VideoSaved) else "Video"
     return render(
         "player_picture.html",
         state=state,
         still=still,
         alt="Last preview of the video" if state in _ENDED_WITHOUT_VIDEO else "Preview of the video so far",
-        address=address,
-        prompt=saved.request["prompt"] if isinstance(saved, VideoSaved) else "",
+        address=clip.address if clip else address,
+        label=f"Video so far: {clip.of}" if clip else label,
+        clip=clip,
         icon=icon,
         text=words,
         size=size,
@@ -257,9 +294,26 @@ def status_html(line: Line, job_id: str = "", *, panels: bool = True) -> str:
     )
 
 
+def _ended(end: TerminalEvent, job: Job, worker: JobQueue, audience: Audience) -> Line:
+    """Return the status line of a job that ended."""
+    if isinstance(end, VideoSaved):
+        return _done(end, job, worker, audience)
+    if isinstance(end, Cancelled):
+        kept = "Nothing was saved." if job.clip is None else "Its finished sections are kept."
+        return _resumable(Line("cancelled", "Cancelled.", kept), job)
+    text = page_text(end.fact, job.plan.components)
+    remedy = audience.details if end.internal else audience.redact(text.remedy)
+    return _resumable(Line("failed", what=audience.redact(text.what), remedy=remedy), job)
+
+
 def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> Line:
     """Return the status line of a finished video: what is wrong with it comes first."""
     seed = f"Seed {saved.request['seed']}."
+    if saved.sections is not None and saved.continues:
+        made, of, _ = saved.sections
+        detail = f"The video has {made} of {counted(of, 'section')}. {seed}"
+        continued = "It can be continued." if audience.panels else ""
+        return Line("done", "Done", f"{detail} {continued}".strip(), fraction=1.0, continues=audience.panels)
     if not audience.address(job):
         where = "is not in the outputs folder" if saved.video.exists() else "does not exist any more"
         return Line("done", "Done", f"The file {where}: {saved.video}", fraction=1.0)
@@ -300,14 +354,18 @@ def running_line(progress: Progress) -> Line:
     detail = ""
     if progress.stage == "denoise" and progress.steps:
         # The step that runs, not the last finished one: 1 of 20 during the first step.
-        detail = f"step {min(progress.step + 1, progress.steps)} of {progress.steps}"
+        detail = f"step {progress.section_step} of {progress.steps if not progress.section else progress.plan.steps}"
     elif progress.building is not None:
         detail = page_text(progress.building.progress).what
     elif progress.stage == "decode":
         detail = f"{progress.frames} of {progress.frame_count} frames"
+    left = formatting.time_left(progress.seconds_left)
     if progress.section and progress.plan is not None:
         detail = f"section {progress.section} of {progress.plan.sections}, {detail}"
-    return Line("running", progress.title, detail, formatting.time_left(progress.seconds_left), progress.fraction)
+        rest = progress.section_seconds_left
+        if rest is not None and rest >= 1 and progress.section < progress.plan.sections:
+            left = f"{formatting.time_left(rest).removesuffix(' left')} for this section, {left}"
+    return Line("running", progress.title, detail, left, progress.fraction)
 
 
 def _resumable(line: Line, job: Job) -> Line:
@@ -319,9 +377,14 @@ def _resumable(line: Line, job: Job) -> Line:
 _STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
 
 
-def file_url(path: Path) -> str:
-    """Return the address of a video in the outputs folder, relative to the page so that it works behind a proxy."""
-    return f"gradio_api/file={quote(path.as_posix())}"
+def file_url(path: Path, saved: VideoSaved | None = None) -> str:
+    """Return the address of a video in the outputs folder, relative to the page so that it works behind a proxy.
+
+    Args:
+        saved: of a video that may be continued; a continued one has another address, so that no page plays the old one.
+    """
+    version = "" if saved is None or saved.sections is None else f"?{saved.sections[0]}"
+    return f"gradio_api/file={quote(path.as_posix())}{version}"
 
 
 def video_address(job: Job, outputs_dir: Path) -> str:
@@ -329,7 +392,12 @@ def video_address(job: Job, outputs_dir: Path) -> str:
     saved = job.progress.end
     if not isinstance(saved, VideoSaved) or find_output(str(saved.video), outputs_dir) is None:
         return ""
-    return file_url(saved.video)
+    return file_url(saved.video, saved)
+
+
+def clip_address(job: Job, sections: int) -> str:
+    """Return the address of the clip of a job's finished sections on the owner's page."""
+    return f"tandem/sections/{job.id}/{sections}.mp4"
 
 
 def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -> str:

@@ -26,7 +26,7 @@ from runtime.ui.form import LOCAL, SERVED
 from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
 from runtime.ui.image_places import ImageAnswers
-from runtime.ui.job_view import Audience, video_address
+from runtime.ui.job_view import Audience, clip_address, video_address
 from runtime.ui.loras_panel import LorasPanel
 from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
 from runtime.ui.models_panel import ModelsPanel
@@ -59,6 +59,7 @@ def build(
     audience = Audience(
         f"The log has the details: {settings.log_file}",
         lambda job: video_address(job, settings.outputs_dir),
+        clip_address,
         opens_folders=opens_folders,
     )
 

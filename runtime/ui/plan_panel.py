@@ -249,15 +249,15 @@ def _engine_state(offers: Sequence[EngineOffer]) -> str:
     return f"engine ready, {speedup:.1f}× as fast" if speedup else "engine ready"
 
 
-def options_html(values: Mapping[str, Any], machine: Machine) -> str:
-    """Return the choices of acceleration; those that this machine does not support are disabled, with the reason.
+def options_html(values: Mapping[str, Any], machine: Machine, spec: ModelSpec) -> str:
+    """Return a model's choices of acceleration; those that this machine does not support are disabled, with the reason.
 
     Args:
         values: of the form's controls, by name.
     """
     rows = []
     for name, declared in FIELDS.items():
-        if declared.group != "acceleration" or name == "backends":
+        if declared.group != "acceleration" or name == "backends" or name in form.lacks(spec):
             continue
         titles = _titles(name, machine)
         chosen = values.get(name)
@@ -399,8 +399,12 @@ def _summary_line(plan: ExecutionPlan) -> str:
 def _time(plan: ExecutionPlan) -> str:
     total, load = plan.seconds["total"], plan.seconds["load"]
     how = "measured here" if total.measured else "estimated"
+    sections = ""
+    if plan.sections > 1:
+        one = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
+        sections = f"{plan.sections} sections of about {_duration(one)}: "
     return (
-        f"about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
+        f"{sections}about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
         f"Loading before the first: about {_duration(load.likely)}."
     )
 
@@ -487,7 +491,7 @@ class PreviewPanel:
             values = form.by_name(call.form)
             parts |= {
                 "components": lambda: components_html(spec, summary, state["preview"], machine),
-                "options": lambda: options_html(values, machine),
+                "options": lambda: options_html(values, machine, spec),
                 "presets": lambda: self._presets(spec, state["request"], machine),
                 "cost": lambda: self._cost(spec),
                 "picture": lambda: render("plan_picture.html", picture=example_of(self._store, spec), spec=spec),

@@ -50,7 +50,8 @@ def replaced(stored: Mapping[str, Any], filled: Mapping[str, Mapping[str, Any]],
     """
     found = []
     for name in names:
-        known = name in stored and name in FIELDS and name != "model"
+        # A length in seconds is shown in frames.
+        known = name in stored and name in FIELDS and name not in {"model", "seconds"}
         expected = fields.shown(name, stored[name]) if known else None
         shown = filled[name].get("value")
         if expected is not None and not _equal(expected, shown):

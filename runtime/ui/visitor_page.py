@@ -5,6 +5,7 @@ handlers too; every value is validated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -73,7 +74,8 @@ class VisitorHandlers(Handlers):
         watchers: Watchers,
     ) -> None:
         folders = private_folders(settings)
-        audience = Audience(_DETAILS, _address, lambda message: without_paths(message, folders), panels=False)
+        redact = partial(without_paths, folders=folders)
+        audience = Audience(_DETAILS, _address, _clip_address, redact, panels=False)
         images = ImageAnswers(settings, visitors.keep_image, decode=False)
         super().__init__(worker, models, audience, icon, images, watchers=watchers)
         self._settings = settings
@@ -102,7 +104,7 @@ class VisitorHandlers(Handlers):
         lengths = [count for count in spec.frame_counts if count <= most_frames(spec, limits)]
         values["card"] = {"value": form.card_html(spec, panels=False)}
         values["sizes"] = {"value": form.sizes_html(sizes)}
-        values["lengths"] = {"value": form.lengths_html(lengths, spec.defaults.fps)}
+        values["lengths"] = {"value": form.lengths_html(lengths, spec.defaults.fps, spec)}
         values["limits"] = {"value": render("visitor_limits.html", limits=describe_limits(limits))}
         return values
 
@@ -115,3 +117,8 @@ def visitor_of(request: gr.Request) -> str:
 def _address(job: Job) -> str:
     """Return where a visitor's video is served: no path of this machine's."""
     return f"video/{job.id}.mp4"
+
+
+def _clip_address(job: Job, sections: int) -> str:
+    """Return where the clip of the finished sections of a visitor's video is served."""
+    return f"video/{job.id}-{sections}.mp4"

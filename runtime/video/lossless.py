@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,26 @@ from runtime.video.mp4 import cannot_write, ffmpeg_error, find_ffmpeg
 _PARTIAL = ".tmp"
 _RAW = ("-f", "rawvideo", "-pix_fmt", "rgb24")
 # Level 3 has checksums; every frame is decoded alone.
-_ENCODER = ("-c:v", "ffv1", "-level", "3", "-slicecrc", "1", "-g", "1", "-pix_fmt", "bgr0", "-f", "matroska")
+_LOSSLESS = ("-c:v", "ffv1", "-level", "3", "-slicecrc", "1", "-g", "1", "-pix_fmt", "bgr0", "-f", "matroska")
 # Without these, ffmpeg would read a playlist of that name and the files that it lists.
 _ONLY_THIS = ("-protocol_whitelist", "file", "-f", "matroska")
 _COLORS = 3
 
 
-def write_frames(target: Path, frames: Iterable[np.ndarray], width: int, height: int, fps: int) -> None:
+def write_frames(
+    target: Path,
+    frames: Iterable[np.ndarray],
+    width: int,
+    height: int,
+    fps: int,
+    encoder: Sequence[str] = _LOSSLESS,
+) -> None:
     """Store frames; the file is on the disk when this returns.
 
     Args:
         target: replaced only when the new file is complete.
         frames: chunks of frames, (n, height, width, 3) uint8.
+        encoder: ffmpeg's options for encoder and format, for a part that is not lossless.
 
     Raises:
         OutputError: if the disk is full or the file cannot be written.
@@ -38,7 +46,7 @@ def write_frames(target: Path, frames: Iterable[np.ndarray], width: int, height:
     """
     partial = target.with_name(f"{target.name}.{os.getpid()}{_PARTIAL}")
     command = [find_ffmpeg(), "-v", "error", "-xerror", "-y", *_RAW, "-s", f"{width}x{height}", "-r", str(fps)]
-    command += ["-i", "pipe:0", *_ENCODER, str(partial)]
+    command += ["-i", "pipe:0", *encoder, str(partial)]
     try:
         # In its own process group, so that Ctrl-C reaches only this process.
         with subprocess.Popen(

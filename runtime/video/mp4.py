@@ -30,7 +30,7 @@ _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
 _SCRATCH = ".tandem-"
 # Limited-range BT.709 is what players assume; the stream declares it, so that colors are preserved.
-_TO_BT709 = (
+TO_BT709 = (
     "scale=out_color_matrix=bt709:out_range=tv,"
     "setparams=range=tv:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 )
@@ -97,7 +97,7 @@ class VideoWriter:
         width, height = self._size
         command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
-        command += ["-vf", _TO_BT709, *_ENCODER, "-crf", str(self._crf), str(self._folder / "stream.mp4")]
+        command += ["-vf", TO_BT709, *_ENCODER, "-crf", str(self._crf), str(self._folder / "stream.mp4")]
         # In its own process group, so that Ctrl-C reaches only this process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -283,7 +283,7 @@ def check_output(path: Path, width: int, height: int, frames: int, crf: int) -> 
     """
     check_target(path)
     command = [find_ffmpeg(), "-v", "error", "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "16x16", "-i", "pipe:0"]
-    command += ["-vf", _TO_BT709, *_ENCODER, "-f", "null", "-"]
+    command += ["-vf", TO_BT709, *_ENCODER, "-f", "null", "-"]
     # In its own process group, so that Ctrl-C reaches only this process.
     done = subprocess.run(command, input=bytes(16 * 16 * 3), capture_output=True, check=False, start_new_session=True)
     if done.returncode != 0:

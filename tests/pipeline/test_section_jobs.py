@@ -1,6 +1,9 @@
 """Videos made in sections on a tiny real model: latents equal diffusers', and jobs resume with the same bits."""
 
+import gc
+import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from diffusers import HunyuanVideoFramepackPipeline
 
 from runtime.core.cancel import Cancel
+from runtime.core.errors import OutputError
 from runtime.core.events import (
     CheckpointSaved,
     Event,
@@ -31,8 +35,9 @@ from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchSectionDecoder
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
+from runtime.pipeline import section_files
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.files import SECTIONS
+from runtime.pipeline.files import CLIP, SECTIONS, finished_clip
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.video.mp4 import read_metadata
@@ -84,7 +89,7 @@ class Clip:
 
     def parts(self, job: str = "job") -> list[str]:
         """Return the files of sections."""
-        return sorted(path.name for path in (self.folder / job / SECTIONS).glob("*"))
+        return sorted(path.name for path in (self.folder / job / SECTIONS).glob("*") if path.is_file())
 
 
 Make = Callable[..., Clip]
@@ -258,7 +263,8 @@ def test_a_request_to_resume_at_another_speed_starts_over_if_prompts_depend_on_i
     [
         ({"event": "StepDone", "count": 3}, 2),  # within the second section
         ({"event": "SectionDone", "count": 1}, 2),
-        ({"rename": "0001", "count": 1}, 4),  # the second section is decoded, and not on disk
+        ({"rename": "0001.mkv", "count": 1}, 4),  # the second section is decoded, and not on disk
+        ({"rename": "0001.mp4", "count": 1}, 2),  # the clip of the first section is not on disk
         ({"rename": "checkpoint", "count": 5}, 4),  # it is on disk, and no checkpoint counts it
         ({"rename": "x.mp4", "count": 1}, 6),  # all are joined
     ],
@@ -348,7 +354,7 @@ def test_nan_of_the_decoder_is_not_stored(make: Make, monkeypatch: pytest.Monkey
     assert clip.parts() == ["0000.mkv"]
 
 
-def finishing_after(section: int, clip: Clip, job: str = "job") -> list[Event]:
+def finishing_after(section: int, clip: Clip, job: str = "job", **given: Any) -> list[Event]:
     """Run a job with a request to finish early during a section."""
     events: list[Event] = []
     cancel = Cancel()
@@ -359,7 +365,8 @@ def finishing_after(section: int, clip: Clip, job: str = "job") -> list[Event]:
             cancel.finish_early()
 
     with Residency() as residency:
-        run_job(clip.plan, clip.spec, emit, cancel, residency, checkpoints=CheckpointFolder(clip.folder / job))
+        checkpoints = CheckpointFolder(clip.folder / job)
+        run_job(clip.plan, clip.spec, emit, cancel, residency, checkpoints=checkpoints, **given)
     return events
 
 
@@ -399,3 +406,92 @@ def test_a_video_ends_early_with_the_sections_that_a_paused_job_has(make: Make) 
     assert saved(events).sections == early.sections
     assert not [event for event in events if isinstance(event, StepDone)]
     assert clip.video == wanted
+
+
+def clips(clip: Clip, job: str = "job") -> list[str]:
+    """Return the clips of finished sections."""
+    return sorted(path.name for path in (clip.folder / job / SECTIONS / CLIP).glob("*.mp4"))
+
+
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_the_clip_of_finished_sections_is_the_video_that_ends_there(model: str, make: Make) -> None:
+    """Each is playable before its section is reported, and has the frames of a video that ends with it."""
+    clip = make(model, 4)
+    found: dict[int, np.ndarray] = {}
+
+    def look(event: Event) -> bool:
+        if isinstance(event, SectionDone) and event.section < event.of:
+            newest = finished_clip(clip.folder / "job")
+            assert newest is not None
+            assert newest[0] == event.section
+            found[event.section] = np.frombuffer(frames_of(newest[1]), np.uint8).reshape(-1, HEIGHT, WIDTH, 3)
+        return False
+
+    saved(clip.run(pause_at=look))
+    for made in (1, 2, 3):
+        frames: list[np.ndarray] = []
+        finishing_after(made, clip, f"early{made}", on_frames=frames.append)
+        wanted = np.concatenate(frames)
+        assert found[made].shape == wanted.shape
+        # Of random weights, frames are noise, whose colors H.264 halves.
+        own, other = (((found[made].astype(float) - one) ** 2).mean() for one in (wanted, wanted[::-1]))
+        assert own < min(255**2 / 10**2, other / 1.5)
+    # Two are kept, since a page may still play the one before; none of them is needed after the video is saved.
+    assert clips(clip, "early3") == ["0002.mp4", "0003.mp4"]
+
+
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_the_clip_grows_after_a_resume_without_the_parts_of_the_earlier_run(model: str, make: Make) -> None:
+    clip = make(model)
+    clip.run(pause_at=lambda event: isinstance(event, SectionDone))
+    shutil.rmtree(clip.folder / "job" / SECTIONS / CLIP)
+    clip.run(pause_at=lambda event: isinstance(event, SectionDone))
+    assert clips(clip) == ["0002.mp4"]
+    newest = finished_clip(clip.folder / "job")
+    assert newest is not None
+    count = len(frames_of(newest[1])) // (3 * WIDTH * HEIGHT)
+    assert count == (73 if model == VANILLA else 69)
+
+
+def test_a_clip_that_cannot_be_written_does_not_fail_the_video(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = make(VANILLA)
+    clip.run("whole")
+    wanted = clip.video
+
+    def full(*_: Any) -> None:
+        raise OutputError("video.disk_full", file="x")
+
+    monkeypatch.setattr(section_files, "join_parts", full)
+    saved(clip.run())
+    assert clip.video == wanted
+
+
+def test_memory_is_the_same_for_ten_sections_as_for_three(make: Make) -> None:
+    """What is alive when a section is reported does not grow: tensors, and everything that Python allocates."""
+
+    def alive(sections: int, job: str) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+
+        def count(event: Event) -> bool:
+            if isinstance(event, SectionDone):
+                gc.collect()
+                tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+                sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+                found.append((sum(sizes.values()), tracemalloc.get_traced_memory()[1]))
+                tracemalloc.reset_peak()
+            return False
+
+        tracemalloc.start()
+        try:
+            saved(make(VANILLA, sections).run(job, count))
+        finally:
+            tracemalloc.stop()
+        return found
+
+    alive(3, "first")  # loads what is loaded only once
+    few, many = alive(3, "few"), alive(10, "many")
+    assert len(many) == 10
+    # A section's latents take 4 x 9 x 4 x 6 values, its frames 36 x 32 x 48 x 3 bytes.
+    assert {tensors for tensors, _ in many[1:9]} == {few[1][0]}
+    frames = 36 * WIDTH * HEIGHT * 3
+    assert max(peak for _, peak in many[2:9]) < max(peak for _, peak in few[1:]) + frames // 2

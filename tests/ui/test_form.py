@@ -12,7 +12,7 @@ import pytest
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
 from runtime.core.request import AUTO, COMPONENTS, GenerationRequest
-from runtime.models.catalogue import find, known_as
+from runtime.models.catalogue import find, known_as, look_up
 from runtime.models.spec import ModelSpec
 from runtime.ui import form, make_tab, theme
 from tests.image_files import taking_images
@@ -421,3 +421,51 @@ def test_the_list_of_models_has_known_licenses(models: dict[str, ModelSpec]) -> 
     (spec,) = list(models.values())[:1]
     named = {"a": replace(spec, title="A", license="MIT"), "b": replace(spec, title="B", license="unknown")}
     assert form.model_choices(named) == [("A (MIT)", "a"), ("B", "b")]
+
+
+@pytest.fixture(scope="module")
+def families(tiny: Callable[[str], ModelSpec]) -> dict[str, ModelSpec]:
+    """Return models as published families have them, by name; none is downloaded."""
+    names = ("wan2.2-t2v-a14b", "hunyuan-video", "framepack-i2v", "framepack-f1-i2v")
+    return {name: look_up(name, Path("nowhere")) for name in names}
+
+
+def test_the_form_shows_what_the_family_has(families: dict[str, ModelSpec]) -> None:
+    shown = {spec.name: form.model_values(spec, families) for spec in families.values()}
+    visible = {
+        name: [values[one]["visible"] for one in ("negative_prompt", "guidance_scale_2")]
+        for name, values in shown.items()
+    }
+    assert list(visible.values()) == [[True, True], [False, False], [False, False], [False, False]]
+    places = {name: re.findall(r'data-place="(\w+)"', values["images"]["value"]) for name, values in shown.items()}
+    assert list(places.values()) == [[], [], ["image", "last_image"], ["image"]]
+    assert ["[0s:" in values["prompt"]["info"] for values in shown.values()] == [False, False, True, True]
+    assert ["input of the model" in values["guidance_scale"]["info"] for values in shown.values()] == [
+        False,
+        *[True] * 3,
+    ]
+    strides = [re.findall(r'data-stride="(\d+)"', values["lengths"]["value"]) for values in shown.values()]
+    assert strides == [[], [], ["36"], ["36"]]
+    assert "4 sections" in shown["framepack-i2v"]["lengths"]["value"]
+    for spec in families.values():
+        lacks = set(re.findall(r'data-lacks="([^"]*)"', shown[spec.name]["card"]["value"])[0].split())
+        assert lacks == form.lacks(spec) >= spec.unsupported
+
+
+def test_values_of_another_model_that_are_not_shown_are_left_out(families: dict[str, ModelSpec]) -> None:
+    image = f"sha256:{64 * chr(48)}/boat.png"
+    given = {"negative_prompt": "blurry", "loras": "style:0.8", "gpus": "2", "step_cache": "first-block:0.1"}
+    for spec in families.values():
+        request = read(families, model=spec.name, **given, image=image, last_image=image)
+        fresh, lacking = GenerationRequest(prompt="x"), form.lacks(spec)
+        for name in ("negative_prompt", "loras", "gpus", "step_cache", "guidance_scale_2"):
+            assert (getattr(request, name) == getattr(fresh, name)) == (name in lacking), (spec.name, name)
+        assert (request.image is None) == (spec.image_input is None)
+        assert (request.last_image is None) == (spec.image_input is None or spec.image_input.last == "none")
+
+
+def test_a_length_in_seconds_is_shown_in_whole_sections(families: dict[str, ModelSpec]) -> None:
+    filled = form.filled({"model": "framepack-f1-i2v", "seconds": 60.0, "fps": 30}, families)
+    assert (filled["frames"]["value"], filled["seconds"]["value"]) == (1801, "")
+    filled = form.filled({"model": "framepack-f1-i2v", "seconds": 599.0, "fps": 120}, families)
+    assert filled["seconds"]["value"] == "599"

@@ -22,7 +22,11 @@ from runtime.server.watchers import Watch
 from runtime.ui import formatting, job_view
 from tests.plans import tiny_plan
 
-AUDIENCE = job_view.Audience("The log has the details: logs/tandem.log", lambda job: job_view.file_url(job.plan.output))
+AUDIENCE = job_view.Audience(
+    "The log has the details: logs/tandem.log",
+    lambda job: job_view.file_url(job.plan.output),
+    job_view.clip_address,
+)
 
 
 class EmptyQueue:

@@ -233,15 +233,25 @@ def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) 
     assert stale["tensorrt"].state == "outdated engine (other Tandem version)"
 
 
-def test_choices_that_the_machine_lacks_are_disabled_with_the_reason() -> None:
-    html = options_html({"step_cache": "first-block:0.17"}, machine())
+def test_choices_that_the_machine_lacks_are_disabled_with_the_reason(spec: ModelSpec) -> None:
+    html = options_html({"step_cache": "first-block:0.17"}, machine(), spec)
     assert '<option value="fp8" disabled>FP8: no NVIDIA GPU was found</option>' in html
     assert '<option value="group" disabled>By block: no NVIDIA GPU was found</option>' in html
     assert '<option value="auto">Automatic</option>' in html
     # A strength that another page or a video has is not lost.
     assert '<option value="first-block:0.17">' in html
-    assert 'value="group">By block</option>' in options_html({}, GPU)
+    assert 'value="group">By block</option>' in options_html({}, GPU, spec)
     assert "`" not in html
+
+
+def test_choices_that_the_model_lacks_are_left_out(spec: ModelSpec) -> None:
+    two, names = replace(GPU, gpus=2 * GPU.gpus), ("gpus", "step_cache")
+    for lacking in (frozenset[str](), frozenset(names)):
+        html = options_html({}, two, replace(spec, unsupported=lacking))
+        assert 'data-field="offload"' in html
+        assert {name for name in names if f'data-field="{name}"' not in html} == lacking
+    assert 'data-field="compile"' in options_html({}, two, spec)
+    assert 'data-field="compile"' not in options_html({}, two, replace(spec, lacks=frozenset({"compiled"})))
 
 
 def test_a_preset_that_does_not_fit_is_disabled_with_the_reason(spec: ModelSpec) -> None:

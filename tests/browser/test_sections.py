@@ -1,0 +1,163 @@
+"""Videos made in sections in the browser: each family's form, a video that is watched, ended early and continued."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from runtime.queue.store import NAME, JobStore
+from tests import tiny_models
+from tests.app_server import Server, make_cache, serving
+from tests.browser.conftest import PHONE, OpenPage, advance, start, wait_for_state
+from tests.browser.test_accessibility import RUN, axe
+from tests.browser.test_images import chosen, file, given, hand, select_model, value
+from tests.families import framepack_models
+
+pytestmark = pytest.mark.browser
+
+DEFAULTS = {"width": 48, "height": 32, "frames": 109, "fps": 12, "steps": 100, "guidance_scale": 4.0}
+PROMPT = "[0s: a red boat sails left] [3s: a blue ball rolls right]"
+VIDEO = "#picture video[data-grows]"
+# Fields of the form, and whether each model has them.
+FIELDS = {
+    "#field-negative_prompt": {"Tiny"},
+    "#field-guidance_scale_2": {"Tiny"},
+    "#field-guidance_scale": {"Tiny", "Inverted", "Vanilla", "Hunyuan"},
+    "#images [data-place=image]": {"Inverted", "Vanilla"},
+    "#images [data-place=last_image]": {"Inverted"},
+    "#length-seconds": {"Inverted", "Vanilla"},
+    "#field-frames": {"Tiny", "Hunyuan"},
+}
+
+
+@pytest.fixture(scope="module")
+def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a web app with tiny models of three families, of which one has both orders of sections."""
+    cache = make_cache(tmp_path_factory.mktemp("sections"))
+    card = {"license": "none", "sizes": [[48, 32], [32, 48]], "frame_counts": [37, 109], "defaults": DEFAULTS}
+    card |= {"latent_rgb_factors": [[0.1, -0.1, 0.05]] * 4, "latent_rgb_bias": [0.0, 0.0, 0.0]}
+    for name, order in (("inverted", "inverted_anti_drifting"), ("vanilla", "vanilla")):
+        framepack_models.pipeline().save_pretrained(cache / "weights" / name)
+        sidecar = card | {"title": name.capitalize(), "sampling_type": order}
+        (cache / "weights" / name / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
+    hunyuan = tiny_models.build("hunyuan-video", cache / "weights" / "hunyuan")
+    sidecar = card | {"title": "Hunyuan", "frame_counts": [9], "defaults": DEFAULTS | {"frames": 9}}
+    sidecar["latent_rgb_factors"] = [[0.1, -0.1, 0.05]] * 16
+    (hunyuan / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
+    with serving(cache, "--model", "vanilla") as running:
+        yield running
+    assert "Traceback" not in (cache / "server.txt").read_text(encoding="utf-8")
+
+
+def custom_length(page: Any, seconds: float) -> None:
+    """Choose a length in seconds."""
+    page.check("#length input[value=custom]")
+    page.fill("#length-seconds", str(seconds))
+
+
+def lasts(page: Any, seconds: float) -> None:
+    """Wait until the video on the stage is so long."""
+    page.wait_for_function(
+        "(seconds) => Math.abs(document.querySelector('#picture video')?.duration - seconds) < 0.05", arg=seconds
+    )
+
+
+def test_the_form_follows_the_family(open_page: OpenPage, able: Server) -> None:
+    page = open_page(url=able.url)
+    advance(page)
+    for title in ("Hunyuan", "Inverted", "Tiny", "Vanilla"):
+        select_model(page, title)
+        page.wait_for_selector(f"#card .model[data-title={title}]")
+        page.check("#length input[value=custom]")
+        for field, models in FIELDS.items():
+            page.wait_for_selector(field, state="visible" if title in models else "hidden")
+        lacking = page.get_attribute("#card .model", "data-lacks").split()
+        for name, field in (
+            ("loras", "#field-loras"),
+            ("compile", "#field-compile"),
+            ("step_cache", "#field-step_cache"),
+        ):
+            page.wait_for_selector(field, state="hidden" if name in lacking else "visible")
+    # Whole sections; the error of a prompt is at its field.
+    custom_length(page, 7)
+    page.wait_for_selector("#length [data-length]:text-is('6.1 s, 2 sections, 73 frames at 12 fps')")
+    assert value(page, "frames") == 73
+    hand(page, file(60, 40, "boat.png"))
+    chosen(page, "boat.png")
+    page.fill("#field-prompt textarea", "[0s: a red boat] [3,5s: a ball]")
+    page.click("#generate")
+    page.wait_for_selector("#field-prompt .field-error:has-text('[3,5s: a ball]')")
+    page.fill("#field-prompt textarea", "a red boat")
+    page.wait_for_selector("#field-prompt .field-error", state="detached")
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("title", ["Vanilla", "Inverted"])
+def test_a_video_is_watched_while_it_is_made_ended_and_continued(open_page: OpenPage, able: Server, title: str) -> None:
+    page = open_page(url=able.url)
+    select_model(page, title)
+    page.wait_for_selector(f"#card .model[data-title={title}]")
+    hand(page, file(60, 40, "boat.png"))
+    chosen(page, "boat.png")
+    page.fill("#field-prompt textarea", PROMPT)
+    custom_length(page, 12)
+    start(page)
+    job = page.get_attribute("#status .status", "data-job")
+    # The first section plays, and the preview of the next one is shown, until there are two.
+    page.wait_for_selector(f"{VIDEO}[src='tandem/sections/{job}/1.mp4']")
+    page.wait_for_selector("#picture .so-far:has-text('1 of 4 sections, section 2 is made')")
+    lasts(page, (37 if title == "Vanilla" else 33) / 12)
+    page.wait_for_function("() => document.querySelector('#picture video').currentTime > 0.1")
+    page.wait_for_selector("#picture .preview:not([hidden])")
+    assert " of 4, step " in page.inner_text("#status .detail:has-text(', step ')")
+    page.wait_for_selector(f"{VIDEO}[src='tandem/sections/{job}/2.mp4']")
+    page.click("#status [data-action=finish]")
+    page.wait_for_selector("#message:has-text('Ends after the current section')")
+    page.wait_for_selector("#status .left:has-text('The video ends after this section.')")
+    wait_for_state(page, "done")
+    page.wait_for_selector("#status .detail:has-text('The video has 3 of 4 sections.')")
+    lasts(page, (109 if title == "Vanilla" else 105) / 12)
+    assert page.locator(VIDEO).count() == 0
+    with closing(JobStore(able.cache_dir / NAME)) as store:
+        video = store.get(job).output
+    early = video.read_bytes()
+    page.click("#status [data-action=resume]:has-text('Continue')")
+    page.wait_for_selector("#status .detail:has-text('section 4 of 4')")
+    wait_for_state(page, "done")
+    page.wait_for_selector("#status .detail:has-text('The video is ready.')")
+    lasts(page, 145 / 12)
+    assert page.is_hidden("#status [data-action=resume]") and page.is_hidden("#status [data-action=finish]")
+    assert video.read_bytes() != early
+    # The MP4 brings back prompt, length and image.
+    other = open_page(url=able.url)
+    hand(other, given(video.read_bytes(), "mine.mp4"))
+    chosen(other, "boat.png")
+    other.wait_for_selector(f"#card .model[data-title={title}]")
+    other.wait_for_selector("#length [data-length]:has-text('4 sections')")
+    assert other.input_value("#field-prompt textarea") == PROMPT
+    assert (value(other, "frames"), value(other, "steps")) == (145, 100)
+    assert page.complaints == other.complaints == []
+
+
+def test_a_running_video_with_sections_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Server) -> None:
+    page = open_page(PHONE, url=able.url, color_scheme="dark")
+    hand(page, file(60, 40, "boat.png"))
+    chosen(page, "boat.png")
+    page.fill("#field-prompt textarea", PROMPT)
+    custom_length(page, 120)
+    start(page)
+    page.wait_for_selector(VIDEO)
+    page.wait_for_selector("#status [data-action=finish]")
+    page.evaluate(axe())
+    assert page.evaluate(RUN) == []
+    beside = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert beside <= 0
+    page.click("[role=tab]:has-text('Queue')")
+    page.click("#queue-list [data-action=finish]")
+    page.click("[role=tab]:has-text('Make')")
+    wait_for_state(page, "done")
+    page.click("[role=tab]:has-text('History')")
+    page.wait_for_selector("#history-gallery [data-action=resume]:has-text('Continue')")
+    assert page.complaints == []
