@@ -41,6 +41,8 @@ BLOCK_PROGRAMS = ("block_qkv", "block_feed_forward", "block_single")
 _FLOAT32 = 4
 # Of a published model until its folder is here, whose configuration has the shift.
 _NOISE = NoiseLevels(setting="shift", fixed=None, shift=math.nan, spread="linear")
+# Bytes that decoding 832×480 took on an H100, at once and in tiles of 256×256, by those that were counted.
+_MEASURED_DECODING = 1.32
 # Values of a 3×3×3 kernel.
 _KERNEL = 27
 # The temporal compression that diffusers implements.
@@ -196,13 +198,13 @@ class VaeSpec:
         The peak is a convolution of a residual block (the block's input, the norm's result, the convolution's input
         padded, its output, and both in the layout of the kernel's library).
 
-        Counted from diffusers' modules, not measured.
+        Counted from diffusers' modules, times what decoding took on an H100 (bench/h100.md).
         """
         del cpu, latent_frames
-        convolution = max(
+        convolution = _MEASURED_DECODING * max(
             values * (4 * max(before, out) + 2 * out) for values, before, out in self._levels(GROUP, height, width)
         )
-        return element_bytes * convolution + self.cache_bytes(height, width, element_bytes)
+        return round(element_bytes * convolution) + self.cache_bytes(height, width, element_bytes)
 
     def encode_flops(self, frames: int, height: int, width: int) -> float:
         """Return the operations of encoding one image: images are encoded alone, whatever `frames` is."""
