@@ -84,7 +84,7 @@ def test_visitors_jobs_cannot_be_edited_and_builds_cannot_be_paused() -> None:
 def test_all_text_is_escaped() -> None:
     job: Any = SimpleNamespace(
         id="a" * 8, prompt=HOSTILE, state="failed", failure=None, output=Path(HOSTILE), resumable=True, deleted=None,
-        ended=0.0, created=0.0, starred=False, request={"prompt": HOSTILE},
+        continues=False, ended=0.0, created=0.0, starred=False, request={"prompt": HOSTILE},
     )  # fmt: skip
     status = ResumeStatus(HOSTILE, None, HOSTILE, HOSTILE, {})
     pair = [
