@@ -168,6 +168,7 @@ def test_lessons_show_more_of_what_is_hard() -> None:
     assert bool((scenes.jitter[100:, 2:4] <= 1).all()) and scenes.jitter[:100, 2:4].max() > 1.5
     codes = torch.tensor([world.SUBJECTS.index(name) for name in train_experts.HARD])
     assert 0.65 < torch.isin(scenes.subject, codes).any(1).float().mean() < 0.85
+    assert len(train_experts.lessons(40, 5, 0.5, 0.25, 0.0)) == 40
 
 
 def test_captions_for_images_come_last() -> None:
