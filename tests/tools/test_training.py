@@ -130,6 +130,30 @@ def test_the_first_latent_frame_can_count_for_more() -> None:
     assert loss(3.0) == pytest.approx(loss(1.0) * 1.5, rel=0.01)  # 3 of 4 parts instead of 1 of 2
 
 
+@pytest.mark.parametrize("images", [1.0, 0.0])
+def test_clips_from_images_can_learn_guidance_away_from_a_guess_without_image(images: float) -> None:
+    cache = cache_of(4, midway=4 if images else 0)
+
+    class Guess(nn.Module):
+        """Answers ``value`` to an image and 0 to none."""
+
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.value = value
+
+        def forward(self, latents: torch.Tensor, timestep: torch.Tensor, *_: torch.Tensor, **__: bool) -> tuple:
+            given = timestep.dim() == 2 and bool((timestep == 0).any())
+            return (torch.full_like(latents, self.value if given else 0.0),)
+
+    def loss(value: float, image_guidance: float) -> float:
+        torch.manual_seed(0)
+        return float(train_experts.loss_of(Guess(value), cache, 4, "low", 1.0, images, 1.0, image_guidance)[0])
+
+    # The target moves by (1.5 - 1) x (1 - 0), as far as a guess of 0.5 is from one of 1.
+    assert loss(1.0, 1.5) == pytest.approx(loss(0.5, 1.0), rel=1e-5)
+    assert (loss(1.0, 1.5) == pytest.approx(loss(1.0, 1.0), rel=1e-3)) == (not images)
+
+
 def test_a_cache_is_shared_through_a_file(tmp_path: Path) -> None:
     made = [cache_of(4, midway=1), cache_of(2, midway=0)]
     train_experts.save_caches(made, tmp_path / "cache.pt")
@@ -144,6 +168,7 @@ def test_lessons_show_more_of_what_is_hard() -> None:
     assert bool((scenes.jitter[100:, 2:4] <= 1).all()) and scenes.jitter[:100, 2:4].max() > 1.5
     codes = torch.tensor([world.SUBJECTS.index(name) for name in train_experts.HARD])
     assert 0.65 < torch.isin(scenes.subject, codes).any(1).float().mean() < 0.85
+    assert len(train_experts.lessons(40, 5, 0.5, 0.25, 0.0)) == 40
 
 
 def test_captions_for_images_come_last() -> None:

@@ -243,7 +243,14 @@ def draw_sigma(count: int, role: str, device: torch.device) -> Tensor:
 
 
 def loss_of(
-    model: WanTransformer3DModel, cache: Cache, count: int, role: str, weight: float, images: float, first: float = 1.0
+    model: WanTransformer3DModel,
+    cache: Cache,
+    count: int,
+    role: str,
+    weight: float,
+    images: float,
+    first: float = 1.0,
+    image_guidance: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """On ``count`` random clips of ``cache`` at noise levels of ``role``: the flow matching loss with ``weight`` where
     subjects are and 1 elsewhere, and the plain errors there and elsewhere, (2,).
@@ -251,6 +258,10 @@ def loss_of(
     A share of ``images`` clips starts from an image, in the way of Wan2.2-TI2V: the first latent frame is clean, the
     timestep of its tokens is 0, and its error does not count. All clips entered midway are among them. In the others,
     ``first`` is the weight of the first latent frame.
+
+    With an ``image_guidance`` above 1, clips from an image learn what guidance that amplifies the image would predict,
+    by the model itself (model guidance, arXiv 2502.12154): the prediction without an image, where the first latent
+    frame is as noisy as the others, is what they move away from.
     """
     device = cache.latents.device
     pick = torch.randint(len(cache.latents), (count,), device=device)
@@ -268,7 +279,15 @@ def loss_of(
     timestep = 1000 * level[:, 0, :, ::2, ::2].flatten(1) if images else 1000 * sigma
     with torch.autocast(device.type, torch.bfloat16):
         guess = model((1 - level) * clean + level * noise, timestep, text, return_dict=False)[0]
-    error = (guess.float() - (noise - clean)).square().mean(1)
+    target = noise - clean
+    if image_guidance > 1 and images:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            noisy = sigma.view(-1, 1, 1, 1, 1)
+            times = (1000 * sigma)[:, None].expand(-1, timestep.shape[1])
+            imageless = model((1 - noisy) * clean + noisy * noise, times, text, return_dict=False)[0]
+        away = (guess.detach() - imageless).float() * given.view(-1, 1, 1, 1, 1)
+        target = target + (image_guidance - 1) * away
+    error = (guess.float() - target).square().mean(1)
     counted = (level[:, 0] > 0).float()
     counted[:, 0] *= first
     error, inside, total = error * counted, inside * counted, counted.sum()
@@ -307,6 +326,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=float, default=0.0, help="share of clips that start from an image")
     parser.add_argument("--hard", type=float, default=0.0, help="share of clips drawn to show a bird, train or such")
     parser.add_argument("--first", type=float, default=1.0, help="weight of the first latent frame of other clips")
+    parser.add_argument("--image-guidance", type=float, default=1.0, help="learnt by clips that start from an image")
     parser.add_argument("--cache", type=Path, default=None, help="file with the encoded clips, made if missing")
     parser.add_argument("--cache-only", action="store_true", help="end after writing the cache")
     parser.add_argument("--sharpen", type=float, default=0.0, help="least gain of cross-attention at the start")
@@ -367,7 +387,9 @@ def main() -> None:
         # Every size once at the start, so that compiling is over early.
         first = clock.steps <= len(BUCKETS)
         bucket = len(BUCKETS) - clock.steps if first else int(shares.multinomial(1, generator=order))
-        loss, errors = loss_of(model, caches[bucket], args.batch, role, args.subject_weight, args.images, args.first)
+        loss, errors = loss_of(
+            model, caches[bucket], args.batch, role, args.subject_weight, args.images, args.first, args.image_guidance
+        )
         loss.backward()
         training.average_gradients(parameters, group)
         optimiser.step(clock.rate(100, *args.rates))

@@ -145,7 +145,7 @@ def sample(count: int, seed: int, *, keep: str = "seen", two_subjects: float = T
     generator = torch.Generator().manual_seed(seed)
     chosen: list[Scenes] = []
     have = 0
-    while have < count:
+    while have < count or not chosen:
         drawn = _draw(max(2 * count, 64), generator, two_subjects)
         if keep != "any":
             mask = held_out(drawn)
