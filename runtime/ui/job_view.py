@@ -354,7 +354,8 @@ def running_line(progress: Progress) -> Line:
     detail = ""
     if progress.stage == "denoise" and progress.steps:
         # The step that runs, not the last finished one: 1 of 20 during the first step.
-        detail = f"step {progress.section_step} of {progress.steps if not progress.section else progress.plan.steps}"
+        steps = progress.plan.steps if progress.section and progress.plan is not None else progress.steps
+        detail = f"step {progress.section_step} of {steps}"
     elif progress.building is not None:
         detail = page_text(progress.building.progress).what
     elif progress.stage == "decode":
