@@ -89,6 +89,7 @@ def test_sections_are_counted_and_the_time_left_includes_all(planned: Planned) -
     plan = planned.plan.replace(sections=3, frames=9, seconds=seconds)
     events: list[tuple[float, Event]] = [(0.0, Planned(plan=plan))]
     shown, left, shares, now = [], [], [], 0.0
+    steps, of_section = [], []
     for section in range(3):
         events.append((now, StageStarted(stage="denoise", part="transformer")))
         for step in range(4):
@@ -96,13 +97,19 @@ def test_sections_are_counted_and_the_time_left_includes_all(planned: Planned) -
             events.append((now, StepDone(step=4 * section + step + 1, of=12, seconds=1.0, part="transformer")))
             left.append((now, fold(events).at(now).seconds_left))
             shown.append(fold(events).section)
+            steps.append(fold(events).section_step)
+            if step < 3:
+                of_section.append(fold(events).at(now).section_seconds_left)
         events.append((now, StageStarted(stage="decode", part="vae")))
+        of_section.append(fold(events).at(now + 0.5).section_seconds_left)
         shown.append(fold(events).section)
         now += 2
         events.append((now, FramesDecoded(frames=3 * section + 3, of=9)))
         left.append((now, fold(events).at(now).seconds_left))
         shares.append(fold(events).fraction)
     assert shown == [1, 1, 1, 2, 1, 2, 2, 2, 3, 2, 3, 3, 3, 3, 3]
+    assert steps == [2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 4]
+    assert of_section == pytest.approx(3 * [5, 4, 3, 1.5], abs=0.01)
     assert shares == pytest.approx([1 / 3, 2 / 3, 1])
     for moment, seconds_left in left:
         assert seconds_left == pytest.approx(18 - moment, abs=0.01)

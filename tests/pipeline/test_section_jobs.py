@@ -31,8 +31,10 @@ from runtime.core.events import (
 from runtime.core.plan import Split
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
+from runtime.families.framepack.image_encoder import ImageEncoder
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
-from runtime.families.framepack.vae import PyTorchSectionDecoder
+from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
+from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncoder
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.pipeline import section_files
@@ -308,10 +310,19 @@ def _full(_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "at"), [(PyTorchSectionDenoiser, "__call__", 4), (PyTorchSectionDecoder, "window", 2)]
+    ("kind", "name", "at"),
+    [
+        (LlamaEncoder, "encode", 1),
+        (ClipEncoder, "encode", 1),
+        (ImageEncoder, "encode", 1),
+        (PyTorchImageLatents, "sample", 1),
+        (PyTorchSectionDenoiser, "__call__", 1),
+        (PyTorchSectionDenoiser, "__call__", 4),
+        (PyTorchSectionDecoder, "window", 2),
+    ],
 )
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
-def test_out_of_memory_within_a_section_is_retried_with_the_same_video(
+def test_out_of_memory_in_any_stage_is_retried_with_the_same_video(
     model: str, kind: Any, name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clip = make(model)

@@ -20,9 +20,11 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import SECTIONS
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
+from tests.families import framepack_models
 from tests.image_files import saved
 from tests.pipeline.test_resume import stream_of
 from tests.queue.planted import Planted
@@ -89,6 +91,7 @@ def app(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("app")
     shutil.copytree(tiny("wan2.2-a14b").directory, folder / "weights" / "tiny")
     shutil.copytree(tiny("wan2.2-i2v-a14b").directory, folder / "weights" / "images")
+    framepack_models.pipeline().save_pretrained(folder / "weights" / "framepack-f1")
     with pytest.MonkeyPatch.context() as monkeypatch:
         made = App(folder, Planted(folder / "planted", monkeypatch))
         yield made
@@ -137,6 +140,33 @@ def test_a_job_from_an_image_resumes_after_its_worker_was_killed_and_the_image_i
     assert isinstance(job.progress.end, VideoSaved), job.progress.end
     assert app.died_in(job) == [("denoise", KILLED)]
     assert stream_of(job.plan.output) == stream_of(wanted.plan.output)
+
+
+@pytest.mark.parametrize(
+    ("stage", "at", "resumed"),
+    [
+        ("denoise", {"event": "StepDone", "step": 5}, None),  # in the middle of the second section
+        ("decode", {"event": "StageStarted", "stage": "decode"}, 3),
+        ("decode", {"event": "SectionDone", "section": 2}, 6),
+    ],
+)
+def test_a_video_made_in_sections_resumes_by_itself_after_its_worker_was_killed(
+    app: App, tmp_path: Path, stage: str, at: dict[str, Any], resumed: int | None
+) -> None:
+    image = str(saved(tmp_path / "boat.png", 48, 32))
+    values: dict[str, Any] = {"model": "framepack-f1", "image": image, "width": 48, "height": 32}
+    values |= {"frames": 109, "steps": 3}
+    wanted, _ = app.run(**values)
+    app.planted.add("kill", **at)
+    job, end = app.run(**values)
+    assert app.died_in(job) == [(stage, KILLED)]
+    found = [event.step for event in job.events if isinstance(event, Resumed)]
+    assert found == [resumed] or (resumed is None and found[0] in {3, 4, 5})
+    assert end.sections == (3, 3, 109)
+    assert stream_of(job.plan.output) == stream_of(wanted.plan.output)
+    folder = app.store.folder(job.id)
+    assert folder is not None
+    assert not (folder / SECTIONS).exists()
 
 
 def test_a_second_death_fails_the_job(app: App) -> None:

@@ -18,6 +18,7 @@ from runtime.models import images
 from runtime.models.catalogue import find
 from runtime.models.images import find_image
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import CLIP, SECTIONS, clip_name
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
@@ -60,6 +61,31 @@ def end_of(job: Job) -> str:
 
     until(ended)
     return job.state
+
+
+def test_a_visitor_gets_the_clip_of_the_sections_of_their_own_video(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "weights" / "tiny")
+    worker = RunningQueue(
+        tmp_path / "weights", tmp_path / "outputs", no_engines(tmp_path), store=JobStore(tmp_path / "jobs.sqlite")
+    )
+    settings = Settings(cache_dir=tmp_path, share_frames=9, share_steps=1000)
+    visitors = Visitors(worker, settings, {"tiny": find("tiny", tmp_path / "weights")})
+    try:
+        job = visitors.submit(long(), "a")
+        folder = worker.store.folder(job.id)
+        assert folder is not None
+        clip = folder / SECTIONS / CLIP / clip_name(2)
+        clip.parent.mkdir(parents=True)
+        clip.write_bytes(b"sections")
+        assert visitors.video(f"{job.id}-2.mp4", "a") == clip
+        for name in (f"{job.id}-1.mp4", f"{job.id}-2.h264", f"{job.id}--2.mp4", f"{job.id}-2.mp4/"):
+            assert visitors.video(name, "a") is None
+        assert visitors.video(f"{job.id}-2.mp4", "b") is None
+        assert visitors.video(f"{job.id}.mp4", "a") is None
+    finally:
+        worker.close()
 
 
 def test_a_visitor_waits_for_their_own_video(visitors: Visitors, worker: JobQueue) -> None:

@@ -14,6 +14,7 @@ from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.files import CLIP, SECTIONS, clip_name
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import JobRecorder
 from runtime.queue.store import JobStore
@@ -286,3 +287,49 @@ def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
     seen, heard = asyncio.run(collect())
     assert seen[0].busy and not seen[-1].busy
     assert [type(event).__name__ for event in heard] == ["Planned", "StageStarted", "Cancelled"]
+
+
+def test_a_running_job_plays_its_finished_sections(job: Job, store: JobStore) -> None:
+    plan = job.plan.replace(sections=3, steps=4)
+    begin(job, store)
+    events = [Planned(plan=plan), StageStarted(stage="denoise", part="transformer")]
+    steps = [StepDone(step=n, of=12, seconds=1.0, part="transformer", preview=b"webp") for n in range(1, 6)]
+    view = show(job, store, *events, *steps)
+    assert "section 2 of 3, step 2 of 4" in view.status
+    assert "<video" not in view.picture
+    assert re.search(r'<span>\s*<button[^>]*data-action="finish"', view.status)
+    folder = store.folder(job.id)
+    assert folder is not None
+    clip = folder / SECTIONS / CLIP / clip_name(1)
+    clip.parent.mkdir(parents=True)
+    clip.write_bytes(b"")
+    view = show(job, store)
+    assert (
+        f'<video src="tandem/sections/{job.id}/1.mp4" aria-label="Video so far: 1 of 3 sections" data-grows'
+        in view.picture
+    )
+    assert "1 of 3 sections, section 2 is made" in view.picture
+    assert "data:image/webp;base64,d2VicA==" in view.picture
+    # A request to end early replaces the button; the last section has none.
+    store.finish_early(job.id)
+    job.refresh()
+    view = show(job, store)
+    assert "The video ends after this section." in view.status
+    assert re.search(r'<span hidden>\s*<button[^>]*data-action="finish"', view.status)
+    # What is finished can be played after the end of a job without a video.
+    view = show(job, store, Cancelled())
+    assert "Its finished sections are kept." in view.status
+    assert f"tandem/sections/{job.id}/1.mp4" in view.picture and "base64" not in view.picture
+
+
+def test_a_video_that_ended_early_can_be_continued(job: Job, store: JobStore) -> None:
+    plan = job.plan.replace(sections=3)
+    job.plan.output.write_bytes(b"")
+    address = replace(AUDIENCE, address=lambda job: job_view.video_address(job, job.plan.output.parent))
+    begin(job, store)
+    append_events(job, store, Planned(plan=plan), saved(job).model_copy(update={"sections": (2, 3, 5)}))
+    view = job_view.view(job, cast(JobQueue, EmptyQueue()), address, "", 0.0)
+    assert "The video has 2 of 3 sections." in view.status
+    assert re.search(r'<span>\s*<button[^>]*data-action="resume"[^>]*>Continue this video', view.status)
+    # Another address than that of the whole video, which takes the place of this one.
+    assert f'src="{job_view.file_url(job.plan.output)}?2"' in view.picture
