@@ -292,7 +292,7 @@ def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
 def test_a_running_job_plays_its_finished_sections(job: Job, store: JobStore) -> None:
     plan = job.plan.replace(sections=3, steps=4)
     begin(job, store)
-    events = [Planned(plan=plan), StageStarted(stage="denoise", part="transformer")]
+    events: list[Event] = [Planned(plan=plan), StageStarted(stage="denoise", part="transformer")]
     steps = [StepDone(step=n, of=12, seconds=1.0, part="transformer", preview=b"webp") for n in range(1, 6)]
     view = show(job, store, *events, *steps)
     assert "section 2 of 3, step 2 of 4" in view.status
