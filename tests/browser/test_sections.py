@@ -123,7 +123,7 @@ def test_a_video_is_watched_while_it_is_made_ended_and_continued(open_page: Open
     with closing(JobStore(able.cache_dir / NAME)) as store:
         video = store.get(job).output
     early = video.read_bytes()
-    page.click("#status [data-action=resume]:has-text('Continue')")
+    page.click("#status [data-action=resume]:has-text('Continue this video')")
     page.wait_for_selector("#status .detail:has-text('section 4 of 4')")
     wait_for_state(page, "done")
     page.wait_for_selector("#status .detail:has-text('The video is ready.')")
