@@ -126,9 +126,10 @@ def buildable_engines(
     engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = BATCH
 ) -> list[FrameEngine]:
     """Return an engine of each backend that this machine can build, the usually fastest first."""
-    builders = {builder.backend: builder for builder in reversed(list(_component_builders(engines, device)))}
-    ordered = dict.fromkeys(builder.backend for builder in _component_builders(engines, device))
-    return [frame_engine(engines, spec, builders[backend], latent, device, batch=batch) for backend in ordered]
+    first: dict[str, Builder] = {}
+    for builder in _component_builders(engines, device):
+        first.setdefault(builder.backend, builder)
+    return [frame_engine(engines, spec, builder, latent, device, batch=batch) for builder in first.values()]
 
 
 def _component_builders(engines: EngineService, device: str) -> Iterator[Builder]:

@@ -1,6 +1,6 @@
 """Decoded frames: blending of overlapping tiles, division among GPUs, conversion to 8 bits and copy to the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -85,6 +85,37 @@ def fetch(frames: torch.Tensor, part: ComponentPlan | None) -> Callable[[], torc
         return there
 
     return arrived
+
+
+def fetched(
+    batches: Iterable[torch.Tensor], check: Callable[[], None], part: Callable[[], ComponentPlan] | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield batches of decoded frames on the CPU, in 8 bits, as they are decoded; empty ones are left out.
+
+    Args:
+        batches: see `as_bytes`; uint8 frames are only copied.
+        check: called after each batch is started, and before the last of a GPU is waited for; may raise.
+        part: returns the VAE's current plan, for error messages; a failed engine may have fallen back to PyTorch.
+
+    Raises:
+        BadResultError: if the frames contain NaN or Inf.
+    """
+    pending: Callable[[], torch.Tensor] | None = None
+    for frames in batches:
+        check()
+        if not len(frames):
+            continue
+        get_frames = fetch(frames, part and part())
+        if frames.device.type != "cuda":
+            yield get_frames()
+            continue
+        # The GPU decodes the next batch while the caller processes this one.
+        if pending is not None:
+            yield pending()
+        pending = get_frames
+    if pending is not None:
+        check()
+        yield pending()
 
 
 def _page_locked(tensor: torch.Tensor) -> torch.Tensor:

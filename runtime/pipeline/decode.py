@@ -6,7 +6,7 @@ A decoder of single frames takes latents [n, c, h, w] or [b, n, c, h, w]; a mode
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +25,7 @@ from runtime.core.settings import Settings
 from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
 from runtime.execution import components
-from runtime.execution.decoded_frames import fetch
+from runtime.execution.decoded_frames import fetched
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.models.latent_files import RGB, LatentFile
 from runtime.models.spec import ModelSpec
@@ -132,7 +132,7 @@ def decode_file(
             emit(StageStarted(stage="decode"))
             started, written = time.monotonic(), 0
             with VideoWriter(request.output, width, height, fps, crf) as writer:
-                for frames in _in_bytes(batches, panels, cancel):
+                for frames in fetched(_shown(batches, panels), cancel.check):
                     writer.write(frames.numpy())
                     written += len(frames)
                     emit(FramesDecoded(frames=written, of=source.count))
@@ -171,29 +171,16 @@ def _panels(request: DecodeRequest, channels: int) -> list[list[int]]:
     return panels
 
 
-def _in_bytes(
-    batches: Iterator[torch.Tensor], panels: Sequence[Sequence[int]], cancel: Cancel
-) -> Iterator[torch.Tensor]:
-    """Yield frames (n, height, width, 3) uint8 on the CPU; a GPU decodes the next batch meanwhile.
+def _shown(batches: Iterable[torch.Tensor], panels: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+    """Yield frames (n, height, width, 3) in -1 to 1, or uint8, with the panels next to each other.
 
     Args:
         batches: (n, height, width, channels) in about -1 to 1, or uint8.
     """
-    pending: Callable[[], torch.Tensor] | None = None
     plain = [[0, 1, 2]]
     for batch in batches:
-        cancel.check()
-        if not len(batch):
-            continue
         shown = batch if panels == plain else torch.cat([batch[..., list(panel)] for panel in panels], dim=2)
-        shown = shown if shown.dtype == torch.uint8 else shown[..., :_COLORS].float().clamp(-1.0, 1.0)
-        coming = fetch(shown, None)
-        if pending is not None:
-            yield pending()
-        pending = coming
-    if pending is not None:
-        cancel.check()
-        yield pending()
+        yield shown if shown.dtype == torch.uint8 else shown[..., :_COLORS].float().clamp(-1.0, 1.0)
 
 
 class _Source:
@@ -219,6 +206,10 @@ class _Source:
                 layout=self.layout,
                 shape="×".join(map(str, file.shape)),
             )
+
+    def dtype_on(self, device: str) -> str:
+        """Return the dtype that the decoder computes in."""
+        return "bfloat16" if device != "cpu" and not self.spec.small else "float32"
 
     def clip(self, number: int) -> list[int]:
         """Return the index of a clip in the file."""
@@ -276,8 +267,7 @@ class _Frames(_Source):
         cancel: Cancel,
     ) -> "_Opened":
         """Load the decoder."""
-        dtype = "bfloat16" if device != "cpu" and not self.spec.small else "float32"
-        decoder = load_decoder(str(self.spec.directory), device=device, dtype=dtype)
+        decoder = load_decoder(str(self.spec.directory), device=device, dtype=self.dtype_on(device))
         decode = make_batched_decode_fn(
             decoder, BATCH, backend=backend, settings=settings, engines=engines, emit=emit, cancel=cancel
         )
@@ -329,7 +319,7 @@ class _Clips(_Source):
             reason = Fact("decode.clips_in_pytorch")
             emit(FellBack(component="vae", backend=backend, reason=reason))
             self.outcome["fallbacks"] = (reason,)
-        dtype = "bfloat16" if device != "cpu" and not self.spec.small else "float32"
+        dtype = self.dtype_on(device)
         part = ComponentPlan(backend=PYTORCH, device=device, dtype=dtype, weights_bytes=0, reasons=())
         decoder = components.components_of(self.spec).video_decoder(load_module(self.spec, "vae", part), device)
         return _Opened(self._batches(decoder), lambda: None)

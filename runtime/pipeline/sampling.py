@@ -17,7 +17,7 @@ from runtime.core.errors import BadResultError, ModelError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
 from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
-from runtime.execution.decoded_frames import fetch
+from runtime.execution.decoded_frames import fetched
 from runtime.models.spec import ModelSpec
 
 
@@ -274,28 +274,13 @@ def decode(
 
     Args:
         chunk, tile: see `VideoDecoder.frames`.
-        part: returns the VAE's current plan, for error messages; a failed engine may have fallen back to PyTorch.
+        part: see `decoded_frames.fetched`.
 
     Raises:
         BadResultError: if the frames contain NaN or Inf.
         CancelledError, PausedError: within one chunk of the request.
     """
-    pending: Callable[[], torch.Tensor] | None = None
-    for frames in decoder.frames(latents, chunk, tile):
-        cancel.check_pause()
-        if not len(frames):
-            continue
-        get_frames = fetch(frames, part and part())
-        if frames.device.type != "cuda":
-            yield get_frames()
-            continue
-        # The GPU decodes the next chunk while the caller processes this one.
-        if pending is not None:
-            yield pending()
-        pending = get_frames
-    if pending is not None:
-        cancel.check_pause()
-        yield pending()
+    yield from fetched(decoder.frames(latents, chunk, tile), cancel.check_pause, part)
 
 
 def _guided(

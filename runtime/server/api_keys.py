@@ -26,6 +26,8 @@ from runtime.core.request import MAX_FRAMES, MAX_SIDE, MAX_STEPS
 from runtime.core.untrusted_files import read_json
 
 NAME = "api_keys.json"
+# Of the owners of keys' videos, before the key's name.
+OWNER_PREFIX = "key:"
 _PREFIX = "tandem_"
 _BYTES = 32
 _KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -65,7 +67,7 @@ class ApiKey(FrozenModel):
     @property
     def owner(self) -> str:
         """The owner of its videos in the job store."""
-        return f"key:{self.name}"
+        return f"{OWNER_PREFIX}{self.name}"
 
 
 _KEYS: TypeAdapter[tuple[ApiKey, ...]] = TypeAdapter(tuple[ApiKey, ...])

@@ -21,7 +21,8 @@ from runtime.server.gradio_requests import IMAGES, UPLOAD, RefusedError
 
 _PRIVATE = {"Cache-Control": "private, no-store"}
 _MOST_NAME = 200
-_NAMELESS = "image"
+# Of an image that was sent without a name.
+NAMELESS = "image"
 
 # Checks and keeps an image: given its file's content, its name, and the visitor's name or "" for the owner.
 Keep = Callable[[bytes, str, str], ImageUse]
@@ -54,7 +55,7 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
                 file = form.get("files")
                 if not isinstance(file, UploadFile):
                     raise RefusedError("The form has no file.")
-                use = await kept(request, await file.read(), file.filename or _NAMELESS)
+                use = await kept(request, await file.read(), file.filename or NAMELESS)
         except (HTTPException, ValueError, AssertionError) as error:  # of the form's syntax, or with more parts
             if isinstance(error, RefusedError):
                 raise
@@ -70,4 +71,4 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
 def plain_name(name: str) -> str:
     """Return the name of a file as messages can show it: without folders, and without control characters."""
     last = name.replace("\\", "/").rpartition("/")[2].strip()[-_MOST_NAME:]
-    return last if last and last.isprintable() and last not in {".", ".."} else _NAMELESS
+    return last if last and last.isprintable() and last not in {".", ".."} else NAMELESS

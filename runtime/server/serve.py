@@ -23,7 +23,7 @@ from runtime.pipeline.files import make_folder
 from runtime.pipeline.history_file import HistoryFile
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore, open_store
-from runtime.server.api_keys import ApiKeys
+from runtime.server.api_keys import OWNER_PREFIX, ApiKeys
 from runtime.server.connections import PageServer, limits_for, listen
 from runtime.server.security import LOOPBACK
 from runtime.server.video_api import VideoApi
@@ -31,7 +31,6 @@ from runtime.server.visitors import cancel_orphaned
 
 # A video of the API whose process was killed this often may be the cause.
 _MOST_INTERRUPTIONS = 3
-_OWNER = "key:"
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def open_queue(settings: Settings) -> tuple[JobQueue, EngineService]:
 def resume_interrupted(store: JobStore) -> None:
     """Queue the videos of API keys again whose process was killed; programs cannot resume them."""
     for job in store.list(states=["interrupted"]):
-        if (job.owner or "").startswith(_OWNER):
+        if (job.owner or "").startswith(OWNER_PREFIX):
             interruptions = sum(values["event"] == "Interrupted" for _, _, values in store.events(job.id))
             if interruptions < _MOST_INTERRUPTIONS:
                 logger.info("job %s is queued again", job.id)

@@ -25,7 +25,7 @@ from runtime.core.request_fields import Prompt
 from runtime.core.untrusted_files import DuplicateNameError, parse_json
 from runtime.server.api_errors import refused
 from runtime.server.gradio_requests import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
-from runtime.server.image_uploads import plain_name
+from runtime.server.image_uploads import NAMELESS, plain_name
 
 JSON, FORM = "application/json", "multipart/form-data"
 # JSON holds an image as base64; larger ones are sent in a form.
@@ -38,7 +38,6 @@ _MOST_VALUES = 500
 _SIZE = re.compile(r"([0-9]{1,5})[x×]([0-9]{1,5})")
 _NESTED = re.compile(r"([a-z_0-9]{1,40})\[([a-z_0-9]{0,40})\]")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
-_NAMELESS = "image"
 # Bodies that are larger than the fields of a request: of one user, and of all.
 _MOST_UPLOADS, _MOST_UPLOADS_ALL = 2, 4
 
@@ -216,7 +215,7 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
             case None:
                 values.pop(name, None)
             case {"image_url": str(url), **rest} if not rest:
-                _add_image(images, name, (_data_of(url, name), _NAMELESS))
+                _add_image(images, name, (_data_of(url, name), NAMELESS))
                 del values[name]
             case _:
                 raise InvalidRequestError(name, "server.api_image")
@@ -264,11 +263,11 @@ async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, Image]]:
         if isinstance(value, UploadFile):
             if name not in (*_IMAGES, _REFERENCE) or inner is not None:
                 raise InvalidRequestError(cut(key, 40), "server.api_image")
-            _add_image(images, name, (await value.read(), plain_name(value.filename or _NAMELESS)))
+            _add_image(images, name, (await value.read(), plain_name(value.filename or NAMELESS)))
         elif name in (*_IMAGES, _REFERENCE):
             if inner != "image_url":
                 raise InvalidRequestError(name, "server.api_image")
-            _add_image(images, name, (_data_of(value, name), _NAMELESS))
+            _add_image(images, name, (_data_of(value, name), NAMELESS))
         else:
             _add_text(values, name, inner, value)
     return values, images

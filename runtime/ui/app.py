@@ -103,9 +103,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info) -> It
 
 
 def _prepare_environment(settings: Settings) -> None:
-    """Set environment variables: Gradio's folders in the cache, no proxy for this machine, offline mode."""
-    if settings.offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    """Set environment variables: Gradio's folders in the cache, no proxy for this machine."""
     scratch = settings.cache_dir / "gradio"
     os.environ["GRADIO_TEMP_DIR"] = str(scratch)
     os.environ["GRADIO_EXAMPLES_CACHE"] = str(scratch / "examples")

@@ -44,9 +44,24 @@ def write_frames(
         OutputError: if the disk is full or the file cannot be written.
         MachineError: if there is no ffmpeg.
     """
+    options = ["-xerror", *_RAW, "-s", f"{width}x{height}", "-r", str(fps), "-i", "pipe:0", *encoder]
+    feed_ffmpeg(target, options, (np.ascontiguousarray(chunk).data for chunk in frames), sync=True)
+
+
+def feed_ffmpeg(target: Path, options: Sequence[str], data: Iterable[bytes | memoryview], *, sync: bool) -> None:
+    """Write a file with ffmpeg from data on its standard input; a partial file is one that `sweep_parts` removes.
+
+    Args:
+        target: replaced only when the new file is complete.
+        options: of the input, which is `pipe:0`, and of the output.
+        sync: whether the file is on the disk when this returns.
+
+    Raises:
+        OutputError: if the data cannot be read, the disk is full, or the file cannot be written.
+        MachineError: if there is no ffmpeg.
+    """
     partial = target.with_name(f"{target.name}.{os.getpid()}{_PARTIAL}")
-    command = [find_ffmpeg(), "-v", "error", "-xerror", "-y", *_RAW, "-s", f"{width}x{height}", "-r", str(fps)]
-    command += ["-i", "pipe:0", *encoder, str(partial)]
+    command = [find_ffmpeg(), "-v", "error", "-y", *options, str(partial)]
     try:
         # In its own process group, so that Ctrl-C reaches only this process.
         with subprocess.Popen(
@@ -56,18 +71,20 @@ def write_frames(
             assert process.stderr is not None
             try:
                 with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # ffmpeg has failed: see its log
-                    for chunk in frames:
-                        pipe.write(np.ascontiguousarray(chunk).data)
+                    for chunk in data:
+                        pipe.write(chunk)
                 log = process.stderr.read().decode("utf-8", "replace")
             except BaseException:
                 process.kill()
                 raise
         if process.returncode != 0:
             raise ffmpeg_error(log, target)
-        with partial.open("r+b") as file:
-            os.fsync(file.fileno())
+        if sync:
+            with partial.open("r+b") as file:
+                os.fsync(file.fileno())
         partial.replace(target)
-        sync_folder(target.parent)
+        if sync:
+            sync_folder(target.parent)
     except OSError as error:
         raise cannot_write(target, error) from error
     finally:

@@ -123,7 +123,7 @@ class Process:
             results.say("shared.jsonl", **what, process=self.number, failed=f"{type(error).__name__}: {error}"[:300])
         if self.agree(failed):
             return
-        # Attention that shares tokens is compiled anew.
+        # Attention that shares tokens is compiled again.
         install(module, speed.attention, *denoiser._compiled)
         share_tokens(module, self.tokens)
         with torch.no_grad():

@@ -77,7 +77,7 @@ def test_names_that_cannot_be_used_are_refused(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "text", ["", "{", "{}", "[1]", '[{"name": "a"}]', '[{"name": "a", "digest": "b", "created": 1}]']
 )
-def test_a_damaged_file_lets_nobody_in(text: str, tmp_path: Path) -> None:
+def test_a_damaged_file_refuses_every_request(text: str, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(text, encoding="utf-8")
     for use in (ApiKeys(tmp_path).keys, lambda: ApiKeys(tmp_path).find("x"), lambda: ApiKeys(tmp_path).revoke("a")):
         with pytest.raises(SettingsError) as refused:
