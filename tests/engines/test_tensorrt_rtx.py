@@ -60,8 +60,7 @@ SIZES = {"fixed": FIXED, "dynamic": DYNAMIC, "images": IMAGES}
 CASES = [
     *(
         (model, size, program)
-        for model in ("diorama", "wan2.1")
-        for size in ("fixed", "dynamic")
+        for model, size in (("diorama", "dynamic"), ("wan2.1", "fixed"))
         for program in SIZES[size]
     ),
     *(("wan2.1-flf2v", "images", program) for program in IMAGES),

@@ -64,6 +64,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+# Videos of jobs that nothing interrupted, by model and number of images.
+_WHOLE: dict[tuple[Path, int], tuple[bytes, str]] = {}
+
+
 class Clip:
     """A plan with its model, and runs of it."""
 
@@ -82,6 +86,15 @@ class Clip:
     def video(self) -> tuple[bytes, str]:
         """The video's frames and the digest of its stream."""
         return frames_of(self.plan.output), stream_of(self.plan.output)
+
+    def whole(self) -> tuple[bytes, str]:
+        """Return the video of a job of three sections that nothing interrupts; it is made once for each model."""
+        key = self.spec.directory, len(self.images)
+        if key not in _WHOLE:
+            saved(self.run("whole"))
+            _WHOLE[key] = self.video
+            self.plan.output.unlink()
+        return _WHOLE[key]
 
     def run(self, job: str | None = "job", pause_at: Choice = never, **given: Any) -> list[Event]:
         """Run the job, with its progress in a folder."""
@@ -176,10 +189,9 @@ def test_sections_are_reported_while_the_job_runs(model: str, make: Make) -> Non
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_a_pause_after_any_step_gives_the_same_video(model: str, make: Make) -> None:
     clip = make(model, last=model == INVERTED)
-    clip.run("whole")
-    wanted = clip.video
+    wanted = clip.whole()
     for step in range(1, 6):
-        clip.plan.output.unlink()
+        clip.plan.output.unlink(missing_ok=True)
         job = f"job{step}"
         (*_, paused) = clip.run(job, at_step(step))
         assert paused == Paused(step=step, of=6)
@@ -201,8 +213,7 @@ def test_a_job_without_a_folder_leaves_no_files(make: Make) -> None:
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_a_lost_section_is_made_again(damage: str, make: Make) -> None:
     clip = make(VANILLA)
-    clip.run("whole")
-    wanted = clip.video
+    wanted = clip.whole()
     clip.run(pause_at=at_step(5))
     part = clip.folder / "job" / SECTIONS / "0000.mkv"
     if damage == "missing":
@@ -261,24 +272,23 @@ def test_a_request_to_resume_at_another_speed_starts_over_if_prompts_depend_on_i
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
 @pytest.mark.parametrize(
-    ("moment", "resumed"),
+    ("model", "moment", "resumed"),
     [
-        ({"event": "StepDone", "count": 3}, 2),  # within the second section
-        ({"event": "SectionDone", "count": 1}, 2),
-        ({"rename": "0001.mkv", "count": 1}, 4),  # the second section is decoded, and not on disk
-        ({"rename": "0001.mp4", "count": 1}, 2),  # the clip of the first section is not on disk
-        ({"rename": "checkpoint", "count": 5}, 4),  # it is on disk, and no checkpoint counts it
-        ({"rename": "x.mp4", "count": 1}, 6),  # all are joined
+        (INVERTED, {"event": "StepDone", "count": 3}, 2),  # within the second section
+        (VANILLA, {"event": "StepDone", "count": 3}, 2),
+        (INVERTED, {"event": "SectionDone", "count": 1}, 2),
+        (INVERTED, {"rename": "0001.mkv", "count": 1}, 4),  # the second section is decoded, and not on disk
+        (VANILLA, {"rename": "0001.mkv", "count": 1}, 4),
+        (VANILLA, {"rename": "0001.mp4", "count": 1}, 2),  # the clip of the first section is not on disk
+        (INVERTED, {"rename": "checkpoint", "count": 5}, 4),  # it is on disk, and no checkpoint counts it
+        (VANILLA, {"rename": "x.mp4", "count": 1}, 6),  # all are joined
     ],
 )
-@pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_a_job_killed_between_and_within_sections_resumes_to_the_same_video(
     model: str, moment: dict[str, Any], resumed: int, make: Make
 ) -> None:
     clip = make(model)
-    clip.run("whole")
-    wanted = clip.video
-    clip.plan.output.unlink()
+    wanted = clip.whole()
     assert killed(clip.spec, clip.plan, clip.folder / "job", **moment) == -9
     assert not clip.plan.output.exists()
     events = clip.run()
@@ -310,24 +320,23 @@ def _full(_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "at"),
+    ("model", "kind", "name", "at"),
     [
-        (LlamaEncoder, "encode", 1),
-        (ClipEncoder, "encode", 1),
-        (ImageEncoder, "encode", 1),
-        (PyTorchImageLatents, "sample", 1),
-        (PyTorchSectionDenoiser, "__call__", 1),
-        (PyTorchSectionDenoiser, "__call__", 4),
-        (PyTorchSectionDecoder, "window", 2),
+        (INVERTED, LlamaEncoder, "encode", 1),
+        (INVERTED, ClipEncoder, "encode", 1),
+        (INVERTED, ImageEncoder, "encode", 1),
+        (INVERTED, PyTorchImageLatents, "sample", 1),
+        (VANILLA, PyTorchSectionDenoiser, "__call__", 1),
+        (INVERTED, PyTorchSectionDenoiser, "__call__", 4),
+        (INVERTED, PyTorchSectionDecoder, "window", 2),
+        (VANILLA, PyTorchSectionDecoder, "window", 2),
     ],
 )
-@pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_out_of_memory_in_any_stage_is_retried_with_the_same_video(
     model: str, kind: Any, name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clip = make(model)
-    clip.run("whole")
-    wanted = clip.video
+    wanted = clip.whole()
     Failing(monkeypatch, kind, name, at, _full)
     events = clip.run()
     (out,) = [event for event in events if isinstance(event, OutOfMemory)]
@@ -342,8 +351,7 @@ def test_nan_within_a_section_fails_the_job_which_keeps_its_sections(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clip = make(VANILLA)
-    clip.run("whole")
-    wanted = clip.video
+    wanted = clip.whole()
     with monkeypatch.context() as patched:
         Failing(patched, PyTorchSectionDenoiser, "__call__", 4, lambda result: result * torch.nan)
         (*_, failed) = clip.run()
@@ -385,8 +393,7 @@ def finishing_after(section: int, clip: Clip, job: str = "job", **given: Any) ->
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_a_video_can_end_after_any_section_and_be_continued(model: str, made: int, make: Make) -> None:
     clip = make(model)
-    clip.run("whole")
-    wanted, size = clip.video, 3 * WIDTH * HEIGHT
+    wanted, size = clip.whole(), 3 * WIDTH * HEIGHT
     early = saved(finishing_after(made, clip))
     # Without the image's own frame, and blended with nothing, if it ends in the middle of the inverted order.
     count = 36 * made + 1 if model == VANILLA or made == 3 else 36 * made - 3
@@ -466,8 +473,7 @@ def test_the_clip_grows_after_a_resume_without_the_parts_of_the_earlier_run(mode
 
 def test_a_clip_that_cannot_be_written_does_not_fail_the_video(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = make(VANILLA)
-    clip.run("whole")
-    wanted = clip.video
+    wanted = clip.whole()
 
     def full(*_: Any) -> None:
         raise OutputError("video.disk_full", file="x")

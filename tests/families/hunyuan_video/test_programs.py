@@ -1,6 +1,5 @@
-"""The exportable forms of the text encoders equal transformers' modules, and run on engines in a job."""
+"""The exportable forms of the text encoders equal transformers' modules, and PyTorch takes over from them."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 from transformers import CLIPTextModel, LlamaModel
 
-from runtime.cli.main import run
 from runtime.core.facts import Fact
 from runtime.engines.programs import load_program
 from runtime.execution.engine_components import EngineTextModel
@@ -76,20 +74,3 @@ def test_texts_are_padded_for_the_engine_only(tiny: Tiny, fails: bool) -> None:
     assert engines.calls[0]["input_ids"].shape == (1, 351)
     torch.testing.assert_close(found, reference(ids, mask), rtol=1e-5, atol=1e-5)
     assert [reason.code for reason in reasons] == ["execution.engine_not_finite"] * fails
-
-
-@pytest.mark.slow
-def test_a_job_runs_both_text_encoders_on_engines(
-    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    size = ("--width", "64", "--height", "32", "--frames", "9", "--steps", "2")
-    chosen = ("all=pytorch", *(f"{name}=onnxruntime" for name in ENCODERS))
-    backends = [value for backend in chosen for value in ("--backend", backend)]
-    folder, out = str(tiny("hunyuan-video").directory), str(tmp_path / "x.mp4")
-    given = ["--model", folder, *size, *backends, "--build", "missing", "--out", out, "--json"]
-    assert run(["generate", "a red boat", *given]) == 0
-    made = json.loads(capsys.readouterr().out.splitlines()[-1])
-    used = {name: part["backend"] for name, part in made["plan"]["components"].items()}
-    assert used == dict.fromkeys(ENCODERS, "onnxruntime") | dict.fromkeys(("transformer", "vae"), "pytorch")
-    # Only the clip's size: no engine failed.
-    assert [warning for warning in made["warnings"] if "64x32" not in warning] == []
