@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 WARM_SECONDS = 600.0
-RESERVED_SECONDS = 1800.0
+RESERVED_SECONDS = 100_000.0
 # Weighted seconds by which a job's tag shrinks for each second in the queue: later jobs of other owners do not precede
 # it for ever.
 AGEING = 0.1
