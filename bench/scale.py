@@ -200,6 +200,8 @@ def arrivals(seed: int, videos: int, keys: int, burst: int) -> list[Arrival]:
 class Policy(Protocol):
     """The waiting jobs, and which of them start where."""
 
+    name: str
+
     def add(self, job: Job, *, first: bool = False) -> None:
         """Queue a job; `first` if it ran before."""
 
@@ -347,11 +349,11 @@ class Simulation:
         self.policy = policy
         self.workers: list[Worker] = []
         self.jobs = [Job(number, one.owner, one.kind, one.at, one.work) for number, one in enumerate(videos)]
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.warm = self.starts = 0
         self.interrupted = self.broken = 0
         self.waiting: Counter[str] = Counter()
-        self.rate: Counter[str] = Counter()
+        self.rate: dict[str, float] = defaultdict(float)
         self.depth: list[tuple[float, int]] = []
         self.jain: list[float] = []
         self._draw = random.Random(seed)
@@ -377,7 +379,7 @@ class Simulation:
             self._later(self._draw.expovariate(1 / _WORKER_MTBF), "crash", worker.number)
         coming, left = iter(self.jobs), len(self.jobs)
         following = next(coming, None)
-        window: Counter[str] = Counter()
+        window: dict[str, float] = defaultdict(float)
         backlogged: set[str] | None = None
         while left:
             self._now += _TICK
@@ -393,7 +395,8 @@ class Simulation:
                     self._start(job, worker)
             if self._now % _SAMPLE < _TICK:
                 self.depth.append((self._now, self.waiting.total()))
-                window.update(self.rate)
+                for owner, rate in self.rate.items():
+                    window[owner] += rate
                 waits = {owner for owner, count in self.waiting.items() if count > 0}
                 backlogged = waits if backlogged is None else backlogged & waits
             if self._now % _WINDOW < _TICK:
