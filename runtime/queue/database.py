@@ -430,6 +430,14 @@ def _idempotency_keys(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE INDEX submissions_by_job ON submissions (job)")
 
 
+def _many_jobs(connection: sqlite3.Connection) -> None:
+    """Version 10: what the API asks about a key's videos, and the last place in the queue, without reading all jobs."""
+    connection.execute("CREATE INDEX jobs_by_owner ON jobs (owner)")
+    connection.execute("CREATE INDEX jobs_by_owner_and_state ON jobs (owner, state, kind)")
+    connection.execute("CREATE INDEX jobs_by_owner_and_time ON jobs (owner, created, kind)")
+    connection.execute("CREATE INDEX jobs_by_position ON jobs (position)")
+
+
 # Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (
     _create,
@@ -441,4 +449,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     _gpus_of_builds,
     _early_ends,
     _idempotency_keys,
+    _many_jobs,
 )

@@ -459,3 +459,27 @@ def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, mo
     again = store.resume(before.id, made[1])
     assert (again.state, again.prompt, again.held) == ("queued", "boat 1", False)
     assert store.queue()[-1].id == before.id
+
+
+def test_queries_of_each_request_and_claim_do_not_read_all_jobs(store: JobStore) -> None:
+    def admit(_count: int, _times: object) -> None:
+        pass
+
+    queries: list[str] = []
+    with store.database.reading() as connection:
+        connection.set_trace_callback(queries.append)
+    for owner in ("ann", None):
+        store.add_once(sample_request(), sample_plan(), owner=owner, admit=admit)
+        job = store.claim("app.0")
+        assert job is not None
+        store.record(job.id, StepDone(step=1, of=4, seconds=1.0, part="transformer"))
+        store.read(job.id)
+        store.pending([job.id])
+        store.running_on("app.0")
+        store.list(owner=owner, limit=20, after=9)
+    with store.database.reading() as connection:
+        connection.set_trace_callback(None)
+        reads = [query for query in queries if query.startswith(("SELECT", "UPDATE")) and " jobs" in query]
+        steps = [row["detail"] for query in reads for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
+    assert len(reads) > 20
+    assert not [step for step in steps if step.startswith("SCAN jobs")]
