@@ -7,7 +7,7 @@ from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Event, FellBack
+from runtime.core.events import Event, FellBack, Warned
 from runtime.core.facts import render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import BACKEND_TITLES
@@ -56,7 +56,7 @@ def decode(
 
     def emit(event: Event) -> None:
         progress.event(event)
-        if isinstance(event, FellBack):
+        if isinstance(event, FellBack | Warned):
             terminal.warning(render(event.fact).what)
 
     with cancel_on_signals() as cancel, progress.shown():

@@ -16,8 +16,8 @@ import torch
 
 from runtime import __version__
 from runtime.core.cancel import Cancel
-from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Event, FellBack, FramesDecoded, StageStarted
+from runtime.core.errors import InvalidRequestError, ran_out
+from runtime.core.events import Event, FellBack, FramesDecoded, StageStarted, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, default_crf
 from runtime.core.request import AUTO, MAX_SIDE
@@ -30,11 +30,14 @@ from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.models.latent_files import RGB, LatentFile
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
+from runtime.planner.memory_model import DTYPE_BYTES, tile_sides_of
 from runtime.video.mp4 import VideoWriter, check_output
 
 _COLORS = 3
-# Latent frames in one call of a VAE on a GPU, and on a CPU.
+# Latent frames in one call of a VAE.
 _VAE_CHUNK = 1
+# Share of free memory that one call of a VAE may take; the weights, the allocator and ffmpeg need the rest.
+_VAE_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +317,7 @@ class _Clips(_Source):
         cancel: Cancel,
     ) -> "_Opened":
         """Load the VAE."""
-        del settings, engines, cancel
+        del settings, cancel
         if backend not in {AUTO, PYTORCH}:
             reason = Fact("decode.clips_in_pytorch")
             emit(FellBack(component="vae", backend=backend, reason=reason))
@@ -322,11 +325,62 @@ class _Clips(_Source):
         dtype = self.dtype_on(device)
         part = ComponentPlan(backend=PYTORCH, device=device, dtype=dtype, weights_bytes=0, reasons=())
         decoder = components.components_of(self.spec).video_decoder(load_module(self.spec, "vae", part), device)
-        return _Opened(self._batches(decoder), lambda: None)
+        machine = engines.machine
+        on_cpu = device == "cpu"
+        free = machine.ram_free_bytes if on_cpu else machine.gpus[int(device.partition(":")[2])].free_bytes
+        return _Opened(self._batches(decoder, self._tiles(free, dtype, on_cpu=on_cpu), emit), lambda: None)
 
-    def _batches(self, decoder: Any) -> Iterator[torch.Tensor]:
+    def _tiles(self, free_bytes: int, dtype: str, *, on_cpu: bool) -> list[int | None]:
+        """Return the sides of tiles to decode in, in latents: the largest that fits, then those to try if it does not.
+
+        `None` decodes frames whole.
+        """
+        height, width = self.frame_size
+        scale, element = self.spec.vae.scale_factor_spatial, DTYPE_BYTES[dtype]
+        found: list[int | None] = [None, *tile_sides_of(self.spec, height, width)]
+
+        def fits(tile: int | None) -> bool:
+            sides = (height, width) if tile is None else (min(height, tile * scale), min(width, tile * scale))
+            return self.spec.vae.decode_bytes(_VAE_CHUNK, *sides, element, cpu=on_cpu) <= _VAE_SHARE * free_bytes
+
+        while len(found) > 1 and not fits(found[0]):
+            found.pop(0)
+        return found
+
+    def _batches(self, decoder: Any, tiles: list[int | None], emit: Callable[[Event], None]) -> Iterator[torch.Tensor]:
+        """Yield the frames of all clips; if memory runs out, those that are left in the next smaller tiles."""
+        self._tell(tiles[0], emit)
+        frames = self.count // self.clips
         for clip in range(self.clips):
-            yield from decoder.frames(_ClipInFile(self, clip), _VAE_CHUNK)
+            done = 0
+            while done < frames:
+                try:
+                    for part in _after(done, decoder.frames(_ClipInFile(self, clip), _VAE_CHUNK, tiles[0])):
+                        done += len(part)
+                        yield part
+                except Exception as error:
+                    if ran_out(error) is None or len(tiles) == 1:
+                        raise
+                if done < frames:
+                    # Outside of the handler: the exception's frames reference memory that is needed now.
+                    tiles.pop(0)
+                    torch.cuda.empty_cache()
+                    self._tell(tiles[0], emit)
+
+    def _tell(self, tile: int | None, emit: Callable[[Event], None]) -> None:
+        """Report tiles, now and in the result."""
+        if tile is not None:
+            fact = Fact("planner.decoded_in_tiles", {"side": tile * self.spec.vae.scale_factor_spatial})
+            self.outcome["fallbacks"] = (*self.outcome.get("fallbacks", ()), fact)
+            emit(Warned(fact=fact))
+
+
+def _after(done: int, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the frames of a clip after the first `done`."""
+    at = 0
+    for part in batches:
+        at += len(part)
+        yield part[max(len(part) - max(at - done, 0), 0) :]
 
 
 class _ClipInFile:
@@ -335,19 +389,26 @@ class _ClipInFile:
     It has what `execution.components.VideoDecoder` uses of a tensor.
     """
 
-    def __init__(self, source: _Clips, number: int) -> None:
+    def __init__(self, source: _Clips, number: int, rows: slice = slice(None), columns: slice = slice(None)) -> None:
         self._source, self._number = source, number
-        self.shape = torch.Size((1, *source.axes))
+        self._rows, self._columns = rows, columns
+        height, width = (
+            len(range(*cut.indices(side))) for cut, side in zip((rows, columns), source.axes[2:], strict=True)
+        )
+        self.shape = torch.Size((1, *source.axes[:2], height, width))
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return `tensor[:, :, start:stop]`."""
+    def __getitem__(self, index: Any) -> Any:
+        """Return `tensor[:, :, start:stop]`, or, unread, the part `tensor[..., rows, columns]` of the whole frames."""
+        if index[0] is Ellipsis:
+            return _ClipInFile(self._source, self._number, *index[1:])
         _, _, frames = index
         start, stop, _ = frames.indices(self.shape[2])
         source = self._source
         parts = []
         for channel in range(self.shape[1]):
             values = source.file.read([*source.clip(self._number), channel], start, stop)
-            parts.append(source.tensor(values, self._number * self.shape[2] + start))
+            values = source.tensor(values, self._number * self.shape[2] + start)
+            parts.append(values[:, self._rows, self._columns])
         return torch.stack(parts)[None].float()
 
 

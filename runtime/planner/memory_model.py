@@ -227,8 +227,12 @@ def tile_sides(workload: Workload) -> list[int]:
     """Return possible sides of tiles in latents, the largest first; none for an engine."""
     if "vae" in workload.engine_bytes:
         return []
-    scale = workload.spec.vae.scale_factor_spatial
-    return [side // scale for side in _TILE_SIDES if side < max(workload.height, workload.width)]
+    return tile_sides_of(workload.spec, workload.height, workload.width)
+
+
+def tile_sides_of(spec: ModelSpec, height: int, width: int) -> list[int]:
+    """Return possible sides of tiles of a frame in latents, the largest first."""
+    return [side // spec.vae.scale_factor_spatial for side in _TILE_SIDES if side < max(height, width)]
 
 
 def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:

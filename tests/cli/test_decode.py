@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import pickle
 import struct
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 
 from runtime.cli.main import run
 from runtime.core.cancel import Cancel, CancelledError
-from runtime.core.events import Event, FramesDecoded
+from runtime.core.events import Event, FramesDecoded, Warned
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.execution.components import components_of
@@ -131,6 +133,42 @@ def test_latents_of_video_models_are_decoded_by_their_vae(
     whole = torch.cat(list(part.frames(torch.from_numpy(latents[1:]), 1)))
     shown = ((whole.clamp(-1, 1) + 1) * 127.5).cpu().numpy()
     assert np.abs(luma(pixels(tmp_path / "one.mp4")) - luma(shown)).mean() < 2
+
+
+@pytest.mark.parametrize("architecture", ["wan2.1", "hunyuan-video"])
+@pytest.mark.parametrize("short", [True, False])
+def test_frames_are_decoded_in_tiles_where_memory_is_short(
+    short: bool, architecture: str, tiny: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny(architecture)
+    scale = spec.vae.scale_factor_spatial
+    tile = 256 // scale
+    latents = values(spec.vae.z_dim, 2, 4, tile + 4)
+    np.save(tmp_path / "wide.npy", latents)
+    part = load_part(spec)
+    expected = torch.cat([one for one in part.frames(torch.from_numpy(latents[None]), 1, tile) if len(one)])
+    engines = EngineService.from_settings(Settings(cache_dir=tmp_path), probe())
+    if short:
+        engines = replace(engines, machine=replace(engines.machine, ram_free_bytes=1))
+    real, used = type(part).frames, []
+
+    def frames(self: Any, latents: Any, chunk: int, tile: int | None = None) -> Any:
+        used.append(tile)
+        for one in real(self, latents, chunk, tile):
+            yield one if tile else one[:1]
+            if not tile:
+                raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(type(part), "frames", frames)
+    asked = replace(request(str(spec.directory), tmp_path / "wide.npy", tmp_path / "wide.mp4"), crf=0)
+    events: list[Event] = []
+    done = decode_file(asked, Settings(cache_dir=tmp_path), engines, events.append, Cancel())
+    assert used == ([tile] if short else [None, tile])
+    assert [fact.code for fact in done.fallbacks] == ["planner.decoded_in_tiles"]
+    assert sum(isinstance(event, Warned) for event in events) == 1
+    assert done.frames == len(expected)
+    shown = ((expected.clamp(-1, 1) + 1) * 127.5).numpy()
+    assert np.abs(luma(pixels(tmp_path / "wide.mp4"))[-1] - luma(shown)[-1]).mean() < 2
 
 
 def load_part(spec: Any) -> Any:
@@ -260,7 +298,18 @@ def test_bad_arguments_are_refused(
 
 def test_other_files_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "z.pt").write_bytes(pickle.dumps(3))
-    for file, says in (("z.pt", "neither"), ("none.npy", "cannot be read"), (".", "neither"), ("", "LATENTS")):
+    (tmp_path / "folder.npy").mkdir()
+    os.mkfifo(tmp_path / "pipe.npy")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for file, says in (
+        ("z.pt", "neither"),
+        ("none.npy", "cannot be read"),
+        (".", "neither"),
+        ("", "LATENTS"),
+        ("folder.npy", "folder.npy"),
+        ("pipe.npy", "pipe.npy"),
+        ("pipe.safetensors", "pipe.safetensors"),
+    ):
         given = str(tmp_path / file) if file else ""
         assert says in refused(["decode", given, "--model", model], capsys)[0]
     assert "only decodes" in refused(["generate", "a boat", "--model", model], capsys)[0]

@@ -171,6 +171,8 @@ def finish(model: AutoencoderDC, device: torch.device, out: Path, facts: dict[st
     found = {name: measure(model, device, size) for name, size in sizes.items()}
     clip = save_clip(model, device, out, length)
     copy = AutoencoderDC.from_config(model.config)
+    # `from_config` leaves out values that were not given to the constructor.
+    copy.register_to_config(scaling_factor=model.config.scaling_factor)
     copy.load_state_dict(model.state_dict())
     copy.half().save_pretrained(out / NAME, safe_serialization=True)
     describe(out / NAME)
