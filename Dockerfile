@@ -42,13 +42,14 @@ ENV HOME=/opt/tandem/Cache/home \
     PATH=/opt/tandem/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONDONTWRITEBYTECODE=1 \
     TANDEM_BROWSER=false \
-    TANDEM_HOST=0.0.0.0 \
     TANDEM_PORT=7860
 VOLUME /opt/tandem/Cache
 EXPOSE 7860
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:7860/healthz', timeout=4)"]
 ENTRYPOINT ["python", "/opt/tandem/app.py"]
+# The web app with the API beside it. It needs TANDEM_AUTH, since other machines can reach it.
+CMD ["--host", "0.0.0.0"]
 
 # A compiler for Triton and Inductor, which compile blocks of the transformer.
 FROM app AS cuda
