@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Connection:
             return b""
         self._found.seconds[kind].append(time.monotonic() - began)
         self._found.statuses[f"{kind} {status}"] += 1
-        if status != 200:
+        if status != HTTPStatus.OK:
             self._found.errors[f"{kind}: status {status}"] += 1
         return body
 
@@ -72,7 +73,7 @@ class Connection:
         try:
             reader = await asyncio.wait_for(self._send("GET", path, None), _TIMEOUT_SECONDS)
             status, _ = await asyncio.wait_for(_head(reader), _TIMEOUT_SECONDS)
-            if status != 200:
+            if status != HTTPStatus.OK:
                 self._found.errors[f"events: status {status}"] += 1
                 return
             first = True

@@ -37,7 +37,7 @@ DOCKERFILE, IGNORED = ROOT / "Dockerfile", ROOT / ".dockerignore"
 SUITES = {"12": "bookworm"}
 MIRROR = "http://deb.debian.org/debian"
 # Every Debian has these for all users.
-TEMPORARY = {"/tmp", "/var/tmp", "/run/lock"}  # noqa: S108 - paths in the image
+TEMPORARY = {"/tmp", "/var/tmp", "/run/lock"}
 _START_SECONDS, _VIDEO_SECONDS, _STOP_SECONDS = 120, 300, 30
 
 # Makes a video through the API and prints its first bytes; run inside.
@@ -146,8 +146,7 @@ def is_ignored(path: str, patterns: Sequence[str]) -> bool:
         negated, plain = pattern.startswith("!"), pattern.lstrip("!").strip("/")
         anywhere = plain.removeprefix("**/")
         if any(
-            fnmatch.fnmatchcase(one, plain)
-            and one.count("/") == plain.count("/")
+            (fnmatch.fnmatchcase(one, plain) and one.count("/") == plain.count("/"))
             or (anywhere != plain and fnmatch.fnmatchcase(one.rpartition("/")[2], anywhere))
             for one in parents
         ):
@@ -205,6 +204,7 @@ class Image:
                 "mount -t tmpfs -o mode=1777 tmpfs ./tmp",
             ]
         mounts += ["mount --rbind /dev ./dev", "mount -t proc proc ./proc"]
+        (tree / "etc" / "hosts").write_text("127.0.0.1 localhost\n", encoding="ascii")  # as container runtimes do
         if not network:
             mounts.append("ip link set lo up")
         mounts.append('exec chroot --userspec="$1" . /usr/bin/env -i -C "$2" "${@:3}"')
@@ -368,7 +368,11 @@ class Container:
             CheckError: if its exit code is another than `code`.
         """
         done = subprocess.run(
-            self._command(words, environment, entry), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            self._command(words, environment, entry),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode != code:
             raise CheckError(f"{words}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -458,7 +462,7 @@ def check(image: Image, work: Path) -> None:
 
     for words in (image.command, ["serve", "--host", "0.0.0.0"]):
         refused = container.output(*words, code=2)
-        if refused.count("\n") != 2:  # noqa: PLR2004 - the problem and the fix
+        if refused.count("\n") != 2:
             raise CheckError(f"{words}: {refused}")
         say(f"refused without a password or key: {refused.splitlines()[0]}")
     key = json.loads(container.output("serve", "keys", "add", "check", "--json").splitlines()[-1])["key"]
@@ -476,7 +480,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the steps of the Dockerfile in a chroot and check the result.")
     parser.add_argument("--target", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--work", type=Path, help="folder for trees (default: a temporary one, deleted at the end)")
-    parser.add_argument("--keep", action="store_true", help="use the trees of stages that --work has from an earlier run")
+    parser.add_argument("--keep", action="store_true", help="use the stages that --work has from an earlier run")
     parser.add_argument("--base", type=Path, help="a tree that debootstrap has made, to copy instead")
     parser.add_argument("--bind", type=Path, action="append", default=[], help="path that RUN steps see, read-only")
     parser.add_argument("--build-arg", action="append", default=[], help="NAME=VALUE, such as PIP_INDEX_URL=…")
