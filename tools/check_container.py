@@ -429,7 +429,7 @@ class Container:
 
     def _command(self, words: Sequence[str], environment: Mapping[str, str], entry: bool) -> list[str]:
         command = [*self._image.entry, *words] if entry else list(words)
-        return self._image.inside(command, self._image.environment | environment, self._cache)
+        return self._image.inside(command, {**self._image.environment, **environment}, self._cache)
 
 
 def check(image: Image, work: Path) -> None:
