@@ -24,14 +24,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.core.processes import trim_heaps
 
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 1024
 _LEAST_CONNECTIONS = 32
+_MOST_AT_ONCE = 16
 # Open files of a process that are not connections to a page.
 _OTHER_FILES = 96
 # Some connections are not counted yet, and some responses are files.
 _FILES_PER_CONNECTION = 3
 # Size of the kernel's queue of new connections.
-_QUEUE = 128
+_QUEUE = 512
 _SHUTDOWN_SECONDS = 1
 _CLOSE_SECONDS = 5.0
 _TRIM_SECONDS = 60
@@ -66,7 +67,9 @@ def limits_for(open_files: int | None) -> ConnectionLimits:
     most = _MOST_CONNECTIONS
     if open_files is not None:
         most = max(_LEAST_CONNECTIONS, min(most, (open_files - _OTHER_FILES) // _FILES_PER_CONNECTION))
-    return ConnectionLimits(connections=most, strangers=most // 2, users=most * 3 // 4, at_once=most // 16)
+    return ConnectionLimits(
+        connections=most, strangers=most // 2, users=most * 3 // 4, at_once=min(most // 16, _MOST_AT_ONCE)
+    )
 
 
 def set_login(scope: Scope, logged_in: bool) -> None:

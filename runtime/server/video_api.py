@@ -30,6 +30,7 @@ from fastapi import FastAPI, Query
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
@@ -61,7 +62,7 @@ from runtime.server.security import LOOPBACK, CrossSiteMiddleware, SecurityHeade
 from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths
-from runtime.server.watchers import MOST_WATCHERS, Watchers
+from runtime.server.watchers import Watchers
 from runtime.video.preview import still
 
 HEALTH = "/healthz"
@@ -70,7 +71,8 @@ _ID = re.compile(r"[0-9a-f]{8}")
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _SCHEMAS = "#/components/schemas/"
 _MINUTE_SECONDS = 60
-_MOST_STREAMS = 16
+# Of one key, and of all.
+_MOST_STREAMS, _MOST_STREAMS_ALL = 256, 512
 # Time in which a running video stops, before a deletion is refused.
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -100,7 +102,8 @@ class VideoApi:
         self._models = offered(settings.model, settings.weights_dir)
         self._folders = private_folders(settings)
         self._bodies = video_requests.BodyReader()
-        self._watchers = Watchers(_MOST_STREAMS, MOST_WATCHERS)
+        self._watchers = Watchers(_MOST_STREAMS, _MOST_STREAMS_ALL)
+        self._feeds = video_events.VideoFeeds(worker, self._shown, self.redact)
         self._metrics = Metrics(worker)
 
     def app(self) -> FastAPI:
@@ -169,18 +172,18 @@ class VideoApi:
         after: Annotated[str | None, Query(description="The last id of the previous page.", max_length=100)] = None,
         limit: Annotated[int, Query(ge=1, le=_MOST_PAGE)] = _PAGE,
         order: Annotated[Literal["asc", "desc"], Query(description="By time of creation.")] = "desc",
-    ) -> VideoList:
+    ) -> Response:
         """List the videos of the caller."""
         number = None if after is None else self._record(after, request).number
         owner = _owner(_caller(request))
         found = self._store.list(owner=owner, limit=limit + 1, after=number, oldest_first=order == "asc")
         data = [self._video(record) for record in found[:limit]]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return VideoList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
+        return _json(VideoList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
 
-    def retrieve(self, request: Request, video_id: VideoId) -> Video:
+    def retrieve(self, request: Request, video_id: VideoId) -> Response:
         """Return a video."""
-        return self._video(self._record(video_id, request))
+        return _json(self._video(self._record(video_id, request)))
 
     async def delete(self, request: Request, video_id: VideoId) -> DeletedVideo:
         """Stop a video if it is queued or runs, and delete it."""
@@ -230,8 +233,7 @@ class VideoApi:
 
         async def watched() -> AsyncIterator[str]:
             with self._watchers.watching(owner or "") as watch:
-                shown = self._shown
-                async for event in video_events.stream(job, self._worker, shown, self.redact, watch):
+                async for event in self._feeds.stream(job, watch):
                     yield event
 
         headers = {**api_errors.PRIVATE, "X-Accel-Buffering": "no"}
@@ -369,7 +371,7 @@ class KeyMiddleware:
         if scope["path"].rstrip("/") == HEALTH:
             await self._app(scope, receive, send)
             return
-        caller = await asyncio.to_thread(self._find, scope)
+        caller = self._find(scope)  # it asks for a file's time, and reads the file if that has changed
         set_login(scope, True)
         headers = [(name, value) for name, value in scope["headers"] if name != b"range" or is_single_range(value)]
         state = {**scope.get("state", {}), "caller": caller}
@@ -422,6 +424,11 @@ def check_queue(limits: KeyLimits, waiting: int, times: Sequence[float], now: fl
     if len(times) >= limits.per_hour:
         minutes = max(1, math.ceil((times[-limits.per_hour] + HOUR_SECONDS - now) / _MINUTE_SECONDS))
         raise LimitError("server.api_rate", maximum=limits.per_hour, minutes=minutes)
+
+
+def _json(answer: BaseModel) -> Response:
+    """Return a response that FastAPI does not validate again."""
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 def _is_open(settings: Settings) -> bool:

@@ -10,8 +10,11 @@ event: error             {"error": …}: the stream ends before the video
 import asyncio
 import base64
 import json
+import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -31,6 +34,10 @@ _POLL_SECONDS = 0.1
 _TICK_SECONDS = 2.0
 # Proxies close streams that are silent for longer.
 _PING_SECONDS = 15.0
+# A follower that has to end is noticed after this time.
+_LOOK_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class VideoProgress(Video):
@@ -51,57 +58,140 @@ class VideoProgress(Video):
     ahead: int | None = None
 
 
-async def stream(
-    job: Job,
-    worker: JobQueue,
-    shown: Callable[[JobRecord, Job], Video],
-    redact: Callable[[str], str],
-    watch: Watch,
-) -> AsyncIterator[str]:
-    """Yield the events of a job until it or `watch` ends.
+@dataclass(eq=False)
+class _Feed:
+    """What is newest of one video, as events; who reads slowly misses states in between.
+
+    Attributes:
+        warnings: since the job started.
+        last: the last event of the stream, once there is one.
+        changed: set, and replaced, when anything changes.
+        followers: number of streams that read it.
+        reader: keeps it up to date.
+    """
+
+    progress: str = ""
+    preview: str = ""
+    warnings: list[str] = field(default_factory=list)
+    last: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    followers: int = 0
+    reader: "asyncio.Task[None] | None" = None
+
+    def publish(self) -> None:
+        """Wake the followers."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class VideoFeeds:
+    """The events of videos. Each video is read and rendered once for all who follow it. For one event loop.
 
     Args:
         shown: returns the video of a record and its view.
         redact: removes from a message what users of the API should not read.
     """
-    seen: object = None
-    preview: bytes | None = None
-    warnings = 0
-    sent = time.monotonic()
-    while not watch.ended:
-        now = time.monotonic()
-        progress = job.progress
-        key = (progress, job.state, job.held, int(now / _TICK_SECONDS))
-        if key != seen:
-            seen = key
-            try:
-                record = await asyncio.to_thread(worker.store.get, job.id)
-            except StoreError as error:
-                yield _event("error", ErrorAnswer(error=body_of(error.fact, 503, None, redact)))
-                return
-            if record.deleted is not None:
-                yield _event("error", ErrorAnswer(error=_no_video(job.id)))
-                return
-            video = shown(record, job)
-            if progress.preview is not None and progress.preview != preview:
-                preview = progress.preview
-                encoded = base64.b64encode(preview).decode()
-                yield _event("video.preview", {"id": job.id, "media_type": "image/webp", "b64_json": encoded})
-            warnings = min(warnings, len(progress.warnings))  # a resumed job starts a new list
-            for fact in progress.warnings[warnings:]:
-                warnings += 1
-                yield _event("video.warning", {"id": job.id, "code": fact.code, "message": redact(_text(fact))})
-            if video.status in {"completed", "failed"}:
-                yield _event(f"video.{video.status}", video)
-                return
-            yield _event("video.progress", await asyncio.to_thread(_progress, video, job, worker, now))
-            sent = now
-        elif now - sent > _PING_SECONDS:
-            sent = now
-            yield ": ping\n\n"
-        await asyncio.sleep(_POLL_SECONDS)
-    if watch.reason is not None:
-        yield _event("error", ErrorAnswer(error=body_of(watch.reason, 429, None, redact)))
+
+    def __init__(
+        self, worker: JobQueue, shown: Callable[[JobRecord, Job], Video], redact: Callable[[str], str]
+    ) -> None:
+        self._worker = worker
+        self._shown = shown
+        self._redact = redact
+        self._feeds: dict[str, _Feed] = {}
+
+    async def stream(self, job: Job, watch: Watch) -> AsyncIterator[str]:
+        """Yield the events of a job until it or `watch` ends."""
+        progress = preview = ""
+        warnings = 0
+        sent = time.monotonic()
+        with self._following(job) as feed:
+            while not watch.ended:
+                changed = feed.changed
+                events = []
+                if feed.preview != preview:
+                    preview = feed.preview
+                    events.append(preview)
+                warnings = min(warnings, len(feed.warnings))
+                events += feed.warnings[warnings:]
+                warnings = len(feed.warnings)
+                if feed.progress != progress and not feed.last:
+                    progress = feed.progress
+                    events.append(progress)
+                if feed.last:
+                    events.append(feed.last)
+                now = time.monotonic()
+                if not events and now - sent > _PING_SECONDS:
+                    events.append(": ping\n\n")
+                if events:
+                    sent = now
+                    yield "".join(events)
+                if feed.last:
+                    return
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
+        if watch.reason is not None:
+            yield _event("error", ErrorAnswer(error=body_of(watch.reason, 429, None, self._redact)))
+
+    @contextmanager
+    def _following(self, job: Job) -> Iterator[_Feed]:
+        feed = self._feeds.get(job.id)
+        if feed is None:
+            feed = self._feeds[job.id] = _Feed()
+            feed.reader = asyncio.create_task(self._read(job, feed))
+        feed.followers += 1
+        try:
+            yield feed
+        finally:
+            feed.followers -= 1
+
+    async def _read(self, job: Job, feed: _Feed) -> None:
+        """Keep a feed up to date until its video has ended or nobody follows it."""
+        seen: object = None
+        preview: bytes | None = None
+        try:
+            while not feed.last and feed.followers:
+                now, progress = time.monotonic(), job.progress
+                key = (progress, job.state, job.held, int(now / _TICK_SECONDS))
+                if key != seen:
+                    seen = key
+                    if progress.preview is not None and progress.preview != preview:
+                        preview = progress.preview
+                        data = {
+                            "id": job.id,
+                            "media_type": "image/webp",
+                            "b64_json": base64.b64encode(preview).decode(),
+                        }
+                        feed.preview = _event("video.preview", data)
+                    del feed.warnings[len(progress.warnings) :]  # a resumed job starts a new list
+                    for fact in progress.warnings[len(feed.warnings) :]:
+                        message = self._redact(_text(fact))
+                        feed.warnings.append(
+                            _event("video.warning", {"id": job.id, "code": fact.code, "message": message})
+                        )
+                    feed.progress, feed.last = await asyncio.to_thread(self._render, job, now)
+                    feed.publish()
+                await asyncio.sleep(_POLL_SECONDS)
+        except Exception:  # internal error: logged, and reported to those who follow the video
+            logger.exception("The events of job %s ended", job.id)
+            feed.last = _event("error", ErrorAnswer(error=body_of(Fact("server.api_internal"), 500, None, str)))
+            feed.publish()
+        finally:
+            if self._feeds.get(job.id) is feed:
+                del self._feeds[job.id]
+
+    def _render(self, job: Job, now: float) -> tuple[str, str]:
+        """Read a video; return its progress, or as the second the last event of its stream; the other is empty."""
+        try:
+            record = self._worker.store.get(job.id)
+        except StoreError as error:
+            return "", _event("error", ErrorAnswer(error=body_of(error.fact, 503, None, self._redact)))
+        if record.deleted is not None:
+            return "", _event("error", ErrorAnswer(error=_no_video(job.id)))
+        video = self._shown(record, job)
+        if video.status in {"completed", "failed"}:
+            return "", _event(f"video.{video.status}", video)
+        return _event("video.progress", _progress(video, job, self._worker, now)), ""
 
 
 def _progress(video: Video, job: Job, worker: JobQueue, now: float) -> VideoProgress:

@@ -399,6 +399,42 @@ def test_incomplete_bodies_end_within_the_deadline_and_false_lengths_are_refused
     assert "Traceback" not in log and "Traceback" not in (server.cache_dir / "server.txt").read_text(encoding="utf-8")
 
 
+def test_an_upload_that_ends_early_leaves_no_file_and_frees_its_place(http: httpx.Client, server: Server) -> None:
+    port = int(server.url.rstrip("/").rpartition(":")[2])
+    before = {path for path in (server.cache_dir / "images").rglob("*") if path.is_file()}
+    part = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
+    for _ in range(5):  # more than may run at once
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(
+                b"POST /v1/videos HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+                b"Content-Length: 9000000\r\n\r\n" % port + part + b"x" * 600_000
+            )
+    large = {"image": {"image_url": "data:image/png;base64," + "A" * 500_000}}
+    until(lambda: http.post("v1/videos", json={**SMALL, **large}).status_code == 400, pause=0.1)
+    assert {path for path in (server.cache_dir / "images").rglob("*") if path.is_file()} == before
+
+
+def test_all_followers_of_a_video_get_its_events(http: httpx.Client, server: Server) -> None:
+    made = create(http, steps=60)["id"]
+
+    def follow(_: int) -> list[str]:
+        with (
+            httpx.Client(base_url=server.url, timeout=60) as own,
+            own.stream("GET", f"v1/videos/{made}/events") as answer,
+        ):
+            return [name for name, _ in read_events(answer.iter_lines())]
+
+    # The slow reader's connection is full long before the end; it delays nobody.
+    port = int(server.url.rstrip("/").rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as slow, ThreadPoolExecutor(20) as pool:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(b"GET /v1/videos/%s/events HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % (made.encode(), port))
+        found = list(pool.map(follow, range(20)))
+    for names in found:
+        assert names[-1] == "video.completed" and "video.completed" not in names[:-1]
+        assert "video.progress" in names
+
+
 def test_many_clients_poll_at_once(server: Server) -> None:
     with httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=40)) as http:
         made = create(http, steps=1)["id"]
