@@ -9,7 +9,7 @@ import torch
 
 from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan, Split
-from runtime.execution import first_block_cache
+from runtime.execution import step_caches
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from tests.pipeline.test_parallel import apart, run
@@ -49,7 +49,7 @@ def planned(spec: ModelSpec, output: Path, step_cache: str = f"first-block:{STRE
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
     """Return a list that fills with what one process decides, and what its halves alone would have."""
     found: list[tuple[bool, bool, bool]] = []
-    changed = first_block_cache.changed
+    changed = step_caches.changed
 
     def heard(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: Any) -> bool:
         half = -(-now.shape[1] // 2)
@@ -58,7 +58,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
         found.append((changed(now, before, strength, sharing), first, second))
         return found[-1][0]
 
-    monkeypatch.setattr(first_block_cache, "changed", heard)
+    monkeypatch.setattr(step_caches, "changed", heard)
     return found
 
 
