@@ -22,9 +22,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from runtime.core.cancel import Cancel
-from runtime.core.environment import cache_folder
 from runtime.core.events import Event, StepDone, VideoSaved
 from runtime.core.request import GenerationRequest
+from runtime.core.settings import load
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None, help="by default the model's own")
     parser.add_argument("--prompt", nargs="+", default=list(PROMPTS))
     arguments = parser.parse_args()
-    spec = find(arguments.model, cache_folder() / "weights")
+    spec = find(arguments.model, load().weights_dir)
     with Residency() as residency, tempfile.TemporaryDirectory() as folder:
         runs = [measured(spec, residency, prompt, arguments.steps, Path(folder)) for prompt in arguments.prompt]
     ratios = {

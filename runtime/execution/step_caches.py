@@ -91,7 +91,7 @@ class Series(MagCacheState):
 
     def __init__(self, computes: Callable[[int], bool]) -> None:
         self._computes = computes
-        self._step = 0
+        self._step = self.step_index = 0
         self._residual: torch.Tensor | None = None
         self._difference: torch.Tensor | None = None
         super().__init__()
