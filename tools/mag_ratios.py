@@ -2,8 +2,8 @@
 
     python -m tools.mag_ratios MODEL [--steps N] [--prompt TEXT …]
 
-Makes a video for each prompt without a step cache, in PyTorch. A ratio is the mean over tokens of the size of the blocks'
-residual, of the pass with the prompt, divided by its size in the step before; the first of each transformer is 1.
+Makes a video for each prompt without a step cache, in PyTorch. A ratio is the size of the blocks' residual, in the pass
+with the prompt, divided by its size in the step before, averaged over tokens; the first of each transformer is 1.
 Ratios of several prompts are averaged. Source: `magcache_calibration` in https://github.com/Zehong-Ma/MagCache.
 """
 

@@ -8,8 +8,8 @@ differently in bfloat16.
 MagCache and TaylorSeer: the hooks are diffusers' for MagCache, which reuse the residual of all blocks. Which steps are
 computed is known beforehand (`core.step_cache.uses`), so the hooks reuse a residual whenever there is one: the cache is
 reset before a step that MagCache computes. diffusers' own decision counts the steps of one transformer and cannot be
-resumed. For TaylorSeer the residual is extrapolated. diffusers' TaylorSeer extrapolates the outputs of attentions, which
-takes hundreds of gigabytes for Wan2.2-A14B, or (lite) the predictions, which change more than the residual.
+resumed. For TaylorSeer the residual is extrapolated. diffusers' TaylorSeer extrapolates the outputs of layers, which
+takes more than a hundred gigabytes for Wan2.2-A14B, or (lite) predictions, which change more than the residual.
 """
 
 import math

@@ -322,7 +322,7 @@ class ModelSpec:
         section: how it makes a video in sections; `None` if it makes videos whole.
         image, last_image: the images of one request, see `models.images.with_images`.
         noise: where the scheduler puts the steps.
-        mag_ratios: for MagCache, by transformer: how much larger the residual of its blocks is in each of its steps than
+        mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
             in the step before, averaged over tokens; the first is 1. Empty where they were not measured.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
     """

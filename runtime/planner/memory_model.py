@@ -54,9 +54,9 @@ _FLOAT32 = 4
 _IMAGE_TENSORS = 16
 # Tensors of the clip's length between block engines, besides the stream: queries, keys, values and attended values.
 _BLOCK_TENSORS = 4
-# Tensors of the clip's length that a step cache stores for each pass. First-block: the first block's output and residual,
-# and the other blocks' residual. MagCache: the first block's input, and the residual of all blocks. TaylorSeer: also
-# the last difference of residuals; while one is updated, the new residual and the old.
+# Tensors of the clip's length that a step cache stores for each pass. First-block: the first block's output and
+# residual, and the other blocks' residual. MagCache: the first block's input, and the residual of all blocks.
+# TaylorSeer: also the difference of the last two residuals and, before that is computed, the new residual.
 _CACHED_TENSORS = {NONE: 0, FIRST_BLOCK: 3, MAGCACHE: 2, TAYLORSEER: 4}
 # Additional working set of quantized arithmetic, bytes per token and value of the widest layer, fitted to jobs of the
 # model of 1.3 billion parameters on an H200. FP8 converts activations to float32 and back; 8 bits accumulate in 32.

@@ -146,9 +146,7 @@ def _resolved(
     shift = clip.shift_override(request, spec)
     expert_steps = clip.expert_steps(spec, steps, shift)
     prompts = clip.count_prompts(request, spec, frames, fps)
-    step_cache = with_strength(request.step_cache)
-    mag_ratios = _mag_ratios(step_cache, spec)
-    computed = computed_steps(step_cache, expert_steps, mag_ratios)
+    step_cache, mag_ratios, computed = _cached_steps(request, spec, expert_steps)
     calls = calls_of(steps, guidance, guidance_2, computed, spec.sections(frames), prompts)
 
     device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
@@ -251,7 +249,11 @@ def _resolved(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reasons=(*choices[name].reasons, *_cache_reason(name, step_cache, expert_steps, computed), *placement.reasons(split, name)),
+                reasons=(
+                    *choices[name].reasons,
+                    *_cache_reason(name, step_cache, expert_steps, computed),
+                    *placement.reasons(split, name),
+                ),
                 engines=choices[name].uses,
                 badge=choices[name].badge,
                 quantization=strategy.quantization if name in quantized else "none",
@@ -360,17 +362,20 @@ def _check_step_cache(request: GenerationRequest, machine: Machine, offload: str
         raise against.refusal
 
 
-def _mag_ratios(step_cache: str, spec: ModelSpec) -> dict[str, tuple[float, ...]]:
-    """Return a model's magnitude ratios if a step cache needs them.
+def _cached_steps(
+    request: GenerationRequest, spec: ModelSpec, expert_steps: Mapping[str, int]
+) -> tuple[str, dict[str, tuple[float, ...]], dict[str, int]]:
+    """Return the step cache with its strength, the magnitude ratios that it needs, and `computed_steps`.
 
     Raises:
-        InvalidRequestError: if the model has none.
+        InvalidRequestError: if it needs ratios, and the model has none.
     """
+    step_cache, ratios = with_strength(request.step_cache), dict(spec.mag_ratios)
     if kind_of(step_cache) != MAGCACHE:
-        return {}
-    if not spec.mag_ratios:
+        ratios = {}
+    elif not ratios:
         raise InvalidRequestError("step_cache", "planner.no_mag_ratios", model=spec.title, name=spec.name)
-    return dict(spec.mag_ratios)
+    return step_cache, ratios, computed_steps(step_cache, expert_steps, ratios)
 
 
 def _cache_reason(

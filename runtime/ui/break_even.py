@@ -1,6 +1,6 @@
 """When a compiled engine pays off: after how many videos the time that it saves exceeds the time to build it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 

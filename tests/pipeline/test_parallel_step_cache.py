@@ -15,6 +15,7 @@ from runtime.models.spec import ModelSpec
 from tests.pipeline.test_parallel import apart, run
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
+from tests.pipeline.test_step_cache import with_ratios
 from tests.plans import tiny_plan, with_strategy
 
 Tiny = Callable[[str], ModelSpec]
@@ -80,6 +81,20 @@ def test_all_processes_skip_the_same_blocks(
     # The modules, which are used again, keep nothing of the cache.
     again = sample(spec, plain.replace(split=split), residency)
     assert (again - without).norm() <= 1e-6 * without.norm()
+
+
+@pytest.mark.parametrize("step_cache", ["magcache:0.12", "taylorseer:3"])
+def test_scheduled_caches_equal_those_of_one_process(
+    step_cache: str, split: Split, residency: Residency, tiny: Tiny, tmp_path: Path
+) -> None:
+    spec = with_ratios(tiny("wan2.2-a14b"))
+    cached = planned(spec, tmp_path / "x.mp4", step_cache)
+    assert not all(cached.computed)
+    with Residency() as alone:
+        wanted, without = sample(spec, cached, alone), sample(spec, planned(spec, tmp_path / "x", "none"), alone)
+    made = sample(spec, cached.replace(split=split), residency)
+    assert (made - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (wanted - without).norm() > 1e-3 * wanted.norm()
 
 
 def test_an_interrupted_job_gives_the_same_video(

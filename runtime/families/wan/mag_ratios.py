@@ -1,13 +1,14 @@
 """Magnitude ratios of the published Wan models, for MagCache; see `ModelSpec.mag_ratios`.
 
-Source: `magcache_generate.py` of https://github.com/Zehong-Ma/MagCache (Apache 2.0), MagCache4Wan2.1 and MagCache4Wan2.2,
-of the pass with the prompt: those of the other pass differ by less than 0.003. TI2V-5B's are those of videos from text.
-They were measured with 40 or 50 steps. Of the list of a model with two experts, the ratio at the switch is left out: each
-expert starts with an empty cache.
+Source: `magcache_generate.py` of https://github.com/Zehong-Ma/MagCache (Apache 2.0), for Wan2.1 and Wan2.2, of the pass
+with the prompt: those of the other pass differ by less than 0.003. TI2V-5B's are those of videos from text. They were
+measured with 40 or 50 steps. Of the list of a model with two experts, the ratio at the switch is left out: each expert
+starts with an empty cache.
 """
 
 from collections.abc import Mapping
 
+# fmt: off
 T2V_A14B: Mapping[str, tuple[float, ...]] = {
     "transformer": (
         1.0, 1.00124, 0.99822, 0.99696, 0.99703, 0.9966, 0.99602, 0.99578, 0.99484, 0.99633, 0.99659, 0.99534,
