@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, StepDone, VideoSaved
-from runtime.core.request import GenerationRequest
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.core.settings import load
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
@@ -74,9 +74,8 @@ def measured(
     spec: ModelSpec, residency: Residency, prompt: str, steps: int | None, folder: Path
 ) -> dict[str, list[float]]:
     """Make one video; return the ratios of each transformer's steps."""
-    asked = {} if steps is None else {"steps": steps}
     request = GenerationRequest(
-        prompt=prompt, model=spec.name, seed=SEED, backends={"all": "pytorch"}, compile="never", **asked
+        prompt=prompt, model=spec.name, seed=SEED, backends={"all": "pytorch"}, compile="never", steps=steps or AUTO
     )
     plan = resolve(request, spec, probe(), folder / "x.mp4")
     # Each pass is a call of its own, which runs the hooks.

@@ -274,7 +274,7 @@ def _mag_ratios(value: Any, experts: int) -> dict[str, tuple[float, ...]]:
     Raises:
         ValueError: for anything else.
     """
-    found: dict[str, tuple[float, ...]] = {**_MAG_RATIOS.validate_python(value)}
+    found: dict[str, tuple[float, ...]] = {str(name): own for name, own in _MAG_RATIOS.validate_python(value).items()}
     if found and len(found) != experts:
         raise ValueError("mag_ratios")
     return found
