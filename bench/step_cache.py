@@ -1,6 +1,6 @@
 """Measure a step cache on the shipped model: forward passes, seconds, and similarity to the video without it.
 
-    python -m bench.step_cache --strengths 0.05 0.1 0.2 --out videos
+    python -m bench.step_cache --caches first-block:0.1 magcache:0.06 taylorseer:2 --steps 40 --out videos
 
 Every video is the default clip, made by the job that the app runs, in PyTorch; likeness is between the saved videos as
 ffmpeg measures it. The last line is JSON. The table of a run: bench/step_cache.md.
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, VideoSaved
 from runtime.core.request import GenerationRequest
-from runtime.core.step_cache import FIRST_BLOCK, NONE
+from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, TAYLORSEER, read_step_cache
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
@@ -40,6 +40,7 @@ PROMPTS = (
     "an orange balloon floats up over the snow at sunset",
 )
 SEED = 7
+CACHES = {FIRST_BLOCK: (0.05, 0.1, 0.2), MAGCACHE: (0.03, 0.06, 0.12), TAYLORSEER: (2, 3, 4)}
 
 
 def blocks_computed(work: Any) -> int:
@@ -58,9 +59,13 @@ def blocks_computed(work: Any) -> int:
     return count
 
 
-def make(spec: ModelSpec, residency: Residency, prompt: str, step_cache: str, out: Path) -> dict[str, float]:
+def make(
+    spec: ModelSpec, residency: Residency, prompt: str, step_cache: str, steps: int, out: Path
+) -> dict[str, float]:
     """Make one video; return the blocks that it took and the seconds of its steps."""
-    request = GenerationRequest(prompt=prompt, seed=SEED, step_cache=step_cache, backends={"all": "pytorch"})
+    request = GenerationRequest(
+        prompt=prompt, seed=SEED, steps=steps, step_cache=step_cache, backends={"all": "pytorch"}
+    )
     plan = resolve(request, spec, probe(), out)
     events: list[Event] = []
     blocks = blocks_computed(lambda: run_job(plan, spec, events.append, Cancel(), residency))
@@ -73,7 +78,9 @@ def make(spec: ModelSpec, residency: Residency, prompt: str, step_cache: str, ou
 def main() -> None:
     """Make the videos, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strengths", type=float, nargs="+", default=[0.03, 0.05, 0.1, 0.15, 0.2, 0.3])
+    default = [f"{kind}:{one:g}" for kind, strengths in CACHES.items() for one in strengths]
+    parser.add_argument("--caches", type=read_step_cache, nargs="+", default=default, metavar="KIND:STRENGTH")
+    parser.add_argument("--steps", type=int, default=None, help="by default the model's own")
     parser.add_argument(
         "--prompts", type=int, default=len(PROMPTS), help="more than six are captions of tools.diorama.grade"
     )
@@ -84,13 +91,14 @@ def main() -> None:
     spec = find("diorama", Path("none"))
     few = arguments.prompts <= len(PROMPTS)
     prompts = PROMPTS[: arguments.prompts] if few else grade.requests(arguments.prompts)[1]
-    settings = [NONE, *(f"{FIRST_BLOCK}:{strength:g}" for strength in arguments.strengths)]
+    settings = [NONE, *arguments.caches]
+    steps = arguments.steps or spec.defaults.steps
     found: dict[str, list[dict[str, float]]] = {setting: [] for setting in settings}
     with Residency() as residency:
         for number, prompt in enumerate(prompts):
             for setting in settings:
                 out = folder / f"{number}-{setting.replace(':', '-')}.mp4"
-                made = make(spec, residency, prompt, setting, out)
+                made = make(spec, residency, prompt, setting, steps, out)
                 result = similarity(folder / f"{number}-{NONE}.mp4", out)
                 found[setting].append(made | {"psnr": result.psnr, "ssim": result.ssim, "same": result.identical})
                 sys.stderr.write(f"{number} {setting} {found[setting][-1]}\n")

@@ -7,6 +7,7 @@ checkpoints, and `ExecutionPlan.to_json` is written into the MP4.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from runtime.core.images import CROP, MIDDLE, ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.step_cache import is_scheduled, uses
 
 PYTORCH = "pytorch"
 BACKEND_TITLES = facts.BACKEND_TITLES
@@ -290,6 +292,7 @@ class ExecutionPlan(ResolvedRequest):
             model has no such input.
         guidance_reason: the reason for guidance scales that the model has for videos from images; `None` for others.
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
+        mag_ratios: magnitude ratios by transformer, see `ModelSpec.mag_ratios`; empty unless the step cache uses them.
     """
 
     asked: GenerationRequest
@@ -315,6 +318,7 @@ class ExecutionPlan(ResolvedRequest):
     sections: int = 1
     prompts: int = 1
     guidance_reason: Fact | None = None
+    mag_ratios: Mapping[str, tuple[float, ...]] = {}
 
     @field_validator("asked", mode="wrap")
     @classmethod
@@ -342,6 +346,17 @@ class ExecutionPlan(ResolvedRequest):
     def total_steps(self) -> int:
         """Denoising steps of the whole video; `steps` is the number for each section."""
         return self.steps * self.sections
+
+    @cached_property
+    def computed(self) -> tuple[bool, ...]:
+        """Which steps of the video are computed; the others reuse what a step cache holds, and take almost no time.
+
+        With first-block caching, and where the steps of each transformer are unknown, all count as computed.
+        """
+        if not is_scheduled(self.step_cache) or not self.expert_steps:
+            return (True,) * self.total_steps
+        experts = [expert for expert, count in self.expert_steps.items() for _ in range(count)]
+        return tuple(use.computed for use in uses(self.step_cache, experts, self.mag_ratios)) * self.sections
 
     @property
     def latent_size(self) -> LatentSize:

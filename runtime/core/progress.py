@@ -72,14 +72,14 @@ class Pace:
 
     @property
     def median_step(self) -> float | None:
-        """Median seconds per step of this transformer; `None` before its first step."""
+        """Median seconds per computed step of this transformer; `None` before its first step."""
         if not self.measured:
             return None
         return median(self.measured[1:] if len(self.measured) >= _STEPS_FOR_MEDIAN else self.measured)
 
     @property
     def step_seconds(self) -> float:
-        """Expected seconds of the next step."""
+        """Expected seconds of the next step that is computed."""
         middle = self.median_step
         if middle is None:
             return self.expected
@@ -111,14 +111,17 @@ class Pace:
         """Return the pace after `event`, which happened at `now`."""
         if isinstance(event, Planned):
             denoise = event.plan.seconds["denoise"].likely if event.plan.seconds else 0.0
-            per_step = denoise / event.plan.total_steps
+            per_step = denoise / sum(event.plan.computed)
             return Pace(plan=event.plan, last=now, began=now, forecast=per_step, expected=per_step)
         if isinstance(event, Resumed):
             return replace(self, encoded=True, step=event.step, frames=_frames_after(self.plan, event.step))
         if isinstance(event, StageStarted):
             return self._entering(event, now)
         if isinstance(event, StepDone):
-            return replace(self, step=event.step, measured=(*self.measured, event.seconds), last=now)
+            # A step that a step cache serves says nothing of the others.
+            counts = self.plan is None or self.plan.computed[event.step - 1]
+            measured = (*self.measured, event.seconds) if counts else self.measured
+            return replace(self, step=event.step, measured=measured, last=now)
         if isinstance(event, FramesDecoded):
             return replace(self, frames=event.frames, last=now)
         if isinstance(event, OutOfMemory) and event.plan is not None:
@@ -186,7 +189,7 @@ class Pace:
     def _steps(self, plan: ExecutionPlan, now: float) -> float:
         # A step that takes longer than expected does not shorten the estimate of the following steps.
         elapsed = min(now - self.last, self.step_seconds) if self.stage == "denoise" else 0.0
-        return max((plan.total_steps - self.step) * self.step_seconds - elapsed, 0.0)
+        return max(sum(plan.computed[self.step :]) * self.step_seconds - elapsed, 0.0)
 
     def _scaled(self, seconds: float) -> float:
         """Return a forecast of decoding that deviates as much as the steps do."""

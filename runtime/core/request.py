@@ -30,7 +30,7 @@ from runtime.core.request_fields import (
     RequestField,
     StepCache,
 )
-from runtime.core.step_cache import DEFAULT_STRENGTH, FIRST_BLOCK, NONE
+from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, STRENGTHS, TAYLORSEER
 
 __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests are exported with them
 
@@ -71,7 +71,7 @@ ATTENTIONS: Final = {
 }
 COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always"}
 VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block"}
+STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block", MAGCACHE: "MagCache", TAYLORSEER: "TaylorSeer"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
@@ -346,12 +346,12 @@ class GenerationRequest(FrozenModel):
         StepCache(
             label="Step cache",
             help="Reuse the output of the transformers' blocks across steps: faster, but not exactly the "
-            f"same video. A higher strength, as in {FIRST_BLOCK}:0.15, is faster. Excludes engines of whole "
-            "transformers.",
+            f"same video. A higher strength, as in {FIRST_BLOCK}:0.15, {MAGCACHE}:0.12 or {TAYLORSEER}:3, is faster. "
+            "Excludes engines of whole transformers.",
             group="acceleration",
             flag="--step-cache",
-            metavar=f"{NONE}|{FIRST_BLOCK}[:STRENGTH]",
-            unset=f"{NONE}; strength {DEFAULT_STRENGTH:g}",
+            metavar="|".join((NONE, *(f"{kind}[:STRENGTH]" for kind in STRENGTHS))),
+            unset=f"{NONE}; strength " + ", ".join(f"{one.default:g}" for one in STRENGTHS.values()),
             docs="speed.md#step-cache",
             choices=STEP_CACHES,
         ),

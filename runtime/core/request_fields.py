@@ -20,7 +20,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
 from runtime.core.images import parse_reference
 from runtime.core.loras import EXPERTS, MAX_LORAS, MAX_WEIGHT, Lora, read_loras
-from runtime.core.step_cache import MAX_STRENGTH, read_step_cache
+from runtime.core.step_cache import STRENGTHS, read_step_cache
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -311,4 +311,4 @@ class StepCache(RequestField):
 
     def json_schema(self) -> JsonSchemaValue:
         """Return examples: a strength can follow the kind."""
-        return {"examples": [*self.choices, f"{list(self.choices)[-1]}:{MAX_STRENGTH:g}"]}
+        return {"examples": [*self.choices, *(f"{kind}:{one.most:g}" for kind, one in STRENGTHS.items())]}

@@ -10,7 +10,7 @@ from PIL.Image import Image
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
-from runtime.execution.first_block_cache import Sharing
+from runtime.execution.step_caches import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
 from runtime.models.sections import Section

@@ -189,12 +189,17 @@ def published(spec: ModelSpec) -> KnownModel | None:
 
 
 def named(spec: ModelSpec) -> ModelSpec:
-    """Return a folder's spec with the title, license, sizes and description of the model that it holds, if published.
+    """Return a folder's spec with what is known of the model that it holds, if published.
+
+    That is its title, license, sizes and description, and its magnitude ratios.
 
     Values of its own `tandem.json` take precedence.
     """
     known = known_as(spec.directory.name)
-    if known is None or spec.license != "unknown" or not known.describes(spec):
+    if known is None or not known.describes(spec):
+        return spec
+    spec = replace(spec, mag_ratios=spec.mag_ratios or known.mag_ratios)
+    if spec.license != "unknown":
         return spec
     return replace(spec, title=known.title, license=known.license, sizes=known.sizes or spec.sizes, about=known.about)
 

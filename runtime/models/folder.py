@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import ModelError
-from runtime.core.request import MAX_FRAMES, MAX_SIDE
+from runtime.core.request import MAX_FRAMES, MAX_SIDE, MAX_STEPS
 from runtime.core.untrusted_files import MAX_JSON_VALUES, NotRegularFileError, TooManyValuesError, read_json
 from runtime.models.spec import Defaults, LatentRgb
 from runtime.models.tensor_files import read_header
@@ -31,6 +31,8 @@ _MAX_ENTRIES = 20_000
 _MAX_DETAIL_LENGTH = 200
 _MAX_SHOWN = 100
 _MAX_LISTED = 100
+# Published magnitude ratios are between 0.75 and 1.3.
+_MAX_RATIO = 10.0
 
 _Frames = Annotated[int, Field(strict=True, ge=1, le=MAX_FRAMES)]
 _Side = Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
@@ -39,6 +41,11 @@ _DEFAULTS = TypeAdapter(Defaults)
 _SIZES = TypeAdapter(Annotated[tuple[tuple[_Side, _Side], ...], Field(min_length=1, max_length=_MAX_LISTED)])
 _FRAME_COUNTS = TypeAdapter(Annotated[tuple[_Frames, ...], Field(min_length=1, max_length=_MAX_LISTED)])
 _LATENT_RGB = TypeAdapter(LatentRgb)
+_Ratios = Annotated[
+    tuple[Annotated[float, Field(gt=0, le=_MAX_RATIO, allow_inf_nan=False)], ...],
+    Field(min_length=1, max_length=MAX_STEPS),
+]
+_MAG_RATIOS = TypeAdapter(dict[Literal["transformer", "transformer_2"], _Ratios])
 _Words = Annotated[str, Field(max_length=40, pattern=r"^[^\x00-\x1f\x7f]+$")]
 _WORDS = TypeAdapter(
     Annotated[dict[_Words, Annotated[tuple[_Words, ...], Field(max_length=_MAX_LISTED)]], Field(max_length=12)]
@@ -235,8 +242,8 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
     """Read `tandem.json`: arguments of `ModelSpec` that diffusers' configurations do not contain.
 
     Returns:
-        `title`, `license`, `about`, `latent_rgb`, `defaults`, `sizes`, `frame_counts` and `words`, or `None` without
-        such a file.
+        `title`, `license`, `about`, `latent_rgb`, `defaults`, `sizes`, `frame_counts`, `words` and `mag_ratios`, or
+        `None` without such a file.
 
     Raises:
         KeyError, TypeError, ValueError: if it is incomplete or invalid.
@@ -257,7 +264,20 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
         "sizes": _SIZES.validate_python(config["sizes"]),
         "frame_counts": _FRAME_COUNTS.validate_python(config["frame_counts"]),
         "words": _WORDS.validate_python(config.get("words", {})),
+        "mag_ratios": _mag_ratios(config.get("mag_ratios", {}), experts),
     }
+
+
+def _mag_ratios(value: Any, experts: int) -> dict[str, tuple[float, ...]]:
+    """Return magnitude ratios of all transformers, or none.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found: dict[str, tuple[float, ...]] = {str(name): own for name, own in _MAG_RATIOS.validate_python(value).items()}
+    if found and len(found) != experts:
+        raise ValueError("mag_ratios")
+    return found
 
 
 def read_vocabulary(directory: Path) -> frozenset[str]:

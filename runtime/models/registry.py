@@ -110,6 +110,7 @@ class KnownModel:
         parameters: number of weights by component.
         experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
         sizes: (width, height) that it was trained for, if not all of its family's.
+        mag_ratios: see `ModelSpec`.
         flow_shift: in the authors' own code; the request, or the model folder, decides what runs.
     """
 
@@ -129,6 +130,7 @@ class KnownModel:
     expand_timesteps: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
     flow_shift: float
+    mag_ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
@@ -153,6 +155,7 @@ class KnownModel:
             "directory": weights_dir / self.folder,
             "parameters": self.parameters,
             "latent_rgb": None,
+            "mag_ratios": self.mag_ratios,
             "is_downloaded": False,
         }
 

@@ -322,6 +322,8 @@ class ModelSpec:
         section: how it makes a video in sections; `None` if it makes videos whole.
         image, last_image: the images of one request, see `models.images.with_images`.
         noise: where the scheduler puts the steps.
+        mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
+            in the step before, averaged over tokens; the first is 1. Empty where they were not measured.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
     """
 
@@ -359,6 +361,7 @@ class ModelSpec:
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedded_guidance: bool = False
+    mag_ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""

@@ -351,6 +351,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
     excluded -= {"fps"} if len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     clip |= {field: use.digest for field, use in plan.images.items()}
+    clip |= {"mag_ratios": dict(plan.mag_ratios)} if plan.mag_ratios else {}
     files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
     return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError, ModelError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
-from runtime.core.step_cache import NONE, STEPS_OF_A_CACHE
+from runtime.core.step_cache import uses
 from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
 from runtime.execution.decoded_frames import fetched
 from runtime.models.spec import ModelSpec
@@ -194,15 +194,14 @@ def get_schedule(
     embedded = None
     if plan.embedded_guidance is not None:
         embedded = scheduler.timesteps.new_tensor(1000 * plan.embedded_guidance)
-    steps: list[Step] = []
-    for timestep, value, sigma in zip(scheduler.timesteps, values, sigmas, strict=False):
-        low_noise = boundary is not None and value < boundary
-        scale = plan.guidance_scale_2 if low_noise and plan.guidance_scale_2 is not None else plan.guidance_scale
-        expert = "transformer_2" if low_noise else "transformer"
-        switched = not steps or steps[-1].expert != expert
-        fresh = switched or plan.step_cache == NONE or len(steps) % STEPS_OF_A_CACHE == 0
-        steps.append(Step(timestep, sigma, expert, scale, fresh, embedded))
-    return steps
+    experts = ["transformer_2" if boundary is not None and value < boundary else "transformer" for value in values]
+    low = plan.guidance_scale if plan.guidance_scale_2 is None else plan.guidance_scale_2
+    scales = {"transformer": plan.guidance_scale, "transformer_2": low}
+    cached = uses(plan.step_cache, experts, plan.mag_ratios)
+    return [
+        Step(timestep, sigma, expert, scales[expert], use.fresh, embedded)
+        for timestep, sigma, expert, use in zip(scheduler.timesteps, sigmas, experts, cached, strict=False)
+    ]
 
 
 def _scheduler_error(scheduler: Any, error: Exception) -> ModelError:

@@ -11,7 +11,7 @@ from pydantic import Field
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan, Speed
-from runtime.core.step_cache import NONE
+from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import placement
@@ -92,7 +92,7 @@ def runs_of(
             memory.
     """
     workload, strategy = Workload.of(planned, spec), planned.strategy
-    calls = _calls_of_plan(planned)
+    calls = calls_of_plan(planned)
     uncorrected = stages(workload, strategy)
     found = []
     for name in dict.fromkeys("transformer" if is_transformer(part) else part for part in planned.components):
@@ -150,7 +150,7 @@ def calls_of(
     Args:
         steps: of each section.
         prompts: different ones of all sections.
-        expert_steps: steps of each transformer; if empty, the steps are divided evenly.
+        expert_steps: steps of each transformer that are computed; if empty, all are, divided evenly.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
@@ -161,10 +161,10 @@ def calls_of(
     return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": sections}
 
 
-def _calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
-    return calls_of(
-        plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps, plan.sections, plan.prompts
-    )
+def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
+    """Return `calls_of` a plan."""
+    computed = computed_steps(plan.step_cache, plan.expert_steps, plan.mag_ratios)
+    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, computed, plan.sections, plan.prompts)
 
 
 def history_tag(speed: Speed, component: str) -> str:
@@ -210,8 +210,11 @@ def tile_of(strategy: MemoryStrategy, component: str) -> str:
 
 
 def cache_of(step_cache: str, component: str) -> str:
-    """Return `Kind.step_cache`; empty for all components but the transformers."""
-    return step_cache if is_transformer(component) and step_cache != NONE else ""
+    """Return `Kind.step_cache`; empty for all components but the transformers.
+
+    Empty too if the cache is one of those whose calls are known: only computed passes count, see `calls_of`.
+    """
+    return "" if not is_transformer(component) or step_cache == NONE or is_scheduled(step_cache) else step_cache
 
 
 def architecture(spec: ModelSpec) -> str:

@@ -10,7 +10,7 @@ from math import prod
 
 from runtime.core.estimates import MemoryStrategy, StageMemory
 from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize, Speed, Split, is_block_program
-from runtime.core.step_cache import NONE
+from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, TAYLORSEER, kind_of
 from runtime.core.tiles import times_decoded
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ImageInput, ModelSpec, is_text_encoder, is_transformer
 
@@ -54,8 +54,10 @@ _FLOAT32 = 4
 _IMAGE_TENSORS = 16
 # Tensors of the clip's length between block engines, besides the stream: queries, keys, values and attended values.
 _BLOCK_TENSORS = 4
-# First-block caching stores the first block's output and residual, and the other blocks' residual.
-_CACHED_TENSORS = 3
+# Tensors of the clip's length that a step cache stores for each pass. First-block: the first block's output and
+# residual, and the other blocks' residual. MagCache: the first block's input, and the residual of all blocks.
+# TaylorSeer: also the difference of the last two residuals and, before that is computed, the new residual.
+_CACHED_TENSORS = {NONE: 0, FIRST_BLOCK: 3, MAGCACHE: 2, TAYLORSEER: 4}
 # Additional working set of quantized arithmetic, bytes per token and value of the widest layer, fitted to jobs of the
 # model of 1.3 billion parameters on an H200. FP8 converts activations to float32 and back; 8 bits accumulate in 32.
 _QUANTIZED_WORKING = {"fp8": 11, "bnb-8bit": 4}
@@ -74,7 +76,7 @@ class Workload:
         latent_shape: (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
         height, width: of a frame.
         split: how several GPUs share it; memory is that of the first GPU, which holds most.
-        cached_passes: forward passes that a step cache stores.
+        cached_tensors: see `cached_tensors`.
         text_bytes: of the text's cached keys and values.
         working_sets: working sets of one call of a transformer: two for paired passes, one more for a CUDA graph.
         engines: of each component that has some, those that compute parts of blocks included.
@@ -91,7 +93,7 @@ class Workload:
     height: int
     width: int
     split: Split | None = None
-    cached_passes: int = 0
+    cached_tensors: tuple[int, int] = (0, 0)
     text_bytes: int = 0
     working_sets: int = 1
     engines: Mapping[str, tuple[EngineUse, ...]] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class Workload:
             height=plan.height,
             width=plan.width,
             split=plan.split,
-            cached_passes=cached_passes(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+            cached_tensors=cached_tensors(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
             text_bytes=plan.speed.text_bytes,
             working_sets=working_sets(plan.speed),
         )
@@ -386,7 +388,8 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     element = DTYPE_BYTES["float32" if in_blocks else dtype]
     tensor = share * spec.transformer.width * element
     # Passes on different GPUs are cached by each.
-    cached = -(-workload.cached_passes // guidance) * _CACHED_TENSORS * tensor
+    stored, of_pass = workload.cached_tensors
+    cached = -(-stored // guidance) * of_pass * tensor
     if in_blocks:
         passes = _blocks_bytes(workload, name, share)
     else:
@@ -421,11 +424,9 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     return held + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)
 
 
-def cached_passes(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> int:
-    """Return how many forward passes of a step a step cache stores: one, two with guidance, none without a cache."""
-    if step_cache == NONE:
-        return 0
-    return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
+def cached_tensors(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> tuple[int, int]:
+    """Return the forward passes of a step that a step cache stores, and the tensors, (tokens, width), for each."""
+    return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1, _CACHED_TENSORS[kind_of(step_cache)]
 
 
 def _on_device(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:

@@ -15,7 +15,7 @@ from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, default_crf
 from runtime.core.request import ALL, AUTO, IDLE, Auto, GenerationRequest
-from runtime.core.step_cache import NONE, with_strength
+from runtime.core.step_cache import MAGCACHE, NONE, computed_steps, is_scheduled, kind_of, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
@@ -146,7 +146,8 @@ def _resolved(
     shift = clip.shift_override(request, spec)
     expert_steps = clip.expert_steps(spec, steps, shift)
     prompts = clip.count_prompts(request, spec, frames, fps)
-    calls = calls_of(steps, guidance, guidance_2, expert_steps, spec.sections(frames), prompts)
+    step_cache, mag_ratios, computed = _cached_steps(request, spec, expert_steps)
+    calls = calls_of(steps, guidance, guidance_2, computed, spec.sections(frames), prompts)
 
     device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
     latent_shape = spec.latent_shape(frames, height, width)
@@ -161,7 +162,6 @@ def _resolved(
     offload, offload_warnings = _offload(request, machine)
     _check_step_cache(request, machine, offload)
     _check_quantization(request, machine)
-    step_cache = with_strength(request.step_cache)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
     tokens = spec.tokens(frames, height, width)
     gpus = 1 if split is None else len(split.devices)
@@ -181,7 +181,7 @@ def _resolved(
         workload = replace(
             _workload(spec, device, _with_precisions(dtypes, choices), choices, frames, height, width),
             split=None if split is None else split.replace(decode=decodes),
-            cached_passes=memory_model.cached_passes(step_cache, guidance, guidance_2),
+            cached_tensors=memory_model.cached_tensors(step_cache, guidance, guidance_2),
         )
         inputs = ForecastInputs(
             request=request,
@@ -229,6 +229,7 @@ def _resolved(
         seed=seed,
         shift=shift,
         step_cache=step_cache,
+        mag_ratios=mag_ratios,
         loras=spec.loras,
         crf=default_crf(width, height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
@@ -248,7 +249,11 @@ def _resolved(
                 device=device,
                 dtype=dtypes[name],
                 weights_bytes=weights[name],
-                reasons=(*choices[name].reasons, *_cache_reason(name, step_cache), *placement.reasons(split, name)),
+                reasons=(
+                    *choices[name].reasons,
+                    *_cache_reason(name, step_cache, expert_steps, computed),
+                    *placement.reasons(split, name),
+                ),
                 engines=choices[name].uses,
                 badge=choices[name].badge,
                 quantization=strategy.quantization if name in quantized else "none",
@@ -357,10 +362,31 @@ def _check_step_cache(request: GenerationRequest, machine: Machine, offload: str
         raise against.refusal
 
 
-def _cache_reason(component: str, step_cache: str) -> tuple[Fact, ...]:
+def _cached_steps(
+    request: GenerationRequest, spec: ModelSpec, expert_steps: Mapping[str, int]
+) -> tuple[str, dict[str, tuple[float, ...]], dict[str, int]]:
+    """Return the step cache with its strength, the magnitude ratios that it needs, and `computed_steps`.
+
+    Raises:
+        InvalidRequestError: if it needs ratios, and the model has none.
+    """
+    step_cache, ratios = with_strength(request.step_cache), dict(spec.mag_ratios)
+    if kind_of(step_cache) != MAGCACHE:
+        ratios = {}
+    elif not ratios:
+        raise InvalidRequestError("step_cache", "planner.no_mag_ratios", model=spec.title, name=spec.name)
+    return step_cache, ratios, computed_steps(step_cache, expert_steps, ratios)
+
+
+def _cache_reason(
+    component: str, step_cache: str, steps: Mapping[str, int], computed: Mapping[str, int]
+) -> tuple[Fact, ...]:
     if step_cache == NONE or not is_transformer(component):
         return ()
-    return (Fact("planner.step_cached", {"step_cache": step_cache}),)
+    if not is_scheduled(step_cache) or component not in steps:
+        return (Fact("planner.step_cached", {"step_cache": step_cache}),)
+    data = {"step_cache": step_cache, "computed": computed[component], "steps": steps[component]}
+    return (Fact("planner.steps_computed", data),)
 
 
 def _guidance(request: GenerationRequest, spec: ModelSpec) -> tuple[float, float | None, float | None]:

@@ -1,6 +1,6 @@
 """When a compiled engine pays off: after how many videos the time that it saves exceeds the time to build it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -8,7 +8,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.engines.offers import engine_calls
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer
-from runtime.planner.history import calls_of
+from runtime.planner.history import calls_of_plan
 from runtime.ui import formatting
 from runtime.ui.plan_preview import Preview
 
@@ -40,7 +40,7 @@ def break_even_of_offer(
         return None
     ids = {use.id for use in offer.uses}
     built = sum(record.build_seconds for record in records if record.id in ids)
-    return BreakEven(built, _calls_per_video(plan)[component] * (offer.pytorch_seconds - offer.seconds))
+    return BreakEven(built, calls_of_plan(plan)[component] * (offer.pytorch_seconds - offer.seconds))
 
 
 def break_even_of_record(record: EngineRecord, preview: Preview | None) -> BreakEven | None:
@@ -54,15 +54,9 @@ def break_even_of_record(record: EngineRecord, preview: Preview | None) -> Break
         uses = (use for offer in offered for use in offer.uses if use.id == record.id and not use.build)
         used = next(uses, None)
         if used is not None:
-            calls += _calls_per_video(plan)[name] * engine_calls(used, preview.spec, plan.latent_size)
+            calls += calls_of_plan(plan)[name] * engine_calls(used, preview.spec, plan.latent_size)
     saved = calls * (record.pytorch_seconds - record.seconds_per_call)
     return BreakEven(record.build_seconds, saved) if calls else None
-
-
-def _calls_per_video(plan: ExecutionPlan) -> Mapping[str, float]:
-    return calls_of(
-        plan.steps, plan.guidance_scale, plan.guidance_scale_2, plan.expert_steps, plan.sections, plan.prompts
-    )
 
 
 def _brief(seconds: float) -> str:

@@ -15,7 +15,7 @@ from runtime.core.messages.components import title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, StepCache
-from runtime.core.step_cache import FIRST_BLOCK
+from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
 from runtime.core.units import counted, memory_size
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
@@ -36,8 +36,8 @@ _SEARCHING = "Looking for engines…"
 # Estimates are shown in tenths of a second.
 _FINEST_SECONDS = 0.1
 _VAE_EFFECT = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
-# Strengths of the step cache that can be chosen; the effect of each was measured (bench/step_cache.md).
-_STRENGTHS = (0.05, 0.1, 0.2)
+# Strengths of step caches that can be chosen; the effect of each was measured (bench/step_cache.md).
+_STRENGTHS = {FIRST_BLOCK: (0.05, 0.1, 0.2), MAGCACHE: (0.03, 0.12, 0.24), TAYLORSEER: (3, 4)}
 # Strategies whose times differ less count as equally fast.
 _SLOWER = 1.05
 
@@ -269,7 +269,7 @@ def options_html(values: Mapping[str, Any], machine: Machine, spec: ModelSpec) -
                 help_text += (
                     f" PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
                 )
-            listed = [Option(value, title, _lack(name, value, machine)) for value, title in titles.items()]
+            listed = [Option(value, title, _lack(name, value, machine, spec)) for value, title in titles.items()]
             rows.append((name, declared.label, help_text, listed, chosen))
     return render("plan_options.html", rows=rows)
 
@@ -278,8 +278,10 @@ def _titles(name: str, machine: Machine) -> dict[str, str]:
     """Return the values of a choice with their titles."""
     declared = FIELDS[name]
     if isinstance(declared, StepCache):
-        strengths = {f"{FIRST_BLOCK}:{one:g}": f"{declared.choices[FIRST_BLOCK]}, {one:g}" for one in _STRENGTHS}
-        return {**declared.choices, **strengths}
+        titles = dict(declared.choices)
+        for kind, strengths in _STRENGTHS.items():
+            titles |= {f"{kind}:{one:g}": f"{declared.choices[kind]}, {one:g}" for one in strengths}
+        return titles
     if isinstance(declared, Choice):
         return dict(declared.choices)
     count = len(usable_gpus(machine))
@@ -288,7 +290,9 @@ def _titles(name: str, machine: Machine) -> dict[str, str]:
     )
 
 
-def _lack(name: str, value: str, machine: Machine) -> str:
+def _lack(name: str, value: str, machine: Machine, spec: ModelSpec) -> str:
+    if name == "step_cache" and kind_of(value) == MAGCACHE and not spec.mag_ratios:
+        return short(Fact("planner.no_mag_ratios", {"model": spec.title, "name": spec.name}), WORDS)
     against = choice_conflict(name, value, machine)
     return "" if against is None else short(against.fact, WORDS)
 

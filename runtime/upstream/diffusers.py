@@ -77,14 +77,33 @@ def decide_first_block_cache(transformer: Any, changed: Callable[[Any, Any], boo
     """
     from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
 
-    registries = (getattr(part, "_diffusers_hook", None) for part in transformer.modules())
-    hook = next(found for one in registries if one is not None and (found := one.get_hook(_FBC_LEADER_BLOCK_HOOK)))
+    hook = _hook(transformer, _FBC_LEADER_BLOCK_HOOK)
 
     def compute(residual: Any) -> bool:
         before = hook.state_manager.get_state().head_block_residual
         return before is None or changed(residual, before)
 
     hook._should_compute_remaining_blocks = compute
+
+
+def keep_mag_cache_in(transformer: Any, new_state: Callable[[], Any]) -> None:
+    """Replace the state of MagCache's hooks, after `enable_cache`.
+
+    Args:
+        new_state: makes the state of one guidance pass, a `MagCacheState`.
+
+    Reason: `MagCacheConfig` reuses residuals unchanged, and has no option for another state.
+    """
+    from diffusers.hooks.mag_cache import _MAG_CACHE_LEADER_BLOCK_HOOK
+
+    # The hooks of all blocks share this object.
+    _hook(transformer, _MAG_CACHE_LEADER_BLOCK_HOOK).state_manager._state_cls = new_state
+
+
+def _hook(transformer: Any, name: str) -> Any:
+    """Return the hook with a name that one of a transformer's parts has."""
+    registries = (getattr(part, "_diffusers_hook", None) for part in transformer.modules())
+    return next(found for one in registries if one is not None and (found := one.get_hook(name)))
 
 
 def offload_groups(module: Any) -> None:

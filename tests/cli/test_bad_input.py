@@ -73,6 +73,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
         (["--negative-prompt", "a\x07b"], "U+0007", "Remove"),
         (["--offload", "disk"], "offload is 'disk'", "sequential"),
         (["--step-cache", "teacache"], "--step-cache is 'teacache'", "first-block"),
+        (["--step-cache", "taylorseer:1.5"], "strength of --step-cache is '1.5'", "whole number from 2 to 8"),
         (["--step-cache", "first-block:2"], "strength of --step-cache is '2'", "up to 1"),
         (["--step-cache", "first-block", "--backend", "transformer=inductor"], "step cache excludes", "--step-cache"),
         (["--quantization", "int3"], "quantization is 'int3'", "bnb-4bit"),

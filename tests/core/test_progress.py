@@ -53,6 +53,20 @@ def test_seconds_per_step_is_the_median(planned: Planned) -> None:
     assert fold([(0.0, planned), *steps]).seconds_per_step == 1.0
 
 
+def test_steps_that_a_cache_serves_count_neither_as_measured_nor_as_left(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    plan = tiny_plan(tiny("wan2.1"), tmp_path / "x.mp4", steps=8, step_cache="taylorseer:4")
+    assert plan.computed == (True, True, False, False, False, True, False, False)
+    took = [2.0, 2.0, 0.1, 0.1]
+    steps = [StepDone(step=i + 1, of=8, seconds=one, part="transformer") for i, one in enumerate(took)]
+    after = fold([(0.0, Planned(plan=plan)), (0.0, StageStarted(stage="denoise")), *((4.2, step) for step in steps)])
+    assert after.seconds_per_step == 2.0
+    # One of the steps 5 to 8 is computed.
+    one = after.pace.step_seconds
+    assert after.seconds_left == pytest.approx(one + plan.seconds["decode"].likely * one / after.pace.forecast, rel=0.2)
+
+
 def test_a_resumed_job_starts_with_its_finished_steps(planned: Planned) -> None:
     first = [
         (0.0, planned),

@@ -26,7 +26,8 @@ ANYTHING = st.one_of(
 @pytest.mark.parametrize(
     ("asked", "kept"),
     [("none", "none"), ("first-block", "first-block"), ("first-block:0.20", "first-block:0.2"),
-     ("first-block:1", "first-block:1"), ("first-block:1e-3", "first-block:0.001")],
+     ("first-block:1", "first-block:1"), ("first-block:1e-3", "first-block:0.001"), ("magcache", "magcache"),
+     ("magcache:0.120", "magcache:0.12"), ("taylorseer:2.0", "taylorseer:2"), ("taylorseer:8", "taylorseer:8")],
 )  # fmt: skip
 def test_a_step_cache_is_stored_in_its_shortest_notation(asked: str, kept: str) -> None:
     request = GenerationRequest(prompt="a boat", step_cache=asked)
@@ -36,7 +37,8 @@ def test_a_step_cache_is_stored_in_its_shortest_notation(asked: str, kept: str) 
 
 @pytest.mark.parametrize(
     "value", ["", "first", "none:0.1", "first-block:", "first-block:0", "first-block:-1", "first-block:1.1",
-              "first-block:nan", "first-block:inf", "first-block:x", None, 7, [], {}, True, "x" * 10_000],
+              "first-block:nan", "first-block:inf", "first-block:x", "magcache:0", "magcache:2", "taylorseer:1",
+              "taylorseer:2.5", "taylorseer:9", None, 7, [], {}, True, "x" * 10_000],
 )  # fmt: skip
 def test_an_invalid_step_cache_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequestError) as refused:

@@ -54,7 +54,10 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "on_out_of_memory": ("retry", st.sampled_from(["retry", "any", "ask"]) | JSON),
     "gpus": ("auto", st.sampled_from(["auto", 1, 2, 0, "0,1", [0, 0]]) | JSON),
     "loras": (None, st.sampled_from([None, [], ["style:0.8"], ["../a"], ["a.safetensors"], ["a:-1"]]) | JSON),
-    "step_cache": ("none", st.sampled_from(["none", "first-block", "first-block:0.2", "first-block:9"]) | JSON),
+    "step_cache": (
+        "none",
+        st.sampled_from(["none", "first-block:0.2", "first-block:9", "magcache", "taylorseer:3"]) | JSON,
+    ),
     "attention": ("auto", st.sampled_from(["auto", "fp8", "sage"]) | JSON),
     "compile": ("auto", st.sampled_from(["auto", "always", "never"]) | JSON),
     "shift": ("auto", st.sampled_from(["auto", 3.0, 0, -1]) | JSON),

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from bench.step_cache import blocks_computed
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
+from runtime.families.wan import mag_ratios
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
@@ -41,7 +43,7 @@ from tests.plans import Alone, tiny_plan, with_strategy
 
 RANK, WEIGHT = 64, 0.8
 STARTED = time.monotonic()
-CACHES = ("none", "first-block:0.05", "first-block:0.2", "first-block:1")
+CACHES = ("none", "first-block:0.05", "first-block:0.2", "first-block:1", "magcache:0.12", "taylorseer:3")
 # Offload and quantization. The planner refuses a cache with `group`: it is measured nevertheless.
 HELD = (("none", "none"), ("model", "none"), ("none", "fp8"), ("none", "bnb-4bit"), ("group", "none"))
 
@@ -127,14 +129,14 @@ def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
                 alone.setdefault("latents", got[0])
                 alone.setdefault("figures", dict(figures))
                 wanted = alone["latents"]
-                passes = memory_model.cached_passes(step_cache, plan.guidance_scale, plan.guidance_scale_2)
+                passes, tensors = memory_model.cached_tensors(step_cache, plan.guidance_scale, plan.guidance_scale_2)
                 say(
                     **what,
                     blocks=blocks,
                     repeats=torch.equal(got[0], again),
                     error=((got[0] - wanted).norm() / wanted.norm()).item(),
                     more_vram=figures.get("vram", 0) - alone["figures"].get("vram", 0),
-                    forecast_more=passes * 3 * plan.tokens * spec.transformer.width * 2,
+                    forecast_more=passes * tensors * plan.tokens * spec.transformer.width * 2,
                     **figures,
                 )
 
@@ -154,7 +156,9 @@ def main() -> None:
     name = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "CPU"
     say(part="machine", device=name, torch=torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
-        spec = model(Path(folder) / "model", arguments)
+        # Of the published model of this width: random weights have none.
+        ratios = mag_ratios.T2V_A14B
+        spec = replace(model(Path(folder) / "model", arguments), mag_ratios=ratios)
         parts = {"lora": partial(lora, arguments, spec), "cache": partial(cache, arguments, spec)}
         for part in arguments.parts:
             parts[part](Path(folder))

@@ -2,6 +2,7 @@
 
     python tests/gpu/measure_gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
     python tests/gpu/measure_gpus.py clip --gpus 1 --clip-steps 40 --asked '{"quantization": "fp8"}'
+    python tests/gpu/measure_gpus.py clip --gpus 1 --clip-steps 40 --asked '{"step_cache": "magcache:0.12"}'
     python tests/gpu/measure_gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
 
 Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and `clip`; all by default. Random weights
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine, probe
+from runtime.models.catalogue import known_as
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
@@ -60,7 +63,7 @@ from tests.plans import Alone, machine, with_strategy
 
 PARTS = ("passes", "cache", "kill", "clip")
 # Strengths at which random weights leave out some passes, and the steps and frames of a clip that is soon made.
-CACHES = ("none", "first-block:0.05", "first-block:0.075", "first-block:0.2")
+CACHES = ("none", "first-block:0.05", "first-block:0.075", "first-block:0.2", "magcache:0.12", "taylorseer:3")
 CACHED_STEPS, CACHED_FRAMES = 12, 17
 # UMT5-XXL's width, in one layer: 11 GB less to write.
 TEXT = {"vocab_size": 32, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 1, "num_heads": 64}
@@ -92,6 +95,9 @@ def model(arguments: argparse.Namespace) -> ModelSpec:
             save(partial(AutoencoderKLWan, **VAES.get(arguments.model, VAES["wan2.1"])), folder / "vae", device)
         (folder / "complete").touch()
     spec = read_spec(folder, arguments.model)
+    known = known_as(arguments.model)
+    # Which steps MagCache computes depends on the ratios alone, not on the weights.
+    spec = spec if known is None else replace(spec, mag_ratios=known.mag_ratios)
     needs_image = spec.image_input is not None and spec.image_input.required
     return with_images(spec, GenerationRequest(prompt="a boat", image=str(IMAGE)), HOME, None) if needs_image else spec
 
@@ -317,6 +323,7 @@ def clip(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> N
                     seconds_of_40_steps=round(total, 2),
                     times_as_fast=round(one / total, 3) if one else None,
                     steps=[round(step, 3) for step in steps],
+                    computed_steps=sum(run_plan.computed) if run_plan is plan else None,
                     timings=dict(end.timings),
                     load_seconds=end.load_seconds,
                     peak_bytes=end.peak_memory_bytes,

@@ -17,24 +17,28 @@ from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
+from tests.pipeline.test_step_cache import with_ratios
 from tests.plans import machine, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
 CACHE = "first-block:0.9"
 
 
-def test_resuming_at_any_step_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
-    spec = tiny("wan2.2-a14b")
+@pytest.mark.parametrize(("cache", "within"), [(CACHE, {8}), ("magcache:0.12", set()), ("taylorseer:3", set())])
+def test_resuming_at_any_step_gives_the_same_video(cache: str, within: set[int], tiny: Tiny, tmp_path: Path) -> None:
+    spec = with_ratios(tiny("wan2.2-a14b"))
     out = tmp_path / "x.mp4"
-    plan = tiny_plan(spec, out, steps=12, step_cache=CACHE)
+    plan = tiny_plan(spec, out, steps=12, step_cache=cache)
     events = run(plan, spec, None)
     assert isinstance(events[-1], VideoSaved), events[-1]
     wanted = frames_of(out)
     experts = [event.part for event in events if isinstance(event, StepDone)]
     second = experts.index("transformer_2")
-    resumable = sorted({second, 8})
+    # MagCache can be resumed before each step that it computes.
+    computed = {step for step in range(1, 12) if plan.computed[step]} if cache.startswith("magcache") else set()
+    resumable = sorted({second} | within | computed)
     out.unlink()
-    for step in (resumable[0] + 1, resumable[1], resumable[1] + 2):
+    for step in sorted({resumable[0] + 1, resumable[-1], min(resumable[-1] + 2, 11)}):
         folder = tmp_path / f"job-{step}"
         from_here = max([done for done in resumable if done <= step], default=0)
         first = run(plan, spec, folder, stop=lambda e, step=step: isinstance(e, StepDone) and e.step == step)  # type: ignore[misc]  # bound now
@@ -86,6 +90,14 @@ def test_video_and_checkpoint_record_the_step_cache(tiny: Tiny, tmp_path: Path) 
     files = stamps(spec)
     ids = [identity(files, one, half=half) for one in (plan, plain, other) for half in (False, True)]
     assert len(set(ids[::2])) == 3
+
+
+def test_other_ratios_are_another_clip(tiny: Tiny, tmp_path: Path) -> None:
+    spec = with_ratios(tiny("wan2.1"))
+    plan = tiny_plan(spec, tmp_path / "x.mp4", step_cache="magcache:0.1")
+    assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
+    other = plan.replace(mag_ratios={"transformer": (1.0, 0.9)})
+    assert len({identity(stamps(spec), one, half=False) for one in (plan, other)}) == 2
 
 
 def test_a_forecast_uses_runs_with_the_same_cache(tiny: Tiny, tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import torch
 
 from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan, Split
-from runtime.execution import first_block_cache
+from runtime.execution import step_caches
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from tests.pipeline.test_parallel import apart, run
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
+from tests.pipeline.test_step_cache import with_ratios
 from tests.plans import tiny_plan, with_strategy
 
 Tiny = Callable[[str], ModelSpec]
@@ -49,7 +50,7 @@ def planned(spec: ModelSpec, output: Path, step_cache: str = f"first-block:{STRE
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
     """Return a list that fills with what one process decides, and what its halves alone would have."""
     found: list[tuple[bool, bool, bool]] = []
-    changed = first_block_cache.changed
+    changed = step_caches.changed
 
     def heard(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: Any) -> bool:
         half = -(-now.shape[1] // 2)
@@ -58,7 +59,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
         found.append((changed(now, before, strength, sharing), first, second))
         return found[-1][0]
 
-    monkeypatch.setattr(first_block_cache, "changed", heard)
+    monkeypatch.setattr(step_caches, "changed", heard)
     return found
 
 
@@ -80,6 +81,20 @@ def test_all_processes_skip_the_same_blocks(
     # The modules, which are used again, keep nothing of the cache.
     again = sample(spec, plain.replace(split=split), residency)
     assert (again - without).norm() <= 1e-6 * without.norm()
+
+
+@pytest.mark.parametrize("step_cache", ["magcache:0.12", "taylorseer:3"])
+def test_scheduled_caches_equal_those_of_one_process(
+    step_cache: str, split: Split, residency: Residency, tiny: Tiny, tmp_path: Path
+) -> None:
+    spec = with_ratios(tiny("wan2.2-a14b"))
+    cached = planned(spec, tmp_path / "x.mp4", step_cache)
+    assert not all(cached.computed)
+    with Residency() as alone:
+        wanted, without = sample(spec, cached, alone), sample(spec, planned(spec, tmp_path / "x", "none"), alone)
+    made = sample(spec, cached.replace(split=split), residency)
+    assert (made - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (wanted - without).norm() > 1e-3 * wanted.norm()
 
 
 def test_an_interrupted_job_gives_the_same_video(

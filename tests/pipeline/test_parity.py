@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
 
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
@@ -46,7 +46,7 @@ def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.
 
 
 def by_wan_pipeline(
-    spec: ModelSpec, plan: ExecutionPlan, output_type: str, cache: FirstBlockCacheConfig | None = None
+    spec: ModelSpec, plan: ExecutionPlan, output_type: str, cache: FirstBlockCacheConfig | MagCacheConfig | None = None
 ) -> Any:
     """Return what `WanPipeline` makes of a plan; of one with one transformer also with a step cache."""
     pipeline = load_pipeline(spec)

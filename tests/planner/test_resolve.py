@@ -12,6 +12,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Machine, seen_from
+from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.clip import nearest
 from runtime.planner.history import Kind, Run, architecture
@@ -231,6 +232,40 @@ def test_a_machine_seen_from_one_gpu() -> None:
     seen = seen_from(two_gpus(), 1)
     assert [one.name for one in seen.gpus] == ["GPU 1", "GPU 1"]
     assert seen_from(machine(), 0) == machine()
+
+
+@pytest.mark.parametrize(
+    ("step_cache", "tensors", "computed"), [("magcache:0.12", 2, (3, 7)), ("taylorseer", 4, (5, 6))]
+)
+def test_a_forecast_counts_the_steps_that_a_cache_computes(
+    step_cache: str, tensors: int, computed: tuple[int, int], tmp_path: Path
+) -> None:
+    spec = find("diorama", tmp_path)
+    plain, cached = plan(spec), plan(spec, step_cache=step_cache)
+    steps = dict(zip(("transformer", "transformer_2"), computed, strict=True))
+    reason = {"step_cache": cached.step_cache, "computed": steps["transformer"], "steps": 9}
+    assert Fact("planner.steps_computed", reason) in cached.components["transformer"].reasons
+    assert (sum(cached.computed), cached.steps) == (sum(computed), 20)
+    before, after = (made.seconds["denoise"].likely for made in (plain, cached))
+    assert after == pytest.approx(before * sum(computed) / 20)
+    working = [{one.component: one.working_bytes for one in made.memory}["transformer"] for made in (plain, cached)]
+    assert working[1] - working[0] == 2 * tensors * cached.tokens * spec.transformer.width * 4
+    # Whatever the strength, the seconds of a computed pass are those of a pass without a cache.
+    run = Run(
+        kind=Kind(device="Test CPU, 2 cores", model=architecture(spec), component="transformer", backend="pytorch",
+                  dtype="float32", quantization="none", offload="none"),
+        flops=spec.transformer.forward_flops(plain.tokens, spec.max_sequence_length),
+        seconds=2.0, working_bytes=1, excess_bytes=None,
+    )  # fmt: skip
+    request = GenerationRequest(prompt="a boat", step_cache=step_cache)
+    measured = resolve(request, spec, machine(), OUT, history=[run]).seconds["denoise"]
+    assert measured.measured and measured.likely == pytest.approx(2 * 2.0 * sum(computed))
+
+
+def test_magcache_needs_ratios_of_the_model(tiny: Callable[[str], ModelSpec]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        plan(tiny("wan2.1"), step_cache="magcache")
+    assert (refused.value.fact.code, refused.value.field) == ("planner.no_mag_ratios", "step_cache")
 
 
 def test_a_step_cache_is_reckoned_with(tiny: Callable[[str], ModelSpec]) -> None:

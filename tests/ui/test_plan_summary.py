@@ -240,6 +240,11 @@ def test_choices_that_the_machine_lacks_are_disabled_with_the_reason(spec: Model
     assert '<option value="auto">Automatic</option>' in html
     # A strength that another page or a video has is not lost.
     assert '<option value="first-block:0.17">' in html
+    # MagCache needs ratios, TaylorSeer does not.
+    assert '<option value="taylorseer:3">TaylorSeer, 3</option>' in html
+    assert '<option value="magcache" disabled>MagCache: ' in html
+    measured = replace(spec, mag_ratios={"transformer": (1.0,), "transformer_2": (1.0,)})
+    assert '<option value="magcache">MagCache</option>' in options_html({}, machine(), measured)
     assert 'value="group">By block</option>' in options_html({}, GPU, spec)
     assert "`" not in html
 

@@ -99,6 +99,10 @@ MESSAGES: Mapping[str, Message] = {
         "The strength of {field:setting} is {strength}.",
         "Give a number above 0 and up to {most:g}; the default is {default:g}.",
     ),
+    "step_cache.interval_out_of_range": Message(
+        "The strength of {field:setting} is {strength}.",
+        "Give a whole number from 2 to {most:g}: one step of so many is computed; the default is {default:g}.",
+    ),
     # Settings; `source` is a flag, an environment variable or a file.
     "settings.auth_invalid": Message(
         "{source} does not have the form USER:PASSWORD.", "Give both, separated by a colon."

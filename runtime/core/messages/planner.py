@@ -301,6 +301,14 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
+    "planner.steps_computed": Message(
+        "{computed} of {steps:n step} are computed, the others reuse block residuals ({step_cache}), as requested."
+    ),
+    "planner.no_mag_ratios": Message(
+        "MagCache needs magnitude ratios, and none are known of {model}.",
+        "Use {set[step_cache=taylorseer]}, or measure them with python -m tools.mag_ratios {name}.",
+        "{model} has no magnitude ratios",
+    ),
     "planner.on_gpus": Message("On {gpus} GPUs."),
     "planner.strips_shared": Message("Each GPU decodes a strip of every frame."),
     "planner.tokens_shared": Message("{sequence} GPUs share the tokens and heads of every pass."),

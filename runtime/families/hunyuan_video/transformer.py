@@ -27,18 +27,18 @@ import torch.nn.functional as F
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
-from runtime.core.step_cache import strength_of
+from runtime.core.step_cache import NONE
 from runtime.execution.attention import attention
 from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import PROMPTED, UNPROMPTED, OnDegraded
 from runtime.execution.cuda_graphs import CudaGraphRunner
-from runtime.execution.first_block_cache import Sharing, first_block_cached
 from runtime.execution.fused_layers import fuse as fuse_layers
 from runtime.execution.fused_layers import unfuse_if_stale
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
+from runtime.execution.step_caches import Sharing, step_cached
 from runtime.upstream.diffusers import reset_step_cache
 
 # Queries, keys and values, each (1, tokens, heads, head width).
@@ -622,12 +622,11 @@ class PyTorchDenoiser:
     @contextmanager
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
         """See `execution.components.PyTorchDenoiser`."""
-        strength = strength_of(step_cache)
-        if strength is None:
+        if step_cache == NONE:
             yield
             return
         assert self._graphed is None, "each call may skip blocks"
-        with first_block_cached(self._module, strength, sharing):
+        with step_cached(self._module, step_cache, sharing):
             self._caches = True
             try:
                 yield

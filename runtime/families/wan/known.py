@@ -6,6 +6,7 @@ A test counts the parameters with the libraries' own classes.
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.families.wan import mag_ratios
 from runtime.models.registry import KnownModel
 
 _LICENSE = "Apache-2.0"
@@ -108,6 +109,7 @@ KNOWN = (
         experts=2,
         boundary_ratio=0.875,
         flow_shift=12.0,
+        mag_ratios=mag_ratios.T2V_A14B,
     ),
     _model(
         name="wan2.2-ti2v-5b",
@@ -128,6 +130,7 @@ KNOWN = (
         vae_parameters=704_688_668,
         vae_encoder_parameters=149_637_088,
         expand_timesteps=True,
+        mag_ratios=mag_ratios.TI2V_5B,
     ),
     _model(
         name="wan2.2-i2v-a14b",
@@ -139,6 +142,7 @@ KNOWN = (
         transformer_parameters=14_288_901_184,
         experts=2,
         boundary_ratio=0.9,
+        mag_ratios=mag_ratios.I2V_A14B,
     ),
     _model(
         name="wan2.1-i2v-14b-480p",
@@ -150,6 +154,7 @@ KNOWN = (
         transformer_parameters=16_394_878_784,
         flow_shift=3.0,
         sizes=_SIZES_480P,
+        mag_ratios=mag_ratios.I2V_14B_480P,
     ),
     _model(
         name="wan2.1-i2v-14b-720p",
@@ -160,6 +165,7 @@ KNOWN = (
         transformer={**_WIDE_IMAGE, "image_dim": 1280, "added_kv_proj_dim": 5120},
         transformer_parameters=16_394_878_784,
         sizes=_SIZES_720P,
+        mag_ratios=mag_ratios.I2V_14B_720P,
     ),
     _model(
         name="wan2.1-flf2v-14b",
@@ -181,6 +187,7 @@ KNOWN = (
         transformer={**_TRANSFORMER, "num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960},
         transformer_parameters=1_418_996_800,
         sizes=_SIZES_480P,
+        mag_ratios=mag_ratios.T2V_1_3B,
     ),
     _model(
         name="wan2.1-t2v-14b",
@@ -190,5 +197,6 @@ KNOWN = (
         aliases=frozenset({"wan2.1-14b", "t2v-14b"}),
         transformer=_WIDE,
         transformer_parameters=14_288_491_584,
+        mag_ratios=mag_ratios.T2V_14B,
     ),
 )

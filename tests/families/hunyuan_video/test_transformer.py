@@ -236,8 +236,19 @@ def test_the_step_cache_skips_blocks_after_small_changes(tiny: Tiny) -> None:
     assert all(map(torch.equal, steps_of(denoiser), exact))
 
 
-def test_processes_that_share_a_pass_skip_blocks_together(shared: SharedDenoiser, tiny: Tiny) -> None:
+@pytest.mark.parametrize(("step_cache", "exact"), [("magcache:0.1", {0, 4}), ("taylorseer:2", {0, 1, 3, 4})])
+def test_scheduled_caches_reuse_residuals(step_cache: str, exact: set[int], tiny: Tiny) -> None:
     denoiser = PyTorchDenoiser(load(tiny("hunyuan-video")))
-    with denoiser.caching("first-block:0.02"), shared.caching("first-block:0.02"):
+    wanted = steps_of(denoiser)
+    with denoiser.caching(step_cache):
+        cached = steps_of(denoiser)
+    for index, (got, whole) in enumerate(zip(cached, wanted, strict=True)):
+        assert torch.equal(got, whole) == (index in exact)
+
+
+@pytest.mark.parametrize("step_cache", ["first-block:0.02", "magcache:0.1", "taylorseer:2"])
+def test_processes_that_share_a_pass_skip_blocks_together(step_cache: str, shared: SharedDenoiser, tiny: Tiny) -> None:
+    denoiser = PyTorchDenoiser(load(tiny("hunyuan-video")))
+    with denoiser.caching(step_cache), shared.caching(step_cache):
         for got, wanted in zip(steps_of(shared), steps_of(denoiser), strict=True):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)

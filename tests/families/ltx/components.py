@@ -14,7 +14,7 @@ from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.components import PROMPTED, OnDegraded, StripDecoder
-from runtime.execution.first_block_cache import Sharing
+from runtime.execution.step_caches import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models.spec import ModelSpec
 

@@ -97,6 +97,14 @@ def test_a_sidecar_adds_values_that_configs_lack(tiny: Tiny, tmp_path: Path) -> 
     (folder / "tandem.json").write_text(json.dumps(sidecar | {"defaults": sidecar["defaults"] | other}))
     defaults = read_spec(folder, "mine").defaults
     assert (defaults.guidance(from_image=True), defaults.guidance(from_image=False)) == ((1.5, None), (2.0, None))
+    ratios = {"transformer": [1.0, 0.5]}
+    (folder / "tandem.json").write_text(json.dumps(sidecar | {"mag_ratios": ratios}))
+    assert read_spec(folder, "mine").mag_ratios == {"transformer": (1.0, 0.5)}
+    bad: Any
+    for bad in ({"vae": [1.0]}, {"transformer": []}, {"transformer": [0.0]}, ratios | {"transformer_2": [1.0]}, [1.0]):
+        (folder / "tandem.json").write_text(json.dumps(sidecar | {"mag_ratios": bad}))
+        with pytest.raises(ModelError):
+            read_spec(folder, "mine")
     (folder / "tandem.json").write_text("[]")
     with pytest.raises(ModelError, match=r"tandem\.json"):
         read_spec(folder, "mine")

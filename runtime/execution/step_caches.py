@@ -1,0 +1,114 @@
+"""Caching across denoising steps through diffusers' hooks, with the same decisions in all processes that share a pass.
+
+First-block caching: diffusers' hook compares means over a process's own tokens. If processes that share a pass decided
+differently, they would wait for each other forever. So each process sums over its tokens, and all decide by the total.
+A single process sums in the same way, because diffusers rounds its means to the model's dtype and would decide
+differently in bfloat16.
+
+MagCache and TaylorSeer: the hooks are diffusers' for MagCache, which reuse the residual of all blocks. Which steps are
+computed is known beforehand (`core.step_cache.uses`), so the hooks reuse a residual whenever there is one: the cache is
+reset before a step that MagCache computes. diffusers' own decision counts the steps of one transformer and cannot be
+resumed. For TaylorSeer the residual is extrapolated. diffusers' TaylorSeer extrapolates the outputs of layers, which
+takes more than a hundred gigabytes for Wan2.2-A14B, or (lite) predictions, which change more than the residual.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
+from diffusers.hooks.mag_cache import MagCacheState
+
+from runtime.core.step_cache import FIRST_BLOCK, TAYLORSEER, in_series, kind_of, strength_of
+from runtime.upstream.diffusers import decide_first_block_cache, keep_mag_cache_in
+
+# More passes than any cache serves between two resets; diffusers resets its state after them.
+_MANY = 1000
+
+
+class Sharing(Protocol):
+    """The processes that share the tokens of a pass."""
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this process's tokens, (batch, tokens, …), without padding."""
+
+    def summed(self, values: torch.Tensor) -> list[float]:
+        """Return each value of a vector summed over all processes; every process gets identical numbers."""
+
+
+@contextmanager
+def step_cached(module: Any, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
+    """Reuse residuals across steps while entered.
+
+    Args:
+        module: a transformer.
+        step_cache: as in a plan; not "none".
+        sharing: the processes that compute it together; `None` for one process.
+    """
+    strength = strength_of(step_cache)
+    assert strength is not None
+    if kind_of(step_cache) == FIRST_BLOCK:
+        module.enable_cache(FirstBlockCacheConfig(threshold=strength))
+        decide_first_block_cache(module, lambda residual, before: changed(residual, before, strength, sharing))
+    else:
+        module.enable_cache(
+            MagCacheConfig(
+                threshold=math.inf,
+                max_skip_steps=_MANY,
+                retention_ratio=0.0,
+                num_inference_steps=_MANY,
+                mag_ratios=[1.0] * _MANY,
+            )
+        )
+        if kind_of(step_cache) == TAYLORSEER:
+            keep_mag_cache_in(module, lambda: Series(partial(in_series, interval=int(strength))))
+    try:
+        yield
+    finally:
+        module.disable_cache()
+
+
+def changed(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: Sharing | None) -> bool:
+    """Return whether the mean change of residuals, (batch, tokens, width), exceeds `strength` times their mean size."""
+    if sharing is not None:
+        now, before = sharing.real(now), sharing.real(before)
+    sums = torch.stack([(now - before).abs().sum(dtype=torch.float32), before.abs().sum(dtype=torch.float32)])
+    change, size = sums.tolist() if sharing is None else sharing.summed(sums)
+    return bool(change > strength * size)
+
+
+class Series(MagCacheState):
+    """The state of one guidance pass in diffusers' MagCache hooks, with residuals that are extrapolated linearly.
+
+    The hooks reuse `previous_residual` unless it is `None`, and set it after each computed step.
+
+    Args:
+        computes: whether a step is computed, by its number since the last reset.
+    """
+
+    def __init__(self, computes: Callable[[int], bool]) -> None:
+        self._computes = computes
+        self._step = self.step_index = 0
+        self._residual: torch.Tensor | None = None
+        self._difference: torch.Tensor | None = None
+        super().__init__()
+
+    @property
+    def previous_residual(self) -> torch.Tensor | None:
+        """The residual of this step, (batch, tokens, width); `None` if the step is computed."""
+        if self._residual is None or self._computes(self.step_index):
+            return None
+        if self._difference is None:
+            return self._residual
+        return torch.add(self._residual, self._difference, alpha=self.step_index - self._step)
+
+    @previous_residual.setter
+    def previous_residual(self, residual: torch.Tensor | None) -> None:
+        before, self._difference = self._residual, None
+        if residual is not None and before is not None:
+            change = torch.sub(residual, before, out=before)
+            self._difference = change.div_(self.step_index - self._step)
+        self._residual, self._step = residual, self.step_index
