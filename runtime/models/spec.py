@@ -387,6 +387,16 @@ class ModelSpec:
         first = {name: files.paths[0] for name, files in self.files.items()}
         return {name: path for name, path in first.items() if path.parent != self.directory / name}
 
+    @property
+    def location(self) -> Path:
+        """The model's folder, or the file of its only or first transformer."""
+        return self.single_files.get("transformer", self.directory)
+
+    @property
+    def exists(self) -> bool:
+        """Whether its folder and files exist."""
+        return self.directory.is_dir() and all(path.is_file() for path in self.single_files.values())
+
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""
         return tuple(use for use in self.loras if use.changes(component))

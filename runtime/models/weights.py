@@ -421,11 +421,8 @@ def _change(
                 target.add(*_factors(delta, files[delta.use.digest]))
             continue
         quantized = is_quantized(parameter)
-        if quantized:
-            assert stored is not None, "given if a parameter is quantized"
-            total = stored(f"{name}.weight").to(parameter.device, dtype).float()
-        else:
-            total = parameter.float()
+        own = stored(f"{name}.weight").to(parameter.device, dtype) if quantized and stored else parameter
+        total = own.float()
         for delta in relevant:
             got = _tensors(delta, files[delta.use.digest], total.device)
             for role in roles:
@@ -454,7 +451,8 @@ def _tensors(
                 tensor = torch.cat(tensor.chunk(2)[::-1])
             if delta.rows is not None:
                 tensor = tensor[delta.rows]
-        got[role] = tensor.to(device, torch.promote_types(tensor.dtype, smallest))
+        exact = torch.float32 if role == "alpha" else torch.promote_types(tensor.dtype, smallest)
+        got[role] = tensor.to(device, exact)
     return got
 
 

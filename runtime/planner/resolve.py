@@ -237,7 +237,7 @@ def _resolved(
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
         asked=request,
-        model_directory=spec.directory,
+        model_directory=spec.location,
         output=output,
         latent_shape=latent_shape,
         tokens=tokens,

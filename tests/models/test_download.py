@@ -86,7 +86,9 @@ def download(
     cancel = cancel or Cancel()
     with Download(source_of(REPOSITORY, revision), weights, Hub(hub.address, policy), report or Reports()) as fetching:
         plan = fetching.plan(cancel)
-        return fetching.run(plan, cancel), plan
+        spec = fetching.run(plan, cancel)
+        assert spec is not None
+        return spec, plan
 
 
 def no_download_is_listed(weights: Path) -> bool:
