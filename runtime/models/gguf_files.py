@@ -120,7 +120,7 @@ class _Reader:
                 raise self._invalid("gguf.alignment")
             end = offset + nbytes
             if start + end > self._size:
-                raise ModelError("model.file_damaged", file=self._path.name, size=self._size)
+                raise self._damaged()
             placed[name] = GgufTensor(kind.name, shape, start + offset, nbytes)
         return placed
 
@@ -135,7 +135,9 @@ class _Reader:
         if kind is None:
             raise self._invalid("gguf.type_unknown", tensor=shown, type=number)
         # Also limits the product: no tensor is larger than the file.
-        if prod(shape) * kind.nbytes > self._size * kind.block or shape[-1] % kind.block:
+        if prod(shape) * kind.nbytes > self._size * kind.block:
+            raise self._damaged()
+        if shape[-1] % kind.block:
             raise self._invalid("safetensors.tensor_size", tensor=shown)
         original = values.get(f"{_SHAPE_OF}{name}")
         if original is not None:
@@ -196,6 +198,9 @@ class _Reader:
     def _truncated(self) -> ModelError:
         if self._size > _MAX_HEADER_BYTES:
             return self._invalid("safetensors.header_too_long", size=self._size, most=_MAX_HEADER_BYTES)
+        return self._damaged()
+
+    def _damaged(self) -> ModelError:
         return ModelError("model.file_damaged", file=self._path.name, size=self._size)
 
     def _invalid(self, code: str, **data: Any) -> ModelError:

@@ -24,8 +24,8 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.programs import load_program
 from runtime.families.wan import file_names
 from runtime.families.wan.known import KNOWN
-from runtime.models import gguf_files
-from runtime.models.catalogue import find, look_up, transformer_files, unusable
+from runtime.models import catalogue, gguf_files
+from runtime.models.catalogue import find, look_up, unusable
 from runtime.models.loras import with_loras
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.single_file import expert_of, model_name, other_expert, reassemble
@@ -93,7 +93,8 @@ def test_each_format_computes_what_its_own_tools_read(title: str, state: State, 
     packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
     assert len(packed) == (0 if title in {"BF16", "F16"} else 2 * 10)
     assert all(layer.weight.dtype in {torch.uint8, torch.float8_e4m3fn} for layer in packed)
-    actual = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()) if tensor.ndim != 4)
+    held_in_memory = (*module.named_parameters(), *module.named_buffers())
+    actual = sum(tensor.nbytes for name, tensor in held_in_memory if not name.startswith("rope"))
     predicted = weights_bytes(spec, dict.fromkeys(spec.component_names, "float32"))["transformer"]
     assert actual == pytest.approx(predicted, rel=0.01)
     # Engines are verified against this module, and built of plain layers.
@@ -180,11 +181,11 @@ def test_two_experts_are_one_model(state: State, weights: Path) -> None:
     save_gguf(weights / "wan_high_noise_x.gguf", state, "Q8_0")
     error = refused(str(weights / "wan_high_noise_x.gguf"), weights)
     assert error.code == "model.file_expert_missing"
-    assert error.fact.data["path"] == weights / "wan_low_noise_x.gguf"
+    assert error.fact.data["path"] == str(weights / "wan_low_noise_x.gguf")
     assert unusable(weights, {"base"})["wan_x"].code == "model.file_expert_missing"
     other = {name: 2 * tensor for name, tensor in state.items()}
     save_gguf(weights / "wan_low_noise_x.gguf", other, "Q8_0")
-    assert list(transformer_files(weights)) == ["wan_x"]
+    assert list(catalogue.transformer_files(weights)) == ["wan_x"]
     for name in ("wan_x", "WAN_X", "wan_low_noise_x.gguf", str(weights / "wan_high_noise_x.gguf")):
         spec = find(name, weights)
         assert spec.experts == 2
@@ -231,7 +232,7 @@ def gguf_tensor(*shape: int, kind: int = 0, offset: int = 0) -> bytes:
 
 
 HOSTILE = {
-    "nothing": (b"", "model.file_no_format"),
+    "nothing": (b"", "model.file_damaged"),
     "text": (b"a text of a few words", "model.file_no_format"),
     "pickle": (pickle.dumps({"a": 1}), "model.pickled"),
     "torch.save": (b"PK\x03\x04" + bytes(100), "model.pickled"),
@@ -247,7 +248,7 @@ HOSTILE = {
     "nested": (gguf_header(metadata=1, rest=struct.pack("<Q1sIIQ", 1, b"a", 9, 9, 1)), "model.gguf_invalid"),
     "array": (gguf_header(metadata=1, rest=struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 1 << 62)), "model.file_damaged"),
     "axes": (gguf_header(tensors=1, rest=gguf_tensor(*[1] * 6)), "model.gguf_invalid"),
-    "shape": (gguf_header(tensors=1, rest=gguf_tensor(1 << 62, 1 << 62)), "model.gguf_invalid"),
+    "shape": (gguf_header(tensors=1, rest=gguf_tensor(1 << 62, 1 << 62)), "model.file_damaged"),
     "type": (gguf_header(tensors=1, rest=gguf_tensor(32, kind=99)), "model.gguf_invalid"),
     "offset": (gguf_header(tensors=1, rest=gguf_tensor(1, offset=1 << 62)), "model.file_damaged"),
     "end": (gguf_header(tensors=1, rest=gguf_tensor(2)), "model.file_damaged"),
@@ -280,6 +281,8 @@ def test_a_damaged_file_is_refused(title: str, state: State, weights: Path) -> N
     for size in (len(whole) - 1, 1000, 30):
         path.write_bytes(whole[:size])
         assert refused("model", weights).code in {"model.file_damaged", "model.file_no_format"}
+        if size > 1000:  # the last byte may be that of a scale of inputs, which is not read
+            continue
         # Cut after it was planned with.
         with pytest.raises(TandemError):
             load_module(spec, "transformer", FLOAT32)
@@ -371,8 +374,9 @@ def test_quantized_folders_of_diffusers(kind: str, weights: Path) -> None:
     module = load_module(spec, "transformer", FLOAT32)
     assert torch.allclose(predict(module), predict(module_of(held)), rtol=0, atol=1e-5)
     predicted = weights_bytes(spec, dict.fromkeys(spec.component_names, "bfloat16"))["transformer"]
-    assert predicted == pytest.approx((weights / "base" / "transformer").joinpath(
-        "diffusion_pytorch_model.safetensors").stat().st_size, rel=0.05)
+    assert predicted == pytest.approx(
+        (weights / "base" / "transformer").joinpath("diffusion_pytorch_model.safetensors").stat().st_size, rel=0.05
+    )
 
 
 @pytest.mark.slow

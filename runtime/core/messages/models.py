@@ -181,8 +181,8 @@ _FILES: Mapping[str, Message] = {
     ),
     "model.components_not_downloaded": Message(
         "The text encoder and VAE of {model} are not downloaded.",
-        "Run `{tandem} models download {name} --without-transformers`, or copy the folders text_encoder, tokenizer, vae "
-        "and scheduler of such a model into a folder of {folder}.",
+        "Run `{tandem} models download {name} --without-transformers`, or copy the folders text_encoder, tokenizer, "
+        "vae and scheduler of such a model into a folder of {folder}.",
     ),
     "safetensors.header_too_many": Message("Its header has more than {most:,} values."),
     "safetensors.header_too_long": Message("Its header has {size:bytes}; at most {most:bytes} are read."),

@@ -45,6 +45,8 @@ _MATRIX, _KERNEL = 2, 5
 # Of all published models.
 _HEAD_DIM = 128
 _MAX_LAYERS = 512
+# diffusers' default.
+_ROPE = 1024
 
 
 def diffusers_names(names: Sequence[str]) -> dict[str, str]:
@@ -124,10 +126,10 @@ def _heads(config: Mapping[str, Any], width: int, candidates: Sequence[Mapping[s
                 return {
                     "num_attention_heads": heads,
                     "attention_head_dim": head_dim,
-                    "rope_max_seq_len": other.get("rope_max_seq_len", 1024),
+                    "rope_max_seq_len": other.get("rope_max_seq_len", _ROPE),
                 }
     head_dim = _HEAD_DIM if width % _HEAD_DIM == 0 else width
-    return {"num_attention_heads": width // head_dim, "attention_head_dim": head_dim}
+    return {"num_attention_heads": width // head_dim, "attention_head_dim": head_dim, "rope_max_seq_len": _ROPE}
 
 
 def parameters(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
