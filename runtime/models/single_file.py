@@ -209,19 +209,23 @@ def combined(
 ) -> ModelSpec:
     """See `assemble`."""
     name, family = model_name(first.path), family_of(first.family)
-    # One that fits but is damaged explains more than one of another model.
     reasons: list[TandemError] = []
     for folder in folders:
         try:
             check_companions(folder)
             spec = family.assemble(folder, name, files, first.known)
         except TandemError as error:
+            # The published model's own folder fits, so it is damaged.
+            if first.known is not None and folder.name.lower() in first.known.names:
+                raise
             reasons.append(error)
         else:
             return replace(spec, title=_title(first))
     if first.known is None:
-        cause = reasons[0].fact if reasons else None
-        raise ModelError("model.file_alone", file=first.path.name, title=_title(first), cause=cause)
+        data = {"file": first.path.name, "title": _title(first)}
+        if reasons:
+            raise ModelError("model.file_unfit", **data, cause=reasons[0].fact)
+        raise ModelError("model.file_alone", **data)
     spec = first.known.spec(weights_dir)
     parameters = {component: own.parameters for component, own in files.items()}
     return replace(spec, name=name, title=_title(first), files=files, parameters={**spec.parameters, **parameters})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.facts import Fact

@@ -130,6 +130,7 @@ _HUB: Mapping[str, Message] = {
 }
 
 _AGAIN = "Copy or download the model again."
+_COMPONENTS = "Put the folders text_encoder, tokenizer, vae and scheduler of such a model beside the file."
 
 _FILES: Mapping[str, Message] = {
     "model.in_use": Message("{model} is used by {jobs:n job} in the queue.", "Wait for them, or cancel them in Queue."),
@@ -175,10 +176,8 @@ _FILES: Mapping[str, Message] = {
         "{file} is one of two experts ({title}); the {expert}-noise expert is missing.",
         "Put its file beside it, named {path}.",
     ),
-    "model.file_alone": Message(
-        "No text encoder and VAE that fit {file} ({title}) are here.",
-        "Put the folders text_encoder, tokenizer, vae and scheduler of such a model beside the file.",
-    ),
+    "model.file_alone": Message("The text encoder and VAE of {file} ({title}) are not here.", _COMPONENTS),
+    "model.file_unfit": Message("No text encoder and VAE here fit {file} ({title}): {cause:clause}.", _COMPONENTS),
     "model.components_not_downloaded": Message(
         "The text encoder and VAE of {model} are not downloaded.",
         "Run `{tandem} models download {name} --without-transformers`, or copy the folders text_encoder, tokenizer, "

@@ -467,7 +467,7 @@ def _read_configurations(
     if files:
         index = read_config(directory / "model_index.json") if (directory / "model_index.json").exists() else {}
         experts = {expert: own.config for expert, own in files.items()}
-        index.setdefault("boundary_ratio", _BOUNDARY)
+        index["boundary_ratio"] = index.get("boundary_ratio") or _BOUNDARY
         if known is not None:
             index |= {"boundary_ratio": known.boundary_ratio, "expand_timesteps": known.expand_timesteps}
     else:
