@@ -247,7 +247,8 @@ class Family(Protocol):
         Raises:
             ModelError: if the folder is incomplete, damaged, or of a model that they do not fit.
         """
-        raise NotImplementedError
+        message = f"{type(self).__name__} has no single files"
+        raise NotImplementedError(message)
 
     def lora_change(self, tensor: str) -> LoraChange | None:
         """Return the layer and factor of a tensor in a LoRA file, by its name; `None` for an unknown layer.

@@ -432,6 +432,8 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     held += 2 * _FLOAT32 * tokens * transformer.attention_head_dim
     call = min(tokens, max(use.tokens for use in uses) or tokens)
     held += call * (_FLOAT32 + 2 * element) * width
+    if workload.spec.is_packed:  # the block's weights are dequantized for its engines
+        held += transformer.largest_block_parameters * element + width * transformer.ffn_dim * _UNPACKING_BYTES
     if workload.context_bytes([name]):
         return held
     return held + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)
