@@ -126,7 +126,7 @@ def save_gguf(path: Path, state: State, kind: str, *, five_axes: bool = False) -
     for name, tensor in wan_names(state).items():
         values = tensor.float().numpy()
         if is_quantized(name, tensor):
-            data = _random_blocks(kind, values.shape, random) if kind.endswith("_K") else gguf.quantize(values, number)
+            data = random_blocks(kind, values.shape, random) if kind.endswith("_K") else gguf.quantize(values, number)
             held[name] = torch.from_numpy(np.array(gguf.dequantize(data, number)))
             writer.add_tensor(name, data, raw_dtype=number)
             continue
@@ -143,11 +143,11 @@ def save_gguf(path: Path, state: State, kind: str, *, five_axes: bool = False) -
     return convert_wan_transformer_to_diffusers(held)
 
 
-def _random_blocks(kind: str, shape: tuple[int, ...], random: Any) -> Any:
+def random_blocks(kind: str, shape: tuple[int, ...], random: Any) -> Any:
     """Return blocks of a K type with random values and small scales."""
     block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (shape[0] * shape[1] // block, nbytes), dtype=np.uint8)
-    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,)}[kind]
     for number, place in enumerate(scales):
         scale = np.float16(2e-5 if number == 0 else 1e-4)
         blocks[:, place : place + 2] = np.frombuffer(scale.tobytes(), dtype=np.uint8)
