@@ -22,6 +22,7 @@ from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.programs import load_program
+from runtime.execution.block_engines import _parameter
 from runtime.families.wan import file_names
 from runtime.families.wan.known import KNOWN
 from runtime.models import catalogue, gguf_files
@@ -127,6 +128,14 @@ def test_a_lora_is_added_to_the_dequantized_weight(title: str, state: State, wei
     if spec.is_packed:
         of_file = (tmp_path / "style.safetensors").stat().st_size
         assert changed.files["transformer"].packed_bytes == spec.files["transformer"].packed_bytes + of_file
+
+
+def test_block_engines_get_a_weight_dequantized(state: State, weights: Path) -> None:
+    held = save_gguf(weights / "model.gguf", state, "Q4_K")
+    block: Any = load_module(find("model", weights), "transformer", FLOAT32).get_submodule("blocks.0")
+    got = _parameter(block, "attn1.to_q.weight", torch.bfloat16)
+    # GGUF is dequantized in float16 here.
+    assert torch.allclose(got.float(), held["blocks.0.attn1.to_q.weight"], rtol=0.01, atol=1e-5)
 
 
 @pytest.mark.parametrize("style", ["scale_weight", "weight_scale"])
