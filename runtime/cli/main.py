@@ -330,11 +330,18 @@ def models_download(
         OptionalText, typer.Option(metavar="URL", help="Address of another hub. [default: TANDEM_HUB]")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Agree to the license without being asked.")] = False,
+    without_transformers: Annotated[
+        bool,
+        typer.Option(
+            "--without-transformers",
+            help="Leave out the weights of transformers: for transformers in single files.",
+        ),
+    ] = False,
 ) -> Outcome:
     """Download a model, or its missing and damaged files; resumes an earlier download."""
     from runtime.cli.models import download
 
-    return download(name, revision, mirror, agreed=yes)
+    return download(name, revision, mirror, agreed=yes, without_transformers=without_transformers)
 
 
 @_command(models_app, "verify")

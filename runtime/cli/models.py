@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,24 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact, cut, render
 from runtime.core.units import byte_size
 from runtime.machine.probe import probe
-from runtime.models.catalogue import decoders, download_bytes, find, folders, named, not_downloaded, published
+from runtime.models.catalogue import (
+    decoders,
+    download_bytes,
+    find,
+    folders,
+    from_file,
+    named,
+    not_downloaded,
+    published,
+    published_name,
+    transformer_files,
+)
 from runtime.models.hub.client import hub_of
 from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, downloaded, partial_bytes, source_of
 from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.registry import family_of, read_spec
+from runtime.models.single_file import expert_of
 from runtime.models.spec import Defaults, ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.requirements import Needs, needs
@@ -38,6 +51,12 @@ def show_models() -> dict[str, Any]:
             specs.append(named(read_spec(folder, name)))
         except TandemError as error:
             listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
+            terminal.result(f"{name}: {error.what} {error.remedy}")
+    for name, path in transformer_files(loaded.weights_dir).items():
+        try:
+            specs.append(from_file(path, loaded.weights_dir))
+        except TandemError as error:
+            listed.append({"name": name, "folder": str(path), "here": True, "problem": error.what})
             terminal.result(f"{name}: {error.what} {error.remedy}")
     for spec in (*specs, *not_downloaded(loaded.weights_dir)):
         need = needs(spec, machine, history)
@@ -70,7 +89,7 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
     known = published(spec)
     return {
         "name": spec.name,
-        "folder": str(spec.directory),
+        "folder": str(spec.location),
         "here": spec.is_downloaded,
         "problem": None,
         "title": spec.title,
@@ -79,6 +98,10 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
         "parameters": spec.total_parameters,
         "bytes": _bytes(spec),
         "bytes_estimated": not spec.is_downloaded,
+        "files": {
+            name: {"path": str(path), "format": spec.files[name].title, "expert": expert_of(path)}
+            for name, path in spec.single_files.items()
+        },
         "begun_bytes": _begun(spec),
         "sizes": [list(size) for size in spec.sizes],
         "frame_counts": list(spec.frame_counts),
@@ -93,7 +116,10 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     defaults = spec.defaults
     begun = f"{byte_size(_begun(spec))} already downloaded" if _begun(spec) else "not installed"
     where = "installed" if spec.is_downloaded else f"{begun}: `{program()} models download {spec.name}`"
-    size = byte_size(_bytes(spec)) if spec.is_downloaded else f"at most about {byte_size(_bytes(spec))}"
+    if spec.files and not spec.is_downloaded:
+        command = f"{program()} models download {published_name(spec)} --without-transformers"
+        where = f"its text encoder and VAE are not installed: `{command}`"
+    size = byte_size(_bytes(spec)) if spec.is_downloaded or spec.files else f"at most about {byte_size(_bytes(spec))}"
     guidance, of_images = (_guidance(defaults, from_image=given) for given in (False, True))
     if of_images != guidance:
         guidance = f"{guidance} (from an image {of_images})"
@@ -104,9 +130,22 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
         f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, {size}, {where}",
         f"    makes {defaults.width}x{defaults.height}, {defaults.frames} frames at {defaults.fps} fps, "
         f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(spec)}",
+        *(f"    {line}" for line in _files(spec)),
         f"    needs at least: {least}{resident}",
         f"    on this machine: {need.here}",
     ]
+
+
+def _files(spec: ModelSpec) -> list[str]:
+    """Return lines on the files of a model's transformers, and on where its other components are."""
+    if not spec.single_files:
+        return []
+    experts = {name: expert_of(path) for name, path in spec.single_files.items()}
+    files = [
+        f"{path.name} ({f'{experts[name]}-noise expert' if experts[name] else 'expert unknown, used for all steps'})"
+        for name, path in spec.single_files.items()
+    ]
+    return [", ".join(files), f"other components: {spec.directory}" if spec.is_downloaded else "no other components"]
 
 
 def _guidance(defaults: Defaults, *, from_image: bool) -> str:
@@ -132,6 +171,8 @@ def _shown(spec: ModelSpec) -> str:
 
 
 def _bytes(spec: ModelSpec) -> int:
+    if spec.single_files:
+        return sum(path.stat().st_size for path in spec.single_files.values())
     return _on_disk(spec.directory) if spec.is_downloaded else download_bytes(spec)
 
 
@@ -151,11 +192,14 @@ def _repository(spec: ModelSpec) -> str | None:
     return manifest.repository if manifest else None
 
 
-def download(name: str, revision: str | None, mirror: str | None, *, agreed: bool) -> dict[str, Any]:
+def download(
+    name: str, revision: str | None, mirror: str | None, *, agreed: bool, without_transformers: bool = False
+) -> dict[str, Any]:
     """Download a model after showing its license and asking for consent.
 
     Args:
         agreed: skips the question.
+        without_transformers: leaves their weights out, for models whose transformers are in single files.
 
     Raises:
         TandemError: if the model is not available, the disk is too small, or downloads are disabled.
@@ -166,7 +210,8 @@ def download(name: str, revision: str | None, mirror: str | None, *, agreed: boo
     if revision is not None and not (revision.strip() and revision.isprintable()):
         raise InvalidRequestError("revision", "cli.revision_unreadable")
     line = _Line()
-    with Download(source_of(name, revision), loaded.weights_dir, hub, line.update) as transfer:
+    source = replace(source_of(name, revision), without_transformers=without_transformers)
+    with Download(source, loaded.weights_dir, hub, line.update) as transfer:
         with cancel_on_signals() as cancel, line.shown():
             plan = transfer.plan(cancel)
         terminal.line(_summary(plan))
@@ -175,14 +220,14 @@ def download(name: str, revision: str | None, mirror: str | None, *, agreed: boo
             if not agreed:
                 _ask(plan)
         with cancel_on_signals() as cancel, line.shown():
-            spec = transfer.run(plan, cancel)
+            transfer.run(plan, cancel)
     done = f"{plan.folder.name} is downloaded and verified"
     terminal.result(
         f"{done}: {byte_size(plan.fetched_bytes)} downloaded." if plan.missing else f"{done}; nothing was missing."
     )
     listing = plan.listing
     return {
-        "name": spec.name,
+        "name": plan.folder.name,
         "folder": str(plan.folder),
         "repository": listing.repository,
         "revision": listing.commit,

@@ -268,7 +268,7 @@ class ExecutionPlan(ResolvedRequest):
 
     Attributes:
         asked: the original request, to make a new plan after a fallback or out-of-memory.
-        model_directory: the model's folder.
+        model_directory: the model's folder, or the file of its transformer.
         output: the MP4 to write.
         latent_shape: (batch, channels, latent frames, latent height, latent width) of what is denoised at once: the
             clip, or a section.

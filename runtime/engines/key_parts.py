@@ -11,6 +11,7 @@ import json
 import platform
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -110,7 +111,7 @@ def architecture_digest(spec: ModelSpec, component: str, name: str) -> str:
     if is_block_program(name):
         relevant = {size: getattr(spec.transformer, size) for size in _OF_BLOCKS}
     else:
-        config = read_config(spec.directory / folder_of(component) / "config.json")
+        config = spec.files[component].config if component in spec.files else _config(spec, component)
         relevant = {
             key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE and not key.startswith("_")
         }
@@ -136,7 +137,7 @@ def weights_digest(spec: ModelSpec, component: str, cache_dir: Path | None = Non
     """
     if not spec.is_downloaded:
         return _NOT_DOWNLOADED
-    weights = _weights_digest(spec.directory / folder_of(component), cache_dir)
+    weights = _weights_digest(spec.weight_paths(component), spec.directory, cache_dir)
     if spec.loras_of(component):
         added = "\n".join(use.identity for use in spec.loras_of(component))
         weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()
@@ -220,8 +221,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _weights_digest(folder: Path, cache_dir: Path | None) -> str:
-    paths = sorted(folder.glob("*.safetensors"))
+def _config(spec: ModelSpec, component: str) -> dict[str, Any]:
+    return read_config(spec.directory / folder_of(component) / "config.json")
+
+
+def _weights_digest(paths: Sequence[Path], folder: Path, cache_dir: Path | None) -> str:
     try:
         stamps = {str(path.resolve()): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
         stored = _read_digests(cache_dir)

@@ -77,7 +77,7 @@ def load_program(
     """
     part = ComponentPlan(backend="pytorch", device=device, dtype=dtype, weights_bytes=0, reasons=())
     make_form: MakeForm = components_of(spec.family).make_form
-    form = make_form(spec, name, lambda: load_module(spec, component, part)).eval()
+    form = make_form(spec, name, lambda: load_module(spec, component, part, dequantize=True)).eval()
     if is_block_program(name):
         if dtype == FP8:
             form, dtype = Fp8Part(form), ACTIVATIONS

@@ -16,6 +16,7 @@ from runtime.engines.key_parts import BLOCK_TOKENS
 from runtime.engines.programs import load_program
 from runtime.engines.service import OpenEngines
 from runtime.execution.engine_components import failure_of_engine
+from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor
 from runtime.models.spec import ModelSpec
 
@@ -73,7 +74,7 @@ class BlockEngines:
         if self.failed:
             return None
         bound = {
-            program: {name: _parameter(block, path) for name, path in part.weights.items()}
+            program: {name: _parameter(block, path, self._dtype(program, name)) for name, path in part.weights.items()}
             for program, part in self._parts.items()
             if programs is None or program in programs
         }
@@ -169,8 +170,8 @@ class BlockEngines:
         return getattr(torch, stated) if stated else self._dtypes[program]
 
 
-def _parameter(block: torch.nn.Module, path: str) -> Any:
-    """Return a parameter, or a tensor of an FP8 parameter.
+def _parameter(block: torch.nn.Module, path: str, dtype: torch.dtype) -> Any:
+    """Return a parameter, dequantized if its file has it quantized, or a tensor of an FP8 parameter.
 
     `None` if its layer computes anything else than a plain layer with this parameter does.
     """
@@ -180,6 +181,8 @@ def _parameter(block: torch.nn.Module, path: str) -> Any:
         layer = block.get_submodule(owner)
     except AttributeError:
         return None
+    if isinstance(layer, PackedLinear) and name == "weight" and not suffix:
+        return layer.dequantized(dtype)
     parameter = layer._parameters.get(name)
     # Adapters wrap a layer, hooks replace its `forward`, quantized weights are subclasses.
     if "forward" in vars(layer) or not (suffix or type(parameter) is torch.nn.Parameter):

@@ -25,7 +25,7 @@ from diffusers.hooks import apply_group_offloading
 from runtime.core.errors import MachineError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.models.quantization import NONE
-from runtime.models.spec import ModelSpec, folder_of, is_transformer
+from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import constraints
 from runtime.upstream.diffusers import offload_groups
 
@@ -260,7 +260,7 @@ def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, held: Collect
     coming = next((name for name in after if name not in held), None)
     if coming is None or not plan.components[running].device.startswith("cuda") or plan.components[coming].on_engine:
         return []
-    return sorted((spec.directory / folder_of(coming)).glob("*.safetensors"))
+    return spec.weight_paths(coming)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoi
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, folder_of
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.models.weights import load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
@@ -464,7 +464,8 @@ def _block_engines_key(spec: ModelSpec, part: ComponentPlan) -> _Key:
 
 def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
     where = placement(name, part, plan.strategy.offload)
-    stamp = _stamp(spec.directory / folder_of(name))
+    files = spec.component_files(name)
+    stamp = max(path.stat().st_mtime_ns for path in files)
     split = plan.split if plan.split is not None and plan.split.shares(name) and not part.on_engine else None
     # A module is the same with and without block engines. Processes of several GPUs open their own.
     engines = tuple(use.id for use in part.engines) if part.on_engine or split is not None else ()
@@ -473,11 +474,7 @@ def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -
     computed = None if split is None else shared_speed(plan.speed, name)
     # The order matters: sums are rounded.
     loras = tuple(use.identity for use in spec.loras_of(name))
+    where_from = files[0].parent if name in spec.files else spec.directory
     return _Key(
-        spec.directory, name, part.device, part.dtype, part.quantization, where, stamp, engines, loras, split, computed
+        where_from, name, part.device, part.dtype, part.quantization, where, stamp, engines, loras, split, computed
     )
-
-
-def _stamp(folder: Path) -> int:
-    """Return the newest modification time of a component's files, so that replaced weights are loaded again."""
-    return max(path.stat().st_mtime_ns for path in folder.iterdir())

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.errors import ModelError, TandemError
+from runtime.models import single_file
+from runtime.models.folder import read_config
 from runtime.models.registry import KnownModel, families, is_component, read_spec
+from runtime.models.single_file import LORAS, assemble
 from runtime.models.spec import ModelSpec
 
 EMBEDDED = Path(__file__).parent / "embedded"
-# The folder of LoRAs in the weights folder.
-LORAS = "loras"
 _BYTES_PER_WEIGHT = 4
 
 
@@ -31,6 +32,38 @@ def folders(weights_dir: Path) -> dict[str, Path]:
         if not path.parent.name.startswith("."):
             found.setdefault(path.parent.name, path.parent)
     return found
+
+
+def transformer_files(weights_dir: Path) -> dict[str, Path]:
+    """Return the single files of transformers by the model's name, without names that folders have.
+
+    Raises:
+        ModelError: if the weights folder cannot be read.
+    """
+    taken = folders(weights_dir)
+    return {name: path for name, path in single_file.listed(weights_dir).items() if name not in taken}
+
+
+def from_file(path: Path, weights_dir: Path) -> ModelSpec:
+    """Return the model whose transformer is in a file; see `single_file.assemble`.
+
+    Its other components are those beside the file, or of an installed model; first the published one's own.
+    """
+    installed = [folder for folder in folders(weights_dir).values() if folder.parent != EMBEDDED]
+    near = [folder for folder in (path.parent, path.parent.parent) if _has_components(folder)]
+    parts = [folder.parent.parent for folder in sorted(weights_dir.glob("[!.]*/vae/config.json"))]
+    configs = []
+    for folder in [*near, *installed]:
+        with contextlib.suppress(TandemError):
+            configs.append(read_config(folder / "transformer" / "config.json"))
+    first = single_file.read_transformer(path, configs)
+    names = first.known.names if first.known else frozenset()
+    others = sorted({*installed, *parts}, key=lambda folder: (folder.name.lower() not in names, folder))
+    return assemble(path, [*near, *others], weights_dir, configs)
+
+
+def _has_components(folder: Path) -> bool:
+    return all((folder / part / "config.json").is_file() for part in ("vae", "text_encoder"))
 
 
 def decoder_folders(weights_dir: Path) -> dict[str, Path]:
@@ -62,6 +95,10 @@ def find(name: str, weights_dir: Path) -> ModelSpec:
         ModelError: if it does not exist, cannot be used, or its weights are not downloaded.
     """
     spec = look_up(name, weights_dir)
+    if not spec.is_downloaded and spec.files:
+        raise ModelError(
+            "model.components_not_downloaded", model=spec.title, name=published_name(spec), folder=weights_dir
+        )
     if not spec.is_downloaded:
         known = known_as(name)
         repository = known.repository if known else spec.name
@@ -89,19 +126,24 @@ def look_up(name: str, weights_dir: Path) -> ModelSpec:
     for other, folder in installed.items():
         if other.lower() == name.lower():
             return _read(folder, other)
+    files = transformer_files(weights_dir)
+    path = next((path for other, path in files.items() if other.lower() == name.lower()), weights_dir / name)
+    if directory.is_file() or path.is_file():
+        # Not resolved: a link may have the name that its target lacks.
+        return from_file((directory if directory.is_file() else path).absolute(), weights_dir)
     known = known_as(name)
     if known is not None:
         found = _name_of(known, installed)
         return _read(installed[found], found) if found else known.spec(weights_dir)
     if directory.name == name:
-        names = [*installed, *(model.name for model in not_downloaded(weights_dir))]
+        names = [*installed, *files, *(model.name for model in not_downloaded(weights_dir))]
         raise ModelError("model.unknown", name=name, names=names)
     return read_spec(directory.resolve(), directory.resolve().name)
 
 
 def add_usable(models: dict[str, ModelSpec], weights_dir: Path) -> dict[str, ModelSpec]:
     """Add the usable models of the weights folder that are not in `models` yet, by name; return `models`."""
-    for name in folders(weights_dir):
+    for name in (*folders(weights_dir), *transformer_files(weights_dir)):
         if name not in models:
             with contextlib.suppress(TandemError):
                 models[name] = find(name, weights_dir)
@@ -139,7 +181,7 @@ def decoders(weights_dir: Path) -> list[ModelSpec]:
 
 
 def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemError]:
-    """Return why folders of the weights folder cannot be used, by name.
+    """Return why folders and files of the weights folder cannot be used, by name.
 
     Args:
         usable: names of models that need no check.
@@ -150,6 +192,12 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
         if not name.startswith(".") and name not in {LORAS, *usable} and folder.is_dir():
             try:
                 read_spec(folder, name)
+            except TandemError as error:
+                found[name] = error
+    for name, path in transformer_files(weights_dir).items() if weights_dir.is_dir() else ():
+        if name not in usable:
+            try:
+                from_file(path, weights_dir)
             except TandemError as error:
                 found[name] = error
     return found
@@ -184,8 +232,14 @@ def known_as(name: str) -> KnownModel | None:
 
 def published(spec: ModelSpec) -> KnownModel | None:
     """Return the published model that a folder holds, by its name and its architecture."""
-    known = known_as(spec.name) or known_as(spec.directory.name)
+    known = known_as(spec.name) or (None if spec.single_files else known_as(spec.directory.name))
     return known if known is not None and known.describes(spec) else None
+
+
+def published_name(spec: ModelSpec) -> str:
+    """Return the name of the published model with a folder's name; empty if there is none."""
+    known = known_as(spec.directory.name)
+    return "" if known is None else known.name
 
 
 def named(spec: ModelSpec) -> ModelSpec:

@@ -6,19 +6,22 @@ Loading and engine keys read LoRAs from the spec. A file with a tensor that Tand
 import contextlib
 import functools
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
-from runtime.core.untrusted_files import open_file
-from runtime.models.catalogue import LORAS
+from runtime.core.untrusted_files import open_file, parse_json
 from runtime.models.registry import LoraLayer, family_of
+from runtime.models.single_file import LORAS
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import Header, read_header
 
@@ -29,15 +32,35 @@ _EXPERT_NAMES: Mapping[str, Expert] = {
     "low_noise": "low",
     "low-noise": "low",
 }
-# Bytes per element, and the exponent's bits: a number with all of them set is NaN or Inf.
-_FLOATS = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
+# Bytes per element, and bits: a number with all of them set is NaN or Inf.
+_FLOATS = {
+    "F32": (4, 0x7F800000),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E4M3": (1, 0x7F),
+    "F8_E5M2": (1, 0x7C),
+}
 # Of alpha, which some programs write as a number of Python's.
 _INTEGERS = frozenset({"I32", "I64"})
 _ALPHA = ".alpha"
 _READ_BYTES = 1 << 22
+# Where diffusers stores peft's configuration of the adapter, as JSON, and the prefix of its keys.
+_ADAPTER = "lora_adapter_metadata"
+_COMPONENT = "transformer."
 # Axes of the weights that have two factors: of linear layers and of convolutions in time and space.
 _FACTORED = frozenset({2, 5})
 _MAX_NAME_LENGTH = 80
+
+
+class _Adapter(BaseModel):
+    """The values of peft's configuration that scale an adapter."""
+
+    model_config = ConfigDict(frozen=True)
+
+    lora_alpha: Annotated[float, Field(allow_inf_nan=False)]
+    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: Literal[False] = False
 
 
 @dataclass(frozen=True)
@@ -47,10 +70,25 @@ class LoraFile:
     Attributes:
         digest: sha256 in hexadecimal.
         shapes: of its tensors, by name.
+        adapter: peft's configuration, if diffusers saved the file with one.
     """
 
     digest: str
     shapes: Mapping[str, tuple[int, ...]]
+    adapter: _Adapter | None = None
+
+    def alpha(self, layer: LoraLayer, rank: int) -> float:
+        """Return the alpha of a layer without a tensor for it, by which, divided by the rank, its product is scaled.
+
+        Patterns are module names or their ends, as regular expressions in peft; here they are compared as text.
+        """
+        if self.adapter is None:
+            return rank
+        given = self.adapter.alpha_pattern
+        module = layer.modules[0]
+        found = (given[one] for one in given if module == one or module.endswith(f".{one}"))
+        alpha = next(found, self.adapter.lora_alpha)
+        return alpha * math.sqrt(rank) if self.adapter.use_rslora else alpha
 
 
 def loras_dir(weights_dir: Path) -> Path:
@@ -69,6 +107,7 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
         InvalidRequestError: if a LoRA is for an expert that the model does not have.
     """
     uses = tuple(_use(spec, lora, weights_dir) for lora in loras)
+    spec = _with_factors(spec, uses)
     steps = [use.steps for use in uses if use.steps is not None]
     if not steps:
         return replace(spec, loras=uses)
@@ -84,6 +123,24 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
         image_guidance_scale_2=None,
     )
     return replace(spec, loras=uses, defaults=distilled)
+
+
+def _with_factors(spec: ModelSpec, uses: Sequence[LoraUse]) -> ModelSpec:
+    """Return a spec that counts the factors that are kept beside weights that are quantized in files."""
+    files = {
+        name: replace(own, packed_bytes=own.packed_bytes + sum(_bytes(use) for use in uses if use.changes(name)))
+        if own.packed_weights
+        else own
+        for name, own in spec.files.items()
+    }
+    return replace(spec, files=files) if files else spec
+
+
+def _bytes(use: LoraUse) -> int:
+    try:
+        return use.path.stat().st_size
+    except OSError as error:
+        raise _unreadable(use.path, error) from error
 
 
 @dataclass(frozen=True)
@@ -135,7 +192,7 @@ def read_lora_header(path: Path) -> Header:
     """Read a LoRA's header.
 
     Raises:
-        ModelError: if it is not a safetensors file of 16- or 32-bit floats; alpha can be an integer.
+        ModelError: if it is not a safetensors file of 8-, 16- or 32-bit floats; alpha can be an integer.
     """
     try:
         header = read_header(path)
@@ -159,7 +216,7 @@ def read_lora(path: Path) -> LoraFile:
     """Read and validate a LoRA's file; the result is cached until the file changes.
 
     Raises:
-        ModelError: if it is not a complete safetensors file of 16- or 32-bit floats, or holds NaN or Inf.
+        ModelError: if it is not a complete safetensors file of 8-, 16- or 32-bit floats, or holds NaN or Inf.
     """
     if path.suffix.lower() != SUFFIX:
         raise ModelError("lora.not_safetensors", lora=path.name)
@@ -298,7 +355,20 @@ def _read(path: Path, _size: int, _changed: int) -> LoraFile:
                 _check_finite(path, name, tensor.dtype, file, last - first)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return LoraFile(digest.hexdigest(), {name: tensor.shape for name, tensor in header.tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    return LoraFile(digest.hexdigest(), shapes, _adapter(path, header))
+
+
+def _adapter(path: Path, header: Header) -> _Adapter | None:
+    """Return the configuration of the adapter in a file's metadata, if there is one."""
+    text = header.metadata.get(_ADAPTER)
+    if text is None:
+        return None
+    try:
+        values = {key.removeprefix(_COMPONENT): value for key, value in parse_json(text.encode()).items()}
+        return None if "lora_alpha" not in values else _Adapter.model_validate(values)
+    except (ValueError, AttributeError) as error:  # no JSON, or no object
+        raise ModelError("lora.metadata_invalid", lora=path.name) from error
 
 
 def _check_finite(path: Path, name: str, dtype: str, file: Any, left: int) -> None:

@@ -10,14 +10,15 @@ To add one, write the folder and add its entry to `FAMILIES`. Both modules are i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from runtime.core.errors import ModelError
-from runtime.models.folder import check_files, check_tokenizer, read_config
-from runtime.models.spec import ModelSpec
+from runtime.models.folder import check_files, check_tokenizer, read_config, weight_files
+from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.stored_weights import FileTensor, WeightFiles, read_file, stored_weights
 
 
 class Entry(NamedTuple):
@@ -30,6 +31,8 @@ class Entry(NamedTuple):
     package: str
 
 
+# Of a weight that is not quantized.
+_LEAST_BYTES = 2
 # Of a pipeline, in a message.
 _MAX_NAME_LENGTH = 80
 # By name, as `ModelSpec.family` and engine keys have it.
@@ -174,8 +177,40 @@ class KnownModel:
         )
 
 
+class SingleFiles(Protocol):
+    """What a family knows of its transformer in a single file, in the names of several programs."""
+
+    def diffusers_names(self, names: Sequence[str]) -> dict[str, str]:
+        """Return diffusers' names of the parameters in a file, by name; an unknown name stays as it is."""
+
+    def config_of(
+        self, shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return the configuration of the transformer with these parameters; `None` if it is of another family.
+
+        Args:
+            shapes: by diffusers' names.
+            candidates: configurations of other models, for what does not follow from shapes.
+        """
+
+    def parameters(self, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every parameter of a transformer with this configuration."""
+
+    def experts(self, config: Mapping[str, Any], *, named: bool) -> int:
+        """Return how many experts a model has that such a transformer is one of.
+
+        Args:
+            named: whether the file's name says which expert it is.
+        """
+
+
 class Family(Protocol):
     """The part of a family that needs no torch."""
+
+    @property
+    def single_files(self) -> SingleFiles | None:
+        """Transformers in single files; none by default."""
+        return None
 
     @property
     def known(self) -> Sequence[KnownModel]:
@@ -199,6 +234,21 @@ class Family(Protocol):
 
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
+
+    def assemble(
+        self, directory: Path, name: str, files: Mapping[str, WeightFiles], known: KnownModel | None
+    ) -> ModelSpec:
+        """Return the spec of a model whose transformers are in single files, by component.
+
+        Args:
+            directory: the folder with its other components.
+            known: the published model with these transformers, if there is one.
+
+        Raises:
+            ModelError: if the folder is incomplete, damaged, or of a model that they do not fit.
+        """
+        message = f"{type(self).__name__} has no single files"
+        raise NotImplementedError(message)
 
     def lora_change(self, tensor: str) -> LoraChange | None:
         """Return the layer and factor of a tensor in a LoRA file, by its name; `None` for an unknown layer.
@@ -252,16 +302,54 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
     """
     if not directory.is_dir():
         raise ModelError("model.folder_missing", folder=directory)
-    if not directory.name.isprintable():  # not UTF-8, or with control characters
-        raise ModelError("model.name_unreadable", folder=ascii(directory.name))
+    check_name(directory)
     family = _family_in(directory, directory.name)
-    check_files(directory)
-    for tokenizer in ("tokenizer", "tokenizer_2"):
-        check_tokenizer(directory / tokenizer)
-    spec = family.read_spec(directory, name)
+    check_companions(directory)
+    spec = with_quantized(family.read_spec(directory, name))
     if spec.latent_rgb is not None and len(spec.latent_rgb.factors) != spec.vae.z_dim:
         raise ModelError("model.config_invalid", model=spec.title, detail="latent_rgb_factors")
     return spec
+
+
+def check_name(path: Path) -> None:
+    """Raise a `ModelError` if a name cannot be shown."""
+    if not path.name.isprintable():  # not UTF-8, or with control characters
+        raise ModelError("model.name_unreadable", folder=ascii(path.name))
+
+
+def check_companions(directory: Path) -> None:
+    """Check the files of a folder before a library reads them; see `check_files` and `check_tokenizer`."""
+    check_files(directory)
+    for tokenizer in ("tokenizer", "tokenizer_2"):
+        check_tokenizer(directory / tokenizer)
+
+
+def with_quantized(spec: ModelSpec) -> ModelSpec:
+    """Return a spec with `ModelSpec.files` of the transformers whose weights are quantized in the folder.
+
+    Raises:
+        ModelError: if their format cannot be read.
+    """
+    found: dict[str, WeightFiles] = {}
+    for name in filter(is_transformer, spec.component_names):
+        folder = spec.directory / name
+        config = read_config(folder / "config.json")
+        paths = weight_files(folder)
+        # No plain weight has fewer bytes.
+        if config.pop("quantization_config", None) is None and _size(paths) >= _LEAST_BYTES * spec.parameters[name]:
+            continue
+        tensors: dict[str, FileTensor] = {}
+        for path in paths:
+            tensors |= read_file(path)
+        files = WeightFiles.of(stored_weights(tensors), config, spec.unquantized)
+        if files.packed_weights:
+            found[name] = files
+    parameters = {name: files.parameters for name, files in found.items()}
+    return replace(spec, files=found, parameters={**spec.parameters, **parameters}) if found else spec
+
+
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def check_folder(directory: Path, title: str) -> None:

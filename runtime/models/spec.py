@@ -17,6 +17,7 @@ from runtime.core.images import ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.request import MAX_FPS, MAX_FRAMES, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SIDE, MAX_STEPS
 from runtime.models.sections import SamplingType, Sections
+from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
 _FLOAT32 = 4
@@ -325,6 +326,7 @@ class ModelSpec:
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
             in the step before, averaged over tokens; the first is 1. Empty where they were not measured.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
+        files: of the transformers whose weights are not in `directory` or are quantized there, by component.
     """
 
     family: str
@@ -362,6 +364,38 @@ class ModelSpec:
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedded_guidance: bool = False
     mag_ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    files: Mapping[str, WeightFiles] = field(default_factory=dict)
+
+    def weight_paths(self, component: str) -> list[Path]:
+        """Return the files with a component's weights."""
+        own = self.files.get(component)
+        return sorted((self.directory / folder_of(component)).glob("*.safetensors")) if own is None else list(own.paths)
+
+    def component_files(self, component: str) -> list[Path]:
+        """Return everything that a component is loaded from: the files of its folder, or its own."""
+        own = self.files.get(component)
+        return sorted((self.directory / folder_of(component)).rglob("*")) if own is None else list(own.paths)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a transformer's weights are quantized in its files."""
+        return any(files.packed_weights for files in self.files.values())
+
+    @property
+    def single_files(self) -> dict[str, Path]:
+        """The files of transformers that are not in the folder of their component."""
+        first = {name: files.paths[0] for name, files in self.files.items()}
+        return {name: path for name, path in first.items() if path.parent != self.directory / name}
+
+    @property
+    def location(self) -> Path:
+        """The model's folder, or the file of its only or first transformer."""
+        return self.single_files.get("transformer", self.directory)
+
+    @property
+    def exists(self) -> bool:
+        """Whether its folder and files exist."""
+        return self.directory.is_dir() and all(path.is_file() for path in self.single_files.values())
 
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""

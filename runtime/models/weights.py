@@ -9,25 +9,28 @@ quantized the same.
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import diffusers
 import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 
-from runtime.core.errors import ModelError, first_line, ran_out
+from runtime.core.errors import ModelError, TandemError, first_line, ran_out
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
-from runtime.models import quantization
+from runtime.models import packed_layers, quantization
 from runtime.models.folder import tensor_types, weight_files
 from runtime.models.loras import read_lora
+from runtime.models.packed_layers import MappedFiles, PackedLinear
 from runtime.models.quantization import is_quantized, quantized_like
-from runtime.models.registry import Family, LoraLayer, components_of, family_of
+from runtime.models.registry import LoraLayer, components_of, family_of
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
-from runtime.upstream.diffusers import import_submodules_only
+from runtime.models.stored_weights import WeightFiles, stays_packed
+from runtime.upstream.diffusers import import_submodules_only, kept_in_float32
 
 # Tandem shows its own progress.
 diffusers.utils.logging.disable_progress_bar()
@@ -42,12 +45,14 @@ class _Delta(NamedTuple):
         tensors: names in the file by role.
         rows: of the module in the tensors with the layer's rows; `None` for all.
         swapped: see `registry.LoraLayer`.
+        alpha: by the rank, if no tensor gives it.
     """
 
     use: LoraUse
     tensors: Mapping[str, str]
     rows: slice | None
     swapped: bool
+    alpha: Callable[[int], float]
 
 
 # The roles of tensors that have the rows of the weight.
@@ -62,14 +67,17 @@ _IMAGE_PROCESSORS = {
 }
 
 
-def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None) -> torch.nn.Module:
+def load_module(
+    spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None, *, dequantize: bool = False
+) -> torch.nn.Module:
     """Load one component's weights, for inference, with the spec's LoRAs added.
 
     Args:
         name: "text_encoder", "text_encoder_2", "image_encoder", "vae_encoder", "transformer", "transformer_2" or
             "vae".
         part: with the dtype and, for a transformer, the quantization.
-        device: for the weights, instead of the part's device; ignored for quantized weights.
+        device: for the weights, instead of the part's device; ignored for weights that are quantized here.
+        dequantize: whether weights that are quantized in files are dequantized; otherwise each is at every call.
 
     Raises:
         ModelError: if the weights do not match the configuration, or a LoRA has changed.
@@ -80,6 +88,8 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
     quantized = part.quantization != quantization.NONE and is_transformer(name)
     target = device or part.device
     more: dict[str, Any] = {}
+    if name in spec.files:
+        return _ready(_from_stored(spec, name, part, target, dequantize=dequantize), spec, name, dtype)
     if quantized:
         more = quantization.loading_arguments(part, spec.unquantized)
     elif target.startswith("cuda"):
@@ -92,9 +102,90 @@ def load_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str | N
             quantization.add_biases_apart(module)
     else:
         module = module.to(target)
+    return _ready(module, spec, name, dtype)
+
+
+def _ready(module: Any, spec: ModelSpec, name: str, dtype: torch.dtype, *, exact: bool = False) -> torch.nn.Module:
+    """Return a loaded module for inference, with the spec's LoRAs added; see `fuse`."""
     if spec.loras_of(name):
-        fuse(module, spec.loras_of(name), spec.directory / name, dtype, family_of(spec.family))
+        fuse(module, spec, name, dtype, exact=exact)
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
+
+
+def _from_stored(
+    spec: ModelSpec, name: str, part: ComponentPlan, device: str, *, dequantize: bool = False
+) -> torch.nn.Module:
+    """Load a transformer from `ModelSpec.files`: layers of the blocks stay quantized if files hold them so.
+
+    Args:
+        part: with the dtype, and "fp8" to quantize the layers of the blocks with torchao.
+
+    Raises:
+        ModelError, MachineError, MemoryError: see `load_module`.
+    """
+    files, dtype = spec.files[name], getattr(torch, part.dtype)
+    fp8 = part.quantization == quantization.FP8
+    if fp8:
+        dtype, device = quantization.loading_arguments(part, spec.unquantized)["torch_dtype"], part.device
+    module = _empty(spec, name, files)
+    mapped, float32 = MappedFiles(), kept_in_float32(module)
+    try:
+        for one, stored in files.weights.items():
+            owner, _, last = one.rpartition(".")
+            layer = module.get_submodule(owner)
+            packed = stays_packed(one, stored, spec.unquantized)
+            if packed and not (dequantize or fp8):
+                parent, _, attribute = owner.rpartition(".")
+                replacement = PackedLinear(cast("torch.nn.Linear", layer), stored, mapped, device)
+                replacement.bias = cast("torch.nn.Linear", layer).bias
+                setattr(module.get_submodule(parent), attribute, replacement)
+                continue
+            kept = not float32.isdisjoint(one.split("."))
+            tensor = packed_layers.plain(stored, mapped, torch.float32 if kept else dtype).to(device)
+            if fp8 and last == "weight" and is_in_blocks(layer, one, spec.unquantized):
+                setattr(layer, last, quantization.fp8_weight(tensor))
+            else:
+                setattr(layer, last, torch.nn.Parameter(tensor, requires_grad=False))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if ran_out(error) == "RAM":
+            raise MemoryError(str(error)) from None
+        if isinstance(error, TandemError) or ran_out(error):
+            raise
+        reason = first_line(error)
+        raise ModelError("model.component_unloadable", component=name, model=spec.title, reason=reason) from error
+    if fp8:
+        quantization.check_quantized(module, part.quantization, name, spec.title)
+        quantization.add_biases_apart(module)
+    return module.to(device)
+
+
+def _empty(spec: ModelSpec, name: str, files: WeightFiles) -> torch.nn.Module:
+    """Return a transformer whose parameters have no memory yet; all are in its files.
+
+    Raises:
+        ModelError: if diffusers does not accept the configuration, or a parameter is missing or has another shape.
+    """
+    try:
+        with init_empty_weights(include_buffers=False):
+            module: torch.nn.Module = components_of(spec.family).MODULES[name].from_config(dict(files.config))
+    except Exception as error:  # the library raises whatever a wrong configuration leads to
+        reason = first_line(error)
+        raise ModelError("model.component_unloadable", component=name, model=spec.title, reason=reason) from error
+    shapes = {one: tuple(parameter.shape) for one, parameter in module.named_parameters()}
+    absent = sum(one not in files.weights or files.weights[one].shape != shape for one, shape in shapes.items())
+    if absent:
+        raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=absent)
+    unknown = next((one for one in files.weights if one not in shapes), None)
+    if unknown is not None:
+        raise ModelError("model.file_tensor_unknown", file=files.paths[0].name, tensor=unknown, model=spec.title)
+    return module
+
+
+def is_in_blocks(layer: torch.nn.Module, parameter: str, unquantized: Sequence[str]) -> bool:
+    """Whether quantization applies to a layer: a linear one of a transformer's blocks."""
+    return isinstance(layer, torch.nn.Linear) and not any(part in parameter for part in unquantized)
 
 
 def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
@@ -109,6 +200,9 @@ def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
     Raises:
         ModelError, MemoryError: see `load_module`.
     """
+    if name in spec.files:
+        exact = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
+        return _ready(_from_stored(spec, name, exact, "cpu"), spec, name, torch.float32, exact=True)
     folder = spec.directory / folder_of(name)
     stored = tensor_types(folder)
     sizes: Counter[str] = Counter()
@@ -123,9 +217,7 @@ def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
         weights = _Weights(files)
         for one in finer:
             owned[one].data = weights[one]
-    if spec.loras_of(name):
-        fuse(module, spec.loras_of(name), folder, most, family_of(spec.family), exact=True)
-    return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
+    return _ready(module, spec, name, most, exact=True)
 
 
 def _loses(stored: torch.dtype | None, loaded: torch.dtype) -> bool:
@@ -225,29 +317,21 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
 
 
 @torch.no_grad()
-def fuse(
-    module: torch.nn.Module,
-    loras: Sequence[LoraUse],
-    folder: Path,
-    dtype: torch.dtype,
-    family: Family,
-    *,
-    exact: bool = False,
-) -> None:
-    """Add LoRAs to the weights of a loaded transformer, in place.
+def fuse(module: torch.nn.Module, spec: ModelSpec, component: str, dtype: torch.dtype, *, exact: bool = False) -> None:
+    """Add the spec's LoRAs to the weights of a loaded transformer, in place.
 
-    Sums are computed in float32 and rounded once to the weight's dtype. A quantized weight equals that of a model whose
-    files contain the LoRAs.
+    Sums are computed in float32 and rounded once to the weight's dtype. A weight that was quantized here equals that of
+    a model whose files contain the LoRAs; it is read from the files again. For a `PackedLinear`, the sum is computed at
+    each call.
 
     Args:
-        folder: of the transformer's weights, in diffusers' format; those that are quantized are read from it again.
-        family: of the model.
-        dtype: in which they were loaded.
+        dtype: in which the weights were loaded.
         exact: whether changed weights become float32 instead of being rounded.
 
     Raises:
         ModelError: if a file changed since the job was planned, or cannot be applied.
     """
+    loras, family = spec.loras_of(component), family_of(spec.family)
     changes: defaultdict[str, list[_Delta]] = defaultdict(list)
     for use in loras:
         file = read_lora(use.path)
@@ -260,14 +344,14 @@ def fuse(
             found[change.layer][change.role] = tensor
         for layer, tensors in found.items():
             for name, rows in _rows(module, layer):
-                changes[name].append(_Delta(use, tensors, rows, layer.swapped))
+                changes[name].append(_Delta(use, tensors, rows, layer.swapped, partial(file.alpha, layer)))
     try:
         with contextlib.ExitStack() as opened:
             files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
-            paths = weight_files(folder) if any(map(is_quantized, module.parameters())) else []
-            weights = _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in paths])
+            quantized = any(map(is_quantized, module.parameters()))
+            stored = _stored(spec, component, dtype, opened) if quantized else None
             for name, deltas in changes.items():
-                _change(module, name, deltas, files, weights, dtype, exact=exact)
+                _change(module, name, deltas, files, stored, dtype, exact=exact)
     except (OSError, SafetensorError, AttributeError) as error:
         raise ModelError("lora.fusing_failed", reason=first_line(error)) from error
 
@@ -283,6 +367,18 @@ def _rows(module: torch.nn.Module, layer: LoraLayer) -> Iterator[tuple[str, slic
         last = first + cast("torch.nn.Linear", module.get_submodule(name)).out_features
         yield name, slice(first, last)
         first = last
+
+
+def _stored(
+    spec: ModelSpec, component: str, dtype: torch.dtype, opened: contextlib.ExitStack
+) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a weight from the files of a transformer."""
+    own = spec.files.get(component)
+    if own is not None:
+        mapped = MappedFiles()
+        return lambda name: packed_layers.plain(own.weights[name], mapped, dtype)
+    paths = weight_files(spec.directory / component)
+    return _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in paths]).__getitem__
 
 
 class _Weights:
@@ -303,7 +399,7 @@ def _change(
     name: str,
     deltas: list[_Delta],
     files: dict[str, Any],
-    weights: _Weights,
+    stored: Callable[[str], torch.Tensor] | None,
     dtype: torch.dtype,
     *,
     exact: bool,
@@ -320,13 +416,18 @@ def _change(
             continue
         if parameter is None:
             raise ModelError("lora.no_bias", module=name)
+        if isinstance(target, PackedLinear) and parameter is weight:
+            for delta in relevant:
+                target.add(*_factors(delta, files[delta.use.digest]))
+            continue
         quantized = is_quantized(parameter)
-        total = (weights[f"{name}.weight"].to(parameter.device, dtype) if quantized else parameter).float()
+        own = stored(f"{name}.weight").to(parameter.device, dtype) if quantized and stored else parameter
+        total = own.float()
         for delta in relevant:
             got = _tensors(delta, files[delta.use.digest], total.device)
             for role in roles:
                 if role in got:
-                    added = _product(got).reshape(total.shape) if role == "up" else got[role]
+                    added = _product(delta, got).reshape(total.shape) if role == "up" else got[role]
                     total = total + delta.use.weight * added
         if quantized:
             target.weight = quantized_like(target, total.to(dtype))
@@ -336,22 +437,40 @@ def _change(
             parameter.copy_(total)
 
 
-def _tensors(delta: _Delta, file: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a module's tensors in float32, by role."""
+def _tensors(
+    delta: _Delta, file: Any, device: torch.device, smallest: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Return a module's tensors by role, in float32, or in the file's precision but at least in `smallest`."""
     got = {}
     for role, name in delta.tensors.items():
         tensor: torch.Tensor = file.get_tensor(name)
+        if tensor.dtype.itemsize == 1:  # float8, which few operations take
+            tensor = tensor.float()
         if role in _BY_ROWS:
             if delta.swapped:
                 tensor = torch.cat(tensor.chunk(2)[::-1])
             if delta.rows is not None:
                 tensor = tensor[delta.rows]
-        got[role] = tensor.to(device).float()
+        exact = torch.float32 if role == "alpha" else torch.promote_types(tensor.dtype, smallest)
+        got[role] = tensor.to(device, exact)
     return got
 
 
-def _product(got: dict[str, torch.Tensor]) -> torch.Tensor:
+def _product(delta: _Delta, got: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the scaled product of two factors as a matrix with the rows of the weight."""
     down, up = got["down"].flatten(1), got["up"].flatten(1)
-    scale = float(got["alpha"].item()) / down.shape[0] if "alpha" in got else 1.0
-    return scale * (up @ down)
+    return _scale(delta, got, len(down)) * (up @ down)
+
+
+def _scale(delta: _Delta, got: Mapping[str, torch.Tensor], rank: int) -> float:
+    """Return the factor of the product: alpha / rank."""
+    return (float(got["alpha"].item()) if "alpha" in got else delta.alpha(rank)) / rank
+
+
+def _factors(delta: _Delta, file: Any) -> tuple[float, tuple[torch.Tensor, ...]]:
+    """Return the arguments of `PackedLinear.add` for a LoRA's change of one weight, in the file's precision."""
+    got = _tensors(delta, file, torch.device("cpu"), torch.bfloat16)
+    if "diff" in got:
+        return delta.use.weight, (got["diff"],)
+    down, up = got["down"].flatten(1), got["up"].flatten(1)
+    return delta.use.weight * _scale(delta, got, len(down)), (up, down)

@@ -33,7 +33,7 @@ from runtime.core.files import sync_folder
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import NONE
 from runtime.core.untrusted_files import parse_json
-from runtime.models.spec import ModelSpec, folder_of
+from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
 from runtime.models.timed_prompts import timed_prompts
 from runtime.pipeline.files import (
@@ -323,7 +323,7 @@ def stamps(spec: ModelSpec) -> Stamps:
     """
     used = spec.for_text() if spec.image is None else spec
     parts = [name for name in used.component_names if name != "vae"]
-    files = {part: sorted((spec.directory / folder_of(part)).rglob("*")) for part in (*parts, "tokenizer", "scheduler")}
+    files = {part: spec.component_files(part) for part in (*parts, "tokenizer", "scheduler")}
     files["pipeline"] = [spec.directory / "model_index.json"]
     found: dict[str, list[list[Any]]] = {
         part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]

@@ -58,6 +58,8 @@ _BLOCK_TENSORS = 4
 # residual, and the other blocks' residual. MagCache: the first block's input, and the residual of all blocks.
 # TaylorSeer: also the difference of the last two residuals and, before that is computed, the new residual.
 _CACHED_TENSORS = {NONE: 0, FIRST_BLOCK: 3, MAGCACHE: 2, TAYLORSEER: 4}
+# Bytes per weight while one is dequantized: its value and the factor in float32.
+_UNPACKING_BYTES = 8
 # Additional working set of quantized arithmetic, bytes per token and value of the widest layer, fitted to jobs of the
 # model of 1.3 billion parameters on an H200. FP8 converts activations to float32 and back; 8 bits accumulate in 32.
 _QUANTIZED_WORKING = {"fp8": 11, "bnb-8bit": 4}
@@ -187,8 +189,14 @@ def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
 
 
 def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str = "none") -> dict[str, int]:
-    """Return the bytes of each component's weights in its dtype, the transformers' blocks quantized."""
+    """Return the bytes of each component's weights in its dtype, the transformers' blocks quantized.
+
+    Weights that are quantized in files stay so, unless `quantization` replaces that.
+    """
     found = {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
+    if quantization == "none":
+        for name, files in spec.files.items():
+            found[name] -= files.packed_weights * DTYPE_BYTES[dtypes[name]] - files.packed_bytes
     if quantization != "none":
         for name in found:
             if is_transformer(name):
@@ -204,10 +212,15 @@ def stage_of(component: str) -> str:
 
 
 def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = "none") -> int:
-    """Return the working set of one forward pass; layers of 4 bits are converted to the dtype one at a time."""
+    """Return the working set of one forward pass; layers of 4 bits are converted to the dtype one at a time.
+
+    So are layers that are quantized in files, by way of float32.
+    """
     inner, widest = spec.transformer.ffn_dim, 0
     if quantization == "bnb-4bit":
         widest = spec.transformer.width * inner * DTYPE_BYTES[dtype]
+    elif quantization == "none" and spec.is_packed:
+        widest = spec.transformer.width * inner * (DTYPE_BYTES[dtype] + _UNPACKING_BYTES)
     elif quantization != "none":
         widest = _QUANTIZED_WORKING[quantization] * tokens * inner
     working = spec.transformer.forward_bytes(tokens, DTYPE_BYTES[dtype], time_per_token=spec.expand_timesteps)
@@ -419,6 +432,8 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     held += 2 * _FLOAT32 * tokens * transformer.attention_head_dim
     call = min(tokens, max(use.tokens for use in uses) or tokens)
     held += call * (_FLOAT32 + 2 * element) * width
+    if workload.spec.is_packed:  # the block's weights are dequantized for its engines
+        held += transformer.largest_block_parameters * element + width * transformer.ffn_dim * _UNPACKING_BYTES
     if workload.context_bytes([name]):
         return held
     return held + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)

@@ -161,7 +161,7 @@ def _resolved(
     free = placement.free_bytes_of_fullest(split, everything, free)
     offload, offload_warnings = _offload(request, machine)
     _check_step_cache(request, machine, offload)
-    _check_quantization(request, machine)
+    _check_quantization(request, machine, spec)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
     tokens = spec.tokens(frames, height, width)
     gpus = 1 if split is None else len(split.devices)
@@ -237,7 +237,7 @@ def _resolved(
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
         asked=request,
-        model_directory=spec.directory,
+        model_directory=spec.location,
         output=output,
         latent_shape=latent_shape,
         tokens=tokens,
@@ -346,8 +346,11 @@ def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[Fa
     return "none", [Fact("planner.offload_on_cpu", {"chosen": {"offload": request.offload}, "cause": against.fact})]
 
 
-def _check_quantization(request: GenerationRequest, machine: Machine) -> None:
-    """Check that this machine supports the requested quantization; the request may rely on its memory."""
+def _check_quantization(request: GenerationRequest, machine: Machine, spec: ModelSpec) -> None:
+    """Check that this machine and model support the requested quantization; the request may rely on its memory."""
+    if request.quantization.startswith("bnb-") and spec.files:
+        title = next(iter(spec.files.values())).title
+        raise InvalidRequestError("quantization", "planner.quantization_of_files", model=spec.title, format=title)
     against = constraints.lacking(request.quantization, machine)
     if against is not None:
         usable = against.fact.code != "machine.no_gpu"

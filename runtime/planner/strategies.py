@@ -16,6 +16,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan, Speed
 from runtime.core.request import AUTO
 from runtime.core.tiles import times_decoded
+from runtime.models.quantization import FP8
 from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints, execution_options, forecast, memory_model
 from runtime.planner.engine_offers import refused
@@ -85,15 +86,27 @@ def options(inputs: ForecastInputs) -> list[Option]:
     """Return the strategies for the device, fastest first, including those that are not possible on this machine."""
     if not inputs.workload.cuda:
         return [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
+    kinds = _kinds(inputs)
     if inputs.workload.split is not None:
         # With several GPUs weights are not offloaded.
         plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _free_text(inputs), _ONE)]
-        return [*plain, _first_that_fits(_quantized(inputs, "fp8"))]
+        return [*plain, *(_first_that_fits(_quantized(inputs, kind)) for kind in kinds if kind == FP8)]
     one_at_a_time = (_ONE, _MODEL) if inputs.workload.sections == 1 else (_MODEL, _ONE)
     found = (_KEEP, _free_text(inputs), *one_at_a_time, _GROUP)
     plain = [_option(inputs, Fact(code), strategy) for code, strategy in found]
-    quantized = [_first_that_fits(islice(_quantized(inputs, kind), 3)) for kind in constraints.QUANTIZATIONS]
+    quantized = [_first_that_fits(islice(_quantized(inputs, kind), 3)) for kind in kinds]
     return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
+
+
+def _kinds(inputs: ForecastInputs) -> list[str]:
+    """Return how the transformers' weights may be quantized.
+
+    bitsandbytes quantizes no weights of single files. What is quantized in files is quantized again on request only.
+    """
+    spec = inputs.workload.spec
+    if not spec.files:
+        return list(constraints.QUANTIZATIONS)
+    return [FP8] if not spec.is_packed or inputs.request.quantization == FP8 else []
 
 
 def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) -> Decision:

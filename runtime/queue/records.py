@@ -359,7 +359,8 @@ def stored_request(request: GenerationRequest, plan: ExecutionPlan) -> dict[str,
     A job uses its own copies of images.
     """
     assert request.model == plan.model, "a plan for another request"
-    by_path = Path(plan.model).expanduser().resolve() == plan.model_directory
+    path = Path(plan.model).expanduser()
+    by_path = plan.model_directory in {path.resolve(), path.absolute()}
     model = str(plan.model_directory) if by_path else plan.model
     images = {field: use.reference for field, use in plan.images.items()}
     return request.to_json() | {"seed": plan.seed, "model": model, **images}

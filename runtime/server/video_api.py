@@ -330,7 +330,7 @@ class VideoApi:
 
     def _name_of(self, model: str) -> str:
         spec = self._models.get(model)
-        found = next((one for one in tuple(self._models.values()) if str(one.directory) == model), spec)
+        found = next((one for one in tuple(self._models.values()) if str(one.location) == model), spec)
         return Path(model).name if found is None else found.name
 
 

@@ -219,9 +219,13 @@ def visitors_models(models: Mapping[str, ModelSpec], folders: Mapping[str, Path]
 
     Args:
         models: the models of the owner's page, by name or path.
-        folders: folders of the catalogue's models, by name.
+        folders: folders or files of the catalogue's models, by name.
     """
-    return {spec.name: spec for spec in tuple(models.values()) if folders.get(spec.name) == spec.directory}
+    return {
+        spec.name: spec
+        for spec in tuple(models.values())
+        if folders.get(spec.name) in (spec.single_files.values() or [spec.directory])
+    }
 
 
 def private_folders(settings: Settings) -> dict[str, Path]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ class ModelsPanel:
         """Offer the models that are in the weights folder now."""
         add_usable(self._models, self._weights_dir)
         for name, spec in tuple(self._models.items()):
-            if len(self._models) > 1 and not spec.directory.is_dir():
+            if len(self._models) > 1 and not spec.exists:
                 self._models.pop(name, None)
 
     def _discard(self, folder: str) -> Reply:
@@ -190,10 +190,7 @@ class ModelsPanel:
             selected = form.read_model(call.form, self._models).name
         models = tuple(self._models.items())
         cards = [self._installed(name, spec, selected) for name, spec in models]
-        cards += [
-            self._unusable(name, error)
-            for name, error in unusable(self._weights_dir, [spec.directory.name for _, spec in models]).items()
-        ]
+        cards += [self._unusable(name, error) for name, error in unusable(self._weights_dir, _names(models)).items()]
         shipped = all(spec.directory.parent == EMBEDDED for _, spec in models)
         return render("models_installed.html", cards=cards, shipped=shipped, weights_dir=self._weights_dir)
 
@@ -240,7 +237,10 @@ class ModelsPanel:
             if task is not None and task.kind == "verify" and task.state == "failed" and self._is_downloaded(name):
                 others["repair"] = self._offline_reason()
         size = bytes_in(folder)
+        if spec.single_files:
+            size = sum(path.stat().st_size for path in spec.single_files.values() if path.exists())
         own = [("Folder", folder.name)] if in_folder and folder.name != spec.title else []
+        own += [("File", path.name) for path in spec.single_files.values()]
         return _Card(
             key=name,
             title=spec.title,
@@ -266,7 +266,7 @@ class ModelsPanel:
             kind="unsupported",
             problem=paragraph(error.fact),
             facts=[("On disk", size)],
-            others={"delete": ""} if plain == name else {},
+            others={"delete": ""} if plain == name and _in_folder(self._weights_dir, name) else {},
             frees=size,
         )
 
@@ -394,6 +394,11 @@ def _state(task: ModelTask | None, begun: int) -> str:
     if task is None or (task.state == "done" and task.kind == "look"):
         return "partial" if begun else "absent"
     return "stopping" if task.cancelling else task.state
+
+
+def _names(models: Iterable[tuple[str, ModelSpec]]) -> set[str]:
+    """Return the names of models in the weights folder: of their folders, or of the files' models."""
+    return {spec.name if spec.single_files else spec.directory.name for _, spec in models}
 
 
 def _in_folder(weights_dir: Path, name: str) -> bool:

@@ -168,5 +168,6 @@ def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:
 
 def _modified(spec: ModelSpec) -> str:
     """Return the modification times of the model's folders."""
-    folders = (spec.directory / folder_of(name) for name in spec.component_names)
-    return "-".join(str(folder.stat().st_mtime_ns) if folder.is_dir() else "" for folder in folders)
+    folders = [spec.directory / folder_of(name) for name in spec.component_names if name not in spec.files]
+    folders += [path for files in spec.files.values() for path in files.paths]
+    return "-".join(str(folder.stat().st_mtime_ns) if folder.exists() else "" for folder in folders)

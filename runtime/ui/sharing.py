@@ -10,7 +10,7 @@ import gradio as gr
 
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.settings import Settings
-from runtime.models.catalogue import folders, offered
+from runtime.models.catalogue import folders, offered, transformer_files
 from runtime.queue.job_queue import JobQueue
 from runtime.server.tunnel import Tunnel, open_tunnel
 from runtime.server.visitors import stop_videos, visitor_jobs, visitors_models
@@ -55,7 +55,8 @@ class Sharing:
         self._notify = notify
         self._tunnel: Tunnel | None = None
         self._lock = threading.Lock()
-        models = visitors_models(offered(settings.model, settings.weights_dir), folders(settings.weights_dir))
+        places = folders(settings.weights_dir) | transformer_files(settings.weights_dir)
+        models = visitors_models(offered(settings.model, settings.weights_dir), places)
         if not models:
             raise ModelError("server.no_visitor_model")
         config = VisitorsConfig(

@@ -125,3 +125,23 @@ def kept_in_float32(module: Any) -> frozenset[str]:
     Reason: modules made without `from_pretrained` need the same dtypes.
     """
     return frozenset(getattr(module, "_keep_in_fp32_modules", None) or ())
+
+
+def dequantize_gguf(kind: str, data: Any, dtype: Any) -> Any:
+    """Return the values of GGUF's blocks, (rows, values), or flat if the bytes are.
+
+    Args:
+        kind: GGUF's name of the type.
+        data: (rows, bytes) or (bytes), uint8.
+        dtype: torch's, for the scales and the result.
+
+    Reason: the public `dequantize_gguf_tensor` takes a subclass of tensors whose `__torch_function__` slows every
+    operation down, and computes in float16 only.
+    """
+    from diffusers.quantizers.gguf import utils
+    from gguf import GGMLQuantizationType
+
+    number = GGMLQuantizationType[kind]
+    block, nbytes = utils.GGML_QUANT_SIZES[number]
+    values = utils.dequantize_functions[number](data.reshape(-1, nbytes), block, nbytes, dtype)
+    return values.reshape(*data.shape[:-1], -1)

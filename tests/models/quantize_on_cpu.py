@@ -20,7 +20,6 @@ from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import Placement, place
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8, add_biases_apart, check_quantized, diffusers_config
-from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import fuse
 from tests.families.hunyuan_lora_files import block_factors, underscored
@@ -87,13 +86,13 @@ def with_lora(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]
     path = folder / "style.safetensors"
     save_file(tensors, path)
     use = LoraUse(file="style", path=path, digest=read_lora(path).digest, weight=0.5)
-    fuse(plain, [use], folder / "transformer", torch.bfloat16, family_of("wan"))
+    fuse(plain, spec_of(folder, "wan", use), "transformer", torch.bfloat16)
     # In files of their own, as large models come.
     plain.save_pretrained(folder / "changed" / "transformer", max_shard_size="200KB")
     late, early, without = load(folder, kind), load(folder / "changed", kind), load(folder, kind)
-    fuse(late, [use], folder / "transformer", torch.bfloat16, family_of("wan"))
+    fuse(late, spec_of(folder, "wan", use), "transformer", torch.bfloat16)
     sharded = load(folder / "changed", kind)
-    fuse(sharded, [use], folder / "changed" / "transformer", torch.bfloat16, family_of("wan"))
+    fuse(sharded, spec_of(folder / "changed", "wan", use), "transformer", torch.bfloat16)
     got, wanted, before, twice = (run(model, inputs) for model in (late, early, without, sharded))
     return {
         "layers": len(tensors) // 2,
@@ -112,12 +111,11 @@ def with_joined_layers(kind: str, folder: Path) -> dict[str, Any]:
     shape = SimpleNamespace(width=128, ffn_dim=512, double_layers=1, single_layers=1)
     path = save(folder / "style.safetensors", underscored(block_factors(shape)))
     use = LoraUse(file="style", path=path, digest=read_lora(path).digest, weight=0.5)
-    family = family_of("hunyuan_video")
     plain, late = load(folder, model=HunyuanVideoTransformer3DModel), load(folder, kind, HunyuanVideoTransformer3DModel)
     before = late.single_transformer_blocks[0].attn.to_v(torch.ones(1, 128).bfloat16())
-    fuse(plain, [use], folder / "transformer", torch.bfloat16, family)
+    fuse(plain, spec_of(folder, "hunyuan_video", use), "transformer", torch.bfloat16)
     plain.save_pretrained(folder / "changed" / "transformer")
-    fuse(late, [use], folder / "transformer", torch.bfloat16, family)
+    fuse(late, spec_of(folder, "hunyuan_video", use), "transformer", torch.bfloat16)
     early = load(folder / "changed", kind, HunyuanVideoTransformer3DModel)
     outputs = [
         [layer(torch.ones(1, layer.in_features).bfloat16()) for layer in layers_of_blocks(model)]
@@ -129,6 +127,11 @@ def with_joined_layers(kind: str, folder: Path) -> dict[str, Any]:
         "same": all(torch.equal(one, other) for one, other in zip(*outputs, strict=True)),
         "changed": ((changed - before).norm() / before.norm()).item(),
     }
+
+
+def spec_of(folder: Path, family: str, use: LoraUse) -> Any:
+    """Return what `fuse` reads of a model's spec."""
+    return SimpleNamespace(directory=folder, family=family, files={}, loras_of=lambda _: [use])
 
 
 def layers_of_blocks(model: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -86,7 +87,9 @@ def download(
     cancel = cancel or Cancel()
     with Download(source_of(REPOSITORY, revision), weights, Hub(hub.address, policy), report or Reports()) as fetching:
         plan = fetching.plan(cancel)
-        return fetching.run(plan, cancel), plan
+        spec = fetching.run(plan, cancel)
+        assert spec is not None
+        return spec, plan
 
 
 def no_download_is_listed(weights: Path) -> bool:
@@ -525,3 +528,16 @@ def test_a_damaged_manifest_is_an_error_and_a_damaged_partial_one_is_ignored(hub
     with pytest.raises(ModelError) as caught:
         verify(spec.directory, Cancel(), lambda *_: None)
     assert caught.value.fact == Fact("hub.manifest_damaged", {"file": f"Tiny-Diffusers/{MANIFEST}"})
+
+
+def test_components_for_single_files_are_fetched_without_transformers(hub: LoopbackHub, weights: Path) -> None:
+    source = replace(source_of(REPOSITORY, None), without_transformers=True)
+    with Download(source, weights, Hub(hub.address, QUICK), Reports()) as fetching:
+        assert fetching.run(fetching.plan(Cancel()), Cancel()) is None
+    folder = weights / source.folder
+    assert (folder / "vae" / "diffusion_pytorch_model.safetensors").is_file()
+    assert not any(folder.glob("transformer*/*.safetensors"))
+    # The transformer follows when the model is downloaded whole.
+    spec, plan = download(hub, weights)
+    assert [file.path.partition("/")[0] for file in plan.missing] == ["transformer"]
+    assert spec.directory == folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.facts import Fact
@@ -338,3 +338,52 @@ def test_files_are_read_once_and_again_when_they_change(
     assert with_loras(spec, [Lora(str(path))], tmp_path).loras[0].digest != first.digest
     assert first.model_copy(update={"weight": 2.0}).identity != first.identity
     assert loras.loras_dir(tmp_path) == tmp_path / "loras"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scale"),
+    [
+        ({"lora_alpha": 2, "r": 4}, 2 / 4),
+        ({"transformer.lora_alpha": 2, "transformer.r": 4, "transformer.target_modules": ["to_q"]}, 2 / 4),
+        ({"transformer.lora_alpha": 2, "transformer.use_rslora": True}, 2 / 4**0.5),
+        ({"transformer.lora_alpha": 2, "transformer.alpha_pattern": {"blocks.0.attn1.to_q": 12.0}}, None),
+    ],
+)
+def test_alpha_in_diffusers_metadata_scales_the_product(
+    metadata: dict[str, object], scale: float | None, spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    factors = lora_files.factors(spec.transformer)
+    path = tmp_path / "style.safetensors"
+    save_file(lora_files.peft(factors), path, metadata={"lora_adapter_metadata": json.dumps(metadata)})
+    changed = loaded(with_loras(spec, [Lora(str(path))], tmp_path))
+    for block, name in ((0, "to_q"), (1, "to_k")):
+        down, up = factors[block, f"self_attn.{name[-1]}"]
+        parameter = f"blocks.{block}.attn1.{name}.weight"
+        own = scale if scale is not None else {0: 12 / 4, 1: 2 / 4}[block]
+        assert torch.allclose(changed[parameter], plain[parameter] + own * up @ down, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"lora_alpha": "x"}', '{"lora_alpha": 1, "use_dora": true}'])
+def test_malformed_metadata_is_refused(text: str, spec: ModelSpec, tmp_path: Path) -> None:
+    path = tmp_path / "style.safetensors"
+    save_file(lora_files.peft(lora_files.factors(spec.transformer)), path, metadata={"lora_adapter_metadata": text})
+    with pytest.raises(ModelError) as caught:
+        with_loras(spec, [Lora(str(path))], tmp_path)
+    assert caught.value.code == "lora.metadata_invalid"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_factors_in_float8_are_upcast(
+    dtype: torch.dtype, spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    factors = lora_files.factors(spec.transformer)
+    path = tmp_path / "style.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in lora_files.peft(factors).items()}, path)
+    changed = loaded(with_loras(spec, [Lora(str(path))], tmp_path))
+    down, up = (factor.to(dtype).float() for factor in factors[0, "self_attn.q"])
+    parameter = "blocks.0.attn1.to_q.weight"
+    assert torch.allclose(changed[parameter], plain[parameter] + up @ down, atol=1e-6)
+    save_file({"transformer.blocks.0.attn1.to_q.diff": torch.full((24, 24), float("nan")).to(dtype)}, path)
+    with pytest.raises(ModelError) as caught:
+        with_loras(spec, [Lora(str(path))], tmp_path)
+    assert caught.value.code == "lora.not_finite"

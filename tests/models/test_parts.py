@@ -46,7 +46,9 @@ def hub(folder: Path) -> Iterator[LoopbackHub]:
 
 def download(hub: LoopbackHub, weights: Path) -> ModelSpec:
     with Download(source_of(F1.name, None), weights, Hub(hub.address, QUICK), lambda _: None) as transfer:
-        return transfer.run(transfer.plan(Cancel()), Cancel())
+        spec = transfer.run(transfer.plan(Cancel()), Cancel())
+        assert spec is not None
+        return spec
 
 
 def test_the_files_of_all_repositories_become_one_model(hub: LoopbackHub, folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, FirstBlockCacheConfig, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
@@ -104,3 +106,10 @@ def test_offload_groups_are_found_on_hooked_modules(tiny: Callable[[str], ModelS
 def test_models_list_parameters_that_stay_in_float32() -> None:
     assert "norm2" in private.kept_in_float32(WanTransformer3DModel)
     assert private.kept_in_float32(AutoencoderKLWan) == frozenset()
+
+
+def test_blocks_of_gguf_are_dequantized_as_gguf_does() -> None:
+    values = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    data = gguf.quantize(values, gguf.GGMLQuantizationType.Q5_0)
+    expected = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType.Q5_0))
+    assert torch.equal(private.dequantize_gguf("Q5_0", torch.from_numpy(data), torch.float32), expected)

@@ -130,6 +130,7 @@ _HUB: Mapping[str, Message] = {
 }
 
 _AGAIN = "Copy or download the model again."
+_COMPONENTS = "Put the folders text_encoder, tokenizer, vae and scheduler of such a model beside the file."
 
 _FILES: Mapping[str, Message] = {
     "model.in_use": Message("{model} is used by {jobs:n job} in the queue.", "Wait for them, or cancel them in Queue."),
@@ -143,6 +144,45 @@ _FILES: Mapping[str, Message] = {
     "model.file_too_many": Message("{file} has more than {most:,} values; no configuration has so many.", _AGAIN),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
     "model.tensors_invalid": Message("{file} is not a valid safetensors file: {cause:clause}.", _AGAIN),
+    "model.gguf_invalid": Message("{file} is not a valid GGUF file: {cause:clause}.", _AGAIN),
+    "gguf.no_magic": Message("It does not begin with GGUF."),
+    "gguf.version": Message("Its version is {version}; versions 2 and 3 are read."),
+    "gguf.too_many": Message("It states more than {most:,} tensors or values."),
+    "gguf.alignment": Message("Its data are not aligned as it states."),
+    "gguf.metadata_invalid": Message("Its metadata or a name is malformed."),
+    "gguf.type_unknown": Message("{tensor!r} has the type {type}, which cannot be read."),
+    "model.file_no_format": Message(
+        "{file} is neither a safetensors nor a GGUF file.", "Choose the file of a model, or copy it again."
+    ),
+    "model.file_unknown": Message(
+        "{file} is no transformer of a model that Tandem runs from a single file; it has {tensors:list}.",
+        "Use a file of a Wan transformer. A LoRA belongs to {set[lora]}; other families are used as folders.",
+    ),
+    "model.format_unknown": Message(
+        "{file} stores {tensor} as {dtype}, in a format that cannot be read.",
+        "Use BF16, FP16, fp8_scaled, fp8_e4m3fn, GGUF (Q2_K to Q8_0), or ModelOpt's FP8 or NVFP4.",
+    ),
+    "model.file_tensor_missing": Message("{file} lacks {tensor}.", _AGAIN),
+    "model.file_tensor_unknown": Message(
+        "{file} has {tensor}, which the models that Tandem runs do not have.",
+        "Use a file of a plain Wan transformer, without VACE, controls or other additions.",
+    ),
+    "model.file_other_shape": Message("{file} has {tensor} of {shape}; its other tensors require {expected}.", _AGAIN),
+    "model.file_expert_unknown": Message(
+        "{file} is one of two experts ({title}), and its name does not say which.",
+        "Name it with high_noise or low_noise, and the other file alike, in the same folder.",
+    ),
+    "model.file_expert_missing": Message(
+        "{file} is one of two experts ({title}); the {expert}-noise expert is missing.",
+        "Put its file beside it, named {path}.",
+    ),
+    "model.file_alone": Message("The text encoder and VAE of {file} ({title}) are not here.", _COMPONENTS),
+    "model.file_unfit": Message("No text encoder and VAE here fit {file} ({title}): {cause:clause}.", _COMPONENTS),
+    "model.components_not_downloaded": Message(
+        "The text encoder and VAE of {model} are not downloaded.",
+        "Run `{tandem} models download {name} --without-transformers`, or copy the folders text_encoder, tokenizer, "
+        "vae and scheduler of such a model into a folder of {folder}.",
+    ),
     "safetensors.header_too_many": Message("Its header has more than {most:,} values."),
     "safetensors.header_too_long": Message("Its header has {size:bytes}; at most {most:bytes} are read."),
     "safetensors.header_not_json": Message("Its header is not a JSON object."),
@@ -217,7 +257,11 @@ _LORA: Mapping[str, Message] = {
     "lora.unreadable": Message("The LoRA {lora} cannot be read: {reason}.", "Check the file and its permissions."),
     "lora.damaged": Message("A LoRA cannot be used: {cause:clause}.", _LORA_AGAIN),
     "lora.dtype_unsupported": Message(
-        "The LoRA {lora} has the dtype {dtype}, which is not supported.", "Use one in float32, float16 or bfloat16."
+        "The LoRA {lora} has the dtype {dtype}, which is not supported.",
+        "Use one in float32, float16, bfloat16 or float8.",
+    ),
+    "lora.metadata_invalid": Message(
+        "The LoRA {lora} has metadata of its adapter that are malformed or ask for DoRA.", _OTHER_LORA
     ),
     "lora.not_finite": Message("The LoRA {lora} contains NaN or Inf, in {tensor!r}.", _LORA_AGAIN),
     "lora.no_such_expert": Message(

@@ -141,6 +141,10 @@ _REFUSALS: Mapping[str, Message] = {
         "{quantization:weights} are not available here: {cause:clause}.",
         "{cause:remedy}",
     ),
+    "planner.quantization_of_files": Message(
+        "The weights of {model} are used as their files hold them ({format}); bitsandbytes cannot quantize them.",
+        "Omit {set[quantization]}, or use {set[quantization=fp8]}.",
+    ),
     "planner.quantization_needs_gpu": Message(
         "{quantization:weights} are not available here: {cause:clause}.", "Use {set[quantization=none]}."
     ),

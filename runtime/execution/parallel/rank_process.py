@@ -44,6 +44,7 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.models.registry import read_spec
 from runtime.models.sections import Section
+from runtime.models.single_file import reassemble
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.upstream.torch import cuda_failure
@@ -148,7 +149,12 @@ class Rank:
     def load(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Load a component."""
         name = task["name"]
-        spec = read_spec(Path(task["directory"]), task["model"])
+        directory = Path(task["directory"])
+        if task["files"]:
+            files = {own: Path(path) for own, path in task["files"].items()}
+            spec = reassemble(files, task["config"], directory)
+        else:
+            spec = read_spec(directory, task["model"])
         spec = replace(spec, loras=tuple(map(LoraUse.model_validate, task["loras"])))
         part = TypeAdapter(ComponentPlan).validate_python({**task["part"], "device": str(self._device)})
         module: Any = load_module(spec, name, part)

@@ -11,42 +11,36 @@ from runtime.models import lora_names
 from runtime.models.lora_names import Blocks, LoraNames
 from runtime.models.spec import ModelSpec
 
-NAMES = LoraNames(
-    blocks=[
-        Blocks(
-            "blocks",
-            "blocks",
-            {
-                **{
-                    f"{original}.{one}": f"{diffusers}.{other}"
-                    for original, diffusers in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-                    for one, other in (
-                        ("q", "to_q"),
-                        ("k", "to_k"),
-                        ("v", "to_v"),
-                        ("o", "to_out.0"),
-                        ("norm_q", "norm_q"),
-                        ("norm_k", "norm_k"),
-                    )
-                },
-                "ffn.0": "ffn.net.0.proj",
-                "ffn.2": "ffn.net.2",
-                "norm3": "norm2",
-                "modulation": "scale_shift_table",
-            },
+# diffusers' names of modules by those of Wan's own code: in a block, and outside of the blocks.
+IN_BLOCKS = {
+    **{
+        f"{original}.{one}": f"{diffusers}.{other}"
+        for original, diffusers in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for one, other in (
+            ("q", "to_q"),
+            ("k", "to_k"),
+            ("v", "to_v"),
+            ("o", "to_out.0"),
+            ("norm_q", "norm_q"),
+            ("norm_k", "norm_k"),
         )
-    ],
-    outside={
-        "patch_embedding": "patch_embedding",
-        "text_embedding.0": "condition_embedder.text_embedder.linear_1",
-        "text_embedding.2": "condition_embedder.text_embedder.linear_2",
-        "time_embedding.0": "condition_embedder.time_embedder.linear_1",
-        "time_embedding.2": "condition_embedder.time_embedder.linear_2",
-        "time_projection.1": "condition_embedder.time_proj",
-        "head.head": "proj_out",
-        "head.modulation": "scale_shift_table",
     },
-)
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+    "norm3": "norm2",
+    "modulation": "scale_shift_table",
+}
+OUTSIDE = {
+    "patch_embedding": "patch_embedding",
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "head.head": "proj_out",
+    "head.modulation": "scale_shift_table",
+}
+NAMES = LoraNames(blocks=[Blocks("blocks", "blocks", IN_BLOCKS)], outside=OUTSIDE)
 _BLOCK = re.compile(r"blocks\.([0-9]+)\.(.+)")
 # LoRAs from step distillation are identified by their names.
 _AUTHORS = {re.compile(r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan", re.IGNORECASE): 4}

@@ -16,11 +16,12 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
-from runtime.families.wan import lora_names
+from runtime.families.wan import file_names, lora_names
 from runtime.families.wan.known import KNOWN
 from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading, tensor_types
-from runtime.models.registry import Family, KnownModel
+from runtime.models.registry import Family, KnownModel, SingleFiles
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, TextEncoderSpec, folder_of
+from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import NoiseLevels, noise_levels
 
 # WanPipeline.__call__'s default; Wan was trained with it.
@@ -37,6 +38,8 @@ _COMPUTED_FRAMES = (12, 20, 24)
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 _SCHEDULER = "UniPCMultistepScheduler"
+# Of experts in files beside a folder that states none: that of Wan2.2-T2V-A14B.
+_BOUNDARY = 0.875
 # For a model that is not downloaded; its configuration determines the shift later.
 _NOISE = NoiseLevels(setting="flow_shift", fixed=None, shift=math.nan, spread="unipc")
 
@@ -323,6 +326,7 @@ class WanFamily:
     known: Sequence[KnownModel] = KNOWN
     shared_programs: Sequence[str] = ()
     negative_prompt = NEGATIVE_PROMPT
+    single_files: SingleFiles | None = file_names
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
     distilled_steps = staticmethod(lora_names.distilled_steps)
@@ -343,28 +347,20 @@ class WanFamily:
                 "latent_rgb": None,
                 **card_defaults(found.vae, experts, found.image_input),
             }
-            programs = _programs(experts, found.image_input)
-            counted = {part: _parameters(directory, part) for part in programs}
-            return ModelSpec(
-                family="wan",
-                name=name,
-                directory=directory,
-                transformer=found.transformer,
-                experts=experts,
-                vae=found.vae,
-                boundary_ratio=found.boundary_ratio,
-                scheduler=str(found.scheduler["_class_name"]),
-                expand_timesteps=bool(found.pipeline.get("expand_timesteps", False)),
-                max_sequence_length=MAX_SEQUENCE_LENGTH,
-                parameters=counted,
-                encoders={"text_encoder": found.text_encoder},
-                programs=programs,
-                image_input=found.image_input,
-                block_programs=_block_programs(list(found.experts.values())),
-                flow_shift=found.flow_shift,
-                noise=noise_levels(found.scheduler),
-                **sidecar,
-            )
+            return _spec(directory, name, found, {}, sidecar)
+
+    def assemble(
+        self, directory: Path, name: str, files: Mapping[str, WeightFiles], known: KnownModel | None
+    ) -> ModelSpec:
+        """See `registry.Family`."""
+        with reading(directory.name):
+            found = _read_configurations(directory, directory.name, files, known)
+            card = card_defaults(found.vae, len(files), found.image_input)
+            about = {"title": name, "license": "unknown", "latent_rgb": None}
+            if known is not None:
+                about |= {"title": known.title, "license": known.license, "about": known.about}
+                card = _with_sizes(card, known.sizes)
+            return _spec(directory, name, found, files, {**about, **card})
 
     def check(self, directory: Path, title: str) -> None:
         """Check a folder's configurations.
@@ -403,11 +399,48 @@ class WanFamily:
 FAMILY: Family = WanFamily()
 
 
+def _spec(
+    directory: Path,
+    name: str,
+    found: "_Configurations",
+    files: Mapping[str, WeightFiles],
+    described: Mapping[str, Any],
+) -> ModelSpec:
+    """Return the spec of a folder, with the transformers of `files` instead of its own.
+
+    Args:
+        described: the fields of the spec that are not in diffusers' configurations.
+    """
+    programs = _programs(len(found.experts), found.image_input)
+    counted = {part: files[part].parameters if part in files else _parameters(directory, part) for part in programs}
+    return ModelSpec(
+        family="wan",
+        name=name,
+        directory=directory,
+        transformer=found.transformer,
+        experts=len(found.experts),
+        vae=found.vae,
+        boundary_ratio=found.boundary_ratio,
+        scheduler=str(found.scheduler["_class_name"]),
+        expand_timesteps=bool(found.pipeline.get("expand_timesteps", False)),
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        parameters=counted,
+        encoders={"text_encoder": found.text_encoder},
+        programs=programs,
+        image_input=found.image_input,
+        block_programs=_block_programs(list(found.experts.values())),
+        flow_shift=found.flow_shift,
+        noise=noise_levels(found.scheduler),
+        files=files,
+        **described,
+    )
+
+
 class _Configurations(NamedTuple):
     """The configurations of a folder: the pipeline's, the transformers' by name, the VAE's and the scheduler's."""
 
     pipeline: dict[str, Any]
-    experts: dict[str, dict[str, Any]]
+    experts: dict[str, Mapping[str, Any]]
     transformer: TransformerSpec
     vae: VaeSpec
     text_encoder: TextEncoderSpec
@@ -417,16 +450,30 @@ class _Configurations(NamedTuple):
     image_input: ImageInput | None
 
 
-def _read_configurations(directory: Path, title: str) -> _Configurations:
+def _read_configurations(
+    directory: Path, title: str, files: Mapping[str, WeightFiles] | None = None, known: KnownModel | None = None
+) -> _Configurations:
     """Read and check all configurations of a folder, before a library reads one.
+
+    Args:
+        files: instead of the folder's transformers, which may be missing, as may the pipeline's configuration.
+        known: the published model with these transformers, whose boundary and timesteps replace the pipeline's.
 
     Raises:
         KeyError, TypeError, ValueError: if one is incomplete or wrong.
         ModelError: if one is missing or not JSON, or they do not fit each other.
     """
-    index = read_config(directory / "model_index.json")
-    names = ["transformer", "transformer_2"][: 2 if has_component(index, "transformer_2") else 1]
-    experts = {expert: read_config(directory / expert / "config.json") for expert in names}
+    experts: dict[str, Mapping[str, Any]]
+    if files:
+        index = read_config(directory / "model_index.json") if (directory / "model_index.json").exists() else {}
+        experts = {expert: own.config for expert, own in files.items()}
+        index["boundary_ratio"] = index.get("boundary_ratio") or _BOUNDARY
+        if known is not None:
+            index |= {"boundary_ratio": known.boundary_ratio, "expand_timesteps": known.expand_timesteps}
+    else:
+        index = read_config(directory / "model_index.json")
+        names = ["transformer", "transformer_2"][: 2 if has_component(index, "transformer_2") else 1]
+        experts = {expert: read_config(directory / expert / "config.json") for expert in names}
     transformer, *others = [transformer_spec(config) for config in experts.values()]
     if any(other != transformer for other in others):
         raise ModelError("model.experts_differ", model=title)

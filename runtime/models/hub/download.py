@@ -24,8 +24,8 @@ from runtime.core.units import byte_size, duration
 from runtime.models.catalogue import folders, known_as
 from runtime.models.hub.client import Hub, RevisionError, check_repository
 from runtime.models.hub.files import MANIFEST, Listing, Manifest, RemoteFile, combined, difference, read_manifest
-from runtime.models.registry import Part, check_folder, read_spec
-from runtime.models.spec import ModelSpec
+from runtime.models.registry import Part, check_companions, check_folder, read_spec
+from runtime.models.spec import ModelSpec, is_transformer
 
 MAIN = "main"
 # Left free on the disk for other programs.
@@ -45,6 +45,7 @@ class Source:
         license: if it is known before the hub is asked.
         revision: if one was asked for.
         parts, index: as in `KnownModel`.
+        without_transformers: whether their weights are left out, for models whose transformers are in single files.
     """
 
     repository: str
@@ -54,6 +55,7 @@ class Source:
     names: frozenset[str] = frozenset()
     parts: tuple[Part, ...] = ()
     index: Mapping[str, Any] = field(default_factory=dict)
+    without_transformers: bool = False
 
 
 def source_of(name: str, revision: str | None) -> Source:
@@ -264,8 +266,8 @@ class Download:
             raise DownloadError("hub.disk_full", needed=plan.fetched_bytes, free=free, folder=self._folder.parent)
         return plan
 
-    def run(self, plan: DownloadPlan, cancel: Cancel) -> ModelSpec:
-        """Fetch missing files, move the model's folder into place and return the model.
+    def run(self, plan: DownloadPlan, cancel: Cancel) -> ModelSpec | None:
+        """Fetch missing files, move the model's folder into place and return the model; `None` without transformers.
 
         Raises:
             DownloadError: if the hub fails or sends other content; complete files are kept.
@@ -281,7 +283,7 @@ class Download:
             if not self._is_complete(listing):
                 self._fetch_all(listing, cancel)
                 self._finish(listing)
-        return read_spec(self._folder, self._folder.name)
+        return None if self._source.without_transformers else read_spec(self._folder, self._folder.name)
 
     def _check_place(self) -> None:
         """Refuse to download a model that is installed under another name, or to replace a link."""
@@ -334,7 +336,11 @@ class Download:
             if path.is_file() and path.relative_to(self._partial).as_posix() not in own:
                 path.unlink()
         try:
-            read_spec(self._partial, self._folder.name)
+            if self._source.without_transformers:
+                check_companions(self._partial)
+                check_folder(self._partial, self._folder.name)
+            else:
+                read_spec(self._partial, self._folder.name)
         except ModelError as error:
             raise ModelError(
                 "hub.model_unusable", repository=listing.repository, cause=error.fact, folder=self._partial
@@ -358,6 +364,13 @@ class Download:
 
     def _listing(self, manifest: Manifest | None, cancel: Cancel) -> Listing:
         """Ask for the requested revision, else for the downloaded one, so that all files are of one commit."""
+        listing = self._whole_listing(manifest, cancel)
+        if not self._source.without_transformers:
+            return listing
+        files = (file for file in listing.files if not (file.is_weights and is_transformer(file.path)))
+        return replace(listing, files=tuple(files))
+
+    def _whole_listing(self, manifest: Manifest | None, cancel: Cancel) -> Listing:
         self._progress.note(Fact("hub.asking", {"host": self._hub.address.partition("://")[2]}))
         if not self._source.parts:
             return self._listing_of(self._source.repository, manifest, cancel)

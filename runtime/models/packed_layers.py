@@ -1,0 +1,145 @@
+"""Linear layers whose weights stay in memory as files store them, and are dequantized at each call.
+
+Formats: see `models.stored_weights`. LoRAs are kept beside a weight as their factors and added to the dequantized
+weight, so that it is not quantized again.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from runtime.core.errors import ModelError, first_line
+from runtime.models.stored_weights import FP8_STORED, NVFP4, NVFP4_BLOCK, PLAIN, FileTensor, StoredWeight
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
+}
+# The values of four bits: a sign, two bits of exponent, one of mantissa.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a quantized weight.
+
+    Attributes:
+        weight: the data as stored: float8 (out, in), two values a byte (out, in / 2), or bytes of GGUF's blocks (out,
+            bytes).
+        kind: see `models.stored_weights`.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, like: nn.Linear, stored: StoredWeight, files: "MappedFiles", device: str) -> None:
+        with torch.device("meta"):
+            super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
+        self.kind = stored.kind
+        data, scales = read(stored, files)
+        self.weight = nn.Parameter(data.to(device), requires_grad=False)
+        for number, scale in enumerate(scales):
+            self.register_buffer(f"scale_{number}", scale.to(device))
+        self._scales = len(scales)
+        self._added: list[tuple[float, str, str]] = []
+
+    def add(self, scale: float, factors: tuple[torch.Tensor, ...]) -> None:
+        """Add `scale` times up @ down, or times one tensor, to the weight.
+
+        Args:
+            factors: (out, rank) and (rank, in), or (out, in).
+        """
+        names: list[str] = []
+        for factor in factors:
+            names.append(f"added_{len(self._added)}_{len(names)}")
+            self.register_buffer(names[-1], factor.to(self.weight.device))
+        self._added.append((scale, names[0], names[-1]))
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight (out, in)."""
+        scales = [getattr(self, f"scale_{number}") for number in range(self._scales)]
+        weight = dequantize(self.kind, self.weight, scales, dtype)
+        if not self._added:
+            return weight.to(dtype)
+        weight = weight.float()
+        for scale, up, down in self._added:
+            change = getattr(self, up).float()
+            weight = torch.add(weight, change if up == down else change @ getattr(self, down).float(), alpha=scale)
+        return weight.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
+
+
+class MappedFiles(dict[Path, torch.Tensor]):
+    """Files mapped into memory as bytes, each once."""
+
+    def __missing__(self, path: Path) -> torch.Tensor:
+        """Map a file; private, so that a change would not reach it."""
+        self[path] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        return self[path]
+
+    def tensor(self, tensor: FileTensor) -> torch.Tensor:
+        """Return a tensor; that of GGUF's blocks as bytes, flat.
+
+        Raises:
+            ModelError: if the file cannot be read, or became shorter.
+        """
+        try:
+            whole = self[tensor.path]
+        except (OSError, RuntimeError) as error:
+            file, reason = tensor.path.name, first_line(error)
+            raise ModelError("model.file_unreadable", file=file, path=tensor.path, reason=reason) from error
+        data = whole[tensor.offset : tensor.offset + tensor.nbytes]
+        if len(data) < tensor.nbytes:
+            raise ModelError("model.file_damaged", file=tensor.path.name, size=len(whole))
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            return data
+        aligned = data.clone() if tensor.offset % dtype.itemsize else data
+        return aligned.view(dtype).reshape(tensor.shape)
+
+
+def read(stored: StoredWeight, files: MappedFiles) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the data of a weight, as `PackedLinear.weight`, and its scales."""
+    data, scales = files.tensor(stored.data), [files.tensor(scale) for scale in stored.scales]
+    blocks = stored.data.dtype not in _DTYPES and len(stored.shape) == 2  # noqa: PLR2004
+    return data.reshape(stored.shape[0], -1) if blocks else data, scales
+
+
+def plain(stored: StoredWeight, files: MappedFiles, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight in its shape, dequantized."""
+    data, scales = read(stored, files)
+    if stored.kind == PLAIN:
+        # GGUF's original shape may have another number of axes.
+        return data.reshape(stored.shape).to(dtype)
+    return dequantize(stored.kind, data, scales, dtype).reshape(stored.shape).to(dtype)
+
+
+def dequantize(kind: str, data: torch.Tensor, scales: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of quantized data, in float32, or in float16 for GGUF where `dtype` has 16 bits.
+
+    Args:
+        data: as `read` returns it.
+        scales: one for the tensor or for each row; for NVFP4, those of blocks and that of the tensor.
+    """
+    if kind == FP8_STORED:
+        weight: torch.Tensor = data.float()
+        if not scales:
+            return weight
+        scale = scales[0].float()
+        return weight * (scale if scale.numel() == 1 else scale.reshape(-1, *[1] * (weight.ndim - 1)))
+    if kind == NVFP4:
+        table = torch.tensor(_E2M1, dtype=torch.float32, device=data.device)
+        codes = torch.stack((data & 0xF, data >> 4), dim=-1).reshape(data.shape[0], -1, NVFP4_BLOCK)
+        blocks, whole = scales
+        scale = blocks.float().reshape(data.shape[0], -1, 1) * whole.float().reshape(())
+        return (table[codes.int()] * scale).reshape(data.shape[0], -1)
+    from runtime.upstream.diffusers import dequantize_gguf
+
+    inner = torch.float32 if dtype == torch.float32 else torch.float16
+    values: torch.Tensor = dequantize_gguf(kind, data, inner)
+    return values

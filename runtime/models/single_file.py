@@ -1,0 +1,253 @@
+"""Models whose transformers are in single files, as ComfyUI, the models' authors and GGUF's tools write them.
+
+A file is recognised by the names and shapes of its tensors. Its name only tells which expert of two it is, and where
+the other one is: files of Wan2.2-A14B have "high_noise" and "low_noise" in otherwise equal names. The text encoder,
+VAE and scheduler are those of a folder. Imports no torch.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.core.errors import ModelError, TandemError
+from runtime.models.registry import FAMILIES, KnownModel, check_companions, check_name, family_of
+from runtime.models.spec import ModelSpec
+from runtime.models.stored_weights import StoredWeight, WeightFiles, read_file, stored_weights
+
+# The folder of LoRAs in the weights folder.
+LORAS = "loras"
+SUFFIXES = frozenset({".safetensors", ".gguf", ".sft"})
+Expert = Literal["high", "low"]
+_COMPONENTS: Mapping[Expert, str] = {"high": "transformer", "low": "transformer_2"}
+# "high_noise", "HighNoise", "-high-"; not "highres".
+_EXPERT = re.compile(r"(?<![a-zA-Z])(high|low)(?=[ _.-]?noise|[^a-zA-Z]|$)", re.IGNORECASE)
+_IN_NAME = re.compile(r"[ _.-]?(?<![a-zA-Z])(high|low)([ _.-]?noise)?(?=[^a-zA-Z]|$)", re.IGNORECASE)
+_MAX_NAME_LENGTH = 80
+
+
+@dataclass(frozen=True)
+class TransformerFile:
+    """A transformer in a file.
+
+    Attributes:
+        family: a key of `registry.FAMILIES`.
+        expert: by the file's name, if it tells.
+        known: the published model with such a transformer, if there is one.
+    """
+
+    path: Path
+    family: str
+    files: WeightFiles
+    expert: Expert | None
+    known: KnownModel | None
+    experts: int
+
+
+def listed(weights_dir: Path) -> dict[str, Path]:
+    """Return the files of transformers in the weights folder and its subfolders, by the model's name.
+
+    Two experts are one model, of which the high-noise expert's file is returned. Subfolders with components are models
+    of their own. Nothing is opened.
+    """
+    found: dict[str, Path] = {}
+    folders = [weights_dir, *sorted(path for path in weights_dir.glob("[!.]*") if path.is_dir())]
+    for folder in folders:
+        if folder != weights_dir and (
+            folder.name == LORAS or any(folder.glob("*.json")) or any(folder.glob("*/*.json"))
+        ):
+            continue
+        for path in sorted(folder.iterdir() if folder.is_dir() else ()):
+            if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.isprintable():
+                name = model_name(path)
+                if name not in found or expert_of(path) == "high":
+                    found[name] = path
+    return found
+
+
+def model_name(path: Path) -> str:
+    """Return the name of the model of a file: its own, without what tells the expert."""
+    return _IN_NAME.sub("", path.stem, count=1) or path.stem
+
+
+def expert_of(path: Path) -> Expert | None:
+    """Return the expert that a file's name states."""
+    found = _EXPERT.search(path.stem) or _EXPERT.fullmatch(re.sub(r"[ _.-]?noise$", "", path.parent.name, flags=re.I))
+    return None if found is None else "high" if found[1].lower() == "high" else "low"
+
+
+def other_expert(path: Path) -> list[Path]:
+    """Return the paths where the file of the other expert may be, the usual one first."""
+    name, folder = _exchanged(path.name), _exchanged(path.parent.name)
+    places = [path.parent / name, path.parent.parent / folder / name]
+    return [place for place in dict.fromkeys(places) if place != path]
+
+
+def _exchanged(name: str) -> str:
+    return _EXPERT.sub(lambda found: _OTHER_WORDS[found[1].lower()](found[1]), name, count=1)
+
+
+def _in_case(word: str) -> Callable[[str], str]:
+    return lambda like: word.upper() if like.isupper() else word.capitalize() if like[0].isupper() else word
+
+
+_OTHER_WORDS = {"high": _in_case("low"), "low": _in_case("high")}
+
+
+def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -> TransformerFile:
+    """Recognise the transformer in a file.
+
+    Args:
+        candidates: configurations of installed models, see `registry.SingleFiles.config_of`.
+
+    Raises:
+        ModelError: if it is pickled, damaged, of another kind of model, or of a format that cannot be read.
+    """
+    check_name(path)
+    try:
+        found = path.stat()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ModelError("model.file_unreadable", file=path.name, path=path, reason=reason) from error
+    stored = _read(path, found.st_size, found.st_mtime_ns)
+    for name in FAMILIES:
+        family = family_of(name)
+        names = family.single_files
+        if names is None:
+            continue
+        renamed = names.diffusers_names(list(stored))
+        if len(set(renamed.values())) < len(renamed):
+            continue
+        weights = {renamed[one]: weight for one, weight in stored.items()}
+        config = names.config_of({one: weight.shape for one, weight in weights.items()}, candidates)
+        if config is not None:
+            _check(path, weights, dict(names.parameters(config)))
+            expert = expert_of(path)
+            experts = names.experts(config, named=expert is not None)
+            known = _known(family.known, config, experts, path)
+            files = WeightFiles.of(weights, config, ModelSpec.unquantized)
+            return TransformerFile(path, name, files, expert, known, experts)
+    raise ModelError("model.file_unknown", file=path.name, tensors=[one[:_MAX_NAME_LENGTH] for one in list(stored)[:3]])
+
+
+@functools.lru_cache(maxsize=32)
+def _read(path: Path, _size: int, _changed: int) -> dict[str, StoredWeight]:
+    return stored_weights(read_file(path))
+
+
+def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a file has exactly the parameters of its architecture."""
+    for name, shape in expected.items():
+        if name not in weights:
+            raise ModelError("model.file_tensor_missing", file=path.name, tensor=name)
+        if weights[name].shape != shape:
+            sizes = ("×".join(map(str, one)) for one in (weights[name].shape, shape))
+            have, want = sizes
+            raise ModelError("model.file_other_shape", file=path.name, tensor=name, shape=have, expected=want)
+    for name in weights:
+        if name not in expected:
+            raise ModelError("model.file_tensor_unknown", file=path.name, tensor=name[:_MAX_NAME_LENGTH])
+
+
+def _known(models: Sequence[KnownModel], config: Mapping[str, Any], experts: int, path: Path) -> KnownModel | None:
+    """Return the published model with such a transformer; of several, one whose size is in the file's name."""
+    fits = [
+        known
+        for known in models
+        if known.experts == experts
+        and all(config.get(name) == value for name, value in known.configs["transformer"].items() if name in config)
+    ]
+    text = path.stem.lower()
+    return next((known for known in fits if known.name.rpartition("-")[2] in text), fits[0] if fits else None)
+
+
+def assemble(
+    path: Path, folders: Sequence[Path], weights_dir: Path, candidates: Sequence[Mapping[str, Any]]
+) -> ModelSpec:
+    """Return the model of a file: with the other expert's file, if it has two, and the components of a folder.
+
+    Args:
+        folders: that may have the other components; the first that fits is used.
+
+    Returns:
+        The model; if no folder fits and it is a published model's transformer, one that is not downloaded.
+
+    Raises:
+        ModelError: if a file cannot be used, the other expert's is missing, or no folder fits.
+    """
+    first = read_transformer(path, candidates)
+    found = {"transformer": first}
+    if first.experts > 1:
+        if first.expert is None:
+            raise ModelError("model.file_expert_unknown", file=path.name, title=_title(first))
+        second = _second(first, candidates)
+        pair = (first, second) if first.expert == "high" else (second, first)
+        found = dict(zip(_COMPONENTS.values(), pair, strict=True))
+    return combined({name: one.files for name, one in found.items()}, first, folders, weights_dir)
+
+
+def reassemble(paths: Mapping[str, Path], config: Mapping[str, Any], directory: Path) -> ModelSpec:
+    """Return a model that `assemble` returned in another process.
+
+    Args:
+        paths: `ModelSpec.single_files`.
+        config: of its transformers.
+        directory: of its other components.
+
+    Raises:
+        ModelError: if a file has changed so that it cannot be used.
+    """
+    found = {name: read_transformer(path, [config]) for name, path in paths.items()}
+    files = {name: one.files for name, one in found.items()}
+    return combined(files, found["transformer"], [directory], directory.parent)
+
+
+def combined(
+    files: Mapping[str, WeightFiles], first: TransformerFile, folders: Sequence[Path], weights_dir: Path
+) -> ModelSpec:
+    """See `assemble`."""
+    name, family = model_name(first.path), family_of(first.family)
+    reasons: list[TandemError] = []
+    for folder in folders:
+        try:
+            check_companions(folder)
+            spec = family.assemble(folder, name, files, first.known)
+        except TandemError as error:
+            # The published model's own folder fits, so it is damaged.
+            if first.known is not None and folder.name.lower() in first.known.names:
+                raise
+            reasons.append(error)
+        else:
+            return replace(spec, title=_title(first))
+    if first.known is None:
+        data = {"file": first.path.name, "title": _title(first)}
+        if reasons:
+            raise ModelError("model.file_unfit", **data, cause=reasons[0].fact)
+        raise ModelError("model.file_alone", **data)
+    spec = first.known.spec(weights_dir)
+    parameters = {component: own.parameters for component, own in files.items()}
+    return replace(spec, name=name, title=_title(first), files=files, parameters={**spec.parameters, **parameters})
+
+
+def _second(first: TransformerFile, candidates: Sequence[Mapping[str, Any]]) -> TransformerFile:
+    """Return the file of the other expert."""
+    places = other_expert(first.path)
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        missing = "low" if first.expert == "high" else "high"
+        raise ModelError(
+            "model.file_expert_missing", file=first.path.name, expert=missing, title=_title(first), path=places[0]
+        )
+    second = read_transformer(path, candidates)
+    if second.files.config != first.files.config or second.expert == first.expert:
+        raise ModelError("model.experts_differ", model=_title(first))
+    return second
+
+
+def _title(file: TransformerFile) -> str:
+    """Return family, size and format for people."""
+    weights = file.files.parameters * file.experts
+    known = file.known.title if file.known else f"{file.family}, {weights / 1e9:.2g} B weights"
+    return f"{known}, {file.files.title}"

@@ -1,0 +1,240 @@
+"""The weights of a transformer as files store them, quantized or not, read from headers without torch.
+
+    kind        data, beside it in the file
+    plain       float32, float16 or bfloat16
+    fp8         float8, with a scale for the tensor or for each row, or none: ComfyUI's `scale_weight` and
+                `weight_scale`, ModelOpt's `weight_scale`, torchao's `_weight_scale`
+    nvfp4       two values of 4 bits a byte, the first in the lower half; a float8 scale for each 16 values in
+                `weight_scale` and a float32 scale in `weight_scale_2`: ModelOpt's export
+    Q4_K, …     GGUF's types
+
+Scales of activations are not used: activations are not quantized. Nothing is unpickled.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import ModelError
+from runtime.core.untrusted_files import open_file
+from runtime.models import gguf_files
+from runtime.models.gguf_files import read_gguf_header
+from runtime.models.tensor_files import read_header
+
+PLAIN, FP8_STORED, NVFP4 = "plain", "fp8", "nvfp4"
+# Values that share a scale.
+NVFP4_BLOCK = 16
+_PLAIN = frozenset({"F32", "F16", "BF16"})
+_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+_SCALES = _PLAIN | {"F8_E4M3"}
+# What a tensor is to the weight of its layer, by the end of its name.
+_PARTS: Mapping[str, str] = {
+    "._weight_qdata": "data",
+    ".scale_weight": "scale",
+    ".weight_scale": "scale",
+    "._weight_scale": "scale",
+    ".weight_quantizer._scale": "scale",
+    ".weight_scale_2": "scale_2",
+    ".weight_quantizer._double_scale": "scale_2",
+    ".comfy_quant": "comfy",
+    ".scale_input": "unused",
+    ".input_scale": "unused",
+    ".weight_quantizer._amax": "unused",
+    ".input_quantizer._amax": "unused",
+}
+# ComfyUI marks files of the kind fp8 with an empty tensor.
+_MARKER = "scaled_fp8"
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_MAX_NAME_LENGTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a file.
+
+    Attributes:
+        dtype: as safetensors or GGUF names it.
+        offset, nbytes: the place of its data in the file.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A parameter of a module.
+
+    Attributes:
+        kind: see the module.
+        shape: of the parameter.
+        scales: in the order of the table.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    data: FileTensor
+    scales: tuple[FileTensor, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """The number of values."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of data and scales."""
+        return self.data.nbytes + sum(scale.nbytes for scale in self.scales)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFiles:
+    """The files of a transformer that no library loads as they are.
+
+    Attributes:
+        paths: the files.
+        config: arguments of the class in diffusers.
+        weights: by the names of the class.
+        title: the format, for people.
+        packed_weights, packed_bytes: number and bytes of the weights that stay quantized in memory, and the bytes of
+            LoRAs that are added to them.
+    """
+
+    paths: tuple[Path, ...]
+    config: Mapping[str, Any] = field(repr=False)
+    weights: Mapping[str, StoredWeight] = field(repr=False)
+    title: str
+    packed_weights: int
+    packed_bytes: int
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights."""
+        return sum(weight.elements for weight in self.weights.values())
+
+    @classmethod
+    def of(
+        cls, weights: Mapping[str, StoredWeight], config: Mapping[str, Any], unquantized: Sequence[str]
+    ) -> "WeightFiles":
+        """Return the files of these weights; see `stays_packed`."""
+        packed = [weight for name, weight in weights.items() if stays_packed(name, weight, unquantized)]
+        return cls(
+            paths=tuple(sorted({weight.data.path for weight in weights.values()})),
+            config=config,
+            weights=weights,
+            title=_title(weights),
+            packed_weights=sum(weight.elements for weight in packed),
+            packed_bytes=sum(weight.nbytes for weight in packed),
+        )
+
+
+def stays_packed(name: str, weight: StoredWeight, unquantized: Sequence[str]) -> bool:
+    """Return whether a weight stays quantized in memory: that of a linear layer of a transformer's blocks.
+
+    Args:
+        unquantized: see `ModelSpec.unquantized`.
+    """
+    outside = any(part in name for part in unquantized)
+    return weight.kind != PLAIN and name.endswith(".weight") and len(weight.shape) == 2 and not outside  # noqa: PLR2004
+
+
+def read_file(path: Path) -> dict[str, FileTensor]:
+    """Return the tensors of a safetensors or GGUF file, by its first bytes, not by its name.
+
+    Raises:
+        ModelError: if it is pickled, of another format, damaged, or cannot be read.
+    """
+    try:
+        with open_file(path) as file:
+            start, size = file.read(8), os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelError("model.file_unreadable", file=path.name, path=path, reason=reason) from error
+    if start.startswith(_PICKLES):
+        raise ModelError("model.pickled", file=path.name)
+    if start.startswith(gguf_files.MAGIC):
+        found = read_gguf_header(path).items()
+        return {name: FileTensor(path, one.type, one.shape, one.offset, one.nbytes) for name, one in found}
+    if size < len(start) or int.from_bytes(start, "little") > size:
+        raise ModelError("model.file_no_format", file=path.name)
+    header = read_header(path)
+    return {
+        name: FileTensor(path, one.dtype, one.shape, header.start + one.data_offsets[0], _bytes(one.data_offsets))
+        for name, one in header.tensors.items()
+    }
+
+
+def _bytes(offsets: tuple[int, int]) -> int:
+    return offsets[1] - offsets[0]
+
+
+def stored_weights(tensors: Mapping[str, FileTensor]) -> dict[str, StoredWeight]:
+    """Return the parameters that the tensors of a transformer's files are, by name.
+
+    Raises:
+        ModelError: if one is of a format that cannot be read, or a scale does not fit.
+    """
+    parts: dict[str, dict[str, FileTensor]] = {}
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] == _MARKER:
+            continue
+        end = next((end for end in _PARTS if name.endswith(end)), "")
+        owner = f"{name.removesuffix(end)}.weight" if end else name
+        found = parts.setdefault(owner, {})
+        role = _PARTS.get(end, "data")
+        if role in found and role != "unused":
+            raise _unreadable(name, tensor)
+        found[role] = tensor
+    return {name: _weight(name, found) for name, found in parts.items()}
+
+
+def _weight(name: str, parts: Mapping[str, FileTensor]) -> StoredWeight:
+    data = parts.get("data")
+    if data is None:
+        raise _unreadable(name, next(iter(parts.values())))
+    scales = tuple(parts[role] for role in ("scale", "scale_2") if role in parts)
+    if data.dtype in _PLAIN and not scales:
+        return StoredWeight(PLAIN, data.shape, data)
+    if data.dtype in _FP8 and len(scales) < 2 and _scales_rows(data, scales):  # noqa: PLR2004
+        return StoredWeight(FP8_STORED, data.shape, data, scales)
+    # ComfyUI stores the scales of this kind in the order of the GPU's matrix units.
+    if data.dtype == "U8" and len(data.shape) == 2 and "comfy" not in parts:  # noqa: PLR2004
+        rows, columns = data.shape[0], 2 * data.shape[1]
+        expected = [("F8_E4M3", rows * columns // NVFP4_BLOCK), ("F32", 1)]
+        if columns % NVFP4_BLOCK == 0 and [(one.dtype, prod(one.shape)) for one in scales] == expected:
+            return StoredWeight(NVFP4, (rows, columns), data, scales)
+    if data.dtype in {kind.name for kind in gguf_files.TYPES.values()} and not scales:
+        return StoredWeight(data.dtype, data.shape, data)
+    raise _unreadable(name, data)
+
+
+def _scales_rows(data: FileTensor, scales: Sequence[FileTensor]) -> bool:
+    """Return whether there is no scale, one, or one for each row."""
+    return all(scale.dtype in _SCALES and prod(scale.shape) in {1, data.shape[0]} for scale in scales)
+
+
+def _unreadable(name: str, tensor: FileTensor) -> ModelError:
+    return ModelError(
+        "model.format_unknown", file=tensor.path.name, tensor=name[:_MAX_NAME_LENGTH], dtype=tensor.dtype[:20]
+    )
+
+
+def _title(weights: Mapping[str, StoredWeight]) -> str:
+    """Return the format of most weights."""
+    sizes: dict[str, int] = {}
+    for weight in weights.values():
+        name = weight.data.dtype if weight.kind == PLAIN else _title_of(weight)
+        sizes[name] = sizes.get(name, 0) + weight.elements
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _title_of(weight: StoredWeight) -> str:
+    if weight.kind == FP8_STORED:
+        return "FP8 with scales" if weight.scales else "FP8"
+    return "NVFP4" if weight.kind == NVFP4 else f"GGUF {weight.kind}"

@@ -1,0 +1,407 @@
+"""Transformers in single files: recognised, loaded as their formats' own tools read them, refused if they are wrong."""
+
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+from runtime.core.errors import ModelError, TandemError
+from runtime.core.loras import Lora
+from runtime.core.plan import ComponentPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines.programs import load_program
+from runtime.execution.block_engines import _parameter
+from runtime.families.wan import file_names
+from runtime.families.wan.known import KNOWN
+from runtime.models import catalogue, gguf_files
+from runtime.models.catalogue import find, look_up, unusable
+from runtime.models.loras import with_loras
+from runtime.models.packed_layers import PackedLinear
+from runtime.models.single_file import expert_of, model_name, other_expert, reassemble
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module, load_stored
+from runtime.planner.memory_model import weights_bytes
+from tests import lora_files, transformer_files
+from tests.plans import machine
+from tests.transformer_files import FORMATS, State, save_fp8_scaled, save_gguf, save_plain, suffix_of, wide_transformer
+
+Tiny = Callable[[str], ModelSpec]
+ROOT = Path(__file__).parents[2]
+FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
+
+
+@pytest.fixture(scope="module")
+def state() -> State:
+    """Parameters of a transformer, none of them zero or one."""
+    model = wide_transformer()
+    random = torch.Generator().manual_seed(1)
+    return {
+        name: (parameter + 0.1 * torch.randn(parameter.shape, generator=random)).detach()
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.fixture
+def weights(tiny: Tiny, tmp_path: Path) -> Path:
+    """A weights folder with a small model, whose text encoder and VAE the files can use."""
+    folder = tmp_path / "weights"
+    shutil.copytree(tiny("wan2.1").directory, folder / "base")
+    return folder
+
+
+def predict(module: Any) -> torch.Tensor:
+    random = torch.Generator().manual_seed(0)
+    latents, text = torch.randn(1, 16, 2, 4, 4, generator=random), torch.randn(1, 8, 32, generator=random)
+    with torch.no_grad():
+        output: torch.Tensor = module(latents, torch.tensor([500.0]), text, return_dict=False)[0]
+    return output
+
+
+def module_of(state: Mapping[str, torch.Tensor]) -> Any:
+    module = wide_transformer()
+    module.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return module
+
+
+def refused(name: str, weights: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        find(name, weights)
+    return caught.value
+
+
+@pytest.mark.parametrize("title", FORMATS)
+def test_each_format_computes_what_its_own_tools_read(title: str, state: State, weights: Path) -> None:
+    held = FORMATS[title](weights / f"model{suffix_of(title)}", state)
+    spec = find("model", weights)
+    assert spec.title.endswith(title)
+    assert spec.directory == weights / "base"
+    module = load_module(spec, "transformer", FLOAT32)
+    expected = predict(module_of(held))
+    assert torch.allclose(predict(module), expected, rtol=0, atol=1e-5)
+    # The blocks' matrices stay as they are stored, and the planner knows.
+    packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    assert len(packed) == (0 if title in {"BF16", "F16"} else 2 * 10)
+    assert all(layer.weight.dtype in {torch.uint8, torch.float8_e4m3fn} for layer in packed)
+    held_in_memory = (*module.named_parameters(), *module.named_buffers())
+    actual = sum(tensor.nbytes for name, tensor in held_in_memory if not name.startswith("rope"))
+    predicted = weights_bytes(spec, dict.fromkeys(spec.component_names, "float32"))["transformer"]
+    assert actual == pytest.approx(predicted, rel=0.01)
+    # Engines are verified against this module, and built of plain layers.
+    assert torch.allclose(predict(load_stored(spec, "transformer")), expected, rtol=0, atol=1e-5)
+    plain = load_module(spec, "transformer", FLOAT32, dequantize=True)
+    assert not any(isinstance(layer, PackedLinear) for layer in plain.modules())
+    assert torch.allclose(predict(plain), expected, rtol=0, atol=1e-5)
+    assert load_program(spec, "transformer", "transformer", device="cpu", dtype="float32").name == "transformer"
+    again = reassemble(spec.single_files, spec.files["transformer"].config, spec.directory)
+    assert again == spec
+
+
+@pytest.mark.parametrize("title", ["BF16", "FP8", "FP8 with scales", "GGUF Q4_K"])
+def test_a_lora_is_added_to_the_dequantized_weight(title: str, state: State, weights: Path, tmp_path: Path) -> None:
+    held = FORMATS[title](weights / f"model{suffix_of(title)}", state)
+    spec = find("model", weights)
+    factors = lora_files.factors(spec.transformer)
+    tensors = lora_files.wan(factors)
+    # Lightning's files store alpha as a whole number.
+    tensors |= {f"diffusion_model.blocks.{block}.{name}.alpha": torch.tensor(8) for block, name in factors}
+    save_file(tensors, tmp_path / "style.safetensors")
+    use = Lora(str(tmp_path / "style.safetensors"), 0.5)
+    names = {wan: diffusers for wan, diffusers, _ in lora_files.LINEAR}
+    for (block, name), (down, up) in factors.items():
+        parameter = f"blocks.{block}.{names[name]}.weight"
+        held[parameter] = held[parameter].float() + 0.5 * 8 / lora_files.RANK * up @ down
+    changed = with_loras(spec, [use], weights)
+    module = load_module(changed, "transformer", FLOAT32)
+    assert torch.allclose(predict(module), predict(module_of(held)), rtol=0, atol=1e-4)
+    if spec.is_packed:
+        of_file = (tmp_path / "style.safetensors").stat().st_size
+        assert changed.files["transformer"].packed_bytes == spec.files["transformer"].packed_bytes + of_file
+
+
+def test_block_engines_get_a_weight_dequantized(state: State, weights: Path) -> None:
+    held = save_gguf(weights / "model.gguf", state, "Q4_K")
+    block: Any = load_module(find("model", weights), "transformer", FLOAT32).get_submodule("blocks.0")
+    got = _parameter(block, "attn1.to_q.weight", torch.bfloat16)
+    # GGUF is dequantized in float16 here.
+    assert torch.allclose(got.float(), held["blocks.0.attn1.to_q.weight"], rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.parametrize("style", ["scale_weight", "weight_scale"])
+def test_both_of_comfyuis_scales_are_read(style: str, state: State, weights: Path) -> None:
+    held = save_fp8_scaled(weights / "model.safetensors", state, style)
+    module = load_module(find("model", weights), "transformer", FLOAT32)
+    assert torch.allclose(predict(module), predict(module_of(held)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
+def test_published_architectures_are_recognised_by_names_and_shapes(known: Any) -> None:
+    with init_empty_weights():
+        module = WanTransformer3DModel(**known.configs["transformer"])
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    config = file_names.config_of(shapes, [])
+    assert config is not None
+    assert dict(file_names.parameters(config)) == shapes
+    assert {name: config[name] for name in known.configs["transformer"] if name in config} == {
+        name: value for name, value in known.configs["transformer"].items() if name in config
+    }
+    position = "condition_embedder.image_embedder.pos_embed"
+    own = {name: parameter for name, parameter in module.named_parameters() if name != position}
+    # The two names that diffusers' converter does not have.
+    named = [*transformer_files.wan_names(own), *(["img_emb.emb_pos"] if position in shapes else [])]
+    assert set(file_names.diffusers_names(named).values()) == set(shapes)
+
+
+def test_types_of_gguf() -> None:
+    for number, kind in gguf_files.TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == kind.name
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (kind.block, kind.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "name"),
+    [
+        ("wan2.2_t2v_high_noise_14B_fp8_scaled", "wan2.2_t2v_low_noise_14B_fp8_scaled", "wan2.2_t2v_14B_fp8_scaled"),
+        ("HighNoise/Wan2.2-T2V-HighNoise-Q4_K_M", "LowNoise/Wan2.2-T2V-LowNoise-Q4_K_M", "Wan2.2-T2V-Q4_K_M"),
+        ("wan22-HIGH-v2", "wan22-LOW-v2", "wan22-v2"),
+    ],
+)
+def test_names_of_experts(high: str, low: str, name: str) -> None:
+    pair = [Path("/models", f"{one}.gguf") for one in (high, low)]
+    assert [expert_of(path) for path in pair] == ["high", "low"]
+    assert [model_name(path) for path in pair] == [name, name]
+    assert pair[1] in other_expert(pair[0])
+    assert pair[0] in other_expert(pair[1])
+    assert expert_of(Path("highres-slow.gguf")) is None
+
+
+def test_two_experts_are_one_model(state: State, weights: Path) -> None:
+    save_gguf(weights / "wan_high_noise_x.gguf", state, "Q8_0")
+    error = refused(str(weights / "wan_high_noise_x.gguf"), weights)
+    assert error.code == "model.file_expert_missing"
+    assert error.fact.data["path"] == str(weights / "wan_low_noise_x.gguf")
+    assert unusable(weights, {"base"})["wan_x"].code == "model.file_expert_missing"
+    other = {name: 2 * tensor for name, tensor in state.items()}
+    save_gguf(weights / "wan_low_noise_x.gguf", other, "Q8_0")
+    assert list(catalogue.transformer_files(weights)) == ["wan_x"]
+    for name in ("wan_x", "WAN_X", "wan_low_noise_x.gguf", str(weights / "wan_high_noise_x.gguf")):
+        spec = find(name, weights)
+        assert spec.experts == 2
+        assert [spec.single_files[part].name for part in ("transformer", "transformer_2")] == [
+            "wan_high_noise_x.gguf",
+            "wan_low_noise_x.gguf",
+        ]
+    first, second = (dict(load_module(spec, name, FLOAT32).named_parameters()) for name in spec.files)
+    assert torch.allclose(2 * first["proj_out.weight"], second["proj_out.weight"], atol=1e-3)
+    save_plain(weights / "wan_low_noise_x.gguf", module_state(num_layers=1), torch.float16)
+    assert refused("wan_x", weights).code == "model.experts_differ"
+
+
+def module_state(**more: Any) -> State:
+    return dict(wide_transformer(**more).state_dict())
+
+
+def test_what_is_missing_is_stated(state: State, weights: Path, tmp_path: Path) -> None:
+    # Shapes of Wan2.2-I2V-A14B: one of two experts, and the name does not say which.
+    save_plain(weights / "image.safetensors", module_state(in_channels=36), torch.float16)
+    assert refused("image", weights).code == "model.file_expert_unknown"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    save_plain(alone / "model.safetensors", state, torch.float16)
+    assert refused("model", alone).code == "model.file_alone"
+    # Beside the file, without a transformer or a pipeline's configuration.
+    for part in ("text_encoder", "tokenizer", "vae", "scheduler"):
+        shutil.copytree(weights / "base" / part, alone / part)
+    assert find("model", alone).directory == alone
+    assert look_up("model.safetensors", alone).is_downloaded
+
+
+def corrupted(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def gguf_header(*, version: int = 3, tensors: int = 0, metadata: int = 0, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, metadata) + rest
+
+
+def gguf_tensor(*shape: int, kind: int = 0, offset: int = 0) -> bytes:
+    name = struct.pack("<Q", 1) + b"x"
+    return name + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+HOSTILE = {
+    "nothing": (b"", "model.file_damaged"),
+    "text": (b"a text of a few words", "model.file_no_format"),
+    "pickle": (pickle.dumps({"a": 1}), "model.pickled"),
+    "torch.save": (b"PK\x03\x04" + bytes(100), "model.pickled"),
+    "no header": (b"GGUF", "model.file_damaged"),
+    "version": (gguf_header(version=9), "model.gguf_invalid"),
+    "tensors": (gguf_header(tensors=1 << 60), "model.gguf_invalid"),
+    "metadata": (gguf_header(metadata=1 << 60), "model.gguf_invalid"),
+    "key": (gguf_header(metadata=1, rest=struct.pack("<Q", 1 << 60)), "model.gguf_invalid"),
+    "strings": (
+        gguf_header(metadata=1, rest=struct.pack("<Q1sIIQ", 1, b"a", 9, 8, 1 << 20)),
+        "model.file_damaged",
+    ),
+    "nested": (gguf_header(metadata=1, rest=struct.pack("<Q1sIIQ", 1, b"a", 9, 9, 1)), "model.gguf_invalid"),
+    "array": (gguf_header(metadata=1, rest=struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 1 << 62)), "model.file_damaged"),
+    "axes": (gguf_header(tensors=1, rest=gguf_tensor(*[1] * 6)), "model.gguf_invalid"),
+    "shape": (gguf_header(tensors=1, rest=gguf_tensor(1 << 62, 1 << 62)), "model.file_damaged"),
+    "type": (gguf_header(tensors=1, rest=gguf_tensor(32, kind=99)), "model.gguf_invalid"),
+    "offset": (gguf_header(tensors=1, rest=gguf_tensor(1, offset=1 << 62)), "model.file_damaged"),
+    "end": (gguf_header(tensors=1, rest=gguf_tensor(2)), "model.file_damaged"),
+    "row": (gguf_header(tensors=1, rest=gguf_tensor(31, kind=8) + bytes(99)), "model.gguf_invalid"),
+    "overlap": (
+        gguf_header(tensors=2, rest=gguf_tensor(16) + gguf_tensor(16).replace(b"x", b"y") + bytes(200)),
+        "model.gguf_invalid",
+    ),
+    "other family": (gguf_header(tensors=1, rest=gguf_tensor(1) + bytes(64)), "model.file_unknown"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_refused(case: str, suffix: str, weights: Path) -> None:
+    content, code = HOSTILE[case]
+    (weights / f"bad{suffix}").write_bytes(content)
+    error = refused("bad", weights)
+    assert error.code == code
+    assert error.remedy
+    assert unusable(weights, {"base"})["bad"].code == code
+
+
+@pytest.mark.parametrize("title", ["F16", "FP8 with scales", "GGUF Q8_0"])
+def test_a_damaged_file_is_refused(title: str, state: State, weights: Path) -> None:
+    path = weights / f"model{suffix_of(title)}"
+    FORMATS[title](path, state)
+    spec = find("model", weights)
+    whole = path.read_bytes()
+    for size in (len(whole) - 1, 1000, 30):
+        path.write_bytes(whole[:size])
+        assert refused("model", weights).code in {"model.file_damaged", "model.file_no_format"}
+        if size > 1000:  # the last byte may be that of a scale of inputs, which is not read
+            continue
+        # Cut after it was planned with.
+        with pytest.raises(TandemError):
+            load_module(spec, "transformer", FLOAT32)
+
+
+def without(name: str) -> Callable[[State], State]:
+    return lambda state: {other: tensor for other, tensor in state.items() if other != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (without("blocks.1.self_attn.q.weight"), "model.file_tensor_missing"),
+        (lambda state: state | {"blocks.1.ffn.0.weight": torch.zeros(256, 255)}, "model.file_other_shape"),
+        (lambda state: state | {"vace_blocks.0.before_proj.weight": torch.zeros(2)}, "model.file_tensor_unknown"),
+        (lambda state: state | {"blocks.0.ffn.0.weight": torch.zeros(256, 256).int()}, "model.format_unknown"),
+        (lambda state: state | {"blocks.0.ffn.0.scale_weight": torch.ones(1)}, "model.format_unknown"),
+        (lambda state: state | {"blocks.7.ffn.0.scale_weight": torch.ones(1)}, "model.format_unknown"),
+        (lambda _: {"double_blocks.0.img_attn_qkv.weight": torch.ones(3, 3)}, "model.file_unknown"),
+        (lambda _: {"blocks.0.self_attn.q.lora_up.weight": torch.ones(3, 3)}, "model.file_unknown"),
+        (lambda state: state | {"patch_embedding.weight": torch.zeros(0, 16, 1, 2, 2)}, "model.file_unknown"),
+    ],
+)
+def test_another_model_is_refused(change: Callable[[State], State], code: str, state: State, weights: Path) -> None:
+    save_file(change(transformer_files.wan_names(state)), weights / "model.safetensors")
+    error = refused("model", weights)
+    assert error.code == code
+    assert error.remedy
+
+
+def test_bitsandbytes_is_refused(state: State, weights: Path) -> None:
+    from runtime.planner.resolve import resolve
+
+    save_plain(weights / "model.safetensors", state, torch.float16)
+    request = GenerationRequest(prompt="a boat", model="model", quantization="bnb-4bit")
+    with pytest.raises(TandemError) as caught:
+        resolve(request, find("model", weights), machine(), Path("x.mp4"))
+    assert caught.value.code in {"planner.quantization_of_files", "planner.quantization_needs_gpu"}
+
+
+def quantized_folder(folder: Path, kind: str) -> State:
+    """Quantize the transformer of a model folder in the layout of ModelOpt's and torchao's exports; return its values.
+
+    Compared with exports of nvidia-modelopt 0.47 and of torchao 0.18 by diffusers.
+    """
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    file, held = {}, {}
+    for name, tensor in load_file(path).items():
+        layer = name.removesuffix(".weight")
+        if not (transformer_files.is_quantized(name, tensor) and tensor.shape[1] % 16 == 0):
+            file[name] = held[name] = tensor.bfloat16()
+        elif kind == "torchao":
+            scale = tensor.abs().amax(1, keepdim=True) / 448
+            file[f"{layer}._weight_qdata"], file[f"{layer}._weight_scale"] = (tensor / scale).to(E4M3), scale
+            held[name] = (tensor / scale).to(E4M3).float() * scale
+        elif kind == "fp8":
+            scale = tensor.abs().max() / 448
+            file[name], file[f"{layer}.weight_scale"] = (tensor / scale).to(E4M3), scale
+            file[f"{layer}.input_scale"] = torch.tensor(0.1)
+            held[name] = file[name].float() * scale
+        else:
+            whole = tensor.abs().max() / (6 * 448)
+            blocks = tensor.reshape(len(tensor), -1, 16)
+            scales = (blocks.abs().amax(-1) / 6 / whole).to(E4M3)
+            scaled = blocks / (scales.float()[..., None] * whole).clamp_min(1e-12)
+            codes = (scaled[..., None].abs() - E2M1).abs().argmin(-1)
+            values = E2M1[codes] * torch.where(scaled < 0, -1.0, 1.0)
+            held[name] = (values * scales.float()[..., None] * whole).reshape(tensor.shape)
+            codes = (codes | (8 * (scaled < 0))).reshape(len(tensor), -1).to(torch.uint8)
+            file[name] = codes[:, ::2] | codes[:, 1::2] << 4
+            file[f"{layer}.weight_scale"], file[f"{layer}.weight_scale_2"] = scales, whole
+    save_file(file, path)
+    return {name: tensor.float() for name, tensor in held.items()}
+
+
+E4M3 = torch.float8_e4m3fn
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "torchao"])
+def test_quantized_folders_of_diffusers(kind: str, weights: Path) -> None:
+    wide_transformer().save_pretrained(weights / "base" / "transformer")
+    parameters = find("base", weights).parameters
+    held = quantized_folder(weights / "base", kind)
+    spec = find("base", weights)
+    assert spec.parameters == parameters
+    assert spec.files["transformer"].title == {"nvfp4": "NVFP4"}.get(kind, "FP8 with scales")
+    assert spec.single_files == {}
+    module = load_module(spec, "transformer", FLOAT32)
+    assert torch.allclose(predict(module), predict(module_of(held)), rtol=0, atol=1e-5)
+    predicted = weights_bytes(spec, dict.fromkeys(spec.component_names, "bfloat16"))["transformer"]
+    assert predicted == pytest.approx(
+        (weights / "base" / "transformer").joinpath("diffusion_pytorch_model.safetensors").stat().st_size, rel=0.05
+    )
+
+
+@pytest.mark.slow
+def test_the_command_line_states_one_line_and_exits_with_2(state: State, weights: Path, tmp_path: Path) -> None:
+    save_plain(weights / "good.safetensors", state, torch.float16)
+    bad = weights / "bad.gguf"
+    bad.write_bytes(HOSTILE["torch.save"][0])
+    environment = os.environ | {"TANDEM_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "app.py")]
+    done = subprocess.run(
+        [*command, "plan", "a boat", "--model", str(bad)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "bad.gguf" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 3
+    done = subprocess.run([*command, "models", "list"], capture_output=True, text=True, env=environment, check=True)
+    assert "good.safetensors (expert unknown, used for all steps)" in done.stdout
+    assert "bad" in done.stdout

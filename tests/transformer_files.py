@@ -1,0 +1,174 @@
+"""Single files of Wan transformers in the formats in use, made of diffusers' modules with the formats' own tools."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from safetensors.torch import save_file
+
+State = dict[str, torch.Tensor]
+# From diffusers' names to Wan's own, in this order.
+_RENAMES = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    ".attn1.": ".self_attn.",
+    ".attn2.": ".cross_attn.",
+    ".to_q.": ".q.",
+    ".to_k.": ".k.",
+    ".to_v.": ".v.",
+    ".to_out.0.": ".o.",
+    ".add_k_proj.": ".k_img.",
+    ".add_v_proj.": ".v_img.",
+    ".norm_added_k.": ".norm_k_img.",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    ".norm2.": ".norm3.",
+    "proj_out": "head.head",
+}
+_MODULATION = "scale_shift_table"
+
+
+def wan_names(state: Mapping[str, torch.Tensor]) -> State:
+    """Return parameters under the names of Wan's own code; diffusers' converter must turn them back."""
+    named = {_wan_name(name): tensor for name, tensor in state.items()}
+    assert set(convert_wan_transformer_to_diffusers(dict(named))) == set(state)
+    return named
+
+
+def _wan_name(name: str) -> str:
+    if name.endswith(_MODULATION):
+        return name.replace(_MODULATION, "modulation") if "." in name else "head.modulation"
+    for diffusers, wan in _RENAMES.items():
+        name = name.replace(diffusers, wan)
+    return name
+
+
+def wide_transformer(seed: int = 0, **more: Any) -> WanTransformer3DModel:
+    """Return a tiny transformer whose rows are whole blocks of every type of GGUF: 256 values."""
+    torch.manual_seed(seed)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 128, "ffn_dim": 256, "num_layers": 2, "freq_dim": 32}
+    return WanTransformer3DModel(
+        **{**sizes, "in_channels": 16, "out_channels": 16, "text_dim": 32, "rope_max_seq_len": 1024, **more}
+    ).eval()
+
+
+def is_quantized(name: str, tensor: torch.Tensor) -> bool:
+    """Whether the tools quantize a tensor: the matrices of blocks."""
+    return "blocks." in name and name.endswith("weight") and tensor.ndim == 2
+
+
+def save_plain(path: Path, state: State, dtype: torch.dtype, prefix: str = "") -> State:
+    """Save in one dtype; return what the file holds."""
+    held = {name: tensor.to(dtype) for name, tensor in state.items()}
+    save_file({f"{prefix}{name}": tensor.contiguous() for name, tensor in wan_names(held).items()}, path)
+    return held
+
+
+def save_fp8(path: Path, state: State) -> State:
+    """Save as torch casts to float8, without scales; other tensors in bfloat16."""
+    held = {}
+    for name, tensor in state.items():
+        held[name] = tensor.to(torch.float8_e4m3fn if is_quantized(name, tensor) else torch.bfloat16)
+    save_file(wan_names(held), path)
+    return {name: tensor.float() for name, tensor in held.items()}
+
+
+def save_fp8_scaled(path: Path, state: State, style: str = "scale_weight") -> State:
+    """Save as ComfyUI does: a scale for each weight, a scale of inputs for some, and a marker."""
+    held, file = {}, {}
+    for name, tensor in wan_names(state).items():
+        if not is_quantized(name, tensor):
+            file[name] = held[name] = tensor.to(torch.float16)
+            continue
+        scale = tensor.abs().max().float() / 448
+        file[name] = (tensor / scale).to(torch.float8_e4m3fn)
+        held[name] = file[name].float() * scale
+        layer = name.removesuffix(".weight")
+        if style == "scale_weight":
+            file[f"{layer}.scale_weight"] = scale.reshape(1)
+            if "ffn" in name:
+                file[f"{layer}.scale_input"] = torch.ones(1)
+        else:
+            file[f"{layer}.weight_scale"] = scale
+            blob = json.dumps({"format": "float8_e4m3fn"}).encode()
+            file[f"{layer}.comfy_quant"] = torch.tensor(list(blob), dtype=torch.uint8)
+    if style == "scale_weight":
+        file["scaled_fp8"] = torch.empty(2, dtype=torch.float8_e4m3fn)
+    save_file({f"model.diffusion_model.{name}": tensor for name, tensor in file.items()}, path)
+    return {name: tensor.float() for name, tensor in convert_wan_transformer_to_diffusers(held).items()}
+
+
+def save_gguf(path: Path, state: State, kind: str, *, five_axes: bool = False) -> State:
+    """Save with gguf's writer and quantizer; return what gguf's own reader dequantizes.
+
+    gguf-py quantizes to no K types: their blocks are random, with small scales.
+
+    Args:
+        five_axes: whether the patch embedding has five axes, as some files have it; otherwise it is stored flattened
+            with its shape in the metadata, as ComfyUI's converter does.
+    """
+    number = gguf.GGMLQuantizationType[kind]
+    writer, random = gguf.GGUFWriter(None, "wan"), np.random.default_rng(0)
+    held = {}
+    for name, tensor in wan_names(state).items():
+        values = tensor.float().numpy()
+        if is_quantized(name, tensor):
+            data = random_blocks(kind, values.shape, random) if kind.endswith("_K") else gguf.quantize(values, number)
+            held[name] = torch.from_numpy(np.array(gguf.dequantize(data, number)))
+            writer.add_tensor(name, data, raw_dtype=number)
+            continue
+        held[name] = tensor.half().float() if tensor.ndim > 1 else tensor.float()
+        data = values.astype(np.float16) if tensor.ndim > 1 else values
+        if tensor.ndim > 4 and not five_axes:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", [int(size) for size in data.shape])
+            data = data.reshape(data.shape[0], -1)
+        writer.add_tensor(name, data)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return convert_wan_transformer_to_diffusers(held)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], random: Any) -> Any:
+    """Return blocks of a K type with random values and small scales."""
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // block, nbytes), dtype=np.uint8)
+    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,)}[kind]
+    for number, place in enumerate(scales):
+        scale = np.float16(2e-5 if number == 0 else 1e-4)
+        blocks[:, place : place + 2] = np.frombuffer(scale.tobytes(), dtype=np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+# By the title that Tandem gives the format.
+FORMATS: Mapping[str, Callable[[Path, State], State]] = {
+    "BF16": lambda path, state: save_plain(path, state, torch.bfloat16),
+    "F16": lambda path, state: save_plain(path, state, torch.float16, "model.diffusion_model."),
+    "FP8": save_fp8,
+    "FP8 with scales": save_fp8_scaled,
+    "GGUF Q8_0": lambda path, state: save_gguf(path, state, "Q8_0", five_axes=True),
+    "GGUF Q4_0": lambda path, state: save_gguf(path, state, "Q4_0"),
+    "GGUF Q5_1": lambda path, state: save_gguf(path, state, "Q5_1"),
+    "GGUF Q4_K": lambda path, state: save_gguf(path, state, "Q4_K"),
+    "GGUF Q5_K": lambda path, state: save_gguf(path, state, "Q5_K"),
+    "GGUF Q6_K": lambda path, state: save_gguf(path, state, "Q6_K"),
+}
+
+
+def suffix_of(title: str) -> str:
+    """Return the suffix of a format's files."""
+    return ".gguf" if title.startswith("GGUF") else ".safetensors"
