@@ -430,6 +430,11 @@ def _idempotency_keys(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE INDEX submissions_by_job ON submissions (job)")
 
 
+def _leases(connection: sqlite3.Connection) -> None:
+    """Version 10: the number of times that a job was started, see `JobRecord.lease`."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN lease INTEGER NOT NULL DEFAULT 0")
+
+
 # Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (
     _create,
@@ -441,4 +446,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     _gpus_of_builds,
     _early_ends,
     _idempotency_keys,
+    _leases,
 )
