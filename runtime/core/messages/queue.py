@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
+    "queue.lease_lost": Message("The job {job} was started again elsewhere.", "Nothing needs to be done."),
     "queue.pytorch_broken": Message(
         "PyTorch or one of its libraries cannot be imported: {error}.",
         "Run `{installer} doctor`; see the log for details.",
@@ -70,6 +71,7 @@ MESSAGES: Mapping[str, Message] = {
     "queue.exit_probably_out_of_memory": Message(
         "killed with signal 9, SIGKILL, probably by the system because memory ran out"
     ),
+    "queue.node_lost": Message("the machine {host} was lost"),
     "queue.exit_unknown": Message("unknown reason"),
     "queue.exit_device_lost": Message("CUDA error"),
     "queue.exited": Message("{how}"),
