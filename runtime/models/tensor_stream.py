@@ -7,7 +7,7 @@ Tensors that are mapped from a file and copied one by one, as libraries do, pass
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ _LENGTH_BYTES = 8
 
 def stream_tensors(
     path: Path, device: str | torch.device, threads: int = _THREADS, piece_bytes: int = _PIECE_BYTES
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield every tensor of a file with its name, in the order of the file.
 
     Args:
@@ -92,7 +92,7 @@ class _Reader:
         ready = None
         if self._device.type == "cuda":
             # The memory may still be in use by kernels that were launched before.
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
             ready.record(torch.cuda.current_stream(self._device))
         data, start = tensor.reshape(-1).view(torch.uint8), header.start + stored.data_offsets[0]
         return [
@@ -113,7 +113,7 @@ class _Reader:
             self._files.append(own.file)
             if ready is not None:
                 own.pinned = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=True)
-                own.stream = torch.cuda.Stream(self._device)
+                own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # the same
         own.file.seek(offset)
         if ready is None:
             self._fill(target, own.file)
@@ -126,7 +126,7 @@ class _Reader:
             own.stream.synchronize()
 
     def _fill(self, target: torch.Tensor, file: Any) -> None:
-        view = memoryview(target.numpy())
+        view = target.numpy().data
         while view:
             count = file.readinto(view)
             if not count:
@@ -159,7 +159,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], stopped: Call
     with path.open("wb", buffering=0) as file:
         file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
         for tensor in tensors.values():
-            left = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            left = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
             while left:
                 if stopped():
                     return False

@@ -112,7 +112,7 @@ def test_nothing_is_written_where_space_is_short(lacks: str, tmp_path: Path, mon
     if lacks == "disk":
         monkeypatch.setattr(quantized_cache, "free_disk_bytes", lambda _: 1000)
     if lacks == "memory":
-        monkeypatch.setattr(quantized_cache.psutil, "virtual_memory", lambda: Space(100))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: Space(100))
     cache = QuantizedCache(tmp_path, writes=lacks != "writes")
     cache.keep(key("a"), module())
     cache.finish(30)
