@@ -45,6 +45,7 @@ from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoi
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
 from runtime.models.quantization import NONE
+from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.models.weights import load_image_processor, load_module, load_tokenizer
@@ -53,9 +54,11 @@ from runtime.upstream.torch import clear_module
 Part = TypeVar("Part")
 # Model, component, its plan, and the device for its weights if it is not the plan's; see `load_module`.
 Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
+# How long the end of a process waits until quantized weights are on the disk.
+_FINISH_SECONDS = 30.0
 
 # In the cache folder.
-_PROMPTS, _COMPILED = "prompts", "compiled"
+_PROMPTS, _COMPILED, _QUANTIZED = "prompts", "compiled", "quantized"
 # With these placements hooks reference the module, as in bitsandbytes' layers: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 # The name in the key of block engines, which serve all transformers.
@@ -136,12 +139,13 @@ class Residency:
         self, engines: EngineService | None = None, load: Loader | None = None, *, keep_prompts: bool = True
     ) -> None:
         self._service = engines
-        self._load = load or load_module
+        folder = None if engines is None else engines.cache_dir
+        self._quantized = None if folder is None else QuantizedCache(folder / _QUANTIZED)
+        self._load = load or (lambda spec, name, part, device: load_module(spec, name, part, device, self._quantized))
         self._held: dict[_Key, Any] = {}
         self.load_seconds = 0.0
         self.group_manager = GroupManager()
         self.compile_seconds = 0.0
-        folder = None if engines is None else engines.cache_dir
         self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
         self._compiled = None if folder is None else folder / _COMPILED
 
@@ -150,8 +154,10 @@ class Residency:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Free everything."""
+        """Free everything, and let quantized weights be written."""
         self.free()
+        if self._quantized is not None:
+            self._quantized.finish(_FINISH_SECONDS)
 
     def free(self) -> None:
         """Free everything."""
@@ -320,6 +326,8 @@ class Residency:
             key = _key(spec, name, job.plan, wanted)
             waited = key in self._held
             loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, build, self._load))
+            for damaged in [] if self._quantized is None else self._quantized.take_reports():
+                job.warn(damaged)
             if loaded.placed.waits_elsewhere:
                 if waited:
                     job.loading(name)
@@ -369,7 +377,8 @@ class Residency:
         assert split is not None
         store = self.engines.store if part.in_blocks else None
         shared: Shared = hold(
-            part, lambda: self.group_manager.load(split, spec, name, part, check, key.computed, store)
+            part,
+            lambda: self.group_manager.load(split, spec, name, part, check, key.computed, store, self._quantized),
         )
         shared.part.check = check
         if isinstance(shared.part, SharedDenoiser):

@@ -97,6 +97,11 @@ def diffusers_config(kind: str, dtype: Any, kept: Sequence[str] = ()) -> Any:
     )
 
 
+def package_of(kind: str) -> str:
+    """Return the package that quantizes weights so."""
+    return _PACKAGES[kind]
+
+
 def check_quantized(module: Any, kind: str, component: str, model: str) -> None:
     """Check that at least one layer was quantized: torchao skips layers whose sizes are not multiples of 16.
 

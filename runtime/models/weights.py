@@ -27,10 +27,11 @@ from runtime.models.folder import tensor_types, weight_files
 from runtime.models.loras import read_lora
 from runtime.models.packed_layers import MappedFiles, PackedLinear
 from runtime.models.quantization import is_quantized, quantized_like
+from runtime.models.quantized_cache import QuantizedCache, quantized_key
 from runtime.models.registry import LoraLayer, components_of, family_of
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_weights import WeightFiles, stays_packed
-from runtime.upstream.diffusers import import_submodules_only, kept_in_float32
+from runtime.upstream.diffusers import empty_module, import_submodules_only, kept_in_float32
 
 # Tandem shows its own progress.
 diffusers.utils.logging.disable_progress_bar()
@@ -68,7 +69,13 @@ _IMAGE_PROCESSORS = {
 
 
 def load_module(
-    spec: ModelSpec, name: str, part: ComponentPlan, device: str | None = None, *, dequantize: bool = False
+    spec: ModelSpec,
+    name: str,
+    part: ComponentPlan,
+    device: str | None = None,
+    cache: QuantizedCache | None = None,
+    *,
+    dequantize: bool = False,
 ) -> torch.nn.Module:
     """Load one component's weights, for inference, with the spec's LoRAs added.
 
@@ -77,6 +84,7 @@ def load_module(
             "vae".
         part: with the dtype and, for a transformer, the quantization.
         device: for the weights, instead of the part's device; ignored for weights that are quantized here.
+        cache: quantized weights are loaded from it if it has them, else added.
         dequantize: whether weights that are quantized in files are dequantized; otherwise each is at every call.
 
     Raises:
@@ -87,20 +95,15 @@ def load_module(
     dtype: torch.dtype = getattr(torch, part.dtype)
     quantized = part.quantization != quantization.NONE and is_transformer(name)
     target = device or part.device
-    more: dict[str, Any] = {}
     if name in spec.files:
         return _ready(_from_stored(spec, name, part, target, dequantize=dequantize), spec, name, dtype)
     if quantized:
-        more = quantization.loading_arguments(part, spec.unquantized)
-    elif target.startswith("cuda"):
-        # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
-        more = {"device_map": {"": target}}
-    module = _from_files(spec, name, dtype, more)
-    if quantized:
-        quantization.check_quantized(module, part.quantization, name, spec.title)
+        module = _quantized(spec, name, part, dtype, cache)
         if part.quantization == quantization.FP8:
             quantization.add_biases_apart(module)
     else:
+        # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
+        module = _from_files(spec, name, dtype, {"device_map": {"": target}} if target.startswith("cuda") else {})
         module = module.to(target)
     return _ready(module, spec, name, dtype)
 
@@ -186,6 +189,26 @@ def _empty(spec: ModelSpec, name: str, files: WeightFiles) -> torch.nn.Module:
 def is_in_blocks(layer: torch.nn.Module, parameter: str, unquantized: Sequence[str]) -> bool:
     """Whether quantization applies to a layer: a linear one of a transformer's blocks."""
     return isinstance(layer, torch.nn.Linear) and not any(part in parameter for part in unquantized)
+
+
+def _quantized(
+    spec: ModelSpec, name: str, part: ComponentPlan, dtype: torch.dtype, cache: QuantizedCache | None
+) -> torch.nn.Module:
+    """Load a transformer with quantized weights, without LoRAs; see `load_module`."""
+    arguments = quantization.loading_arguments(part, spec.unquantized)
+    key = None
+    if cache is not None:
+        folder = folder_of(name)
+        key = quantized_key(spec.directory / folder, part, arguments["torch_dtype"], spec.unquantized)
+        module_class = components_of(spec.family).MODULES[name]
+        found = cache.read(key, lambda: empty_module(module_class, str(spec.directory), folder), part.device)
+        if found is not None:
+            return found
+    module: torch.nn.Module = _from_files(spec, name, dtype, arguments)
+    quantization.check_quantized(module, part.quantization, name, spec.title)
+    if cache is not None and key is not None:
+        cache.keep(key, module)
+    return module
 
 
 def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:

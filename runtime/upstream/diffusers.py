@@ -145,3 +145,31 @@ def dequantize_gguf(kind: str, data: Any, dtype: Any) -> Any:
     block, nbytes = utils.GGML_QUANT_SIZES[number]
     values = utils.dequantize_functions[number](data.reshape(-1, nbytes), block, nbytes, dtype)
     return values.reshape(*data.shape[:-1], -1)
+
+
+def empty_module(module_class: Any, folder: str, subfolder: str) -> Any:
+    """Return a model of diffusers with the configuration in a folder, whose parameters have no memory.
+
+    Reason: `from_pretrained` makes it so before it loads weights; alone, there is no public function for it. Buffers
+    that are not in files are computed.
+    """
+    from accelerate import init_empty_weights
+    from diffusers.models.modeling_utils import no_init_weights
+
+    config = module_class.load_config(folder, subfolder=subfolder, local_files_only=True)
+    with no_init_weights(), init_empty_weights():
+        return module_class.from_config(config)
+
+
+def use_bitsandbytes_layers(module: Any, kept: list[str], config: Any) -> None:
+    """Replace all linear layers of a module without weights by those of bitsandbytes.
+
+    Args:
+        kept: names of layers that are not replaced.
+        config: diffusers' quantization configuration.
+
+    Reason: `from_pretrained` calls this for quantized files; there is no public function for it.
+    """
+    from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
+
+    replace_with_bnb_linear(module, modules_to_not_convert=kept, quantization_config=config)

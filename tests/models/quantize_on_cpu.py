@@ -20,8 +20,10 @@ from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import Placement, place
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8, add_biases_apart, check_quantized, diffusers_config
+from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import fuse
+from runtime.upstream.diffusers import empty_module
 from tests.families.hunyuan_lora_files import block_factors, underscored
 from tests.lora_files import save
 
@@ -68,6 +70,7 @@ def main(kind: str, folder: Path) -> None:
             placed.away()
         errors[how] = ((got - wanted).norm() / wanted.norm()).item()
     found = {"errors": errors, "quantized": counted, "kept": kept, "lora": with_lora(kind, folder, inputs)}
+    found["cached"] = with_cache(kind, folder, inputs)
     found["joined"] = with_joined_layers(kind, folder / "hunyuan")
     sys.stdout.write(json.dumps(found) + "\n")
 
@@ -100,6 +103,51 @@ def with_lora(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]
         "changed": ((got - before).norm() / before.norm()).item(),
         "twice": ((twice - wanted).norm() / wanted.norm()).item(),
         "types": [type(late.get_submodule("blocks.1.attn1.to_q").weight).__name__, type(late.proj_out.weight).__name__],
+    }
+
+
+def with_cache(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Cache quantized weights, load them, and damage them in three ways."""
+    key = {"quantization": kind, "dtype": "torch.bfloat16"}
+    module, cache = load(folder, kind), QuantizedCache(folder / "quantized")
+    cache.keep(key, module)
+    cache.finish(60)
+    (entry,) = (folder / "quantized").iterdir()
+
+    def read() -> Any:
+        made = cache.read(key, lambda: empty_module(WanTransformer3DModel, str(folder), "transformer"), "cpu")
+        return made if made is None else made.eval().requires_grad_(False)
+
+    cached = read()
+    types = [[type(weight).__name__ for weight in one.parameters()] for one in (module, cached)]
+    if kind == FP8:
+        for one in (module, cached):
+            add_biases_apart(one)
+    same = torch.equal(run(module, inputs), run(cached, inputs))
+    # What torch.compile reads of a tensor subclass is equal too, so compiled code is found again.
+    settings = []
+    if kind == FP8:
+        settings = [str(one.blocks[1].attn1.to_q.weight.__tensor_flatten__()) for one in (module, cached)]
+    weights_file, manifest = entry / "weights.safetensors", entry / "manifest.json"
+    whole = {path: path.read_bytes() for path in (weights_file, manifest)}
+    flipped = bytearray(whole[weights_file])
+    flipped[-100] ^= 1
+    damaged = []
+    for path, data in (
+        (weights_file, bytes(flipped)),
+        (weights_file, whole[weights_file][:-1]),
+        (manifest, whole[manifest][:-9]),
+    ):
+        entry.mkdir(exist_ok=True)
+        for one, content in whole.items():
+            one.write_bytes(content)
+        path.write_bytes(data)
+        damaged.append([read() is None, entry.exists(), [fact.code for fact in cache.take_reports()]])
+    return {
+        "same": same,
+        "types": types[0] == types[1],
+        "settings": len(set(settings)),
+        "damaged": damaged,
     }
 
 

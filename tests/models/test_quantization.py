@@ -99,6 +99,11 @@ def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(ki
     assert lora["twice"] > 0.01
     own = {"bnb-8bit": "Int8Params", "bnb-4bit": "Params4bit", "fp8": "Float8Tensor"}
     assert lora["types"] == [own[kind], "Parameter"]
+    cached = found["cached"]
+    assert cached["same"]
+    assert cached["types"]
+    assert cached["settings"] == (1 if kind == "fp8" else 0)
+    assert cached["damaged"] == [[True, False, ["quantization.cache_damaged"]]] * 3
     joined = found["joined"]
     assert joined["same"]
     assert joined["layers"] == 2 * 7 + 6

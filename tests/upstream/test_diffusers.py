@@ -113,3 +113,12 @@ def test_blocks_of_gguf_are_dequantized_as_gguf_does() -> None:
     data = gguf.quantize(values, gguf.GGMLQuantizationType.Q5_0)
     expected = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType.Q5_0))
     assert torch.equal(private.dequantize_gguf("Q5_0", torch.from_numpy(data), torch.float32), expected)
+
+
+def test_modules_are_made_without_memory_but_with_computed_buffers(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.1")
+    module = private.empty_module(WanTransformer3DModel, str(spec.directory), "transformer")
+    assert all(parameter.is_meta for parameter in module.parameters())
+    loaded = dict(load(tiny).named_buffers())
+    assert all(buffer.equal(loaded[name]) for name, buffer in module.named_buffers())
+    assert loaded

@@ -300,6 +300,9 @@ _SCHEDULER: Mapping[str, Message] = {
 }
 
 _QUANTIZATION: Mapping[str, Message] = {
+    "quantization.cache_damaged": Message(
+        "Quantized weights in {folder} were damaged ({reason}) and removed. The model was quantized again."
+    ),
     "quantization.needs_gpu": Message(
         "Quantization {kind} needs an NVIDIA GPU; this plan runs on {device}.", "Use {set[quantization=none]}."
     ),

@@ -17,6 +17,7 @@ from runtime.execution.components import PROMPTED, UNPROMPTED, SectionInputs
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Group, Limits
 from runtime.machine.probe import gpu_index
+from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import ModelSpec
 
 _PARTS = TypeAdapter(ComponentPlan)
@@ -238,6 +239,7 @@ class GroupManager:
         check: Callable[[], None],
         speed: Speed | None = None,
         store: EngineStore | None = None,
+        quantized: QuantizedCache | None = None,
     ) -> Shared:
         """Load a component in all processes; they are started if they do not run.
 
@@ -245,6 +247,7 @@ class GroupManager:
             check: raises if the job is cancelled.
             speed: execution options, from `shared_speed`.
             store: of the part's block engines, if it has any.
+            quantized: where quantized weights are cached.
 
         Raises:
             TandemError: if that fails; no process is left then.
@@ -272,6 +275,7 @@ class GroupManager:
                 loras=[use.model_dump(mode="json") for use in spec.loras_of(name)],
                 speed=(speed or EAGER).model_dump(mode="json"),
                 engines=None if store is None else str(store.folder),
+                quantized=None if quantized is None else str(quantized.folder),
             )
             if name == "vae":
                 return Shared(group, name, SharedVideoDecoder(group, check))

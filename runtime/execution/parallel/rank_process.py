@@ -42,6 +42,7 @@ from runtime.execution.decoded_frames import as_bytes
 from runtime.execution.engine_components import failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
+from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.registry import read_spec
 from runtime.models.sections import Section
 from runtime.models.single_file import reassemble
@@ -157,7 +158,10 @@ class Rank:
             spec = read_spec(directory, task["model"])
         spec = replace(spec, loras=tuple(map(LoraUse.model_validate, task["loras"])))
         part = TypeAdapter(ComponentPlan).validate_python({**task["part"], "device": str(self._device)})
-        module: Any = load_module(spec, name, part)
+        folder = task["quantized"]
+        # All processes quantize the same weights; one writes them.
+        cache = None if folder is None else QuantizedCache(Path(folder), writes=self._number == 0)
+        module: Any = load_module(spec, name, part, cache=cache)
         self._modules[name] = module
         speed = Speed(**task["speed"])
         components = components_of(spec)
