@@ -170,7 +170,7 @@ def _run(
     progress = terminal.ProgressLine()
     poller = ControlPoller(store)
     with cancel_on_signals(_resume_hint(record, store)) as cancel, poller.polling():
-        job = JobRecorder(record.id, store, cancel)
+        job = JobRecorder(record.id, store, cancel, record.lease)
 
         def emit(event: Event) -> None:
             warnings = job.record(event)
@@ -180,7 +180,7 @@ def _run(
                     terminal.warning(render(shown.fact, Words(plan.components)).what)
 
         with poller.following(job), Residency(environment.engines) as residency, progress.shown():
-            run(job, record, plan, spec, emit, residency, environment.history, store)
+            run(record, plan, spec, emit, cancel, residency, environment.history, store.folder(record.id))
     if isinstance(job.end, VideoSaved) and environment.settings.outputs_dir not in job.end.video.parents:
         give_usual_permissions(job.end.video)
     return _report_end(job, store, plan, _resume_hint(record, store), as_json=as_json)

@@ -43,7 +43,9 @@ from runtime.pipeline.files import (
     LATEST,
     LOW_NOISE_FIELD,
     SECTIONS,
+    Stamps,
     newest_checkpoint,
+    stamps,
 )
 from runtime.pipeline.sampling import Conditioning, GivenFrames, SamplingState
 from runtime.pipeline.section_sampling import SectionProgress
@@ -51,8 +53,6 @@ from runtime.pipeline.section_sampling import SectionProgress
 # Of videos made whole, and in sections.
 _VERSION, _SECTION_VERSION = 1, 2
 _PARTIAL = ".tmp"
-# Name, size and time of the files of each component.
-Stamps = Mapping[str, list[list[Any]]]
 
 _CHECKSUM = "checksum"
 # Begins the name of the tensor of given frames, which ends with their kind.
@@ -141,10 +141,13 @@ class CheckpointFolder:
 
     Args:
         path: of this job alone; made when a checkpoint is saved.
+        files: the stamps of the model, of whose files this machine has copies with the same content; by default they
+            are read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Stamps | None = None) -> None:
         self.path = path
+        self._files = files
         self._stamps_of: dict[Path, Stamps] = {}
 
     def save(self, checkpoint: Checkpoint, spec: ModelSpec, *, boundary: bool = False) -> None:
@@ -211,6 +214,8 @@ class CheckpointFolder:
 
     def _stamps(self, spec: ModelSpec) -> Stamps:
         # Read once per run, whose weights are those of its start. A run has one model, LoRAs included.
+        if self._files is not None:
+            return self._files
         if spec.directory not in self._stamps_of:
             self._stamps_of[spec.directory] = stamps(spec)
         return self._stamps_of[spec.directory]
@@ -314,26 +319,6 @@ class CheckpointPolicy:
         self._cost = time.perf_counter() - started
         self._spent += self._cost
         return problem
-
-
-def stamps(spec: ModelSpec) -> Stamps:
-    """Return name, size and time of each file that latents depend on, by component.
-
-    Without the VAE's decoder: a damaged one can be replaced. An image depends on the VAE's encoder.
-    """
-    used = spec.for_text() if spec.image is None else spec
-    parts = [name for name in used.component_names if name != "vae"]
-    files = {part: spec.component_files(part) for part in (*parts, "tokenizer", "scheduler")}
-    files["pipeline"] = [spec.directory / "model_index.json"]
-    found: dict[str, list[list[Any]]] = {
-        part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
-        for part, paths in files.items()
-    }
-    if spec.section is not None:
-        found["sections"] = [[spec.section.sampling_type]]
-    for part in parts:
-        found[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
-    return found
 
 
 def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:

@@ -4,11 +4,14 @@ import contextlib
 import re
 import secrets
 import tempfile
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from runtime.core.errors import ModelError, OutputError
 from runtime.core.untrusted_files import parse_json
+from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
 
 # The newest preview of a running job; once its video is saved, the poster.
@@ -37,6 +40,8 @@ COMPUTE_FIELDS = (
 )
 # The field of the low-noise transformer, which the steps of the high-noise one do not depend on.
 LOW_NOISE_FIELD = "guidance_scale_2"
+# What identifies the files of each component of a model: name, size and time of each.
+Stamps = Mapping[str, list[list[Any]]]
 _SLUG_CHARACTERS = 40
 _CLIP = re.compile(r"[0-9]{4,9}\.mp4")
 
@@ -131,3 +136,23 @@ def _step(path: Path) -> int | None:
             header = parse_json(read_header(path).metadata[HEADER_KEY].encode(), infinite=True)
             return int(header["step"])
     return None
+
+
+def stamps(spec: ModelSpec) -> Stamps:
+    """Return name, size and time of each file that latents depend on, by component.
+
+    Without the VAE's decoder: a damaged one can be replaced. An image depends on the VAE's encoder.
+    """
+    used = spec.for_text() if spec.image is None else spec
+    parts = [name for name in used.component_names if name != "vae"]
+    files = {part: spec.component_files(part) for part in (*parts, "tokenizer", "scheduler")}
+    files["pipeline"] = [spec.directory / "model_index.json"]
+    found: dict[str, list[list[Any]]] = {
+        part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
+        for part, paths in files.items()
+    }
+    if spec.section is not None:
+        found["sections"] = [[spec.section.sampling_type]]
+    for part in parts:
+        found[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
+    return found

@@ -438,6 +438,11 @@ def _many_jobs(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE INDEX jobs_by_position ON jobs (position)")
 
 
+def _leases(connection: sqlite3.Connection) -> None:
+    """Version 11: the number of times that a job was started, see `JobRecord.lease`."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN lease INTEGER NOT NULL DEFAULT 0")
+
+
 # Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (
     _create,
@@ -450,4 +455,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     _early_ends,
     _idempotency_keys,
     _many_jobs,
+    _leases,
 )

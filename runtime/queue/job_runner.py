@@ -45,6 +45,7 @@ from runtime.queue.store import JobStore
 
 if TYPE_CHECKING:  # these import torch
     from runtime.execution.residency import Residency
+    from runtime.pipeline.checkpoint import Stamps
     from runtime.pipeline.run_context import Emit
 
 _POLL_SECONDS = 0.1
@@ -92,7 +93,13 @@ class Planner:
         """
         spec = model_for(record.generation_request(), self._weights_dir, self._engines.cache_dir)
         if record.begun and record.plan is not None and _has_same_inputs(record.plan, spec):
-            planned = record.plan.replace(output=record.output, image=spec.image, last_image=spec.last_image)
+            planned = record.plan.replace(
+                model_directory=spec.directory,
+                output=record.output,
+                image=spec.image,
+                last_image=spec.last_image,
+                loras=spec.loras,
+            )
             moved = move_to_gpu(planned, gpu, machine, others)
             if moved is not None:
                 return spec, avoid_causes(moved, spec, deaths)
@@ -114,9 +121,10 @@ class Planner:
 
 
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
-    """Whether a plan is for a model's LoRAs and images; copies of images may be in another folder now."""
+    """Whether a plan is for a model's LoRAs and images; the files may be in another folder now."""
     images = [None if one is None else one.digest for one in (plan.image, plan.last_image)]
-    return plan.loras == spec.loras and images == [
+    loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]
+    return loras[0] == loras[1] and images == [
         None if one is None else one.digest for one in (spec.image, spec.last_image)
     ]
 
@@ -175,16 +183,20 @@ class JobRecorder:
 
     If the store cannot be written, the job continues, and the events are written as soon as possible.
 
+    Args:
+        lease: nothing is written once the job was started again; see `JobRecord.lease`.
+
     Attributes:
         cancel: the token that the job checks; `ControlPoller` sets it on a request.
         end: the terminal event, once the job has ended.
     """
 
-    def __init__(self, job_id: str, store: JobStore, cancel: Cancel | None = None) -> None:
+    def __init__(self, job_id: str, store: JobStore, cancel: Cancel | None = None, lease: int | None = None) -> None:
         self.id = job_id
         self.cancel = cancel or Cancel()
         self.end: TerminalEvent | None = None
         self._store = store
+        self._lease = lease
         self._unwritten: list[Event] = []
         self._failing = False
         self._progress_at = 0.0
@@ -225,7 +237,7 @@ class JobRecorder:
         with self._lock:
             try:
                 while self._unwritten:
-                    self._store.record(self.id, self._unwritten[0])
+                    self._store.record(self.id, self._unwritten[0], self._lease)
                     del self._unwritten[0]
             except StoreError as error:
                 # Retried several times a second, but logged once.
@@ -241,7 +253,7 @@ class JobRecorder:
         if now - self._progress_at >= _PROGRESS_SECONDS:
             self._progress_at = now
             with contextlib.suppress(StoreError):  # the next report may succeed
-                self._store.show(self.id, event.model_dump(mode="json"))
+                self._store.show(self.id, event.model_dump(mode="json"), self._lease)
 
     def _save_preview(self, preview: bytes) -> None:
         folder = self._store.folder(self.id)
@@ -258,26 +270,35 @@ class JobRecorder:
 
 
 def run(
-    recorder: JobRecorder,
     record: JobRecord,
     plan: ExecutionPlan,
     spec: ModelSpec,
     emit: "Emit",
+    cancel: Cancel,
     residency: "Residency",
     history: HistoryFile | None,
-    store: JobStore,
+    folder: Path | None,
+    files: "Stamps | None" = None,
 ) -> None:
-    """Run a claimed job in this thread until it ends; if it is paused, `recorder.end` stays `None`.
+    """Run a claimed job in this thread until it ends or is paused.
 
     Args:
-        emit: called with each event; must call `recorder.record`.
+        emit: called with each event.
+        folder: of the job's checkpoints; `None` saves none.
+        files: what identifies the model's files in checkpoints; by default they are read.
     """
     from runtime.pipeline.checkpoint import CheckpointFolder
     from runtime.pipeline.rerun_low_noise import prepare_rerun
     from runtime.pipeline.run import run_job
 
-    folder = store.folder(record.id)
-    checkpoints = None if folder is None else CheckpointFolder(folder)
+    ended: list[TerminalEvent] = []
+
+    def follow(event: Event) -> None:
+        if isinstance(event, TerminalEvent):
+            ended.append(event)
+        emit(event)
+
+    checkpoints = None if folder is None else CheckpointFolder(folder, files)
     if record.parent is not None and checkpoints is not None:
         try:
             prepare_rerun(checkpoints, plan, spec)
@@ -285,9 +306,10 @@ def run(
             emit(Failed.because_of(error))
             return
     if record.finish:
-        recorder.cancel.finish_early()
-    run_job(plan, spec, emit, recorder.cancel, residency, history, checkpoints, record.id)
-    if checkpoints is not None and isinstance(recorder.end, VideoSaved) and not recorder.end.continues:
+        cancel.finish_early()
+    run_job(plan, spec, follow, cancel, residency, history, checkpoints, record.id)
+    saved = ended[-1] if ended and isinstance(ended[-1], VideoSaved) else None
+    if checkpoints is not None and saved is not None and not saved.continues:
         checkpoints.remove_latest()
 
 

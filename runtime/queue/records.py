@@ -60,6 +60,7 @@ class JobRecord(FrozenModel):
         idle: whether it runs only while no other work waits, and makes room for videos.
         engines: ids of the engines that an idle build is for, separated by spaces.
         starred: whether the user marked it.
+        lease: grows each time that the job is started. What holds an older lease can write nothing: a fencing token.
         finish: whether it ends after the current section, with the video so far.
     """
 
@@ -93,6 +94,7 @@ class JobRecord(FrozenModel):
     engines: str = ""
     starred: bool = False
     finish: bool = False
+    lease: int = 0
 
     @property
     def open(self) -> bool:

@@ -4,13 +4,14 @@ All changes are short transactions: any number of processes share the store, and
 Increasing numbers order the jobs, never the clock.
 """
 
+import contextlib
 import json
 import logging
 import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
@@ -418,15 +419,18 @@ class JobStore:
         with self.database.reading() as connection:
             return self._events(connection, job_id, after)
 
-    def record(self, job_id: str, event: Event) -> bool:
+    def record(self, job_id: str, event: Event, lease: int | None = None) -> bool:
         """Store an event of a running job; `Planned` and terminal events also update the job.
 
+        Args:
+            lease: of the caller, see `JobRecord.lease`; `None` for a caller that needs none.
+
         Returns:
-            False, and nothing is stored, if the job is not running.
+            False, and nothing is stored, if the job is not running, or was started again since the lease.
         """
         # Steps are frequent and cheap to lose, so they are not synced: only a power failure could lose one.
         with self.database.writing(durable=not isinstance(event, StepDone | FramesDecoded)) as connection:
-            if _find(connection, job_id)["state"] != "running":
+            if not _is_held(connection, job_id, lease):
                 return False
             _add_event(connection, job_id, event_to_json(event))
             if isinstance(event, Planned):
@@ -468,6 +472,24 @@ class JobStore:
                 _mark(connection, problems)
             return None
 
+    def claim_job(self, job_id: str, instance: str) -> JobRecord | None:
+        """Claim this job if it is queued and not paused, for exactly one process; `None` if it is not."""
+        with self.database.writing() as connection:
+            row = connection.execute(f"{_CLAIMABLE} AND id = :job", {"worker": instance, "job": job_id}).fetchone()
+            return None if row is None or not _read_all([row])[0] else _start(connection, job_id, instance)
+
+    @contextlib.contextmanager
+    def holding(self, job_id: str, lease: int) -> Iterator[None]:
+        """Keep others from starting or changing jobs in a short `with` block, which may replace files of a running job.
+
+        Raises:
+            StoreError: "queue.lease_lost" if the job is not running, or was started again since the lease.
+        """
+        with self.database.writing(durable=False) as connection:
+            if not _is_held(connection, job_id, lease):
+                raise StoreError("queue.lease_lost", job=job_id)
+            yield
+
     def idle_is_over(self, instance: str, kinds: Collection[Kind] = KINDS) -> bool:
         """Return whether a worker with an idle build could claim other work, or a video runs on its GPU elsewhere."""
         with self.database.reading() as connection:
@@ -508,14 +530,20 @@ class JobStore:
                 _edit(connection, job_id, *changed)
             return _record(connection, job_id)
 
-    def put_back(self, job_id: str) -> None:
-        """Put a running job back in its place in the queue; held if a pause, ended if a cancel was requested."""
+    def put_back(self, job_id: str, lease: int | None = None) -> None:
+        """Put a running job back in its place in the queue; held if a pause, ended if a cancel was requested.
+
+        Args:
+            lease: see `record`.
+        """
         with self.database.writing() as connection:
             row = _find(connection, job_id)
-            if row["state"] == "running" and row["asked"] == "cancel":
+            if not _is_held(connection, job_id, lease):
+                return
+            if row["asked"] == "cancel":
                 _add_event(connection, job_id, event_to_json(Cancelled()))
                 _end(connection, job_id, Cancelled())
-            elif row["state"] == "running":
+            else:
                 held = row["asked"] == "pause"
                 _add_event(connection, job_id, {"event": "PutBack", "held": held})
                 _update(connection, job_id, state="queued", held=int(held), asked="", instance=None)
@@ -529,10 +557,15 @@ class JobStore:
         with self.database.reading() as connection:
             return _record(connection, job_id), self._events(connection, job_id, after)
 
-    def show(self, job_id: str, live: Mapping[str, Any]) -> None:
-        """Replace the live progress of a running job, which is too frequent to store as events."""
+    def show(self, job_id: str, live: Mapping[str, Any], lease: int | None = None) -> None:
+        """Replace the live progress of a running job, which is too frequent to store as events.
+
+        Args:
+            lease: see `record`.
+        """
         with self.database.writing(durable=False) as connection:
-            _update(connection, job_id, live=json.dumps(live))
+            if lease is None or _is_held(connection, job_id, lease):
+                _update(connection, job_id, live=json.dumps(live))
 
     def record_task_event(self, task_id: str, event: Mapping[str, Any]) -> None:
         """Add an event to a running task."""
@@ -832,6 +865,12 @@ def _find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:
     return row
 
 
+def _is_held(connection: sqlite3.Connection, job_id: str, lease: int | None) -> bool:
+    """Return whether a job runs, and was not started again since a lease."""
+    row = _find(connection, job_id)
+    return bool(row["state"] == "running" and lease in {None, row["lease"]})
+
+
 def _record(connection: sqlite3.Connection, job_id: str) -> JobRecord:
     return read_row(dict(_find(connection, job_id)))
 
@@ -914,6 +953,7 @@ def _insert(
 def _start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
     values = {"held": 0, "asked": "", "ended": None, "failure": None, "live": None}
     _update(connection, job_id, state="running", instance=instance, started=time.time(), **values)
+    connection.execute("UPDATE jobs SET lease = lease + 1 WHERE id = ?", (job_id,))
     return _record(connection, job_id)
 
 

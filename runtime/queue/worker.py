@@ -214,7 +214,7 @@ class Worker:
         return memory_for_new_job(probe(), workers, self._config.gpu)
 
     def _run_video(self, record: JobRecord, stack: ExitStack) -> None:
-        recorder = JobRecorder(record.id, self._store)
+        recorder = JobRecorder(record.id, self._store, lease=record.lease)
         with self._poller.following(recorder):
             self._begin(recorder)
             try:
@@ -270,7 +270,8 @@ class Worker:
         else:
             if not record.begun:
                 self._queue_builds(record, plan, spec)
-            job_runner.run(recorder, record, plan, spec, emit, self._residency, self._config.history, self._store)
+            checkpoints, history = self._store.folder(record.id), self._config.history
+            job_runner.run(record, plan, spec, emit, recorder.cancel, self._residency, history, checkpoints)
 
     def _await_space(self, recorder: JobRecorder, folder: Path) -> None:
         """Wait until the disk of a folder has space for a video.

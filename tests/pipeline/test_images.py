@@ -21,7 +21,8 @@ from runtime.models.images import images_dir
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint import identity, stamps
+from runtime.pipeline.checkpoint import identity
+from runtime.pipeline.files import stamps
 from runtime.planner.resolve import resolve
 from runtime.queue.job_runner import Planner
 from runtime.queue.store import JobStore

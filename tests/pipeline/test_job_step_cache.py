@@ -11,7 +11,8 @@ from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint import identity, stamps
+from runtime.pipeline.checkpoint import identity
+from runtime.pipeline.files import stamps
 from runtime.planner.history import Run, runs_of, seconds_per_call
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_out_of_memory import outs

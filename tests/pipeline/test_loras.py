@@ -15,7 +15,8 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
+from runtime.pipeline.checkpoint import CheckpointFolder, identity
+from runtime.pipeline.files import stamps
 from runtime.planner.resolve import resolve
 from runtime.queue.job_runner import Planner
 from runtime.queue.store import JobStore

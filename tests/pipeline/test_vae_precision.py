@@ -13,7 +13,8 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint import CheckpointFolder, identity, stamps
+from runtime.pipeline.checkpoint import CheckpointFolder, identity
+from runtime.pipeline.files import stamps
 from runtime.pipeline.rerun_low_noise import plan_rerun, prepare_rerun
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_resume import run, steps_of

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from runtime.core.messages import Message
 
 MESSAGES: Mapping[str, Message] = {
+    "queue.lease_lost": Message("The job {job} was started again elsewhere.", "Nothing needs to be done."),
     "queue.pytorch_broken": Message(
         "PyTorch or one of its libraries cannot be imported: {error}.",
         "Run `{installer} doctor`; see the log for details.",

@@ -1,0 +1,198 @@
+"""Files that are sent between head and nodes: their names, their content's SHA-256, and parts of them.
+
+A file is written beside its place and renamed once it is complete and its digest is right.
+"""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from runtime.core.errors import ModelError, OutputError
+from runtime.core.files import replace_file
+from runtime.core.frozen import FrozenModel
+from runtime.core.untrusted_files import read_json
+from runtime.pipeline.files import BOUNDARY, LATEST, SECTIONS
+
+PART_BYTES = 4 << 20
+VIDEO = "video.mp4"
+_PARTIAL = ".part"
+# Files of a model; others are not read when it is loaded, or could run code.
+_MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".md"})
+_JOB_FILE = re.compile(rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}(?:/clip)?/[a-z0-9]+\.(?:mkv|mp4|h264)")
+_MODEL_FILE = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)
+
+
+class FileEntry(FrozenModel):
+    """One file: its name relative to its folder, with slashes, bytes, and SHA-256 in hexadecimal."""
+
+    name: str
+    size: int
+    digest: str
+
+
+class Digests:
+    """SHA-256 of files, kept in a file by path, size and time. Safe between threads.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._known: dict[str, list[object]] = {}
+        with suppress(OSError, ValueError):
+            found = read_json(path)
+            self._known = found if isinstance(found, dict) else {}
+
+    def entry(self, path: Path, name: str) -> FileEntry:
+        """Return a file's entry; it is read only if it has changed.
+
+        Raises:
+            OSError: if it cannot be read.
+        """
+        found = path.stat()
+        stamp = [found.st_size, found.st_mtime_ns]
+        with self._lock:
+            known = self._known.get(str(path))
+        if not isinstance(known, list) or known[:2] != stamp:
+            with path.open("rb") as file:
+                known = [*stamp, _digest(file.read)]
+            with self._lock:
+                self._known[str(path)] = known
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self._path, json.dumps(self._known).encode())
+        return FileEntry(name=name, size=found.st_size, digest=str(known[2]))
+
+
+def model_files(folder: Path, digests: Digests) -> list[FileEntry]:
+    """Return the files of a model.
+
+    Raises:
+        OSError: if one cannot be read.
+    """
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return [digests.entry(path, name) for name, path in names.items() if _is_model_file(name)]
+
+
+def check_model_name(name: str) -> None:
+    """Check that a file that a head sends belongs into a model's folder.
+
+    Raises:
+        ModelError: if not.
+    """
+    if not _is_model_file(name):
+        raise ModelError("server.cluster_file_refused", name=name)
+
+
+def _is_model_file(name: str) -> bool:
+    return _MODEL_FILE.fullmatch(name) is not None and Path(name).suffix in _MODEL_SUFFIXES
+
+
+def job_files(folder: Path | None) -> dict[str, Path]:
+    """Return the checkpoints and sections in a job's folder, by the names that they are sent with."""
+    if folder is None or not folder.is_dir():
+        return {}
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in found.items() if _JOB_FILE.fullmatch(name)}
+
+
+def check_job_name(name: str) -> None:
+    """Check that a file that is sent with a job belongs into its folder.
+
+    Raises:
+        OutputError: if not.
+    """
+    if name != VIDEO and not _JOB_FILE.fullmatch(name):
+        raise OutputError("server.cluster_file_refused", name=name)
+
+
+def parts(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """Yield the parts of a file; an empty file has one.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        yield file.read(PART_BYTES)
+        while part := file.read(PART_BYTES):
+            yield part
+
+
+def partial(target: Path) -> Path:
+    """Return where a file is written until it is complete."""
+    return target.with_name(target.name + _PARTIAL)
+
+
+def append(target: Path, offset: int, data: bytes) -> None:
+    """Write one part of a file at its offset; what lies behind it is removed.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path = partial(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if path.exists() else "w+b") as file:
+        file.truncate(offset)
+        file.seek(offset)
+        file.write(data)
+
+
+def received(target: Path) -> int:
+    """Return how many bytes of a file have been written so far."""
+    with suppress(OSError):
+        return partial(target).stat().st_size
+    return 0
+
+
+def complete(target: Path, digest: str, holding: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+    """Rename a file into its place if its content is right; it is removed otherwise.
+
+    Args:
+        holding: entered while it is renamed; may raise an error to prevent it.
+
+    Raises:
+        OutputError: if the content has another digest.
+        OSError: if it cannot be read or renamed.
+    """
+    path = partial(target)
+    try:
+        with path.open("rb") as file:
+            found = _digest(file.read)
+        if found != digest:
+            raise OutputError("server.cluster_file_damaged", name=target.name)
+        if holding is None:
+            path.replace(target)
+        else:
+            with holding():
+                path.replace(target)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def digest_of(chunks: Iterable[bytes]) -> str:
+    """Return the SHA-256 of data in hexadecimal."""
+    total = hashlib.sha256()
+    for chunk in chunks:
+        total.update(chunk)
+    return total.hexdigest()
+
+
+def changed(before: Mapping[str, tuple[int, int]], folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, int]]]:
+    """Return the files of a job's folder that differ from `before`, and the size and time of all by name."""
+    files = job_files(folder)
+    now = {}
+    for name, path in files.items():
+        with suppress(FileNotFoundError):
+            found = path.stat()
+            now[name] = (found.st_size, found.st_mtime_ns)
+    return {name: files[name] for name in now if before.get(name) != now[name]}, now
+
+
+def _digest(read: Callable[[int], bytes]) -> str:
+    return digest_of(iter(lambda: read(PART_BYTES), b""))
