@@ -26,6 +26,9 @@ _JOB_FILE = re.compile(rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}(?
 _MODEL_FILE = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
+_IMAGE_FILE = re.compile(r"[0-9a-f]{64}")
+
+
 class FileEntry(FrozenModel):
     """One file: its name relative to its folder, with slashes, bytes, and SHA-256 in hexadecimal."""
 
@@ -86,6 +89,16 @@ def check_model_name(name: str) -> None:
         ModelError: if not.
     """
     if not _is_model_file(name):
+        raise ModelError("server.cluster_file_refused", name=name)
+
+
+def check_image_name(name: str) -> None:
+    """Check that a file that a head sends is named as the copy of an image.
+
+    Raises:
+        ModelError: if not.
+    """
+    if not _IMAGE_FILE.fullmatch(name):
         raise ModelError("server.cluster_file_refused", name=name)
 
 

@@ -1,0 +1,542 @@
+"""The head of a cluster: sends queued videos to the workers of the nodes, and stores what they send back.
+
+One thread watches the nodes and starts their workers, another one assigns jobs, and each worker has a thread in which
+its jobs run. All writes carry the lease of their job: what an older run sends is not stored.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import OutputError, StoreError, TandemError
+from runtime.core.events import Event, Failed, Planned, TerminalEvent, VideoSaved
+from runtime.core.facts import Fact
+from runtime.core.frozen import FrozenModel
+from runtime.core.settings import Settings
+from runtime.machine.probe import Machine
+from runtime.models.requested import model_for
+from runtime.pipeline.files import stamps
+from runtime.queue import recovery
+from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_runner import ControlPoller, JobRecorder
+from runtime.queue.records import JobRecord
+from runtime.server.cluster import transfer
+from runtime.server.cluster.node_worker import Described, NodeWorker, Order
+from runtime.server.cluster.ray_process import RayProcess, authenticate, free_port
+from runtime.server.cluster.transfer import Digests, FileEntry
+from runtime.server.scheduling import IdleWorker, Usage, WaitingJob, assign
+
+NODE, WORKERS = "tandem", "tandem-workers"
+_POLL_SECONDS = 0.1
+_NODES_SECONDS = 1.0
+_RETRY_SECONDS = 3.0
+# After a worker is lost: until it is known whether its node is lost as well.
+_NODE_SECONDS = 12.0
+_CLOSING_SECONDS = 20.0
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerView(FrozenModel):
+    """A worker of a node: its GPUs, the job that it runs, and components that fell back in it, with their reasons."""
+
+    id: str
+    gpus: tuple[str, ...]
+    job: str | None
+    jobs_done: int
+    model: str | None
+    fallbacks: tuple[str, ...]
+
+
+class NodeView(FrozenModel):
+    """A machine of the cluster."""
+
+    id: str
+    host: str
+    workers: tuple[WorkerView, ...]
+
+
+class ClusterView(FrozenModel):
+    """The machines of a cluster, and the number of queued videos."""
+
+    nodes: tuple[NodeView, ...]
+    queued: int
+
+
+class ClusterHead:
+    """The head of a cluster, until `close`.
+
+    Args:
+        jobs: the queue, whose store and folders only this process writes.
+        key: of the cluster.
+
+    Attributes:
+        address: that Ray's processes of other machines connect to: the port, since they know the host.
+
+    Raises:
+        MachineError: if Ray does not start.
+    """
+
+    def __init__(self, jobs: JobQueue, settings: Settings, key: str) -> None:
+        authenticate(key)
+        self.port = free_port()
+        self._ray = RayProcess({"head": "", "port": str(self.port), "no-monitor": ""}, key, {}, cpus=0)
+        import ray
+
+        try:
+            ray.init(
+                f"127.0.0.1:{self.port}", namespace="tandem", log_to_driver=False, configure_logging=False,
+                logging_level=logging.ERROR,
+            )
+        except BaseException:
+            self._ray.close()
+            raise
+        self.jobs = jobs
+        self.settings = settings
+        self.store = jobs.store
+        self.poller = ControlPoller(self.store)
+        self.digests = Digests(settings.cache_dir / "cluster" / "digests.json")
+        self.usage = Usage()
+        self._workers: dict[str, _Proxy] = {}
+        self._numbers = itertools.count()
+        self._retry_at: dict[str, float] = {}
+        self._lock = threading.RLock()
+        self._sending: dict[str, threading.Lock] = {}
+        self.closing = threading.Event()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self.poller.polling())
+        self._threads = [
+            threading.Thread(target=self._forever, args=(work, seconds), name=f"cluster-{work.__name__}", daemon=True)
+            for work, seconds in ((self._watch_nodes, _NODES_SECONDS), (self._assign, _POLL_SECONDS))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def view(self) -> ClusterView:
+        """Return the machines and what runs where."""
+        nodes: dict[str, list[_Proxy]] = {}
+        with self._lock:
+            for proxy in self._workers.values():
+                nodes.setdefault(proxy.node, []).append(proxy)
+        views = [
+            NodeView(id=node, host=of[0].described.host, workers=tuple(proxy.view() for proxy in of))
+            for node, of in nodes.items()
+        ]
+        queued = sum(job.kind == "video" and job.state == "queued" for job in self.store.queue())
+        return ClusterView(nodes=tuple(views), queued=queued)
+
+    def machine(self) -> Machine | None:
+        """Return the machine with the most memory, for which new requests are planned; `None` without nodes."""
+        with self._lock:
+            machines = [proxy.described.machine for proxy in self._workers.values()]
+        return max(machines, key=_capacity, default=None)
+
+    def close(self) -> None:
+        """Pause the running jobs, which resume at the next start, and end Ray on this machine."""
+        self.closing.set()
+        with self._lock:
+            proxies = list(self._workers.values())
+        end = time.monotonic() + _CLOSING_SECONDS
+        for proxy in proxies:
+            proxy.thread.join(max(end - time.monotonic(), 0.0))
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0.1))
+        self._stack.close()
+        import ray
+
+        with contextlib.suppress(Exception):  # Ray ends in any case
+            ray.shutdown()
+        self._ray.close()
+
+    def sending(self, node: str) -> threading.Lock:
+        """Return the lock for files that workers of one node share."""
+        with self._lock:
+            return self._sending.setdefault(node, threading.Lock())
+
+    def lost(self, proxy: "_Proxy") -> None:
+        """Forget a worker that is lost; its node gets another one."""
+        with self._lock:
+            self._workers.pop(proxy.id, None)
+            self._retry_at[proxy.node] = time.monotonic() + _RETRY_SECONDS
+
+    def is_up(self, node: str) -> bool:
+        """Return whether Ray counts a node as alive."""
+        import ray
+
+        return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+
+    def _forever(self, work: Any, seconds: float) -> None:
+        while not self.closing.wait(seconds):
+            try:
+                work()
+            except StoreError as error:
+                logger.warning("The job store cannot be used: %s", type(error.__cause__ or error).__name__)
+            except Exception:  # internal error: logged, and tried again
+                logger.exception("The cluster failed")
+
+    def _watch_nodes(self) -> None:
+        """Start the workers that nodes lack."""
+        import ray
+
+        for node in ray.nodes():
+            resources = node["Resources"]
+            if not node["Alive"] or NODE not in resources:
+                continue
+            with self._lock:
+                running = sum(proxy.node == node["NodeID"] for proxy in self._workers.values())
+                wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
+            for _ in range(0 if wait else int(resources[WORKERS]) - running):
+                self._start(node["NodeID"], int(resources.get("GPU", 0) // resources[WORKERS]))
+
+    def _start(self, node: str, gpus: int) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actor = (
+            ray.remote(NodeWorker)
+            .options(
+                num_cpus=0,
+                num_gpus=gpus,
+                resources={WORKERS: 1},
+                max_restarts=0,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote()
+        )
+        try:
+            described = ray.get(actor.describe.remote(), timeout=120)
+        except Exception as error:
+            logger.warning("A worker of node %s does not start: %s", node[:8], type(error).__name__)
+            ray.kill(actor)
+            with self._lock:
+                self._retry_at[node] = time.monotonic() + _RETRY_SECONDS
+            return
+        proxy = _Proxy(self, f"{self.jobs.instance}.node{next(self._numbers)}", node, actor, described)
+        logger.info("worker %s joins on %s", proxy.id, described.host)
+        with self._lock:
+            self._workers[proxy.id] = proxy
+        proxy.thread.start()
+
+    def _assign(self) -> None:
+        with self._lock:
+            proxies = dict(self._workers)
+        idle = {name: proxy for name, proxy in proxies.items() if proxy.idle}
+        if not idle:
+            return
+        queue = [job for job in self.store.queue() if job.kind == "video" and job.state == "queued" and not job.held]
+        waiting = [_waiting(job) for job in queue if job.plan is not None]
+        if not waiting:
+            return
+        now = time.time()
+        offers = [proxy.offer() for proxy in idle.values()]
+        busy = [proxy.offer() for name, proxy in proxies.items() if name not in idle]
+        costs = {job.id: job for job in waiting}
+        for job_id, worker in assign(waiting, offers, self.usage.used(now), now, busy):
+            record = self.store.claim_job(job_id, worker)
+            if record is not None:
+                self.usage.charge(record.owner, costs[job_id].weight, now)
+                idle[worker].give(record)
+
+
+class _Proxy:
+    """A worker of a node, as the head sees it: the thread in which its jobs run."""
+
+    def __init__(self, head: ClusterHead, name: str, node: str, actor: Any, described: Described) -> None:
+        self.id, self.node, self.described = name, node, described
+        self._head, self._actor, self._store = head, actor, head.store
+        self._record: JobRecord | None = None
+        self._loaded: str | None = None
+        self._done = 0
+        self._fallbacks: tuple[str, ...] = ()
+        self._wake = threading.Event()
+        self.thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may be given a job."""
+        return self._record is None and self.thread.is_alive()
+
+    def give(self, record: JobRecord) -> None:
+        """Run a claimed job."""
+        self._record = record
+        self._wake.set()
+
+    def offer(self) -> IdleWorker:
+        """Return what the scheduler needs to know."""
+        machine = self.described.machine
+        gpus = machine.gpus
+        return IdleWorker(
+            id=self.id,
+            node=self.node,
+            kind=gpus[0].name if gpus else machine.cpu,
+            gpus=max(len(gpus), 1),
+            free_bytes=min((gpu.total_bytes for gpu in gpus), default=machine.ram_bytes),
+            loaded=self._loaded,
+            models=self.described.models,
+            engines=self.described.engines,
+            speed=1.0,
+        )
+
+    def view(self) -> WorkerView:
+        """Return what the page shows."""
+        record = self._record
+        return WorkerView(
+            id=self.id,
+            gpus=tuple(gpu.name for gpu in self.described.machine.gpus),
+            job=None if record is None else record.id,
+            jobs_done=self._done,
+            model=self._loaded,
+            fallbacks=self._fallbacks,
+        )
+
+    def _run_jobs(self) -> None:
+        import ray
+
+        checked = time.monotonic()
+        while not self._head.closing.is_set():
+            if not self._wake.wait(_POLL_SECONDS):
+                if time.monotonic() - checked > _NODES_SECONDS:
+                    checked = time.monotonic()
+                    try:
+                        ray.get(self._actor.control.remote("", ""))
+                    except ray.exceptions.RayError:
+                        self._head.lost(self)
+                        return
+                continue
+            self._wake.clear()
+            record = self._record
+            assert record is not None
+            try:
+                self._run(record)
+            except ray.exceptions.RayTaskError as error:
+                logger.error("job %s failed on %s: %s", record.id, self.described.host, error)
+                cause = error.cause if isinstance(error.cause, Exception) else error
+                self._record_end(record, Failed.because_of(cause))
+            except ray.exceptions.RayError as error:
+                logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
+                self._head.lost(self)
+                self._settle(record, error)
+                return
+            except Exception as error:
+                if not isinstance(error, TandemError):
+                    logger.exception("job %s failed", record.id)
+                self._record_end(record, Failed.because_of(error))
+            self._done += 1
+            self._record = None
+
+    def _record_end(self, record: JobRecord, event: TerminalEvent) -> None:
+        with contextlib.suppress(StoreError):
+            self._store.record(record.id, event, record.lease)
+
+    def _settle(self, record: JobRecord, error: Exception) -> None:
+        """Queue the job of a lost worker again; the loss of a whole node is not the job's fault."""
+        end = time.monotonic() + _NODE_SECONDS
+        process_only = "node" not in str(error).lower()
+        while time.monotonic() < end and not process_only and self._head.is_up(self.node):
+            time.sleep(_POLL_SECONDS)
+        while not self._head.closing.is_set():
+            try:
+                if self._head.is_up(self.node):
+                    recovery.settle_worker(self._store, self.id, Fact("queue.exit_unknown"))
+                else:
+                    how = Fact("queue.node_lost", {"host": self.described.host})
+                    recovery.settle_worker(self._store, self.id, how, counted=False)
+                return
+            except StoreError as failed:
+                logger.warning("job %s: %s", record.id, type(failed.__cause__ or failed).__name__)
+                time.sleep(_RETRY_SECONDS)
+
+    def _run(self, record: JobRecord) -> None:
+        import ray
+
+        order = self._prepare(record)
+        recorder = JobRecorder(record.id, self._store, lease=record.lease)
+        receiver = _Receiver(record, self._store)
+        asked: set[str] = set()
+        with self._head.poller.following(recorder):
+            stream = self._actor.run.options(num_returns="streaming").remote(order)
+            while True:
+                ready, _ = ray.wait([stream], timeout=_POLL_SECONDS)
+                for request, wanted in (
+                    ("cancel", recorder.cancel.requested),
+                    ("pause", recorder.cancel.pausing or self._head.closing.is_set()),
+                    ("finish", recorder.cancel.finishing),
+                ):
+                    if wanted and request not in asked:
+                        asked.add(request)
+                        self._actor.control.remote(record.id, request)
+                if not ready:
+                    continue
+                try:
+                    kind, value = ray.get(next(stream))
+                except StopIteration:
+                    break
+                if kind == "event":
+                    self._record_event(recorder, record, value)
+                else:
+                    receiver.take(kind, value)
+            if recorder.end is None:
+                self._put_back(recorder, record)
+            elif isinstance(recorder.end, VideoSaved):
+                receiver.finish(recorder.end)
+
+    def _put_back(self, recorder: JobRecorder, record: JobRecord) -> None:
+        while recorder.write() is not None and not self._head.closing.wait(_RETRY_SECONDS):
+            pass
+        with contextlib.suppress(StoreError):  # recovered at the next start
+            self._store.put_back(record.id, record.lease)
+
+    def _record_event(self, recorder: JobRecorder, record: JobRecord, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._loaded = event.plan.model
+            event = Planned(plan=_on_head(event, record))
+        elif isinstance(event, VideoSaved):
+            event = event.model_copy(update={"video": record.output})
+        if event.event == "FellBack":
+            self._fallbacks = tuple(dict.fromkeys((*self._fallbacks, str(event.fact))))[-8:]
+        recorder.record(event)
+
+    def _prepare(self, record: JobRecord) -> Order:
+        """Send what a job needs and the node lacks: model, LoRAs, images, and the job's progress.
+
+        Raises:
+            TandemError: if something is missing on the head, or the node refuses it.
+        """
+        settings = self._head.settings
+        spec = model_for(record.generation_request(), settings.weights_dir, settings.cache_dir)
+        name, digests = spec.directory.name, self._head.digests
+        try:
+            with self._head.sending(self.node):
+                model = {entry: spec.directory / entry.name for entry in transfer.model_files(spec.directory, digests)}
+                if self._send("model", name, model):
+                    self._call("install", name)
+                loras = {}
+                for use in spec.loras:
+                    folder = settings.weights_dir / "loras"
+                    relative = use.path.relative_to(folder) if folder in use.path.parents else Path(use.path.name)
+                    loras[digests.entry(use.path, relative.as_posix())] = use.path
+                self._send("lora", "loras", loras)
+                images = [one for one in (spec.image, spec.last_image) if one is not None]
+                self._send("image", "images", {digests.entry(one.path, one.digest): one.path for one in images})
+            files = transfer.job_files(self._store.folder(record.id))
+            entries = {
+                FileEntry(name=one, size=path.stat().st_size, digest=transfer.digest_of(transfer.parts(path))): path
+                for one, path in files.items()
+            }
+            self._send("job", record.id, entries)
+        except OSError as error:
+            raise OutputError("server.cluster_not_sent", error=error.strerror or str(error)) from error
+        return Order(record=record, deaths=self._store.deaths(record.id), model=name, files=stamps(spec))
+
+    def _send(self, kind: str, name: str, files: Mapping[FileEntry, Path]) -> bool:
+        """Send the files that the node lacks; return whether there were any."""
+        import ray
+
+        if not files:
+            return False
+        missing = self._call("missing", kind, name, list(files))
+        for entry, path in files.items():
+            if entry.name not in missing:
+                continue
+            offset = min(missing[entry.name], entry.size)
+            pending: list[Any] = []
+            for data in transfer.parts(path, offset):
+                pending.append(self._actor.receive.remote(kind, name, entry.name, offset, data))
+                offset += len(data)
+                if len(pending) > 1:  # one is written while the next one is sent
+                    ray.get(pending.pop(0))
+            ray.get(pending)
+            self._call("complete", kind, name, entry.name, entry.digest)
+        return bool(missing)
+
+    def _call(self, method: str, *values: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self._actor, method).remote(*values))
+
+
+class _Receiver:
+    """Writes the files that a running job sends, as long as its lease holds."""
+
+    def __init__(self, record: JobRecord, store: Any) -> None:
+        self._record, self._store = record, store
+        self._folder: Path | None = store.folder(record.id)
+
+    def take(self, kind: str, value: Any) -> None:
+        """Take a part of a file, the digest of a file, or the names of all."""
+        if kind == "files":
+            with self._holding():
+                for name, path in transfer.job_files(self._folder).items():
+                    if name not in value:
+                        path.unlink(missing_ok=True)
+            return
+        name = value[0]
+        transfer.check_job_name(name)
+        if name != transfer.VIDEO and self._folder is None:
+            return
+        # The parts of an older run are other files.
+        target = self._target(name)
+        own = target.with_name(f".{target.name}.{self._record.lease}")
+        if kind == "part":
+            transfer.append(own, value[1], value[2])
+        else:
+            transfer.complete(own, value[1], self._holding)
+            with self._holding():
+                own.replace(target)
+
+    def finish(self, saved: VideoSaved) -> None:
+        """Remove what a finished job does not need any more."""
+        if not saved.continues:
+            for name, path in transfer.job_files(self._folder).items():
+                if name != transfer.BOUNDARY:
+                    path.unlink(missing_ok=True)
+
+    def _target(self, name: str) -> Path:
+        if name == transfer.VIDEO:
+            return self._record.output
+        assert self._folder is not None
+        return self._folder / name
+
+    def _holding(self) -> Any:
+        return self._store.holding(self._record.id, self._record.lease)
+
+
+def _waiting(job: JobRecord) -> WaitingJob:
+    plan = job.plan
+    assert plan is not None
+    return WaitingJob(
+        id=job.id,
+        owner=job.owner,
+        model=plan.model,
+        gpus=plan.gpus,
+        # Planned again where it runs: with the strategy that needs the least memory it fits almost everywhere.
+        bytes_per_gpu=0,
+        engines=frozenset(use.id for part in plan.components.values() for use in part.engines),
+        seconds=max(sum(one.value for one in plan.seconds.values()), 1.0),
+        created=job.created,
+    )
+
+
+def _on_head(event: Planned, record: JobRecord) -> Any:
+    """Return a node's plan with the paths of the head."""
+    plan, own = event.plan, record.plan
+    if own is None:
+        return plan.replace(output=record.output)
+    return plan.replace(
+        output=record.output,
+        model=own.model,
+        model_directory=own.model_directory,
+        image=own.image,
+        last_image=own.last_image,
+        loras=own.loras,
+    )
+
+
+def _capacity(machine: Machine) -> tuple[int, int]:
+    return sum(gpu.total_bytes for gpu in machine.gpus), machine.ram_bytes

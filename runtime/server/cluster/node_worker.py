@@ -1,0 +1,279 @@
+"""The worker of a node: a Ray actor that runs the jobs that the head sends, one at a time.
+
+Its files are in a folder of the node's cache until they have been sent. Nothing here knows the head's job store.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.core import log, settings
+from runtime.core.cancel import Cancel
+from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
+from runtime.core.errors import ModelError, TandemError
+from runtime.core.events import CheckpointSaved, Event, Failed, SectionDone, VideoSaved
+from runtime.engines.service import EngineService
+from runtime.machine.probe import Machine, probe
+from runtime.models.catalogue import EMBEDDED, folders
+from runtime.models.images import images_dir
+from runtime.models.loras import loras_dir
+from runtime.pipeline.files import Stamps
+from runtime.pipeline.history_file import HistoryFile
+from runtime.queue import job_runner
+from runtime.queue.job_runner import Planner
+from runtime.queue.records import JobRecord
+from runtime.server.cluster import transfer
+from runtime.server.cluster.transfer import Digests, FileEntry
+
+if TYPE_CHECKING:
+    from runtime.execution.residency import Residency
+
+# Events and parts of files that wait to be sent; the job waits while there are more.
+_MOST_WAITING = 8
+_FOLDER = "cluster"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a node's worker is.
+
+    Attributes:
+        host: the machine's name.
+        pid: of the worker process.
+        machine: with the GPUs of this worker only.
+        models: names of the models on this machine.
+        engines: ids of its engines.
+    """
+
+    host: str
+    pid: int
+    machine: Machine
+    models: frozenset[str]
+    engines: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A job to run.
+
+    Attributes:
+        record: its row. Paths are those of the head.
+        deaths: see `recovery.avoid_causes`.
+        model: the name of the model's folder on the node.
+        files: what identifies the model's files in checkpoints, as on the head.
+    """
+
+    record: JobRecord
+    deaths: Sequence[Mapping[str, object]]
+    model: str
+    files: Stamps
+
+
+# What a running job sends: an event, a part of a file (name, offset, data), the digest of a file whose parts were all
+# sent, or the names of all files that its folder has.
+Sent = tuple[str, Any]
+
+
+class NodeWorker:
+    """Runs jobs of a head on the GPUs that Ray gives this process, or on the CPU."""
+
+    def __init__(self) -> None:
+        collect_garbage_less_often()
+        loaded = settings.load({}, with_keys=True)
+        log.start(loaded.log_file)
+        self._cache = loaded.cache_dir
+        self._weights = loaded.weights_dir
+        self._engines = EngineService.from_settings(loaded, probe())
+        self._history = HistoryFile(self._cache, self._engines.machine)
+        self._planner = Planner(self._weights, self._engines, self._history, builds_later=True)
+        self._digests = Digests(self._cache / _FOLDER / f"digests-{os.getpid()}.json")
+        self._residency: Residency | None = None
+        self._stack = ExitStack()
+        self._running: tuple[str, Cancel] | None = None
+        self._lock = threading.Lock()
+        self._home = self._cache / _FOLDER / f"worker-{os.getpid()}"
+        for left in (self._cache / _FOLDER).glob("worker-*"):
+            if not Path(f"/proc/{left.name.partition('-')[2]}").exists():
+                shutil.rmtree(left, ignore_errors=True)
+        threading.Thread(target=self._preload, name="preload", daemon=True).start()
+
+    def describe(self) -> Described:
+        """Return what this worker is."""
+        machine = probe(self._engines.store.folder)
+        with contextlib.suppress(TandemError):
+            return Described(
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                machine=machine,
+                models=frozenset(folders(self._weights)),
+                engines=frozenset(record.id for record in self._engines.store.records()),
+            )
+        return Described(
+            host=socket.gethostname(), pid=os.getpid(), machine=machine, models=frozenset(), engines=frozenset()
+        )
+
+    def missing(self, kind: str, name: str, entries: Sequence[FileEntry]) -> dict[str, int]:
+        """Return the files that are not here with the same content, and how many bytes of each were received before.
+
+        Args:
+            kind: "model", "image", "lora" or "job".
+            name: of the model; the id of the job.
+
+        Raises:
+            ModelError: if another model with this name is here.
+        """
+        found = {}
+        folder = self._folder(kind, name)
+        shipped = EMBEDDED / name if kind == "model" else None
+        there = next((one for one in (shipped, self._weights / name) if one is not None and one.is_dir()), None)
+        for entry in entries:
+            self._check(kind, entry.name)
+            path = (there if kind == "model" and there is not None else folder) / entry.name
+            with contextlib.suppress(OSError):
+                if self._digests.entry(path, entry.name) == entry:
+                    continue
+            if kind == "model" and there is not None:
+                raise ModelError("server.cluster_other_model", model=name, file=entry.name, host=socket.gethostname())
+            found[entry.name] = transfer.received(path)
+        return found
+
+    def receive(self, kind: str, name: str, file: str, offset: int, data: bytes) -> None:
+        """Write one part of a file."""
+        self._check(kind, file)
+        transfer.append(self._folder(kind, name) / file, offset, data)
+
+    def complete(self, kind: str, name: str, file: str, digest: str) -> None:
+        """Check a file that was received, and rename it into its place."""
+        self._check(kind, file)
+        transfer.complete(self._folder(kind, name) / file, digest)
+
+    def install(self, name: str) -> None:
+        """Make a model whose files were all received available."""
+        folder = self._folder("model", name)
+        if folder.is_dir() and not (self._weights / name).exists():
+            folder.replace(self._weights / name)
+
+    def control(self, job_id: str, request: str) -> None:
+        """Pass on a request for the running job: "cancel", "pause" or "finish"."""
+        with self._lock:
+            running = self._running
+        if running is not None and running[0] == job_id:
+            act = {"cancel": running[1].request, "pause": running[1].pause, "finish": running[1].finish_early}
+            act[request]()
+
+    def run(self, order: Order) -> Iterator[Sent]:
+        """Run a job; yields what it sends. The last is the end of the run, without an event."""
+        waiting: queue.Queue[Sent | None] = queue.Queue(_MOST_WAITING)
+        cancel = Cancel()
+        with self._lock:
+            self._running = (order.record.id, cancel)
+        thread = threading.Thread(target=self._run, args=(order, cancel, waiting), name="job", daemon=True)
+        thread.start()
+        try:
+            while (sent := waiting.get()) is not None:
+                yield sent
+        finally:
+            with self._lock:
+                self._running = None
+            if thread.is_alive():  # the head does not listen any more
+                cancel.request()
+                while thread.is_alive():
+                    with contextlib.suppress(queue.Empty):
+                        waiting.get(timeout=0.1)
+            shutil.rmtree(self._folder("job", order.record.id), ignore_errors=True)
+
+    def _run(self, order: Order, cancel: Cancel, waiting: "queue.Queue[Sent | None]") -> None:
+        folder = self._folder("job", order.record.id)
+        seen = transfer.changed({}, folder)[1]
+
+        def emit(event: Event) -> None:
+            nonlocal seen
+            if isinstance(event, CheckpointSaved | SectionDone):
+                seen = _send_files(folder, seen, waiting)
+            elif isinstance(event, VideoSaved):
+                _send(transfer.VIDEO, event.video, waiting)
+            waiting.put(("event", event))
+
+        try:
+            output = folder / transfer.VIDEO
+            folder.mkdir(parents=True, exist_ok=True)
+            request = {**order.record.request, "model": order.model}
+            record = order.record.model_copy(update={"output": output, "request": request})
+            spec, plan = self._planner.plan(
+                record, self._engines.machine if self._engines.machine.gpus else probe(), 0, None, order.deaths
+            )
+            self._preload()
+            assert self._residency is not None
+            job_runner.run(
+                record, plan, spec, emit, cancel, self._residency, self._history, folder, order.files
+            )
+            _send_files(folder, seen, waiting)
+        except Exception as error:
+            if not isinstance(error, TandemError):
+                logger.exception("job %s could not run", order.record.id)
+            waiting.put(("event", Failed.because_of(error)))
+        finally:
+            waiting.put(None)
+
+    def _preload(self) -> None:
+        """Import PyTorch and the pipeline, which takes seconds, and make the residency."""
+        with self._lock:
+            if self._residency is None:
+                import runtime.pipeline.run  # noqa: F401 - import errors are raised here
+                from runtime.execution.residency import Residency
+
+                self._residency = self._stack.enter_context(Residency(self._engines))
+                collect_garbage_as_usual()
+
+    def _folder(self, kind: str, name: str) -> Path:
+        if not name or "/" in name or "\\" in name or name.startswith("."):
+            raise ModelError("server.cluster_file_refused", name=name)
+        if kind == "model":
+            return self._weights / f".{name}.cluster"
+        if kind == "image":
+            return images_dir(self._cache)
+        return loras_dir(self._weights) if kind == "lora" else self._home / name
+
+    @staticmethod
+    def _check(kind: str, name: str) -> None:
+        if kind == "job":
+            transfer.check_job_name(name)
+        elif kind == "image":
+            transfer.check_image_name(name)
+        else:
+            transfer.check_model_name(name)
+
+
+def _send_files(
+    folder: Path, seen: dict[str, tuple[int, int]], waiting: "queue.Queue[Sent | None]"
+) -> dict[str, tuple[int, int]]:
+    """Send the files of a job's folder that have changed since `seen`, and the names of all; return the new state."""
+    files, now = transfer.changed(seen, folder)
+    for name, path in files.items():
+        with contextlib.suppress(FileNotFoundError):  # an older clip
+            _send(name, path, waiting)
+    if seen.keys() != now.keys() or files:
+        waiting.put(("files", sorted(now)))
+    return now
+
+
+def _send(name: str, path: Path, waiting: "queue.Queue[Sent | None]") -> None:
+    import hashlib
+
+    total, offset = hashlib.sha256(), 0
+    for data in transfer.parts(path):
+        total.update(data)
+        waiting.put(("part", (name, offset, data)))
+        offset += len(data)
+    waiting.put(("complete", (name, total.hexdigest())))
