@@ -575,11 +575,28 @@ def serve(
     model: Annotated[
         OptionalText, typer.Option(metavar="NAME|DIR", help="Model of requests that name none. [default: diorama]")
     ] = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Let other machines join and make the videos.")] = False,
 ) -> Outcome:
     """Serve the HTTP API, without the web app: queue, workers and /v1/videos."""
     from runtime.cli.serve import run as run_server
 
-    return run_server({"host": host, "port": port, "model": model})
+    return run_server({"host": host, "port": port, "model": model}, cluster=cluster)
+
+
+@_command(app, "worker")
+def worker(
+    join: Annotated[str, typer.Option("--join", metavar="ADDRESS", help="The head, as in 192.168.1.5:7860.")],
+    gpus: Annotated[
+        int,
+        typer.Option(
+            "--gpus-per-worker", metavar="N", min=1, help="GPUs that one job may use; others run jobs of their own."
+        ),
+    ] = 1,
+) -> Outcome:
+    """Make videos for the head of a cluster, which runs `serve --cluster`, until Ctrl-C."""
+    from runtime.cli.worker import run as run_worker
+
+    return run_worker(join, gpus)
 
 
 KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")]

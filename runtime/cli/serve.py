@@ -15,12 +15,16 @@ from runtime.server.api_keys import ApiKeys, KeyLimits
 _SIZE = re.compile(r"([0-9]{1,4})[x×]([0-9]{1,4})")
 
 
-def run(flags: Mapping[str, str | None]) -> dict[str, Any]:
-    """Serve the API until Ctrl-C; return its address."""
+def run(flags: Mapping[str, str | None], *, cluster: bool = False) -> dict[str, Any]:
+    """Serve the API until Ctrl-C; return its address.
+
+    Args:
+        cluster: whether other machines may join.
+    """
     from runtime.server.serve import launch
 
     loaded = settings.load(flags, with_keys=True)
-    return {"url": launch(loaded)}
+    return {"url": launch(loaded, cluster=cluster)}
 
 
 def add_key(name: str, counts: Mapping[str, int], size: str | None) -> dict[str, Any]:

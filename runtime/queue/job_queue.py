@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class JobQueue:
 
     Attributes:
         instance: the id of the app among the processes that share the store.
+        plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
     """
 
     def __init__(
@@ -86,15 +88,23 @@ class JobQueue:
         self.instance = self._exit.enter_context(Instance(self.store.path)).id if app is None else app
         self._supervisor: Supervisor | None = None
         self._read = 0
+        self.plans_for: Callable[[], Machine | None] = lambda: None
         if self._is_app:
             recovery.recover(self.store, self.instance)
         self._refresh()
         self._watcher = threading.Thread(target=self._watch, name="job-watcher", daemon=True)
         self._watcher.start()
 
-    def start_workers(self, log_file: Path | None = None) -> None:
-        """Start the worker processes, one for each GPU or one for the CPU, and keep them running until `close`."""
-        self._supervisor = Supervisor(self.store, self.worker_configs(log_file))
+    def start_workers(self, log_file: Path | None = None, *, videos: bool = True) -> None:
+        """Start the worker processes, one for each GPU or one for the CPU, and keep them running until `close`.
+
+        Args:
+            videos: whether they make videos, and not only tasks and builds.
+        """
+        configs = self.worker_configs(log_file)
+        if not videos:
+            configs = [replace(one, kinds=[kind for kind in one.kinds if kind not in VIDEOS]) for one in configs]
+        self._supervisor = Supervisor(self.store, configs)
         self._supervisor.start()
 
     def worker_pids(self) -> dict[int, int]:
@@ -336,6 +346,10 @@ class JobQueue:
     def _plan(self, request: GenerationRequest, *, decode: bool = True) -> ExecutionPlan:
         spec = self.model(request, decode=decode)
         output = output_path(self._outputs_dir, request.prompt)
+        other = self.plans_for()
+        if other is not None:
+            offers = replace(self._engines, machine=other).offers(spec)
+            return resolve(request, spec, other, output, offers, self.history(), builds_later=True)
         offers, first = self._engines.offers(spec), self._gpus[0]
         return resolve(request, spec, self.machine(), output, offers, self.history(), first, builds_later=True)
 

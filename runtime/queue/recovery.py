@@ -66,7 +66,9 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
     return found
 
 
-def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: bool = False) -> None:
+def settle_worker(
+    store: JobStore, worker: str, how: Fact, *, out_of_memory: bool = False, counted: bool = True
+) -> None:
     """Queue the job of a dead worker again, so that it resumes, or fail it.
 
     A job or build is queued again after one death; deaths before it had begun are not counted, up to a limit. Another
@@ -75,6 +77,7 @@ def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: boo
     Args:
         how: the worker ended, see `exit_reason`.
         out_of_memory: whether the system killed it because memory ran out.
+        counted: whether the job may be the cause.
 
     Raises:
         StoreError: if the store cannot be read or written.
@@ -87,9 +90,10 @@ def settle_worker(store: JobStore, worker: str, how: Fact, *, out_of_memory: boo
             store.interrupt(job.id, worker, saved)
             continue
         work = _current_work(store, job.id)
+        work["begun"] = work["begun"] and counted
         deaths = store.deaths(job.id)
-        counted = work["begun"] and any(death["begun"] for death in deaths)
-        if job.kind != "task" and not counted and len(deaths) + 1 < _MOST_DEATHS:
+        repeated = work["begun"] and any(death["begun"] for death in deaths)
+        if job.kind != "task" and not repeated and len(deaths) + 1 < _MOST_DEATHS:
             death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
             if store.restart(job.id, worker, death):
                 logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)

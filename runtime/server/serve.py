@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from runtime.core.environment import collect_garbage_as_usual
+from runtime.core.environment import collect_garbage_as_usual, program
 from runtime.core.errors import MachineError, SettingsError
 from runtime.core.facts import render
 from runtime.core.processes import raise_open_files, return_freed_memory
@@ -29,14 +30,20 @@ from runtime.server.security import LOOPBACK
 from runtime.server.video_api import VideoApi
 from runtime.server.visitors import cancel_orphaned
 
+if TYPE_CHECKING:  # imports ray
+    from runtime.server.cluster.head import ClusterHead
+
 # A video of the API whose process was killed this often may be the cause.
 _MOST_INTERRUPTIONS = 3
 
 logger = logging.getLogger(__name__)
 
 
-def launch(settings: Settings) -> str:
+def launch(settings: Settings, *, cluster: bool = False) -> str:
     """Serve the HTTP API until Ctrl-C or a request to end; return its address.
+
+    Args:
+        cluster: whether other machines may join and run its videos.
 
     Raises:
         MachineError: for a host or port that cannot be listened on.
@@ -50,30 +57,37 @@ def launch(settings: Settings) -> str:
         addresses.append(url)
         print_line(f"Tandem's API is at {url}v1 - Ctrl-C stops it.")
 
-    until_stopped(serve(settings), started)
+    until_stopped(serve(settings, cluster=cluster), started)
     return addresses[0]
 
 
 @contextlib.contextmanager
-def serve(settings: Settings) -> Iterator[str]:
+def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     """Serve the HTTP API within a `with` block; yields its address. Raises as `launch`."""
+    if cluster:
+        from runtime.server.cluster.ray_process import check_installed
+
+        check_installed()
     keys = ApiKeys(settings.cache_dir)
     if not keys.keys() and settings.host not in LOOPBACK:
         raise SettingsError("server.api_host_without_key", host=settings.host)
     check_address(settings.host, settings.port)
     return_freed_memory()
     collect_garbage_as_usual()
-    worker, _ = open_queue(settings)
+    worker, engines = open_queue(settings, resume_all=cluster)
     server: PageServer | None = None
+    head: ClusterHead | None = None
     try:
-        app = VideoApi(worker, settings, keys).app()
+        if cluster:
+            head = start_head(worker, settings)
+        app = VideoApi(worker, settings, keys, head).app()
         try:
             sockets = listen(settings.host, settings.port)
         except OSError as error:
             raise port_taken(settings.port) from error
         server = PageServer(sockets, limits_for(raise_open_files()))
         server.start(app)
-        worker.start_workers(settings.log_file)
+        worker.start_workers(settings.log_file, videos=head is None or bool(engines.machine.gpus))
         yield address_of(settings.host, settings.port)
     finally:
         with contextlib.ExitStack() as closing:
@@ -81,10 +95,34 @@ def serve(settings: Settings) -> Iterator[str]:
             if server is not None:
                 closing.callback(server.close)
             closing.callback(worker.close)
+            if head is not None:
+                closing.callback(head.close)
 
 
-def open_queue(settings: Settings) -> tuple[JobQueue, EngineService]:
+def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
+    """Start the head of a cluster, and print how other machines join it.
+
+    Raises:
+        MachineError: if Ray does not start.
+        SettingsError: if the cluster's key cannot be read or written.
+    """
+    from runtime.server.cluster.cluster_key import VARIABLE, make_key
+    from runtime.server.cluster.head import ClusterHead
+
+    key = make_key(settings.cache_dir)
+    print_line("Starting Ray.")
+    head = ClusterHead(worker, settings, key)
+    worker.plans_for = head.machine
+    address = f"{'ADDRESS' if settings.host in {*LOOPBACK, '0.0.0.0'} else settings.host}:{settings.port}"
+    print_line(f"Other machines join with: {VARIABLE}={key} {program()} worker --join {address}")
+    return head
+
+
+def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueue, EngineService]:
     """Open the job store and the engine library; return the queue, whose workers do not run yet.
+
+    Args:
+        resume_all: whether all interrupted videos are queued again, and not only those of API keys.
 
     Raises:
         OutputError: if nothing can be written to the folder for videos.
@@ -101,19 +139,20 @@ def open_queue(settings: Settings) -> tuple[JobQueue, EngineService]:
     cancel_orphaned(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
-    resume_interrupted(store)
+    resume_interrupted(store, everyone=resume_all)
     waiting = sum(not one.held for one in store.queue())
     if waiting:
         print_line(f"Queued jobs of an earlier start: {waiting}. They run now.")
     return worker, engines
 
 
-def resume_interrupted(store: JobStore) -> None:
-    """Queue the videos of API keys again whose process was killed; programs cannot resume them."""
+def resume_interrupted(store: JobStore, *, everyone: bool = False) -> None:
+    """Queue the videos of API keys, or of everyone, again whose process was killed; programs cannot resume them."""
     for job in store.list(states=["interrupted"]):
-        if (job.owner or "").startswith(OWNER_PREFIX):
+        if everyone or (job.owner or "").startswith(OWNER_PREFIX):
             interruptions = sum(values["event"] == "Interrupted" for _, _, values in store.events(job.id))
-            if interruptions < _MOST_INTERRUPTIONS:
+            # In a cluster, the head's process does not run the videos.
+            if everyone or interruptions < _MOST_INTERRUPTIONS:
                 logger.info("job %s is queued again", job.id)
                 store.resume(job.id)
 

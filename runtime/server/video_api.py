@@ -7,6 +7,8 @@
     GET    /v1/videos/{id}/events    its progress and previews, see `video_events`
     DELETE /v1/videos/{id}           stop it if it runs, and delete it
     GET    /v1/models                the models
+    GET    /v1/cluster               the machines of a cluster, for its key or the owner of this machine
+    GET    /v1/cluster/join          how a machine with the cluster's key joins
     GET    /v1/openapi.json          this API's schema
     GET    /healthz                  whether the server and its job store answer; needs no key
     GET    /metrics                  see `metrics`
@@ -17,6 +19,7 @@ videos of the owner of this machine.
 
 import asyncio
 import hashlib
+import hmac
 import json
 import math
 import re
@@ -24,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Path as PathParameter
@@ -65,7 +68,11 @@ from runtime.server.visitors import private_folders, without_paths
 from runtime.server.watchers import Watchers
 from runtime.video.preview import still
 
+if TYPE_CHECKING:  # imports ray
+    from runtime.server.cluster.head import ClusterHead
+
 HEALTH = "/healthz"
+CLUSTER = "/v1/cluster"
 _PATHS = re.compile(r"/v1(?:/.*)?|/healthz/?|/metrics/?", re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{8}")
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -92,9 +99,10 @@ class VideoApi:
 
     Args:
         keys: of the cache folder.
+        head: of the cluster; `None` without one.
     """
 
-    def __init__(self, worker: JobQueue, settings: Settings, keys: ApiKeys) -> None:
+    def __init__(self, worker: JobQueue, settings: Settings, keys: ApiKeys, head: "ClusterHead | None" = None) -> None:
         self._worker = worker
         self._store = worker.store
         self._settings = settings
@@ -105,6 +113,7 @@ class VideoApi:
         self._watchers = Watchers(_MOST_STREAMS, _MOST_STREAMS_ALL)
         self._feeds = video_events.VideoFeeds(worker, self._shown, self.redact)
         self._metrics = Metrics(worker)
+        self._head = head
 
     def app(self) -> FastAPI:
         """Return the ASGI app with its middleware."""
@@ -125,7 +134,12 @@ class VideoApi:
                 # Also of errors in the middleware; FastAPI logs others.
                 Middleware(ExceptionMiddleware, handlers=early),
                 Middleware(CrossSiteMiddleware, host_names=lambda: names, visitors=None),
-                Middleware(KeyMiddleware, keys=self._keys, open_without=_is_open(self._settings)),
+                Middleware(
+                    KeyMiddleware,
+                    keys=self._keys,
+                    open_without=_is_open(self._settings),
+                    cluster_key=None if self._head is None else self._head.key,
+                ),
             ],
         )
         errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
@@ -147,6 +161,9 @@ class VideoApi:
         add("/v1/videos/{video_id}/events", self.events, methods=["GET"], responses=stream, response_class=Response)
         add("/v1/models", self.models, methods=["GET"], response_model=ModelList, responses=errors)
         add("/v1/models/{name}", self.model, methods=["GET"], response_model=Model, responses=errors)
+        if self._head is not None:
+            add(CLUSTER, self._head.view, methods=["GET"], include_in_schema=False)
+            add(f"{CLUSTER}/join", self._head.joining, methods=["GET"], include_in_schema=False)
         add("/v1/openapi.json", lambda: _openapi(app), methods=["GET"], include_in_schema=False)
         add(HEALTH, self.health, methods=["GET", "HEAD"], include_in_schema=False)
         add("/metrics", self.metrics, methods=["GET"], include_in_schema=False)
@@ -356,12 +373,14 @@ class KeyMiddleware:
 
     Args:
         open_without: whether requests need no key as long as none was added.
+        cluster_key: the only key for the routes of a cluster; `None` without one.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_without: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_without: bool, cluster_key: str | None = None) -> None:
         self._app = app
         self._keys = keys
         self._open = open_without
+        self._cluster_key = cluster_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -379,12 +398,19 @@ class KeyMiddleware:
 
     def _find(self, scope: Scope) -> ApiKey | None:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if self._keys.keys() is None and self._open:
+        cluster = scope["path"].rstrip("/").startswith(CLUSTER)
+        joins = cluster and scope["path"].rstrip("/") != CLUSTER
+        if self._keys.keys() is None and self._open and not joins:
             return None
         challenge = {"WWW-Authenticate": "Bearer"}
         scheme, _, secret = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
         if scheme.lower() != "bearer" or not secret.strip():
             error = refused(401, "server.api_key_missing")
+        elif cluster:
+            expected = self._cluster_key or ""
+            if expected and hmac.compare_digest(secret.strip().encode(), expected.encode()):
+                return None
+            error = refused(401, "server.api_key_wrong")
         else:
             key = self._keys.find(secret.strip())
             if key is not None:

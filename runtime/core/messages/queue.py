@@ -71,6 +71,7 @@ MESSAGES: Mapping[str, Message] = {
     "queue.exit_probably_out_of_memory": Message(
         "killed with signal 9, SIGKILL, probably by the system because memory ran out"
     ),
+    "queue.node_lost": Message("the machine {host} was lost"),
     "queue.exit_unknown": Message("unknown reason"),
     "queue.exit_device_lost": Message("CUDA error"),
     "queue.exited": Message("{how}"),

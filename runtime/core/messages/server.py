@@ -121,5 +121,49 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_rate": Message("This key allows {maximum:n video} an hour.", "Try again in {minutes:n minute}."),
     "server.api_interrupted": Message("Tandem ended while this video was generated.", "Create it again."),
     "server.api_cancelled": Message("The video was cancelled.", "Create it again."),
+    # The cluster.
+    "server.cluster_no_ray": Message(
+        "Ray is not installed, which a cluster needs.", "Run `{python} -m pip install -r requirements-cluster.txt`."
+    ),
+    "server.cluster_ray_failed": Message(
+        "Ray does not start: {output}.",
+        "Check that no firewall blocks it and that memory and disk have space; try again.",
+    ),
+    "server.cluster_key_file": Message(
+        "The file of the cluster's key cannot be used: {file}: {error}.",
+        "Make it readable, or delete it for a new key.",
+    ),
+    "server.cluster_key_missing": Message(
+        "The key of the cluster is missing.", "Set {variable} to the key that `serve --cluster` shows on the head."
+    ),
+    "server.cluster_key_invalid": Message(
+        "{source} has no cluster key.", "Copy the 64 characters that `serve --cluster` shows on the head."
+    ),
+    "server.cluster_key_wrong": Message(
+        "The head at {address} does not accept the key.", "Copy the key that `serve --cluster` shows on the head."
+    ),
+    "server.cluster_address": Message(
+        "{address} is not an address of a head.", "Give HOST:PORT, as in 192.168.1.5:7860."
+    ),
+    "server.cluster_unreachable": Message(
+        "There is no head at {address}: {error}.",
+        "Start it with `serve --cluster --host ADDRESS`, or check the address.",
+    ),
+    "server.cluster_not_a_head": Message(
+        "The server at {address} is not the head of a cluster.", "Start it with `serve --cluster`."
+    ),
+    "server.cluster_version": Message(
+        "The head has {name} {theirs}, this machine {own}.", "Install the same version on both."
+    ),
+    "server.cluster_gpus": Message(
+        "{count} GPUs cannot be divided into groups of {size}.", "Choose a divisor of {count}."
+    ),
+    "server.cluster_other_model": Message(
+        "The machine {host} has another version of {model}: {file} differs.",
+        "Delete the model there; the head sends its own.",
+    ),
+    "server.cluster_file_refused": Message("The file name {name} is not accepted.", "See the log of the machine."),
+    "server.cluster_file_damaged": Message("{name} was damaged while it was sent.", "Try again."),
+    "server.cluster_not_sent": Message("A file could not be sent: {error}.", "See the log."),
     "server.api_internal": Message("Internal error.", "The log of the server has the details."),
 }

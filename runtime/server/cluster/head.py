@@ -27,7 +27,7 @@ from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import JobRecord
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Described, NodeWorker, Order
-from runtime.server.cluster.ray_process import RayProcess, authenticate, free_port
+from runtime.server.cluster.ray_process import RayProcess, authenticate, free_port, versions
 from runtime.server.cluster.transfer import Digests, FileEntry
 from runtime.server.scheduling import IdleWorker, Usage, WaitingJob, assign
 
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
 _RETRY_SECONDS = 3.0
 # After a worker is lost: until it is known whether its node is lost as well.
-_NODE_SECONDS = 12.0
+_NODE_SECONDS = 5.0
 _CLOSING_SECONDS = 20.0
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ClusterHead:
         key: of the cluster.
 
     Attributes:
-        address: that Ray's processes of other machines connect to: the port, since they know the host.
+        port: of Ray.
 
     Raises:
         MachineError: if Ray does not start.
@@ -84,13 +84,17 @@ class ClusterHead:
 
     def __init__(self, jobs: JobQueue, settings: Settings, key: str) -> None:
         authenticate(key)
+        self.key = key
         self.port = free_port()
         self._ray = RayProcess({"head": "", "port": str(self.port), "no-monitor": ""}, key, {}, cpus=0)
         import ray
 
         try:
             ray.init(
-                f"127.0.0.1:{self.port}", namespace="tandem", log_to_driver=False, configure_logging=False,
+                f"127.0.0.1:{self.port}",
+                namespace="tandem",
+                log_to_driver=False,
+                configure_logging=False,
                 logging_level=logging.ERROR,
             )
         except BaseException:
@@ -129,6 +133,10 @@ class ClusterHead:
         ]
         queued = sum(job.kind == "video" and job.state == "queued" for job in self.store.queue())
         return ClusterView(nodes=tuple(views), queued=queued)
+
+    def joining(self) -> dict[str, Any]:
+        """Return what a machine needs to join: the port of Ray, this start of the head, and the versions."""
+        return {"port": self.port, "session": self.jobs.instance, "versions": versions()}
 
     def machine(self) -> Machine | None:
         """Return the machine with the most memory, for which new requests are planned; `None` without nodes."""
@@ -321,7 +329,7 @@ class _Proxy:
             except ray.exceptions.RayError as error:
                 logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
                 self._head.lost(self)
-                self._settle(record, error)
+                self._settle(record)
                 return
             except Exception as error:
                 if not isinstance(error, TandemError):
@@ -334,11 +342,10 @@ class _Proxy:
         with contextlib.suppress(StoreError):
             self._store.record(record.id, event, record.lease)
 
-    def _settle(self, record: JobRecord, error: Exception) -> None:
+    def _settle(self, record: JobRecord) -> None:
         """Queue the job of a lost worker again; the loss of a whole node is not the job's fault."""
         end = time.monotonic() + _NODE_SECONDS
-        process_only = "node" not in str(error).lower()
-        while time.monotonic() < end and not process_only and self._head.is_up(self.node):
+        while time.monotonic() < end and self._head.is_up(self.node):
             time.sleep(_POLL_SECONDS)
         while not self._head.closing.is_set():
             try:
@@ -359,7 +366,7 @@ class _Proxy:
         recorder = JobRecorder(record.id, self._store, lease=record.lease)
         receiver = _Receiver(record, self._store)
         asked: set[str] = set()
-        with self._head.poller.following(recorder):
+        with self._head.poller.following(recorder), contextlib.closing(receiver):
             stream = self._actor.run.options(num_returns="streaming").remote(order)
             while True:
                 ready, _ = ray.wait([stream], timeout=_POLL_SECONDS)
@@ -467,6 +474,7 @@ class _Receiver:
     def __init__(self, record: JobRecord, store: Any) -> None:
         self._record, self._store = record, store
         self._folder: Path | None = store.folder(record.id)
+        self._begun: set[Path] = set()
 
     def take(self, kind: str, value: Any) -> None:
         """Take a part of a file, the digest of a file, or the names of all."""
@@ -483,12 +491,19 @@ class _Receiver:
         # The parts of an older run are other files.
         target = self._target(name)
         own = target.with_name(f".{target.name}.{self._record.lease}")
+        self._begun.add(own)
         if kind == "part":
             transfer.append(own, value[1], value[2])
         else:
             transfer.complete(own, value[1], self._holding)
             with self._holding():
                 own.replace(target)
+
+    def close(self) -> None:
+        """Remove the files that were not received completely."""
+        for path in self._begun:
+            path.unlink(missing_ok=True)
+            transfer.partial(path).unlink(missing_ok=True)
 
     def finish(self, saved: VideoSaved) -> None:
         """Remove what a finished job does not need any more."""
@@ -518,7 +533,7 @@ def _waiting(job: JobRecord) -> WaitingJob:
         # Planned again where it runs: with the strategy that needs the least memory it fits almost everywhere.
         bytes_per_gpu=0,
         engines=frozenset(use.id for part in plan.components.values() for use in part.engines),
-        seconds=max(sum(one.value for one in plan.seconds.values()), 1.0),
+        seconds=max(sum(one.likely for one in plan.seconds.values()), 1.0),
         created=job.created,
     )
 

@@ -117,7 +117,7 @@ class NodeWorker:
                 pid=os.getpid(),
                 machine=machine,
                 models=frozenset(folders(self._weights)),
-                engines=frozenset(record.id for record in self._engines.store.records()),
+                engines=frozenset(record.id for record in self._engines.store.index()),
             )
         return Described(
             host=socket.gethostname(), pid=os.getpid(), machine=machine, models=frozenset(), engines=frozenset()
@@ -215,9 +215,7 @@ class NodeWorker:
             )
             self._preload()
             assert self._residency is not None
-            job_runner.run(
-                record, plan, spec, emit, cancel, self._residency, self._history, folder, order.files
-            )
+            job_runner.run(record, plan, spec, emit, cancel, self._residency, self._history, folder, order.files)
             _send_files(folder, seen, waiting)
         except Exception as error:
             if not isinstance(error, TandemError):

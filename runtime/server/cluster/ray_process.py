@@ -102,7 +102,12 @@ class RayProcess:
         environment = {**os.environ, **variables(key), "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
         with self._log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=ROOT,
                 start_new_session=True,
             )
         try:

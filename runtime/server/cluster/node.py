@@ -1,0 +1,141 @@
+"""A machine that joins the head of a cluster, and joins it again when the head was started again."""
+
+import json
+import re
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from runtime.core.errors import MachineError, TandemError
+from runtime.core.settings import Settings
+from runtime.machine.probe import probe
+from runtime.server.cluster.cluster_key import given_key
+from runtime.server.cluster.ray_process import RayProcess, check_installed, versions
+
+_ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:.]+\]|[\w.-]+):([0-9]{1,5})/?", re.ASCII)
+_ANSWER_SECONDS = 5.0
+_POLL_SECONDS = 1.0
+# Answers that the head may miss before its Ray is taken for dead.
+_MOST_MISSED = 5
+_LEAST_DELAY, _MOST_DELAY = 1.0, 30.0
+_UNAUTHORIZED = 401
+_MOST_BYTES = 10_000
+
+
+def join(address: str, settings: Settings, gpus: int, show: Callable[[str], None]) -> int:
+    """Join a head until Ctrl-C or SIGTERM, again whenever the head was started again; return how often it was joined.
+
+    Args:
+        address: of the head's API, HOST:PORT.
+        gpus: GPUs of one worker.
+        show: called with lines for people.
+
+    Raises:
+        MachineError: if Ray is missing, or the head cannot be joined the first time.
+        SettingsError: if there is no key.
+    """
+    check_installed()
+    key = given_key(settings.cache_dir)
+    count = len(probe().gpus)
+    if count % gpus and gpus > 1:
+        raise MachineError("server.cluster_gpus", count=count, size=gpus)
+    stop = threading.Event()
+
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    joined, delay = 0, _LEAST_DELAY
+    try:
+        while not stop.is_set():
+            try:
+                answer = ask(address, key)
+                check_versions(answer)
+                ray = _start(address, key, answer, count, gpus)
+            except TandemError as error:
+                if not joined:
+                    raise
+                show(f"{error} Next attempt in {delay:.0f} s.")
+                stop.wait(delay)
+                delay = min(2 * delay, _MOST_DELAY)
+                continue
+            joined, delay = joined + 1, _LEAST_DELAY
+            show(f"Joined the head at {address}. Ctrl-C leaves it.")
+            try:
+                _wait(address, key, answer, ray, stop)
+            finally:
+                ray.close()
+            if not stop.is_set():
+                show("The head is gone or was started again.")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return joined
+
+
+def ask(address: str, key: str) -> dict[str, Any]:
+    """Return how to join a head.
+
+    Raises:
+        MachineError: if it cannot be reached, does not accept the key, or is no head.
+    """
+    found = _ADDRESS.fullmatch(address.strip())
+    if found is None:
+        raise MachineError("server.cluster_address", address=address[:80])
+    request = urllib.request.Request(
+        f"http://{found[1]}:{found[2]}/v1/cluster/join", headers={"Authorization": f"Bearer {key}"}
+    )
+    # The key is for the head only, not for a proxy of the environment.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_ANSWER_SECONDS) as response:
+            answer = json.loads(response.read(_MOST_BYTES))
+        if not isinstance(answer["port"], int) or not isinstance(answer["versions"], dict):
+            raise TypeError
+    except urllib.error.HTTPError as error:
+        with error:
+            code = "cluster_key_wrong" if error.code == _UNAUTHORIZED else "cluster_not_a_head"
+        raise MachineError(f"server.{code}", address=address) from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise MachineError("server.cluster_unreachable", address=address, error=str(reason)) from error
+    except (ValueError, TypeError, LookupError) as error:
+        raise MachineError("server.cluster_not_a_head", address=address) from error
+    return dict(answer)
+
+
+def check_versions(answer: Mapping[str, Any]) -> None:
+    """Check that this machine has the versions of the head.
+
+    Raises:
+        MachineError: if not.
+    """
+    for name, own in versions().items():
+        theirs = str(answer["versions"].get(name, "?"))[:40]
+        if theirs != own:
+            raise MachineError("server.cluster_version", name=name, theirs=theirs, own=own)
+
+
+def _start(address: str, key: str, answer: Mapping[str, Any], count: int, gpus: int) -> RayProcess:
+    found = _ADDRESS.fullmatch(address.strip())
+    assert found is not None
+    arguments = {"address": f"{found[1]}:{answer['port']}", "num-gpus": str(count)}
+    return RayProcess(arguments, key, {"tandem": 1, "tandem-workers": max(count // gpus, 1)}, cpus=1)
+
+
+def _wait(address: str, key: str, joined: Mapping[str, Any], ray: RayProcess, stop: threading.Event) -> None:
+    """Return when Ray ended here, or the head is gone or was started again."""
+    missed = 0
+    while ray.alive and missed < _MOST_MISSED and not stop.wait(_POLL_SECONDS):
+        try:
+            answer = ask(address, key)
+        except MachineError:
+            missed += 1
+            continue
+        missed = 0
+        if answer.get("session") != joined.get("session"):
+            return
