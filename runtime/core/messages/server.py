@@ -123,7 +123,8 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_cancelled": Message("The video was cancelled.", "Create it again."),
     # The cluster.
     "server.cluster_no_ray": Message(
-        "Ray is not installed, which a cluster needs.", "Run `{python} -m pip install -r requirements-cluster.txt`."
+        "Ray is not installed, which a cluster needs.",
+        "Run `.venv/bin/python -m pip install -r requirements-cluster.txt`.",
     ),
     "server.cluster_ray_failed": Message(
         "Ray does not start: {output}.",

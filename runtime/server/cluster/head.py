@@ -43,9 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerView(FrozenModel):
-    """A worker of a node: its GPUs, the job that it runs, and components that fell back in it, with their reasons."""
+    """A worker of a node: its process id there, its GPUs, the job that it runs, and components that fell back in it, with their reasons."""
 
     id: str
+    pid: int
     gpus: tuple[str, ...]
     job: str | None
     jobs_done: int
@@ -86,7 +87,9 @@ class ClusterHead:
         authenticate(key)
         self.key = key
         self.port = free_port()
-        self._ray = RayProcess({"head": "", "port": str(self.port), "no-monitor": ""}, key, {}, cpus=0)
+        self._ray = RayProcess(
+            {"head": "", "port": str(self.port), "no-monitor": "", "include-dashboard": "false"}, key, {}, cpus=0
+        )
         import ray
 
         try:
@@ -296,6 +299,7 @@ class _Proxy:
         record = self._record
         return WorkerView(
             id=self.id,
+            pid=self.described.pid,
             gpus=tuple(gpu.name for gpu in self.described.machine.gpus),
             job=None if record is None else record.id,
             jobs_done=self._done,

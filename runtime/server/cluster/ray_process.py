@@ -89,7 +89,6 @@ class RayProcess:
         self._log = self._folder / "start.txt"
         flags = {
             **arguments,
-            "include-dashboard": "false",
             "include-log-monitor": "false",
             "num-cpus": str(cpus),
             "resources": json.dumps(resources),

@@ -1,0 +1,88 @@
+"""Kill workers, raylets and the head of a cluster of three nodes on this machine while it makes videos.
+
+    python -m bench.cluster [--jobs 30] [--kills 10] [--nodes 3] [--kinds worker,raylet,head]
+
+Prints one JSON object: how every job ended, whether its frames equal those of a server without a cluster, processes that
+are left, and durations.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.cluster_machines import Machines, machines
+
+SEEDS = 3
+
+
+def main() -> None:
+    """Run the measurement."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=30)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--kinds", default="worker,raylet,head")
+    given = parser.parse_args()
+    result: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with machines(_made(folder, "alone"), 0) as alone:
+            started = time.monotonic()
+            ids = {seed: alone.submit(seed) for seed in range(SEEDS)}
+            alone.wait(alone.finished, 300)
+            result["alone_seconds"] = round((time.monotonic() - started) / SEEDS, 2)
+            expected = {seed: alone.frames(job) for seed, job in ids.items()}
+        with machines(_made(folder, "cluster"), given.nodes) as cluster:
+            for kind in given.kinds.split(","):
+                result[kind] = _round(cluster, kind, given.jobs, given.kills, expected)
+        time.sleep(5)
+        result["left"] = cluster.left()
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+
+
+def _made(folder: str, name: str) -> Path:
+    path = Path(folder) / name
+    path.mkdir()
+    return path
+
+
+def _round(cluster: Machines, kind: str, count: int, kills: int, expected: dict[int, str]) -> dict[str, object]:
+    """Queue videos, kill processes of one kind while they run, and compare what is made."""
+    started = time.monotonic()
+    jobs = {cluster.submit(number % SEEDS): number % SEEDS for number in range(count)}
+    killed, at = 0, []
+    while killed < kills:
+        cluster.wait(lambda: any(worker["job"] for worker in cluster.workers()) or cluster.finished(), 240)
+        if cluster.finished():
+            break
+        time.sleep(1.0 + killed % 3)
+        if kind == "worker":
+            killed += cluster.kill_worker()
+        elif kind == "raylet":
+            killed += cluster.kill_raylet(killed % len(cluster.nodes))
+        else:
+            cluster.kill_head()
+            killed += 1
+        at.append(round(time.monotonic() - started, 1))
+        time.sleep(3.0)
+    cluster.wait(cluster.finished, 1200)
+    videos = cluster.videos()
+    done = [job for job in jobs if videos[job]["status"] == "completed"]
+    equal = sum(cluster.frames(job) == expected[jobs[job]] for job in done)
+    failed = {job: videos[job]["error"] for job in jobs if job not in done}
+    seconds = round(time.monotonic() - started, 1)
+    return {
+        "jobs": count,
+        "kills": killed,
+        "at": at,
+        "completed": len(done),
+        "equal": equal,
+        "failed": failed,
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()
