@@ -2,8 +2,8 @@
 
     python -m bench.cluster [--jobs 30] [--kills 10] [--nodes 3] [--kinds worker,raylet,head]
 
-Prints one JSON object: how every job ended, whether its frames equal those of a server without a cluster, processes that
-are left, and durations.
+Prints one JSON object: how every job ended, whether its frames equal those of a server without a cluster, processes
+that are left, and durations.
 """
 
 import argparse

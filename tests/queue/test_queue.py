@@ -261,10 +261,10 @@ def test_events_are_written_after_the_store_could_not_be_written(
     broken = threading.Event()
     record = JobStore.record
 
-    def sometimes(store: JobStore, job_id: str, event: object) -> bool:
+    def sometimes(store: JobStore, job_id: str, event: object, lease: int | None = None) -> bool:
         if broken.is_set():
             raise StoreError("queue.store_disk_full", file="jobs.sqlite")
-        return record(store, job_id, event)  # type: ignore[arg-type]  # an event
+        return record(store, job_id, event, lease)  # type: ignore[arg-type]  # an event
 
     monkeypatch.setattr(JobStore, "record", sometimes)
     broken.set()

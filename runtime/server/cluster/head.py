@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerView(FrozenModel):
-    """A worker of a node: its process id there, its GPUs, the job that it runs, and components that fell back in it, with their reasons."""
+    """A worker of a node: its process id there, its GPUs, the job that it runs, and components that fell back."""
 
     id: str
     pid: int
