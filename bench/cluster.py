@@ -7,7 +7,10 @@ that are left, and durations.
 """
 
 import argparse
+import contextlib
 import json
+import sqlite3
+import statistics
 import sys
 import tempfile
 import time
@@ -16,6 +19,8 @@ from pathlib import Path
 from tests.cluster_machines import Machines, machines
 
 SEEDS = 3
+# About ten seconds on two cores.
+LONG_STEPS = 40
 
 
 def main() -> None:
@@ -25,7 +30,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--kinds", default="worker,raylet,head")
+    parser.add_argument("--overhead", type=int, default=0, help="only compare the durations of so many long jobs")
     given = parser.parse_args()
+    if given.overhead:
+        _overhead(given.overhead)
+        return
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         with machines(_made(folder, "alone"), 0) as alone:
@@ -40,6 +49,27 @@ def main() -> None:
         time.sleep(5)
         result["left"] = cluster.left()
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
+
+
+def _overhead(count: int) -> None:
+    """Print the seconds from start to end of equal jobs, of a server alone and of a cluster with one node, in turn."""
+    seconds: dict[str, list[float]] = {"alone": [], "cluster": []}
+    with tempfile.TemporaryDirectory() as folder:
+        with machines(_made(folder, "alone"), 0) as alone, machines(_made(folder, "cluster"), 1) as cluster:
+            for number in range(count + 1):
+                for name, one in (("alone", alone), ("cluster", cluster)):
+                    job = one.submit(number, steps=LONG_STEPS)
+                    one.wait(one.finished, 300)
+                    if number:  # the first one loads the libraries and the model
+                        seconds[name].append(_seconds(one, job))
+    result = {name: {"seconds": found, "median": statistics.median(found)} for name, found in seconds.items()}
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+
+
+def _seconds(one: Machines, job: str) -> float:
+    with contextlib.closing(sqlite3.connect(one.folder / "head" / "jobs.sqlite")) as connection:
+        query = "SELECT ended - started FROM jobs WHERE id = ?"
+        return round(float(connection.execute(query, (job,)).fetchone()[0]), 3)
 
 
 def _made(folder: str, name: str) -> Path:

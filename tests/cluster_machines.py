@@ -65,9 +65,9 @@ class Machines:
         except OSError:
             return None
 
-    def submit(self, seed: int) -> str:
+    def submit(self, seed: int, **fields: object) -> str:
         """Queue a video; return its id."""
-        return str(self.get("v1/videos", {**JOB, "seed": seed})["id"])
+        return str(self.get("v1/videos", {**JOB, "seed": seed, **fields})["id"])
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers that the head has."""

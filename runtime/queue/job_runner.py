@@ -35,7 +35,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import POSTER, PREVIEW
+from runtime.pipeline.files import POSTER, PREVIEW, Stamps
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
@@ -45,7 +45,6 @@ from runtime.queue.store import JobStore
 
 if TYPE_CHECKING:  # these import torch
     from runtime.execution.residency import Residency
-    from runtime.pipeline.checkpoint import Stamps
     from runtime.pipeline.run_context import Emit
 
 _POLL_SECONDS = 0.1
@@ -278,7 +277,7 @@ def run(
     residency: "Residency",
     history: HistoryFile | None,
     folder: Path | None,
-    files: "Stamps | None" = None,
+    files: Stamps | None = None,
 ) -> None:
     """Run a claimed job in this thread until it ends or is paused.
 

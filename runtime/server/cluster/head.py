@@ -20,7 +20,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.settings import Settings
 from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
-from runtime.pipeline.files import stamps
+from runtime.pipeline.files import BOUNDARY, stamps
 from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, JobRecorder
@@ -38,6 +38,8 @@ _RETRY_SECONDS = 3.0
 # After a worker is lost: until it is known whether its node is lost as well.
 _NODE_SECONDS = 5.0
 _CLOSING_SECONDS = 20.0
+# Until a worker that was started has to answer.
+_START_SECONDS = 120.0
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +181,7 @@ class ClusterHead:
         """Return whether Ray counts a node as alive."""
         import ray
 
-        return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+        return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())  # type: ignore[no-untyped-call]
 
     def _forever(self, work: Any, seconds: float) -> None:
         while not self.closing.wait(seconds):
@@ -194,7 +196,7 @@ class ClusterHead:
         """Start the workers that nodes lack."""
         import ray
 
-        for node in ray.nodes():
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
             resources = node["Resources"]
             if not node["Alive"] or NODE not in resources:
                 continue
@@ -208,7 +210,7 @@ class ClusterHead:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        actor = (
+        actor: Any = (
             ray.remote(NodeWorker)
             .options(
                 num_cpus=0,
@@ -221,7 +223,7 @@ class ClusterHead:
             .remote()
         )
         try:
-            described = ray.get(actor.describe.remote(), timeout=120)
+            described: Any = ray.get(actor.describe.remote(), timeout=_START_SECONDS)
         except Exception as error:
             logger.warning("A worker of node %s does not start: %s", node[:8], type(error).__name__)
             ray.kill(actor)
@@ -513,7 +515,7 @@ class _Receiver:
         """Remove what a finished job does not need any more."""
         if not saved.continues:
             for name, path in transfer.job_files(self._folder).items():
-                if name != transfer.BOUNDARY:
+                if name != BOUNDARY:
                     path.unlink(missing_ok=True)
 
     def _target(self, name: str) -> Path:

@@ -22,7 +22,7 @@ def main() -> None:
     from ray.scripts.scripts import main as run_ray
 
     sys.argv = ["ray", "start", "--block", *sys.argv[1:]]
-    run_ray()
+    run_ray()  # type: ignore[no-untyped-call]  # Ray's command line is not typed
 
 
 if __name__ == "__main__":
