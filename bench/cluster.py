@@ -54,14 +54,16 @@ def main() -> None:
 def _overhead(count: int) -> None:
     """Print the seconds from start to end of equal jobs, of a server alone and of a cluster with one node, in turn."""
     seconds: dict[str, list[float]] = {"alone": [], "cluster": []}
-    with tempfile.TemporaryDirectory() as folder:
-        with machines(_made(folder, "alone"), 0) as alone, machines(_made(folder, "cluster"), 1) as cluster:
-            for number in range(count + 1):
-                for name, one in (("alone", alone), ("cluster", cluster)):
-                    job = one.submit(number, steps=LONG_STEPS)
-                    one.wait(one.finished, 300)
-                    if number:  # the first one loads the libraries and the model
-                        seconds[name].append(_seconds(one, job))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        alone = stack.enter_context(machines(_made(folder, "alone"), 0))
+        cluster = stack.enter_context(machines(_made(folder, "cluster"), 1))
+        for number in range(count + 1):
+            for name, one in (("alone", alone), ("cluster", cluster)):
+                job = one.submit(number, steps=LONG_STEPS)
+                one.wait(one.finished, 300)
+                if number:  # the first one loads the libraries and the model
+                    seconds[name].append(_seconds(one, job))
     result = {name: {"seconds": found, "median": statistics.median(found)} for name, found in seconds.items()}
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
 

@@ -254,7 +254,8 @@ class ClusterHead:
             record = self.store.claim_job(job_id, worker)
             if record is not None:
                 self.usage.charge(record.owner, costs[job_id].weight, now)
-                idle[worker].give(record)
+                if not idle[worker].give(record):  # it was lost meanwhile
+                    self.store.put_back(record.id, record.lease)
 
 
 class _Proxy:
@@ -268,6 +269,8 @@ class _Proxy:
         self._done = 0
         self._fallbacks: tuple[str, ...] = ()
         self._wake = threading.Event()
+        self._closed = False
+        self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
 
     @property
@@ -275,10 +278,13 @@ class _Proxy:
         """Whether it may be given a job."""
         return self._record is None and self.thread.is_alive()
 
-    def give(self, record: JobRecord) -> None:
-        """Run a claimed job."""
-        self._record = record
-        self._wake.set()
+    def give(self, record: JobRecord) -> bool:
+        """Run a claimed job; return whether this worker takes it."""
+        with self._lock:
+            if not self._closed:
+                self._record = record
+                self._wake.set()
+            return not self._closed
 
     def offer(self) -> IdleWorker:
         """Return what the scheduler needs to know."""
@@ -320,8 +326,9 @@ class _Proxy:
                     try:
                         ray.get(self._actor.control.remote("", ""))
                     except ray.exceptions.RayError:
-                        self._head.lost(self)
-                        return
+                        if self._close():
+                            self._head.lost(self)
+                            return
                 continue
             self._wake.clear()
             record = self._record
@@ -343,6 +350,12 @@ class _Proxy:
                 self._record_end(record, Failed.because_of(error))
             self._done += 1
             self._record = None
+
+    def _close(self) -> bool:
+        """Take no more jobs, unless one was given already; return whether that is so."""
+        with self._lock:
+            self._closed = self._record is None
+            return self._closed
 
     def _record_end(self, record: JobRecord, event: TerminalEvent) -> None:
         with contextlib.suppress(StoreError):
