@@ -88,13 +88,13 @@ layer = torch.nn.Linear(256, 96).bfloat16()
 plain = layer.weight.detach().clone()
 layer.weight = torch.nn.Parameter(Float8Tensor.from_hp(plain, granularity=PerRow()), requires_grad=False)
 block = torch.nn.ModuleDict({"to_q": layer})
-assert is_quantized(layer.weight) and _parameter(block, "to_q.weight") is None
-data, scale = _parameter(block, "to_q.weight.qdata"), _parameter(block, "to_q.weight.scale")
+assert is_quantized(layer.weight) and _parameter(block, "to_q.weight", torch.bfloat16) is None
+data, scale = _parameter(block, "to_q.weight.qdata", torch.bfloat16), _parameter(block, "to_q.weight.scale", torch.bfloat16)
 assert data.dtype == torch.float8_e4m3fn and data.shape == (96, 256) and data.is_contiguous()
 assert scale.dtype == torch.float32 and scale.shape == (96, 1) and scale.is_contiguous()
 assert data.data_ptr() == layer.weight.qdata.data_ptr()
-assert _parameter(block, "to_q.bias") is layer.bias
-assert _parameter(torch.nn.ModuleDict({"to_q": torch.nn.Linear(8, 8)}), "to_q.weight.qdata") is None
+assert _parameter(block, "to_q.bias", torch.bfloat16) is layer.bias
+assert _parameter(torch.nn.ModuleDict({"to_q": torch.nn.Linear(8, 8)}), "to_q.weight.qdata", torch.bfloat16) is None
 own = Fp8Weight.of(plain)
 assert (own.scale / scale - 1).abs().max() < 5e-3
 
