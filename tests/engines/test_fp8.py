@@ -89,7 +89,7 @@ plain = layer.weight.detach().clone()
 layer.weight = torch.nn.Parameter(Float8Tensor.from_hp(plain, granularity=PerRow()), requires_grad=False)
 block = torch.nn.ModuleDict({"to_q": layer})
 assert is_quantized(layer.weight) and _parameter(block, "to_q.weight", torch.bfloat16) is None
-data, scale = _parameter(block, "to_q.weight.qdata", torch.bfloat16), _parameter(block, "to_q.weight.scale", torch.bfloat16)
+data, scale = (_parameter(block, f"to_q.weight.{one}", torch.bfloat16) for one in ("qdata", "scale"))
 assert data.dtype == torch.float8_e4m3fn and data.shape == (96, 256) and data.is_contiguous()
 assert scale.dtype == torch.float32 and scale.shape == (96, 1) and scale.is_contiguous()
 assert data.data_ptr() == layer.weight.qdata.data_ptr()

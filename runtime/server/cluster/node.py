@@ -98,8 +98,8 @@ def ask(address: str, key: str) -> dict[str, Any]:
             raise TypeError
     except urllib.error.HTTPError as error:
         with error:
-            code = "cluster_key_wrong" if error.code == _UNAUTHORIZED else "cluster_not_a_head"
-        raise MachineError(f"server.{code}", address=address) from error
+            code = "server.cluster_key_wrong" if error.code == _UNAUTHORIZED else "server.cluster_not_a_head"
+        raise MachineError(code, address=address) from error
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise MachineError("server.cluster_unreachable", address=address, error=str(reason)) from error
