@@ -90,6 +90,8 @@ def test_imports_point_one_way(path: Path) -> None:
         assert top not in {"tests", "tools", "app"}, f"{name} imports {module}"
         if top == "gradio":
             assert own == "ui" or name == "runtime/upstream/gradio.py", f"{name} imports gradio"
+        if top == "ray":
+            assert name.startswith("runtime/server/cluster/"), f"{name} imports ray"
         if top.startswith("tensorrt"):
             assert own == "engines", f"{name} imports {top}"
         other = rest.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Processes: end with the parent or with all children, be killed first, use less memory, open more files."""
+"""Processes: end with the parent, with all children or on signals, be killed first, use less memory and more files."""
 
 import contextlib
 import ctypes
@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -36,6 +38,22 @@ def kill_tree(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(psutil.Error):
         psutil.Process(pid).kill()
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C and SIGTERM set, in a `with` block of the main thread."""
+    stop = threading.Event()
+
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def describe_exit(code: int) -> str:

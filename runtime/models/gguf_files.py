@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact
 from runtime.core.untrusted_files import open_file
+from runtime.models.tensor_files import unreadable
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -76,8 +77,7 @@ def read_gguf_header(path: Path) -> dict[str, GgufTensor]:
         with open_file(path) as file:
             return _Reader(path, file).tensors()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ModelError("model.file_unreadable", file=path.name, path=path, reason=reason) from error
+        raise unreadable(path, error) from error
 
 
 class _Reader:

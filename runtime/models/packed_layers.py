@@ -11,15 +11,8 @@ from torch import nn
 
 from runtime.core.errors import ModelError, first_line
 from runtime.models.stored_weights import FP8_STORED, NVFP4, NVFP4_BLOCK, PLAIN, FileTensor, StoredWeight
+from runtime.models.tensor_stream import DTYPES
 
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U8": torch.uint8,
-}
 # The values of four bits: a sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -96,7 +89,7 @@ class MappedFiles(dict[Path, torch.Tensor]):
         data = whole[tensor.offset : tensor.offset + tensor.nbytes]
         if len(data) < tensor.nbytes:
             raise ModelError("model.file_damaged", file=tensor.path.name, size=len(whole))
-        dtype = _DTYPES.get(tensor.dtype)
+        dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             return data
         aligned = data.clone() if tensor.offset % dtype.itemsize else data
@@ -106,7 +99,7 @@ class MappedFiles(dict[Path, torch.Tensor]):
 def read(stored: StoredWeight, files: MappedFiles) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the data of a weight, as `PackedLinear.weight`, and its scales."""
     data, scales = files.tensor(stored.data), [files.tensor(scale) for scale in stored.scales]
-    blocks = stored.data.dtype not in _DTYPES and len(stored.shape) == 2  # noqa: PLR2004
+    blocks = stored.data.dtype not in DTYPES and len(stored.shape) == 2  # noqa: PLR2004
     return data.reshape(stored.shape[0], -1) if blocks else data, scales
 
 

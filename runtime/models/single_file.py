@@ -16,6 +16,7 @@ from runtime.core.errors import ModelError, TandemError
 from runtime.models.registry import FAMILIES, KnownModel, check_companions, check_name, family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import StoredWeight, WeightFiles, read_file, stored_weights
+from runtime.models.tensor_files import unreadable
 
 # The folder of LoRAs in the weights folder.
 LORAS = "loras"
@@ -109,8 +110,7 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
     try:
         found = path.stat()
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ModelError("model.file_unreadable", file=path.name, path=path, reason=reason) from error
+        raise unreadable(path, error) from error
     stored = _read(path, found.st_size, found.st_mtime_ns)
     for name in FAMILIES:
         family = family_of(name)

@@ -1,6 +1,6 @@
 """The weights of a transformer as files store them, quantized or not, read from headers without torch.
 
-    kind        data, beside it in the file
+    kind        data, and what the file stores with it
     plain       float32, float16 or bfloat16
     fp8         float8, with a scale for the tensor or for each row, or none: ComfyUI's `scale_weight` and
                 `weight_scale`, ModelOpt's `weight_scale`, torchao's `_weight_scale`
@@ -22,7 +22,7 @@ from runtime.core.errors import ModelError
 from runtime.core.untrusted_files import open_file
 from runtime.models import gguf_files
 from runtime.models.gguf_files import read_gguf_header
-from runtime.models.tensor_files import read_header
+from runtime.models.tensor_files import read_header, unreadable
 
 PLAIN, FP8_STORED, NVFP4 = "plain", "fp8", "nvfp4"
 # Values that share a scale.
@@ -154,8 +154,7 @@ def read_file(path: Path) -> dict[str, FileTensor]:
         with open_file(path) as file:
             start, size = file.read(8), os.fstat(file.fileno()).st_size
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ModelError("model.file_unreadable", file=path.name, path=path, reason=reason) from error
+        raise unreadable(path, error) from error
     if start.startswith(_PICKLES):
         raise ModelError("model.pickled", file=path.name)
     if start.startswith(gguf_files.MAGIC):

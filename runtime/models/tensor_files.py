@@ -92,7 +92,7 @@ def read_header(path: Path) -> Header:
             if length <= min(size - _LENGTH_BYTES, MAX_JSON_BYTES):
                 data = file.read(length)
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if MAX_JSON_BYTES < length <= size - _LENGTH_BYTES:
         raise _invalid(path, Fact("safetensors.header_too_long", {"size": length, "most": MAX_JSON_BYTES}))
     if len(data) < length or not data:
@@ -116,7 +116,7 @@ def read_tensors(path: Path, max_bytes: int) -> tuple[dict[str, "torch.Tensor"],
         # Copies, because tensors in a file have any alignment, and arithmetic may round differently there.
         tensors = {name: one.clone() for name, one in safetensors.torch.load(read_file(path, max_bytes)).items()}
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except safetensors.SafetensorError as error:  # it has just changed
         raise _damaged(path, path.stat().st_size) from error
     return tensors, metadata
@@ -176,7 +176,8 @@ def _invalid(path: Path, cause: Fact) -> ModelError:
     return ModelError("model.tensors_invalid", file=f"{path.parent.name}/{path.name}", cause=cause)
 
 
-def _unreadable(path: Path, error: Exception) -> ModelError:
+def unreadable(path: Path, error: Exception) -> ModelError:
+    """Return the error for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or str(error)
     return ModelError("model.file_unreadable", file=path.name, path=path, reason=reason)
 

@@ -18,12 +18,13 @@ from runtime.core.errors import ModelError
 from runtime.core.facts import Fact
 from runtime.models.tensor_files import Header, StoredTensor, read_header
 
-_DTYPES = {
+# torch's dtypes by safetensors' names.
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8,
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE_BYTES = 16 << 20
 # Tensors that were read and are not yet used, together.
 _AHEAD_BYTES = 256 << 20
@@ -47,7 +48,7 @@ def stream_tensors(
     """
     header, target = read_header(path), torch.device(device)
     for name, tensor in header.tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             cause = Fact("safetensors.dtype_unknown", {"tensor": name[:80], "dtype": tensor.dtype})
             raise ModelError("model.tensors_invalid", file=f"{path.parent.name}/{path.name}", cause=cause)
     reader = _Reader(path, target, piece_bytes)
@@ -56,7 +57,7 @@ def stream_tensors(
     ahead = 0
     try:
         for name, stored in header.tensors.items():
-            made = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device=target)
+            made = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device=target)
             waiting.append((name, made, reader.submit(pool, made, header, stored)))
             ahead += made.nbytes
             while ahead > _AHEAD_BYTES:

@@ -132,7 +132,7 @@ def _from_stored(
         dtype, device = quantization.loading_arguments(part, spec.unquantized)["torch_dtype"], part.device
     module = _empty(spec, name, files)
     mapped, float32 = MappedFiles(), kept_in_float32(module)
-    try:
+    with _loading(spec, name):
         for one, stored in files.weights.items():
             owner, _, last = one.rpartition(".")
             layer = module.get_submodule(owner)
@@ -149,19 +149,27 @@ def _from_stored(
                 setattr(layer, last, quantization.fp8_weight(tensor))
             else:
                 setattr(layer, last, torch.nn.Parameter(tensor, requires_grad=False))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if ran_out(error) == "RAM":
-            raise MemoryError(str(error)) from None
-        if isinstance(error, TandemError) or ran_out(error):
-            raise
-        reason = first_line(error)
-        raise ModelError("model.component_unloadable", component=name, model=spec.title, reason=reason) from error
     if fp8:
         quantization.check_quantized(module, part.quantization, name, spec.title)
         quantization.add_biases_apart(module)
     return module.to(device)
+
+
+@contextlib.contextmanager
+def _loading(spec: ModelSpec, component: str) -> Iterator[None]:
+    """Raise a `MemoryError` if RAM runs out in the `with` block, and a `ModelError` for errors of libraries."""
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:  # libraries raise whatever a wrong configuration leads to
+        memory = ran_out(error)
+        if memory == "VRAM":
+            raise
+        if memory == "RAM":
+            raise MemoryError(str(error)) from None
+        reason = first_line(error)
+        raise ModelError("model.component_unloadable", component=component, model=spec.title, reason=reason) from error
 
 
 def _empty(spec: ModelSpec, name: str, files: WeightFiles) -> torch.nn.Module:
@@ -170,12 +178,8 @@ def _empty(spec: ModelSpec, name: str, files: WeightFiles) -> torch.nn.Module:
     Raises:
         ModelError: if diffusers does not accept the configuration, or a parameter is missing or has another shape.
     """
-    try:
-        with init_empty_weights(include_buffers=False):
-            module: torch.nn.Module = components_of(spec.family).MODULES[name].from_config(dict(files.config))
-    except Exception as error:  # the library raises whatever a wrong configuration leads to
-        reason = first_line(error)
-        raise ModelError("model.component_unloadable", component=name, model=spec.title, reason=reason) from error
+    with _loading(spec, name), init_empty_weights(include_buffers=False):
+        module: torch.nn.Module = components_of(spec.family).MODULES[name].from_config(dict(files.config))
     shapes = {one: tuple(parameter.shape) for one, parameter in module.named_parameters()}
     absent = sum(one not in files.weights or files.weights[one].shape != shape for one, shape in shapes.items())
     if absent:
@@ -266,16 +270,8 @@ def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, 
         "output_loading_info": True,
         **more,
     }
-    try:
+    with _loading(spec, name):
         module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
-    except Exception as error:  # both libraries raise whatever a wrong configuration leads to
-        memory = ran_out(error)
-        if memory == "VRAM":
-            raise
-        if memory == "RAM":
-            raise MemoryError(str(error)) from None
-        reason = first_line(error)
-        raise ModelError("model.component_unloadable", component=name, model=spec.title, reason=reason) from error
     absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if absent:
         # The libraries would initialize these randomly and only log a warning.

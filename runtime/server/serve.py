@@ -7,16 +7,14 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from runtime.core.environment import collect_garbage_as_usual, program
 from runtime.core.errors import MachineError, SettingsError
 from runtime.core.facts import render
-from runtime.core.processes import raise_open_files, return_freed_memory
+from runtime.core.processes import raise_open_files, return_freed_memory, stop_on_signals
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
@@ -164,24 +162,14 @@ def until_stopped(serving: AbstractContextManager[str], started: Callable[[str],
         serving: serves while it is entered; yields the address.
         started: called with it.
     """
-    stop = threading.Event()
-
-    def request_stop(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with serving as url:
-            started(url)
-            # On Windows a wait without a timeout cannot be interrupted.
-            while not stop.wait(0.5):
-                pass
-            # A second Ctrl-C ends the process at once.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            print_line("Stopping.")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with stop_on_signals() as stop, serving as url:
+        started(url)
+        # On Windows a wait without a timeout cannot be interrupted.
+        while not stop.wait(0.5):
+            pass
+        # A second Ctrl-C ends the process at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print_line("Stopping.")
 
 
 def print_line(line: str) -> None:

@@ -398,8 +398,9 @@ class KeyMiddleware:
 
     def _find(self, scope: Scope) -> ApiKey | None:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        cluster = scope["path"].rstrip("/").startswith(CLUSTER)
-        joins = cluster and scope["path"].rstrip("/") != CLUSTER
+        path = scope["path"].rstrip("/")
+        cluster = path.startswith(CLUSTER)
+        joins = cluster and path != CLUSTER
         if self._keys.keys() is None and self._open and not joins:
             return None
         challenge = {"WWW-Authenticate": "Bearer"}

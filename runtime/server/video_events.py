@@ -146,7 +146,7 @@ class VideoFeeds:
             feed.followers -= 1
 
     async def _read(self, job: Job, feed: _Feed) -> None:
-        """Keep a feed up to date until its video has ended or nobody follows it."""
+        """Update a feed until its video ends or no stream follows it."""
         seen: object = None
         preview: bytes | None = None
         try:

@@ -424,7 +424,7 @@ def test_all_followers_of_a_video_get_its_events(http: httpx.Client, server: Ser
         ):
             return [name for name, _ in read_events(answer.iter_lines())]
 
-    # The slow reader's connection is full long before the end; it delays nobody.
+    # The slow reader's socket buffer fills long before the end, which must not delay the others.
     port = int(server.url.rstrip("/").rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as slow, ThreadPoolExecutor(20) as pool:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -174,7 +174,7 @@ _FILES: Mapping[str, Message] = {
     ),
     "model.file_expert_missing": Message(
         "{file} is one of two experts ({title}); the {expert}-noise expert is missing.",
-        "Put its file beside it, named {path}.",
+        "Put its file in the same folder, named {path}.",
     ),
     "model.file_alone": Message("The text encoder and VAE of {file} ({title}) are not here.", _COMPONENTS),
     "model.file_unfit": Message("No text encoder and VAE here fit {file} ({title}): {cause:clause}.", _COMPONENTS),

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import OutputError, StoreError, TandemError
-from runtime.core.events import Event, Failed, Planned, TerminalEvent, VideoSaved
+from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.frozen import FrozenModel
 from runtime.core.settings import Settings
+from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.pipeline.files import BOUNDARY, stamps
@@ -25,13 +26,13 @@ from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import JobRecord
+from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Described, NodeWorker, Order
-from runtime.server.cluster.ray_process import RayProcess, authenticate, free_port, versions
+from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
 from runtime.server.cluster.transfer import Digests, FileEntry
 from runtime.server.scheduling import IdleWorker, Usage, WaitingJob, assign
 
-NODE, WORKERS = "tandem", "tandem-workers"
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
 _RETRY_SECONDS = 3.0
@@ -424,7 +425,7 @@ class _Proxy:
             event = Planned(plan=_on_head(event, record))
         elif isinstance(event, VideoSaved):
             event = event.model_copy(update={"video": record.output})
-        if event.event == "FellBack":
+        if isinstance(event, FellBack):
             self._fallbacks = tuple(dict.fromkeys((*self._fallbacks, str(event.fact))))[-8:]
         recorder.record(event)
 
@@ -452,8 +453,7 @@ class _Proxy:
                 self._send("image", "images", {digests.entry(one.path, one.digest): one.path for one in images})
             files = transfer.job_files(self._store.folder(record.id))
             entries = {
-                FileEntry(name=one, size=path.stat().st_size, digest=transfer.digest_of(transfer.parts(path))): path
-                for one, path in files.items()
+                FileEntry(name=one, size=path.stat().st_size, digest=sha256(path)): path for one, path in files.items()
             }
             self._send("job", record.id, entries)
         except OSError as error:
@@ -490,9 +490,9 @@ class _Proxy:
 class _Receiver:
     """Writes the files that a running job sends, as long as its lease holds."""
 
-    def __init__(self, record: JobRecord, store: Any) -> None:
+    def __init__(self, record: JobRecord, store: JobStore) -> None:
         self._record, self._store = record, store
-        self._folder: Path | None = store.folder(record.id)
+        self._folder = store.folder(record.id)
         self._begun: set[Path] = set()
 
     def take(self, kind: str, value: Any) -> None:
@@ -514,7 +514,7 @@ class _Receiver:
         if kind == "part":
             transfer.append(own, value[1], value[2])
         else:
-            transfer.complete(own, value[1], self._holding)
+            transfer.complete(own, value[1])
             with self._holding():
                 own.replace(target)
 

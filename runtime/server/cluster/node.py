@@ -2,19 +2,18 @@
 
 import json
 import re
-import signal
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 from runtime.core.errors import MachineError, TandemError
+from runtime.core.processes import stop_on_signals
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
 from runtime.server.cluster.cluster_key import given_key
-from runtime.server.cluster.ray_process import RayProcess, check_installed, versions
+from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, check_installed, versions
 
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:.]+\]|[\w.-]+):([0-9]{1,5})/?", re.ASCII)
 _ANSWER_SECONDS = 5.0
@@ -43,14 +42,8 @@ def join(address: str, settings: Settings, gpus: int, show: Callable[[str], None
     count = len(probe().gpus)
     if count % gpus and gpus > 1:
         raise MachineError("server.cluster_gpus", count=count, size=gpus)
-    stop = threading.Event()
-
-    def request_stop(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     joined, delay = 0, _LEAST_DELAY
-    try:
+    with stop_on_signals() as stop:
         while not stop.is_set():
             try:
                 answer = ask(address, key)
@@ -71,9 +64,6 @@ def join(address: str, settings: Settings, gpus: int, show: Callable[[str], None
                 ray.close()
             if not stop.is_set():
                 show("The head is gone or was started again.")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return joined
 
 
@@ -83,11 +73,9 @@ def ask(address: str, key: str) -> dict[str, Any]:
     Raises:
         MachineError: if it cannot be reached, does not accept the key, or is no head.
     """
-    found = _ADDRESS.fullmatch(address.strip())
-    if found is None:
-        raise MachineError("server.cluster_address", address=address[:80])
+    host, port = _parts_of(address)
     request = urllib.request.Request(
-        f"http://{found[1]}:{found[2]}/v1/cluster/join", headers={"Authorization": f"Bearer {key}"}
+        f"http://{host}:{port}/v1/cluster/join", headers={"Authorization": f"Bearer {key}"}
     )
     # The key is for the head only, not for a proxy of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -108,6 +96,18 @@ def ask(address: str, key: str) -> dict[str, Any]:
     return dict(answer)
 
 
+def _parts_of(address: str) -> tuple[str, str]:
+    """Return the host and the port of an address.
+
+    Raises:
+        MachineError: if it has another form.
+    """
+    found = _ADDRESS.fullmatch(address.strip())
+    if found is None:
+        raise MachineError("server.cluster_address", address=address[:80])
+    return found[1], found[2]
+
+
 def check_versions(answer: Mapping[str, Any]) -> None:
     """Check that this machine has the versions of the head.
 
@@ -121,10 +121,9 @@ def check_versions(answer: Mapping[str, Any]) -> None:
 
 
 def _start(address: str, key: str, answer: Mapping[str, Any], count: int, gpus: int) -> RayProcess:
-    found = _ADDRESS.fullmatch(address.strip())
-    assert found is not None
-    arguments = {"address": f"{found[1]}:{answer['port']}", "num-gpus": str(count)}
-    return RayProcess(arguments, key, {"tandem": 1, "tandem-workers": max(count // gpus, 1)}, cpus=1)
+    host, _ = _parts_of(address)
+    arguments = {"address": f"{host}:{answer['port']}", "num-gpus": str(count)}
+    return RayProcess(arguments, key, {NODE: 1, WORKERS: max(count // gpus, 1)}, cpus=1)
 
 
 def _wait(address: str, key: str, joined: Mapping[str, Any], ray: RayProcess, stop: threading.Event) -> None:

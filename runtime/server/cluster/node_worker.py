@@ -4,6 +4,7 @@ Its files are in a folder of the node's cache until they have been sent. Nothing
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import queue
@@ -110,17 +111,17 @@ class NodeWorker:
 
     def describe(self) -> Described:
         """Return what this worker is."""
-        machine = probe(self._engines.store.folder)
-        with contextlib.suppress(TandemError):
-            return Described(
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                machine=machine,
-                models=frozenset(folders(self._weights)),
-                engines=frozenset(record.id for record in self._engines.store.index()),
-            )
+        models: frozenset[str] = frozenset()
+        engines: frozenset[str] = frozenset()
+        with contextlib.suppress(TandemError):  # without what cannot be read
+            found = frozenset(record.id for record in self._engines.store.index())
+            models, engines = frozenset(folders(self._weights)), found
         return Described(
-            host=socket.gethostname(), pid=os.getpid(), machine=machine, models=frozenset(), engines=frozenset()
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            machine=probe(self._engines.store.folder),
+            models=models,
+            engines=engines,
         )
 
     def missing(self, kind: str, name: str, entries: Sequence[FileEntry]) -> dict[str, int]:
@@ -267,8 +268,6 @@ def _send_files(
 
 
 def _send(name: str, path: Path, waiting: "queue.Queue[Sent | None]") -> None:
-    import hashlib
-
     total, offset = hashlib.sha256(), 0
     for data in transfer.parts(path):
         total.update(data)

@@ -18,6 +18,8 @@ from runtime.core.errors import MachineError
 from runtime.core.processes import kill_tree
 from runtime.core.settings import ROOT
 
+# Ray's names of what a node has: itself, and workers.
+NODE, WORKERS = "tandem", "tandem-workers"
 _SCRIPT = Path(__file__).with_name("ray_start.py")
 # Shared memory of each machine. Files are sent in parts, so the amount does not depend on their size.
 _OBJECT_STORE_BYTES = 160 << 20

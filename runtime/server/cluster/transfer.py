@@ -1,20 +1,20 @@
 """Files that are sent between head and nodes: their names, their content's SHA-256, and parts of them.
 
-A file is written beside its place and renamed once it is complete and its digest is right.
+A file is written under another name in its folder, and renamed once it is complete and its digest matches.
 """
 
-import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from runtime.core.errors import ModelError, OutputError
 from runtime.core.files import replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.untrusted_files import read_json
+from runtime.engines.manifest import sha256
 from runtime.pipeline.files import BOUNDARY, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
@@ -24,8 +24,6 @@ _PARTIAL = ".part"
 _MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".md"})
 _JOB_FILE = re.compile(rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}(?:/clip)?/[a-z0-9]+\.(?:mkv|mp4|h264)")
 _MODEL_FILE = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)
-
-
 _IMAGE_FILE = re.compile(r"[0-9a-f]{64}")
 
 
@@ -63,8 +61,7 @@ class Digests:
         with self._lock:
             known = self._known.get(str(path))
         if not isinstance(known, list) or known[:2] != stamp:
-            with path.open("rb") as file:
-                known = [*stamp, _digest(file.read)]
+            known = [*stamp, sha256(path)]
             with self._lock:
                 self._known[str(path)] = known
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,11 +160,8 @@ def received(target: Path) -> int:
     return 0
 
 
-def complete(target: Path, digest: str, holding: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+def complete(target: Path, digest: str) -> None:
     """Rename a file into its place if its content is right; it is removed otherwise.
-
-    Args:
-        holding: entered while it is renamed; may raise an error to prevent it.
 
     Raises:
         OutputError: if the content has another digest.
@@ -175,25 +169,11 @@ def complete(target: Path, digest: str, holding: Callable[[], AbstractContextMan
     """
     path = partial(target)
     try:
-        with path.open("rb") as file:
-            found = _digest(file.read)
-        if found != digest:
+        if sha256(path) != digest:
             raise OutputError("server.cluster_file_damaged", name=target.name)
-        if holding is None:
-            path.replace(target)
-        else:
-            with holding():
-                path.replace(target)
+        path.replace(target)
     finally:
         path.unlink(missing_ok=True)
-
-
-def digest_of(chunks: Iterable[bytes]) -> str:
-    """Return the SHA-256 of data in hexadecimal."""
-    total = hashlib.sha256()
-    for chunk in chunks:
-        total.update(chunk)
-    return total.hexdigest()
 
 
 def changed(before: Mapping[str, tuple[int, int]], folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, int]]]:
@@ -205,7 +185,3 @@ def changed(before: Mapping[str, tuple[int, int]], folder: Path) -> tuple[dict[s
             found = path.stat()
             now[name] = (found.st_size, found.st_mtime_ns)
     return {name: files[name] for name in now if before.get(name) != now[name]}, now
-
-
-def _digest(read: Callable[[int], bytes]) -> str:
-    return digest_of(iter(lambda: read(PART_BYTES), b""))
