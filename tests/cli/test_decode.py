@@ -275,9 +275,9 @@ def test_bad_safetensors_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--channels", "depth"], "--channels is 'depth'"),
+        (["--channels", "depth"], "The channels to show are 'depth'"),
         (["--channels", "3"], "no channel 3"),
-        (["--channels", ",".join(["rgb"] * 17)], "--channels"),
+        (["--channels", ",".join(["rgb"] * 17)], "channels to show"),
         (["--fps", "0"], "--fps is 0"),
         (["--fps", "100000"], "--fps is 100000"),
         (["--crf", "99"], "--crf is 99"),

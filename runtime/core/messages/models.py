@@ -353,7 +353,7 @@ _LATENTS: Mapping[str, Message] = {
     ),
     "latents.channels": Message(
         "The latents ({shape}) have {found:n channel}; {model} takes {wanted}.",
-        "Give latents of this model as {layout}, or select the model that made them with --model.",
+        "Give latents of this model as {layout}, or select the model that made them.",
     ),
     "latents.not_finite": Message(
         "Frame {frame} of the latents in {file} contains NaN or Inf.",
@@ -361,10 +361,10 @@ _LATENTS: Mapping[str, Message] = {
     ),
     "latents.frame_size": Message(
         "The frames would have {width}×{height} pixels.",
-        "Give latents of frames with even sides of at most {most} pixels, with fewer panels in --channels.",
+        "Give latents of frames with even sides of at most {most} pixels, or show fewer channels.",
     ),
     "latents.channels_invalid": Message(
-        "--channels is {value!r}.", "Give rgb or numbers of channels, up to {most}, such as rgb,3."
+        "The channels to show are {value!r}.", "Give rgb or numbers of channels, up to {most}, such as rgb,3."
     ),
     "latents.no_such_channel": Message(
         "The frames of {model} have no channel {channel}.", "Give rgb or a number from 0 to {last}."
