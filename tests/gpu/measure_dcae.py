@@ -33,6 +33,7 @@ import copy
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -323,9 +324,13 @@ def command_of(arguments: argparse.Namespace, model: str, size: str, way: str, l
     return [python, __file__, "--here", *(f"--{name}={value}" for name, value in options.items())]
 
 
-def environment_of(python: str) -> dict[str, str]:
-    """Return the environment of a command: another Python must not read the packages of this one."""
-    found = dict(os.environ)
+def environment_of(python: str, compiled: Path) -> dict[str, str]:
+    """Return the environment of a command: another Python must not read the packages of this one.
+
+    Args:
+        compiled: the folder of PyTorch's compiled kernels.
+    """
+    found = dict(os.environ) | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     if python != sys.executable:
         own = str(Path(torch.__file__).parents[1])
         paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path and path != own]
@@ -334,14 +339,18 @@ def environment_of(python: str) -> dict[str, str]:
     return found
 
 
-def run_limited(command: list[str], limit: float) -> str:
+def run_limited(command: list[str], limit: float, folder: str) -> str:
     """Run a command at most so many seconds and a few more; return what went wrong, or an empty text."""
+    # A killed compiler leaves files that are cut short, and PyTorch would load them: the folder is then removed.
+    compiled = HOME / "compiled" / folder
     # With its own process group, which ends with it: a build has processes of its own.
-    with subprocess.Popen(command, start_new_session=True, env=environment_of(command[0])) as process:
+    with subprocess.Popen(command, start_new_session=True, env=environment_of(command[0], compiled)) as process:
         try:
             code = process.wait(limit + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            shutil.rmtree(compiled, ignore_errors=True)
             return f"killed after {limit:.0f} s"
     # 1: it has said itself what failed.
     return "" if code in {0, 1} else f"ended with code {code}"
@@ -381,7 +390,7 @@ def main() -> int:
                     say(**facts, skipped="no time left")
                     continue
                 started = time.monotonic()
-                problem = run_limited(command_of(arguments, model, size, name, limit), limit)
+                problem = run_limited(command_of(arguments, model, size, name, limit), limit, f"{model}-{size}-{name}")
                 if problem:
                     say(**facts, failed=problem)
                 say(**facts, took_s=round(time.monotonic() - started, 1))
