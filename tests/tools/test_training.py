@@ -1,10 +1,14 @@
 """Parts of the trainings: subject masks, resizing and roughness of latents, learning rates, losses."""
 
+import json
 import random
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from diffusers import AutoencoderDC
 from safetensors.torch import load_file
 from torch import nn
 
@@ -226,12 +230,22 @@ def test_the_deep_compression_autoencoder_trains_and_is_saved(tmp_path: Path) ->
         losses.append(float(loss.detach()))
         assert losses[-1] > float(mse.detach()) > 0
     assert losses[-1] < losses[0]
-    train_dcae.save_clip(model, torch.device("cpu"), tmp_path, 3)
-    model.save_pretrained(tmp_path / train_dcae.NAME)
-    train_dcae.describe(tmp_path / train_dcae.NAME)
+    with mock.patch.object(train_dcae, "measure", partial(train_dcae.measure, count=8)):
+        train_dcae.finish(model, torch.device("cpu"), tmp_path, {"steps": 6}, 3)
     spec = read_spec(tmp_path / train_dcae.NAME, "x")
     assert (spec.title, spec.defaults.fps, spec.only_decodes) == ("Diorama DC-AE", 16, True)
-    assert load_file(tmp_path / train_dcae.CLIP)["latents"].shape == (3, 8, 7, 12)
+    latents = load_file(tmp_path / train_dcae.CLIP)["latents"].float()
+    assert latents.shape == (3, 8, 7, 12)
+    # The stored decoder undoes the scale of the stored clip: its frames are those that were measured.
+    again = AutoencoderDC.from_pretrained(tmp_path / train_dcae.NAME)
+    assert again.config.scaling_factor == model.config.scaling_factor != 1.0
+    renderer = Renderer(train_dcae.LANDSCAPE, 3, torch.device("cpu"))
+    clip = renderer(world.sample(1, train_dcae.CLIP_SEED, keep="held_out", two_subjects=1.0))[0]
+    with torch.no_grad():
+        decoded = again.decoder(latents / again.config.scaling_factor).clamp(-1, 1)
+    facts = json.loads((tmp_path / "dcae.json").read_text())
+    assert facts["steps"] == 6
+    assert float(train_dcae.psnr((clip - decoded).square().mean())) == pytest.approx(facts["clip_psnr"], abs=0.01)
 
 
 def test_the_trained_autoencoder_is_small_enough_to_ship() -> None:
