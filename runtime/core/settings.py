@@ -161,7 +161,8 @@ class Settings(FrozenModel):
     def _check_folder(cls, path: Path | None) -> Path | None:
         try:
             path = path and path.expanduser().resolve()
-            usable = path is None or path.is_dir() or not path.exists()
+            # A folder that is still to be made must not lie below a file.
+            usable = path is None or next(one for one in (path, *path.parents) if one.exists()).is_dir()
         except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
             usable = False
         if not usable:
