@@ -15,7 +15,7 @@ from runtime.core.environment import collect_garbage_as_usual, program
 from runtime.core.errors import MachineError, SettingsError
 from runtime.core.facts import render
 from runtime.core.processes import raise_open_files, return_freed_memory, stop_on_signals
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.pipeline.files import make_folder
@@ -24,7 +24,6 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore, open_store
 from runtime.server.api_keys import OWNER_PREFIX, ApiKeys
 from runtime.server.connections import PageServer, limits_for, listen
-from runtime.server.security import LOOPBACK
 from runtime.server.video_api import VideoApi
 from runtime.server.visitors import cancel_orphaned
 

@@ -45,7 +45,7 @@ from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import shortened
 from runtime.core.plan import ExecutionPlan
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
@@ -61,7 +61,7 @@ from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
 from runtime.server.connections import set_login
 from runtime.server.job_files import find_output, is_single_range
 from runtime.server.metrics import CONTENT_TYPE, Metrics
-from runtime.server.security import LOOPBACK, CrossSiteMiddleware, SecurityHeadersMiddleware
+from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
 from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths

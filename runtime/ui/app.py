@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 
 import gradio as gr
 
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import has_screen
 from runtime.queue.model_tasks import ModelTasks
 from runtime.server import job_files
 from runtime.server.api_keys import ApiKeys
-from runtime.server.security import LOOPBACK
 from runtime.server.serve import check_address, open_queue, port_taken, print_line, until_stopped
 from runtime.server.video_api import VideoApi
 from runtime.ui import server

@@ -7,7 +7,7 @@ import gradio as gr
 from starlette.routing import BaseRoute
 
 from runtime.core.images import ImageUse
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
 from runtime.machine.probe import has_screen
@@ -18,7 +18,7 @@ from runtime.planner.placement import usable_gpus
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
 from runtime.server import image_uploads
-from runtime.server.security import LOOPBACK, Submit
+from runtime.server.security import Submit
 from runtime.ui import api, form, panels, theme
 from runtime.ui.decode_panel import DecodePanel
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
