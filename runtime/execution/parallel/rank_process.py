@@ -55,6 +55,8 @@ _HEARTBEAT_SECONDS = 2.0
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 # Set to the loopback interface, because all processes are on one machine.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Exchanges do not wait for the thread blocks of attention that they overlap with.
+PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
 
 Answer = tuple[dict[str, Any], list[torch.Tensor]]
 
@@ -131,6 +133,7 @@ class Rank:
             torch.set_num_threads(max((os.cpu_count() or 1) // count, 1))
         for variable in _INTERFACE_VARIABLES:
             os.environ.setdefault(variable, "lo")
+        os.environ.setdefault(PRIORITY_VARIABLE, "1")
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
             init_method=(folder / "rendezvous").as_uri(),

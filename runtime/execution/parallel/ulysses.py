@@ -31,15 +31,16 @@ class Tokens:
 
     Args:
         group: the processes, which all call the same methods in the same order.
-        parts: the most parts of a process's heads, so that it attends in one while others are exchanged; 1 for none.
+        parts: see below.
 
     Attributes:
+        parts: the most parts of a process's heads: it attends in one while others are exchanged; 1 for no overlap.
         count: tokens of the current pass; set before it.
     """
 
     def __init__(self, group: dist.ProcessGroup, parts: int = PARTS) -> None:
         self._group = group
-        self._parts = parts
+        self.parts = parts
         self._name = str(len(_GROUPS))
         _GROUPS[self._name] = group
         self._degree = dist.get_world_size(group)
@@ -103,7 +104,7 @@ class Tokens:
             (parts, processes, share, batch, heads of a part, width), see `_attend_shared`.
         """
         own = x.shape[2] // self._degree
-        parts = max(count for count in range(1, self._parts + 1) if own % count == 0)
+        parts = max(count for count in range(1, self.parts + 1) if own % count == 0)
         return x.unflatten(2, (self._degree, parts, own // parts)).permute(3, 2, 1, 0, 4, 5).contiguous()
 
     def _from_parts(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,8 +131,8 @@ def _attend_shared(
 ) -> torch.Tensor:
     """Exchange tokens for heads, attend, and exchange heads for tokens.
 
-    Each process attends in parts of its heads. While it attends in one part, the next ones arrive, and the result of the
-    previous one leaves. On a GPU, parts alternate between two streams, so that a part begins when the last thread
+    Each process attends in parts of its heads. While it attends in one part, the next ones arrive, and the result of
+    the previous one leaves. On a GPU, parts alternate between two streams, so that a part begins when the last thread
     blocks of the previous one are still running.
 
     Args:
@@ -154,7 +155,7 @@ def _attend_shared(
     leaving, attended = [], []
     # A stream's work follows what was sent, which follows all that the current stream has computed. The next call's
     # follows what leaves, so memory of a stream is not reused too early.
-    for part, stream in zip(range(len(q)), streams):
+    for part, stream in zip(range(len(q)), streams, strict=False):
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for work in arriving[part]:
                 work.wait()
