@@ -178,6 +178,10 @@ class Process:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return float(largest)
 
+    def late(self) -> bool:
+        """Return whether no time is left."""
+        return self.agree(time.monotonic() - self.began) > float(self.arguments.seconds)
+
     def timed(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the result of a pass, and the seconds of the first call and of the next ones."""
         seconds, out = [], torch.empty(0)
@@ -203,8 +207,7 @@ class Process:
         self.wait()
         self.say(model=name, made_in=round(time.perf_counter() - began, 1))
         for variant in self.arguments.variants.split(","):
-            late = self.agree(time.monotonic() - self.began) > self.arguments.seconds
-            if late:
+            if self.late():
                 self.say(left_out=f"{name} {variant} and what follows")
                 return
             self.variant(name, model, variant)
@@ -238,6 +241,9 @@ class Process:
         if self.agree(failed):
             return
         for tokens in self.parts:
+            if self.late():
+                self.say(**what, left_out=f"parts {tokens.parts} and what follows")
+                return
             # Attention that shares tokens is compiled again.
             model.share(tokens, speed)
             if self.cuda:

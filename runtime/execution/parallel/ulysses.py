@@ -101,7 +101,7 @@ class Tokens:
             x: (batch, share of tokens, heads, width); heads are a multiple of the processes.
 
         Returns:
-            (parts, processes, share, batch, heads of a part, width), see `_attend_shared`.
+            (parts, processes, share, batch, heads of a part, width), see `attend_in_parts`.
         """
         own = x.shape[2] // self._degree
         parts = max(count for count in range(1, self.parts + 1) if own % count == 0)
@@ -118,9 +118,7 @@ class Tokens:
         return largest.unbind()
 
 
-# Custom operators, so that a compiled block contains each as one call.
-@torch.library.custom_op("tandem::attend_shared", mutates_args=())
-def _attend_shared(
+def attend_in_parts(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -168,19 +166,6 @@ def _attend_shared(
     return out
 
 
-@_attend_shared.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: list[torch.Tensor],
-    kind: str,
-    group: str,
-    count: int,
-) -> torch.Tensor:
-    return torch.empty_like(q)
-
-
 def _attend_by(kind: str, qkv: list[torch.Tensor], scales: list[torch.Tensor]) -> torch.Tensor:
     if not scales:
         return attention(kind)(*qkv)
@@ -196,6 +181,23 @@ def _start(received: torch.Tensor, x: torch.Tensor, group: str) -> dist.Work:
 @lru_cache(maxsize=8)
 def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+# Custom operators, so that a compiled block contains each as one call.
+_attend_shared = torch.library.custom_op("tandem::attend_shared", attend_in_parts, mutates_args=())
+
+
+@_attend_shared.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: list[torch.Tensor],
+    kind: str,
+    group: str,
+    count: int,
+) -> torch.Tensor:
+    return torch.empty_like(q)
 
 
 @torch.library.custom_op("tandem::maximum", mutates_args=())
