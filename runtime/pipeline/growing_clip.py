@@ -107,7 +107,8 @@ class GrowingClip:
         if free < needs:
             raise OutputError("video.disk_too_small", folder=self._folder, needs=needs, free=free)
         stream = GrowingStream(self._folder / _STREAM, plan.width, plan.height, plan.fps)
-        return self._exit.enter_context(stream)
+        self._exit.enter_context(stream)
+        return stream
 
     def _save(self, stream: GrowingStream, now: float) -> None:
         assert self._folder is not None

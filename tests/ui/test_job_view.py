@@ -321,6 +321,20 @@ def test_a_running_job_plays_its_finished_sections(job: Job, store: JobStore) ->
     assert f"tandem/clip/{job.id}/1.mp4" in view.picture and "base64" not in view.picture
 
 
+def test_a_video_that_is_decoded_plays_its_first_frames(job: Job, store: JobStore) -> None:
+    begin(job, store)
+    show(job, store, Planned(plan=job.plan), StageStarted(stage="decode", part="vae"))
+    folder = store.folder(job.id)
+    assert folder is not None
+    (folder / CLIP).mkdir(parents=True)
+    (folder / CLIP / clip_name(3)).write_bytes(b"")
+    view = show(job, store, FramesDecoded(frames=4, of=job.plan.frames, playable=3, preview=b"webp"))
+    label = f"Video so far: 3 of {job.plan.frames} frames"
+    assert f'<video src="tandem/clip/{job.id}/3.mp4" aria-label="{label}" data-grows' in view.picture
+    assert f'<p class="so-far">3 of {job.plan.frames} frames</p>' in view.picture
+    assert "base64" not in view.picture
+
+
 def test_a_video_that_ended_early_can_be_continued(job: Job, store: JobStore) -> None:
     plan = job.plan.replace(sections=3)
     job.plan.output.write_bytes(b"")
