@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,6 +118,11 @@ class RunContext:
     def compiled_seconds(self) -> float:
         """Seconds spent on compiling in this run."""
         return self.residency.compile_seconds - self._compiled_before
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the job's progress; `None` if it is not saved."""
+        return None if self._folder is None else self._folder.path
 
     @property
     def step(self) -> int:

@@ -78,7 +78,7 @@ def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
         Route(f"{FILE}{{path:path}}", files.video),
         Route(f"{OWN}now", files.now),
         Route(f"{OWN}poster/{{name}}.webp", files.poster),
-        Route(f"{OWN}sections/{{name}}/{{count:int}}.mp4", files.sections),
+        Route(f"{OWN}clip/{{name}}/{{count:int}}.mp4", files.clip),
         Route(f"{OWN}copy/{{name}}.mp4", files.copy),
         Route(f"{OWN}report/{{name}}.json", files.report),
         Route(f"{OWN}report/whole/{{name}}.json", files.report_with_prompt),
@@ -127,8 +127,8 @@ class _JobFiles:
                 return Response(picture, media_type="image/webp", headers=_CACHED)
         return _not_found()
 
-    async def sections(self, request: Request) -> Response:
-        """Send the clip of a job's finished sections, by their number; another number has another address."""
+    async def clip(self, request: Request) -> Response:
+        """Send the clip of a job's finished sections or frames, by their number; another number has another address."""
         job = await self._job(request)
         folder = None if job is None else self._store.folder(job.id)
         return video_response(await asyncio.to_thread(clip_of, folder, request.path_params["count"]), cached=False)

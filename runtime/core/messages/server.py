@@ -84,6 +84,10 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_no_method": Message("{path} does not support {method}.", "Use {allowed}."),
     "server.api_no_video": Message("There is no video {video}.", "List your videos with GET /v1/videos."),
     "server.api_not_ready": Message("The video {video} is not completed.", "Wait until its status is completed."),
+    "server.api_no_clip": Message(
+        "There is no such clip of the video {video}.",
+        "Use the newest path in its events, or its content once it is completed.",
+    ),
     "server.api_no_file": Message("The file of the video {video} does not exist any more.", "Generate it again."),
     "server.api_still_stopping": Message(
         "The video {video} is being stopped.", "Delete it again once its status is failed."

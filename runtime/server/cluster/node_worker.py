@@ -21,7 +21,7 @@ from runtime.core import log, settings
 from runtime.core.cancel import Cancel
 from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
 from runtime.core.errors import ModelError, TandemError
-from runtime.core.events import CheckpointSaved, Event, Failed, SectionDone, VideoSaved
+from runtime.core.events import CheckpointSaved, Event, Failed, FramesDecoded, SectionDone, VideoSaved
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import EMBEDDED, folders
@@ -196,13 +196,16 @@ class NodeWorker:
 
     def _run(self, order: Order, cancel: Cancel, waiting: "queue.Queue[Sent | None]") -> None:
         folder = self._folder("job", order.record.id)
-        seen = transfer.changed({}, folder)[1]
+        seen, playable = transfer.changed({}, folder)[1], 0
 
         def emit(event: Event) -> None:
-            nonlocal seen
-            if isinstance(event, CheckpointSaved | SectionDone):
+            nonlocal seen, playable
+            longer = isinstance(event, FramesDecoded) and event.playable != playable
+            if longer or isinstance(event, CheckpointSaved | SectionDone):
                 seen = _send_files(folder, seen, waiting)
-            elif isinstance(event, VideoSaved):
+            if isinstance(event, FramesDecoded):
+                playable = event.playable
+            if isinstance(event, VideoSaved):
                 _send(transfer.VIDEO, event.video, waiting)
             waiting.put(("event", event))
 

@@ -15,14 +15,16 @@ from runtime.core.files import replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.untrusted_files import read_json
 from runtime.engines.manifest import sha256
-from runtime.pipeline.files import BOUNDARY, LATEST, SECTIONS
+from runtime.pipeline.files import BOUNDARY, CLIP, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
 VIDEO = "video.mp4"
 _PARTIAL = ".part"
 # Files of a model; others are not read when it is loaded, or could run code.
 _MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".md"})
-_JOB_FILE = re.compile(rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}(?:/clip)?/[a-z0-9]+\.(?:mkv|mp4|h264)")
+_JOB_FILE = re.compile(
+    rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}/[a-z0-9]+\.mkv|{CLIP}/[a-z0-9]+\.(?:mp4|h264)"
+)
 _MODEL_FILE = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)
 _IMAGE_FILE = re.compile(r"[0-9a-f]{64}")
 
@@ -104,7 +106,7 @@ def _is_model_file(name: str) -> bool:
 
 
 def job_files(folder: Path | None) -> dict[str, Path]:
-    """Return the checkpoints and sections in a job's folder, by the names that they are sent with."""
+    """Return the checkpoints, sections and clips in a job's folder, by the names that they are sent with."""
     if folder is None or not folder.is_dir():
         return {}
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
