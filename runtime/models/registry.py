@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from runtime.core.errors import ModelError
 from runtime.models.folder import check_files, check_tokenizer, read_config, weight_files
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.models.stored_weights import FileTensor, WeightFiles, read_file, stored_weights
+from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
 
 
 class Entry(NamedTuple):
@@ -340,7 +340,7 @@ def with_quantized(spec: ModelSpec) -> ModelSpec:
             continue
         tensors: dict[str, FileTensor] = {}
         for path in paths:
-            tensors |= read_file(path)
+            tensors |= file_tensors(path)
         files = WeightFiles.of(stored_weights(tensors), config, spec.unquantized)
         if files.packed_weights:
             found[name] = files

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from runtime.core.errors import ModelError, TandemError
 from runtime.models.registry import FAMILIES, KnownModel, check_companions, check_name, family_of
 from runtime.models.spec import ModelSpec
-from runtime.models.stored_weights import StoredWeight, WeightFiles, read_file, stored_weights
+from runtime.models.stored_weights import StoredWeight, WeightFiles, file_tensors, stored_weights
 from runtime.models.tensor_files import unreadable
 
 # The folder of LoRAs in the weights folder.
@@ -134,7 +134,7 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
 
 @functools.lru_cache(maxsize=32)
 def _read(path: Path, _size: int, _changed: int) -> dict[str, StoredWeight]:
-    return stored_weights(read_file(path))
+    return stored_weights(file_tensors(path))
 
 
 def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[str, tuple[int, ...]]) -> None:
