@@ -43,7 +43,7 @@ def _on_meta(_module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter
 
 
 # Once, because other threads may be making modules; accelerate's `init_empty_weights` changes those of all threads.
-register_module_parameter_registration_hook(_on_meta)
+register_module_parameter_registration_hook(cast("Any", _on_meta))  # may return a parameter, despite its type
 
 
 @contextmanager

@@ -8,6 +8,7 @@ quantized the same.
 """
 
 import contextlib
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -58,6 +59,8 @@ class _Delta(NamedTuple):
 
 # The roles of tensors that have the rows of the weight.
 _BY_ROWS = frozenset({"up", "diff", "bias"})
+# Held while a library loads, and by a thread that loads beside others.
+_LIBRARY, _BESIDE = threading.Lock(), threading.local()
 # Dtypes of weights in safetensors files.
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -107,6 +110,34 @@ def _ready(module: Any, spec: ModelSpec, name: str, dtype: torch.dtype, *, exact
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 
+class NeedsLibraryError(Exception):
+    """A component cannot be loaded beside other threads."""
+
+
+@contextlib.contextmanager
+def beside_others() -> Iterator[None]:
+    """Load components on this thread while others compute or load, and no library does.
+
+    Libraries change default dtypes and functions of the whole process meanwhile. A component that needs one raises
+    `NeedsLibraryError` in this block.
+    """
+    with _LIBRARY:
+        _BESIDE.entered = True
+        try:
+            yield
+        finally:
+            _BESIDE.entered = False
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[None]:
+    """Let a library load, once no thread loads in `beside_others`."""
+    if getattr(_BESIDE, "entered", False):
+        raise NeedsLibraryError
+    with _LIBRARY:
+        yield
+
+
 def _loaded(spec: ModelSpec, name: str, device: str, how: Filling) -> torch.nn.Module:
     """Load a component that no library quantizes, without LoRAs.
 
@@ -115,15 +146,15 @@ def _loaded(spec: ModelSpec, name: str, device: str, how: Filling) -> torch.nn.M
     """
     own = spec.files.get(name)
     if own is not None or can_stream(spec, name):
-        module = _empty(spec, name)
+        empty = _empty(spec, name)
         with _loading(spec, name):
             folder = spec.directory / folder_of(name)
-            weights = own.weights if own is not None else weights_of_folder(folder, module)
+            weights = own.weights if own is not None else weights_of_folder(folder, empty)
             if weights is not None:
-                return fill(module, weights, device, how)
+                return fill(empty, weights, device, how)
     # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
     arguments = {"device_map": {"": device}} if device.startswith("cuda") else {}
-    module = _from_library(spec, name, how.dtype, arguments)
+    module: torch.nn.Module = _from_library(spec, name, how.dtype, arguments)
     return module.to(device)
 
 
@@ -175,7 +206,8 @@ def _quantized(
     key, module = None, None
     if cache is not None:
         key = quantized_key(spec, name, part, dtype, cache.folder.parent)
-        module = cache.read(key, lambda: empty_module(spec, name), part.device)
+        with contextlib.nullcontext() if fp8 else _library():
+            module = cache.read(key, lambda: empty_module(spec, name), part.device)
     if module is None:
         if fp8:
             module = _loaded(spec, name, part.device, Filling(dtype, spec.unquantized, fp8=True))
@@ -244,7 +276,7 @@ def _from_library(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str
         "output_loading_info": True,
         **more,
     }
-    with _loading(spec, name):
+    with _library(), _loading(spec, name):
         module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
     absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if absent:
