@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from runtime.core.cancel import Cancel
+from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.block_engines import BlockEngines
-from runtime.execution.compilation import cache_compiled_code_in
+from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
     Denoiser,
     ImageEncoder,
@@ -58,7 +59,7 @@ Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 _FINISH_SECONDS = 30.0
 
 # In the cache folder.
-_PROMPTS, _COMPILED, _QUANTIZED = "prompts", "compiled", "quantized"
+_PROMPTS = "prompts"
 # With these placements hooks reference the module, as in bitsandbytes' layers: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 # The name in the key of block engines, which serve all transformers.
@@ -140,7 +141,7 @@ class Residency:
     ) -> None:
         self._service = engines
         folder = None if engines is None else engines.cache_dir
-        self._quantized = None if folder is None else QuantizedCache(folder / _QUANTIZED)
+        self._quantized = None if folder is None else QuantizedCache(folder / QUANTIZED.name)
         self._load = load or (lambda spec, name, part, device: load_module(spec, name, part, device, self._quantized))
         self._held: dict[_Key, Any] = {}
         self._ahead = LoadingAhead()
@@ -148,18 +149,21 @@ class Residency:
         self.group_manager = GroupManager()
         self.compile_seconds = 0.0
         self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
-        self._compiled = None if folder is None else folder / _COMPILED
+        self._compiled = None if folder is None else folder / COMPILED.name
         self._compiler = CompilerImport()
+        self._compiles = False
 
     def __enter__(self) -> "Residency":
         """Start with nothing loaded."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Free everything, and let quantized weights be written."""
+        """Free everything, let quantized weights be written, and limit the cache of compiled code."""
         self.free()
         if self._quantized is not None:
             self._quantized.finish(_FINISH_SECONDS)
+        if self._compiles and self._compiled is not None:
+            limit_compiled_code(self._compiled)
 
     def free(self) -> None:
         """Free everything."""
@@ -311,6 +315,7 @@ class Residency:
         self._compiler.wait()
         if job.plan.speed.compiled and self._compiled is not None:
             cache_compiled_code_in(self._compiled)
+            self._compiles = True
 
     @contextmanager
     def _use(

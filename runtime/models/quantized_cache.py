@@ -29,6 +29,7 @@ import psutil
 import torch
 
 from runtime.core.digests import file_digests, known_digests
+from runtime.core.disk_caches import QUANTIZED, Entry, evict
 from runtime.core.errors import first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.core.locks import held, remove_scratch_folders, scratch_folder
@@ -41,8 +42,6 @@ from runtime.models.spec import ModelSpec, folder_of
 from runtime.models.stored_weights import file_tensors
 from runtime.models.tensor_stream import checksum, stream_tensors, write_tensors
 
-# Two experts of 14 billion weights in FP8 take 29 GB. The least recently used entries are removed.
-MAX_BYTES = 64 * 10**9
 # What stays free on the disk.
 _FREE_DISK_BYTES = 20 * 10**9
 # Copies are made only if this many times their size is free in memory (RAM).
@@ -119,7 +118,7 @@ class QuantizedCache:
         writes: whether weights are added.
     """
 
-    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES, *, writes: bool = True) -> None:
+    def __init__(self, folder: Path, max_bytes: int = QUANTIZED.max_bytes, *, writes: bool = True) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
         self._writes = writes
@@ -222,16 +221,12 @@ class QuantizedCache:
 
     def _evict(self, newest: Path) -> None:
         """Remove the least recently used entries beyond the limit."""
-        used = []
+        found = []
         for path in self.folder.glob(f"*/{_MANIFEST}"):
             with contextlib.suppress(OSError):
                 size = sum(file.stat().st_size for file in path.parent.iterdir())
-                used.append((path.stat().st_mtime_ns, size, path.parent))
-        total = sum(size for _, size, _ in used)
-        for _, size, entry in sorted(used):
-            if total > self._max_bytes and entry != newest:
-                shutil.rmtree(entry, ignore_errors=True)
-                total -= size
+                found.append(Entry(path.stat().st_mtime_ns, size, path.parent))
+        evict(found, self._max_bytes, keep=newest)
 
 
 def _digest(key: Key) -> str:
