@@ -100,7 +100,7 @@ class StoredWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """The files of a transformer that no library loads as they are.
+    """The files of a component that no library loads as they are.
 
     Attributes:
         paths: the files.
@@ -125,10 +125,16 @@ class WeightFiles:
 
     @classmethod
     def of(
-        cls, weights: Mapping[str, StoredWeight], config: Mapping[str, Any], unquantized: Sequence[str]
+        cls, weights: Mapping[str, StoredWeight], config: Mapping[str, Any], unquantized: Sequence[str] | None
     ) -> "WeightFiles":
-        """Return the files of these weights; see `stays_packed`."""
-        packed = [weight for name, weight in weights.items() if stays_packed(name, weight, unquantized)]
+        """Return the files of these weights.
+
+        Args:
+            unquantized: see `stays_packed`; `None` if all weights are dequantized when they are loaded.
+        """
+        packed = []
+        if unquantized is not None:
+            packed = [own for name, own in weights.items() if stays_packed(name, own, unquantized)]
         return cls(
             paths=tuple(sorted({weight.data.path for weight in weights.values()})),
             config=config,

@@ -99,7 +99,9 @@ def load_module(
         module, dtype = _quantized(spec, name, part, cache)
     else:
         dtype = getattr(torch, part.dtype)
-        module = _loaded(spec, name, device or part.device, Filling(dtype, spec.unquantized, dequantize=dequantize))
+        # UMT5 converts activations to the dtype of a weight.
+        how = Filling(dtype, spec.unquantized, dequantize=dequantize or not is_transformer(name))
+        module = _loaded(spec, name, device or part.device, how)
     return _ready(module, spec, name, dtype)
 
 
@@ -234,7 +236,9 @@ def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
         ModelError, MemoryError: see `load_module`.
     """
     if name in spec.files:
-        module = _loaded(spec, name, "cpu", Filling(torch.float32, spec.unquantized))
+        module = _loaded(
+            spec, name, "cpu", Filling(torch.float32, spec.unquantized, dequantize=not is_transformer(name))
+        )
         return _ready(module, spec, name, torch.float32, exact=True)
     folder = spec.directory / folder_of(name)
     stored = tensor_types(folder)
