@@ -350,12 +350,7 @@ class RunContext:
             CancelledError: within a tenth of a second of the request; the partial build is removed.
             PausedError: once the current engine is built.
         """
-        _, steps = self.schedule()
-        remaining = steps if self.spec.section is not None else steps[self.step :]
-        needed = {"vae"} | {step.expert for step in remaining}
-        if self.conditioning is None:
-            needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
-        failed: set[str] = set()
+        needed, failed = self._needed(), set[str]()
         for name, part in self.plan.components.items():
             if name not in needed or name in failed:
                 continue
@@ -373,6 +368,23 @@ class RunContext:
                 else:
                     built = part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
                     self.plan = self.plan.with_component(name, built)
+
+    def load_ahead(self) -> None:
+        """Load what the remaining stages need while the prompt is encoded, without text encoders.
+
+        The embeddings of the prompt may be in the cache.
+        """
+        needed = self._needed() - {*self.spec.text_encoders}
+        self.residency.load_ahead(self.spec, self, [name for name in self.plan.components if name in needed])
+
+    def _needed(self) -> set[str]:
+        """Return the components that the remaining stages need."""
+        _, steps = self.schedule()
+        remaining = steps if self.spec.section is not None else steps[self.step :]
+        needed = {"vae"} | {step.expert for step in remaining}
+        if self.conditioning is None:
+            needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
+        return needed
 
     def _build_engine(self, name: str, use: EngineUse) -> None:
         engines = self.residency.engines

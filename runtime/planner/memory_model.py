@@ -196,7 +196,7 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
     """
     found = {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
     if quantization == "none":
-        for name, files in spec.files.items():
+        for name, files in spec.transformer_files.items():
             found[name] -= files.packed_weights * DTYPE_BYTES[dtypes[name]] - files.packed_bytes
     if quantization != "none":
         for name in found:

@@ -172,7 +172,7 @@ class Rank:
         directory = Path(task["directory"])
         if task["files"]:
             files = {own: Path(path) for own, path in task["files"].items()}
-            spec = reassemble(files, task["config"], directory)
+            spec = reassemble(files, task["configs"], directory)
         else:
             spec = read_spec(directory, task["model"])
         spec = replace(spec, loras=tuple(map(LoraUse.model_validate, task["loras"])))

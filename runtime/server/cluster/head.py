@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runtime.core.digests import sha256
 from runtime.core.errors import OutputError, StoreError, TandemError
 from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.frozen import FrozenModel
 from runtime.core.settings import Settings
-from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.pipeline.files import BOUNDARY, stamps

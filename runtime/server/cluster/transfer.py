@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from runtime.core.digests import sha256
 from runtime.core.errors import ModelError, OutputError
 from runtime.core.files import replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.untrusted_files import read_json
-from runtime.engines.manifest import sha256
 from runtime.pipeline.files import BOUNDARY, CLIP, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
