@@ -38,6 +38,8 @@ _ENDED_JOBS = 10
 _ENDED_TASKS = 8
 # Intervals at which views are refreshed, jobs of dead processes are recovered, and old files are removed.
 _REFRESH_SECONDS = 0.1
+# At most this late after `look`; many events of a cluster are then read at once.
+_LOOK_SECONDS = 0.02
 _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
 _MAX_BATCH = 1000
@@ -84,6 +86,7 @@ class JobQueue:
         self._specs: dict[str, ModelSpec] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
+        self._look = threading.Event()
         self._exit = ExitStack()
         self._is_app = app is None
         self.instance = self._exit.enter_context(Instance(self.store.path)).id if app is None else app
@@ -304,6 +307,10 @@ class JobQueue:
         with self._lock:
             return list(self._tasks.values())
 
+    def look(self) -> None:
+        """Have the views refreshed soon, because this process has written to the store."""
+        self._look.set()
+
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
         own = (record for record in self.open_videos() if record.owner == owner and not record.held)
@@ -415,7 +422,9 @@ class JobQueue:
     def _watch(self) -> None:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
-        while not self._closing.wait(_REFRESH_SECONDS):
+        while not self._closing.wait(_LOOK_SECONDS):
+            self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
+            self._look.clear()
             now = time.monotonic()
             try:
                 self._refresh()

@@ -427,6 +427,7 @@ class _Proxy:
             )
             self._fallbacks = self._fallbacks | {(fallback.model, fallback.component): fallback}
         recorder.record(event)
+        self._head.jobs.look()
 
     def _prepare(self, record: JobRecord) -> Order:
         """Send what a job needs and the node lacks: model, LoRAs, images, and the job's progress.
