@@ -140,7 +140,7 @@ def _latency(count: int) -> None:
                 page = pages[name]
                 start(page)
                 wait_for_state(page, "done")
-                job = page.get_attribute("#status .status", "data-job")
+                job = str(page.get_attribute("#status .status", "data-job"))
                 loads.append(os.getloadavg()[0])
                 if number:  # the first one loads the libraries and the model
                     log = Path(folder) / name / machine / "logs" / "tandem.log"

@@ -61,6 +61,7 @@ class JobQueue:
 
     Attributes:
         instance: the id of the app among the processes that share the store.
+        makes_videos: whether this app's workers make videos, and not only tasks and builds.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
         workers_elsewhere: returns the number of workers of a cluster's other machines.
     """
@@ -92,7 +93,7 @@ class JobQueue:
         self.instance = self._exit.enter_context(Instance(self.store.path)).id if app is None else app
         self._supervisor: Supervisor | None = None
         self._read = 0
-        self._makes_videos = True
+        self.makes_videos = True
         self.plans_for: Callable[[], Machine | None] = lambda: None
         self.workers_elsewhere: Callable[[], int] = lambda: 0
         if self._is_app:
@@ -108,7 +109,7 @@ class JobQueue:
             videos: whether they make videos, and not only tasks and builds.
         """
         configs = self.worker_configs(log_file)
-        self._makes_videos = videos
+        self.makes_videos = videos
         if not videos:
             configs = [replace(one, kinds=[kind for kind in one.kinds if kind not in VIDEOS]) for one in configs]
         self._supervisor = Supervisor(self.store, configs)
@@ -121,7 +122,7 @@ class JobQueue:
 
     def video_workers(self) -> dict[int, str]:
         """Return the names of this app's workers that make videos, by GPU."""
-        return {gpu: f"{self.instance}.{gpu}" for gpu in self._gpus} if self._makes_videos else {}
+        return {gpu: f"{self.instance}.{gpu}" for gpu in self._gpus} if self.makes_videos else {}
 
     def videos_at_once(self) -> int:
         """Return how many videos can run at once, on all machines."""

@@ -27,7 +27,7 @@ class _Worker:
         title: the prompt of its video; empty if it runs none.
         line: how far the video is, or what is loaded.
         percent: progress of the video.
-        gpu: its GPUs, if its machine has several workers.
+        gpu: its GPUs, if its machine has several kinds.
     """
 
     id: str
@@ -125,7 +125,7 @@ class ClusterPanel:
             state=_STATES[node.state],
             hardware=_hardware(node),
             line=line,
-            workers=[self._shown(worker, several=len(node.workers) > 1) for worker in node.workers],
+            workers=[self._shown(worker, several=len({gpu.name for gpu in node.gpus}) > 1) for worker in node.workers],
             fallbacks=list(dict.fromkeys(fallbacks)),
         )
 

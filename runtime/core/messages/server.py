@@ -161,9 +161,9 @@ MESSAGES: Mapping[str, Message] = {
     "server.cluster_place_sent": Message("{host} is the next to be free; the head sends {model} to it."),
     "server.cluster_place_held": Message("Paused."),
     "server.cluster_place_none": Message("No machine makes videos yet."),
-    "server.cluster_place_gpus": Message("It needs {gpus} GPUs of one worker; the largest worker has {most}."),
+    "server.cluster_place_gpus": Message("It needs {gpus:n GPU}; the largest worker has {most}."),
     "server.cluster_place_memory": Message(
-        "It needs {needed:memory} of GPU memory; the largest GPU has {most:memory}."
+        "It needs {needed:memory} of memory; the largest worker has {most:memory}."
     ),
     "server.cluster_place_later": Message("Other videos run first."),
     "server.cluster_gpus": Message(

@@ -111,13 +111,16 @@ class ClusterHead:
 
     def view(self) -> ClusterView:
         """Return the machines, what runs where, and where waiting videos will run."""
-        queue = self.jobs.open_videos()
-        free = [job for job in queue if job.state == "queued" and not job.held][:MOST_WAITING]
-        waiting = [_waiting(job) for job in free if job.plan is not None]
+        videos = self.jobs.open_videos()
+        running = [job for job in videos if job.state == "running"]
+        queued = [job for job in videos if job.state == "queued"]
+        waiting = [_waiting(job) for job in queued[:MOST_WAITING] if not job.held and job.plan is not None]
+        paused = [job.id for job in queued[:MOST_WAITING] if job.held]
         with self._lock:
             working = [proxy.working() for proxy in self._workers.values()]
             nodes = list(self._nodes.values())
-        return cluster_view(self.jobs, queue, nodes, working, waiting, self.usage.used(time.time()))
+        used = self.usage.used(time.time())
+        return cluster_view(self.jobs, running, nodes, working, waiting, paused, len(queued), used)
 
     def joining(self) -> dict[str, Any]:
         """Return what a machine needs to join: the port of Ray, this start of the head, and the versions."""

@@ -6,7 +6,7 @@
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,13 +16,19 @@ from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.machine.probe import Machine
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
-from runtime.server.cluster.forecast import Expected, forecast
+from runtime.server.cluster.forecast import Expected, Why, forecast
 from runtime.server.cluster.node_worker import Described
 from runtime.server.scheduling import IdleWorker, WaitingJob
 
 # Of the queue: videos for which the scheduler is asked ahead of time, and those of them that are shown.
 MOST_WAITING = 100
 _MOST_SHOWN = 20
+# Why a video will run on a machine.
+_PLACES: Mapping[Why, str] = {
+    "loaded": "server.cluster_place_loaded",
+    "stored": "server.cluster_place_stored",
+    "sent": "server.cluster_place_sent",
+}
 # The head, among the ids of Ray's nodes.
 HEAD = "head"
 
@@ -185,25 +191,29 @@ def fallbacks_in(plan: ExecutionPlan, planned: ExecutionPlan | None, job: str) -
 
 def cluster_view(
     jobs: JobQueue,
-    queue: Sequence[JobRecord],
+    running: Sequence[JobRecord],
     nodes: Sequence[RayNode],
     working: Sequence[Working],
     waiting: Sequence[WaitingJob],
+    paused: Sequence[str],
+    queued: int,
     used: Mapping[str | None, float],
 ) -> ClusterView:
     """Return what is shown of a cluster.
 
     Args:
-        queue: running and waiting videos in order.
+        running: videos.
         nodes: machines that joined.
         working: their workers.
-        waiting: those of `queue` that may run, or the first of them.
+        waiting: the first videos that may run, in order.
+        paused: ids of the first paused videos.
+        queued: the number of queued videos.
         used: see `scheduling.assign`.
     """
     host, machine = socket.gethostname(), jobs.own_machine
     names = _names([RayNode(HEAD, host, True), *nodes])
-    progress = {record.id: _progress(jobs, record.id) for record in queue if record.state == "running"}
-    own = _own_workers(jobs, queue, progress)
+    progress = {record.id: _progress(jobs, record.id) for record in running}
+    own = _own_workers(jobs, running, progress)
     views = [_node(HEAD, names[HEAD], "ready", [machine], own, head=True)]
     for node in nodes:
         here = [one for one in working if one.offer.node == node.id]
@@ -211,13 +221,14 @@ def cluster_view(
         workers = [_worker(one, progress) for one in here] if node.alive else []
         views.append(_node(node.id, names[node.id], state, [one.described.machine for one in here], workers))
     offers = [one.offer for one in working] + [_own_offer(worker, machine) for worker in own]
-    running = {worker.id: worker.progress for view in views for worker in view.workers if worker.job is not None}
-    ends = {name: _seconds_left(one) for name, one in running.items()}
+    busy = [worker for view in views for worker in view.workers if worker.job is not None]
+    ends = {worker.id: _seconds_left(worker.progress) for worker in busy}
     in_order = [worker.id for worker in own]
     expected = forecast(waiting, offers, ends, used, time.time(), _MOST_SHOWN, in_order)
     places = {offer.id: (offer.node, names[offer.node]) for offer in offers}
-    queued = [record for record in queue if record.state == "queued"]
-    return ClusterView(nodes=tuple(views), queued=len(queued), queue=_queue(queued, waiting, expected, offers, places))
+    queue = [*_expected(waiting, expected, places), *_unplaced(waiting, expected, offers)]
+    queue += [_unknown(job, Fact("server.cluster_place_held")) for job in paused]
+    return ClusterView(nodes=tuple(views), queued=queued, queue=tuple(queue[:_MOST_SHOWN]))
 
 
 def _names(nodes: Sequence[RayNode]) -> dict[str, str]:
@@ -266,14 +277,14 @@ def _worker(one: Working, progress: Mapping[str, JobProgress | None]) -> WorkerV
 
 
 def _own_workers(
-    jobs: JobQueue, queue: Sequence[JobRecord], progress: Mapping[str, JobProgress | None]
+    jobs: JobQueue, running: Sequence[JobRecord], progress: Mapping[str, JobProgress | None]
 ) -> list[WorkerView]:
     """Return the head's own workers, which take the first video of the queue without being asked."""
-    running = {record.instance: record for record in queue if record.state == "running"}
+    records = {record.instance: record for record in running}
     pids, machine = jobs.worker_pids(), jobs.own_machine
     views = []
     for gpu, name in jobs.video_workers().items():
-        record = running.get(name)
+        record = records.get(name)
         plan = None if record is None else record.plan
         views.append(
             WorkerView(
@@ -318,43 +329,39 @@ def _seconds_left(progress: JobProgress | None) -> float:
     return 0.0 if progress is None or progress.seconds_left is None else progress.seconds_left
 
 
-def _queue(
-    queued: Sequence[JobRecord],
-    waiting: Sequence[WaitingJob],
-    expected: Sequence[Expected],
-    offers: Sequence[IdleWorker],
-    places: Mapping[str, tuple[str, str]],
-) -> tuple[QueuedView, ...]:
-    views = []
-    known = {job.id: job for job in waiting}
+def _expected(
+    waiting: Sequence[WaitingJob], expected: Sequence[Expected], places: Mapping[str, tuple[str, str]]
+) -> Iterator[QueuedView]:
+    """Yield the videos that the scheduler is expected to send to a worker."""
+    models = {job.id: job.model for job in waiting}
     for one in expected:
         node, name = places[one.worker]
-        # A worker of the head has the models: they are sent from there.
-        why = "stored" if node == HEAD and one.why == "sent" else one.why
-        reason = Fact(f"server.cluster_place_{why}", {"model": known[one.job].model, "host": name})
-        views.append(
-            QueuedView(
-                job=one.job, worker=one.worker, node=node, name=name, seconds=round(one.seconds, 1), reason=reason
-            )
-        )
+        # The head has the models: others get them from there.
+        why: Why = "stored" if node == HEAD and one.why == "sent" else one.why
+        reason = Fact(_PLACES[why], {"model": models[one.job], "host": name})
+        seconds = round(one.seconds, 1)
+        yield QueuedView(job=one.job, worker=one.worker, node=node, name=name, seconds=seconds, reason=reason)
+
+
+def _unplaced(
+    waiting: Sequence[WaitingJob], expected: Sequence[Expected], offers: Sequence[IdleWorker]
+) -> Iterator[QueuedView]:
+    """Yield the other videos: those that fit no worker, and those that run later."""
     placed = {one.job for one in expected}
-    for record in queued:
-        if record.id not in placed and len(views) < _MOST_SHOWN:
-            reason = _why_waiting(record, known.get(record.id), offers)
-            views.append(QueuedView(job=record.id, worker=None, node=None, name=None, seconds=None, reason=reason))
-    return tuple(views)
+    most = max((offer.gpus for offer in offers), default=0)
+    for job in waiting:
+        if job.id in placed:
+            continue
+        largest = max((offer.free_bytes for offer in offers if offer.gpus >= job.gpus), default=0)
+        reason = Fact("server.cluster_place_later")
+        if not offers:
+            reason = Fact("server.cluster_place_none")
+        elif job.gpus > most:
+            reason = Fact("server.cluster_place_gpus", {"gpus": job.gpus, "most": most})
+        elif job.bytes_per_gpu > largest:
+            reason = Fact("server.cluster_place_memory", {"needed": job.bytes_per_gpu, "most": largest})
+        yield _unknown(job.id, reason)
 
 
-def _why_waiting(record: JobRecord, job: WaitingJob | None, offers: Sequence[IdleWorker]) -> Fact:
-    if record.held:
-        return Fact("server.cluster_place_held")
-    if not offers:
-        return Fact("server.cluster_place_none")
-    if job is not None:
-        most = max(offer.gpus for offer in offers)
-        if job.gpus > most:
-            return Fact("server.cluster_place_gpus", {"gpus": job.gpus, "most": most})
-        largest = max(offer.free_bytes for offer in offers if offer.gpus >= job.gpus)
-        if job.bytes_per_gpu > largest:
-            return Fact("server.cluster_place_memory", {"needed": job.bytes_per_gpu, "most": largest})
-    return Fact("server.cluster_place_later")
+def _unknown(job: str, reason: Fact) -> QueuedView:
+    return QueuedView(job=job, worker=None, node=None, name=None, seconds=None, reason=reason)
