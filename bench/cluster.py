@@ -1,6 +1,7 @@
 """Kill workers, raylets and the head of a cluster of three nodes on this machine while it makes videos.
 
     python -m bench.cluster [--jobs 30] [--kills 10] [--nodes 3] [--kinds worker,raylet,head]
+    python -m bench.cluster --overhead 4 | --latency 2
 
 Prints one JSON object: how every job ended, whether its frames equal those of a server without a cluster, processes
 that are left, and durations.

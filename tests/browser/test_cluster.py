@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import DESKTOP, advance, ask, customize, ready, start, wait_for_state
-from tests.browser.test_accessibility import RUN, WIDTHS, axe, open_tab
+from tests.browser.test_accessibility import RUN, WIDTHS, axe
 from tests.cluster_machines import Machines, machines
 
 pytestmark = pytest.mark.browser
@@ -43,10 +43,10 @@ def test_a_video_of_another_machine_is_followed_and_shown(chromium: Any, cluster
     start(page)
     page.wait_for_selector("#status :text('of 1000')")
     page.wait_for_selector("#stage img[src^='data:image/webp']")
-    open_tab(page, "Queue")
+    page.click("#tab-queue-button")
     page.fill("#several-prompts", "a blue ball")
     page.click("#queue-add [data-action=add]")
-    open_tab(page, "Cluster")
+    page.click("#tab-cluster-button")
     node = page.locator("#cluster-machines li[data-node]").nth(1)
     node.locator(".workers li:has-text('a red boat at sunset'):has-text('of 1000 steps') [aria-valuenow]").wait_for()
     page.locator("#cluster-queue li:has-text('a blue ball'):has-text('Diorama is loaded on')").wait_for()
@@ -74,9 +74,9 @@ def test_a_video_of_another_machine_is_followed_and_shown(chromium: Any, cluster
     page.locator(f"#cluster-join code:has-text('{key}')").wait_for(state="detached")
     assert key not in page.content()
     page.set_viewport_size(DESKTOP)
-    open_tab(page, "Queue")
+    page.click("#tab-queue-button")
     page.click("#queue-list [data-action=cancel-all]")
     page.click("dialog[open] .strong")
-    open_tab(page, "Make")
+    page.click("#tab-make-button")
     wait_for_state(page, "cancelled")
     assert page.complaints == []
