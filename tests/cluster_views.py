@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from runtime.core.events import Planned, StageStarted, StepDone
+from runtime.core.events import Event, Planned, StageStarted, StepDone
 from runtime.core.facts import Fact
 from runtime.machine.probe import Machine
 from runtime.pipeline.history_file import HistoryFile
@@ -13,8 +13,8 @@ from runtime.queue.store import JobStore
 from runtime.server.cluster.node_worker import Described
 from runtime.server.cluster.views import ClusterView, Fallback, RayNode, Working, cluster_view
 from runtime.server.scheduling import IdleWorker, WaitingJob
-from tests.planner.test_table import GIB, here
-from tests.plans import no_engines
+from tests.planner.test_table import here
+from tests.plans import GIB, no_engines
 from tests.queue.samples import sample_plan, sample_request
 
 MODEL = "diorama"
@@ -69,8 +69,9 @@ def run_on(queue: JobQueue, job: JobRecord, worker: str, step: int = 3) -> JobRe
     record = queue.store.claim_job(job.id, worker)
     assert record is not None
     assert record.plan is not None
-    events = [Planned(plan=record.plan), StageStarted(stage="denoise", part="transformer")]
-    for event in (*events, *(StepDone(step=one, of=4, seconds=8.0, part="transformer") for one in range(1, step + 1))):
+    events: list[Event] = [Planned(plan=record.plan), StageStarted(stage="denoise", part="transformer")]
+    events += [StepDone(step=one, of=4, seconds=8.0, part="transformer") for one in range(1, step + 1)]
+    for event in events:
         queue.store.record(job.id, event, record.lease)
     view = queue.job(job.id)
     assert view is not None
