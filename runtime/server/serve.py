@@ -62,9 +62,7 @@ def launch(settings: Settings, *, cluster: bool = False) -> str:
 def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     """Serve the HTTP API within a `with` block; yields its address. Raises as `launch`."""
     if cluster:
-        from runtime.server.cluster.ray_process import check_installed
-
-        check_installed()
+        check_ray()
     keys = ApiKeys(settings.cache_dir)
     if not keys.keys() and settings.host not in LOOPBACK:
         raise SettingsError("server.api_host_without_key", host=settings.host)
@@ -84,7 +82,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
             raise port_taken(settings.port) from error
         server = PageServer(sockets, limits_for(raise_open_files()))
         server.start(app)
-        worker.start_workers(settings.log_file, videos=head is None or bool(engines.machine.gpus))
+        worker.start_workers(settings.log_file, videos=makes_videos(head, engines))
         yield address_of(settings.host, settings.port)
     finally:
         with contextlib.ExitStack() as closing:
@@ -94,6 +92,22 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
             closing.callback(worker.close)
             if head is not None:
                 closing.callback(head.close)
+
+
+def check_ray() -> None:
+    """Check that Ray is installed.
+
+    Raises:
+        MachineError: if not.
+    """
+    from runtime.server.cluster.ray_process import check_installed
+
+    check_installed()
+
+
+def makes_videos(head: "ClusterHead | None", engines: EngineService) -> bool:
+    """Return whether this machine makes videos itself: without a cluster, or with a GPU."""
+    return head is None or bool(engines.machine.gpus)
 
 
 def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
@@ -109,10 +123,28 @@ def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
     key = make_key(settings.cache_dir)
     print_line("Starting Ray.")
     head = ClusterHead(worker, settings, key)
-    worker.plans_for = head.machine
-    address = f"{'ADDRESS' if settings.host in {*LOOPBACK, '0.0.0.0'} else settings.host}:{settings.port}"
-    print_line(f"Other machines join with: {VARIABLE}={key} {program()} worker --join {address}")
+    worker.plans_for, worker.workers_elsewhere = head.machine, head.size
+    print_line(f"Other machines join with: {VARIABLE}={key} {join_command(settings)}")
     return head
+
+
+def join_command(settings: Settings) -> str:
+    """Return the command with which a machine that has the cluster's key joins."""
+    host = settings.host
+    if host in {"0.0.0.0", "::"}:
+        host = _own_address()
+    return f"{program()} worker --join {f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def _own_address() -> str:
+    """Return the address of this machine in its network; its name if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            # Sends nothing; the address is reserved for documentation.
+            one.connect(("192.0.2.1", 9))
+            return str(one.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
 
 
 def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueue, EngineService]:

@@ -39,8 +39,8 @@ from runtime.ui.formatting import page_text, render
 from runtime.ui.image_places import used_images
 
 # Jobs are polled: no thread waits, however many pages watch.
-_POLL_SECONDS = 0.2
-_API_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05
+_QUEUED_SECONDS = 0.2
 # The time left counts down at this rate; the page takes a longer silence for a lost connection.
 _TICK_SECONDS = 1.0
 
@@ -190,7 +190,7 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
                 yield current
             if not current.busy:
                 return
-        await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS if job.state == "running" else _QUEUED_SECONDS)
         if watch.ended:
             return
 
@@ -209,7 +209,7 @@ async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
         if interrupted:
             yield Failed(fact=_interrupted(job))
             return
-        await asyncio.sleep(_API_POLL_SECONDS if job.state == "running" else _POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS if job.state == "running" else _QUEUED_SECONDS)
 
 
 def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> Line:

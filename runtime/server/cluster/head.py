@@ -17,7 +17,6 @@ from runtime.core.digests import sha256
 from runtime.core.errors import OutputError, StoreError, TandemError
 from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.frozen import FrozenModel
 from runtime.core.settings import Settings
 from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
@@ -31,6 +30,15 @@ from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Described, NodeWorker, Order
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
 from runtime.server.cluster.transfer import Digests, FileEntry
+from runtime.server.cluster.views import (
+    MOST_WAITING,
+    ClusterView,
+    Fallback,
+    RayNode,
+    Working,
+    cluster_view,
+    fallbacks_in,
+)
 from runtime.server.scheduling import IdleWorker, Usage, WaitingJob, assign
 
 _POLL_SECONDS = 0.1
@@ -43,33 +51,6 @@ _CLOSING_SECONDS = 20.0
 _START_SECONDS = 120.0
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerView(FrozenModel):
-    """A worker of a node: its process id there, its GPUs, the job that it runs, and components that fell back."""
-
-    id: str
-    pid: int
-    gpus: tuple[str, ...]
-    job: str | None
-    jobs_done: int
-    model: str | None
-    fallbacks: tuple[str, ...]
-
-
-class NodeView(FrozenModel):
-    """A machine of the cluster."""
-
-    id: str
-    host: str
-    workers: tuple[WorkerView, ...]
-
-
-class ClusterView(FrozenModel):
-    """The machines of a cluster, and the number of queued videos."""
-
-    nodes: tuple[NodeView, ...]
-    queued: int
 
 
 class ClusterHead:
@@ -113,6 +94,7 @@ class ClusterHead:
         self.digests = Digests(settings.cache_dir / "cluster" / "digests.json")
         self.usage = Usage()
         self._workers: dict[str, _Proxy] = {}
+        self._nodes: dict[str, RayNode] = {}
         self._numbers = itertools.count()
         self._retry_at: dict[str, float] = {}
         self._lock = threading.RLock()
@@ -128,17 +110,17 @@ class ClusterHead:
             thread.start()
 
     def view(self) -> ClusterView:
-        """Return the machines and what runs where."""
-        nodes: dict[str, list[_Proxy]] = {}
+        """Return the machines, what runs where, and where waiting videos will run."""
+        videos = self.jobs.open_videos()
+        running = [job for job in videos if job.state == "running"]
+        queued = [job for job in videos if job.state == "queued"]
+        waiting = [_waiting(job) for job in queued[:MOST_WAITING] if not job.held and job.plan is not None]
+        paused = [job.id for job in queued[:MOST_WAITING] if job.held]
         with self._lock:
-            for proxy in self._workers.values():
-                nodes.setdefault(proxy.node, []).append(proxy)
-        views = [
-            NodeView(id=node, host=of[0].described.host, workers=tuple(proxy.view() for proxy in of))
-            for node, of in nodes.items()
-        ]
-        queued = sum(job.kind == "video" and job.state == "queued" for job in self.store.queue())
-        return ClusterView(nodes=tuple(views), queued=queued)
+            working = [proxy.working() for proxy in self._workers.values()]
+            nodes = list(self._nodes.values())
+        used = self.usage.used(time.time())
+        return cluster_view(self.jobs, running, nodes, working, waiting, paused, len(queued), used)
 
     def joining(self) -> dict[str, Any]:
         """Return what a machine needs to join: the port of Ray, this start of the head, and the versions."""
@@ -149,6 +131,11 @@ class ClusterHead:
         with self._lock:
             machines = [proxy.described.machine for proxy in self._workers.values()]
         return max(machines, key=_capacity, default=None)
+
+    def size(self) -> int:
+        """Return the number of workers of all nodes."""
+        with self._lock:
+            return len(self._workers)
 
     def close(self) -> None:
         """Pause the running jobs, which resume at the next start, and end Ray on this machine."""
@@ -199,6 +186,7 @@ class ClusterHead:
 
         for node in ray.nodes():  # type: ignore[no-untyped-call]
             resources = node["Resources"]
+            self._know(node["NodeID"], node["NodeManagerHostname"], node["Alive"], joined=NODE in resources)
             if not node["Alive"] or NODE not in resources:
                 continue
             with self._lock:
@@ -206,6 +194,18 @@ class ClusterHead:
                 wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
             for _ in range(0 if wait else int(resources[WORKERS]) - running):
                 self._start(node["NodeID"], int(resources.get("GPU", 0) // resources[WORKERS]))
+
+    def _know(self, node: str, host: str, alive: bool, *, joined: bool) -> None:
+        """Keep what is shown of a machine; one that was lost is shown until a machine of that name joins."""
+        with self._lock:
+            if alive and joined:
+                if node not in self._nodes:
+                    lost = [one.id for one in self._nodes.values() if not one.alive and one.host == host]
+                    for other in lost[:1]:
+                        del self._nodes[other]
+                self._nodes[node] = RayNode(node, host, True)
+            elif node in self._nodes and not alive:
+                self._nodes[node] = RayNode(node, host or self._nodes[node].host, False)
 
     def _start(self, node: str, gpus: int) -> None:
         import ray
@@ -268,7 +268,7 @@ class _Proxy:
         self._record: JobRecord | None = None
         self._loaded: str | None = None
         self._done = 0
-        self._fallbacks: tuple[str, ...] = ()
+        self._fallbacks: dict[tuple[str, str], Fallback] = {}
         self._wake = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -303,18 +303,9 @@ class _Proxy:
             speed=1.0,
         )
 
-    def view(self) -> WorkerView:
-        """Return what the page shows."""
-        record = self._record
-        return WorkerView(
-            id=self.id,
-            pid=self.described.pid,
-            gpus=tuple(gpu.name for gpu in self.described.machine.gpus),
-            job=None if record is None else record.id,
-            jobs_done=self._done,
-            model=self._loaded,
-            fallbacks=self._fallbacks,
-        )
+    def working(self) -> Working:
+        """Return what is shown of it."""
+        return Working(self.offer(), self.described, self._record, self._done, tuple(self._fallbacks.values()))
 
     def _run_jobs(self) -> None:
         import ray
@@ -422,12 +413,24 @@ class _Proxy:
     def _record_event(self, recorder: JobRecorder, record: JobRecord, event: Event) -> None:
         if isinstance(event, Planned):
             self._loaded = event.plan.model
+            # Replaced, not changed: another thread reads it.
+            others = {key: one for key, one in self._fallbacks.items() if one.model != self._loaded}
+            found = fallbacks_in(event.plan, record.plan, record.id)
+            self._fallbacks = others | {(one.model, one.component): one for one in found}
             event = Planned(plan=_on_head(event, record))
         elif isinstance(event, VideoSaved):
             event = event.model_copy(update={"video": record.output})
         if isinstance(event, FellBack):
-            self._fallbacks = tuple(dict.fromkeys((*self._fallbacks, str(event.fact))))[-8:]
+            fallback = Fallback(
+                model=self._loaded or "",
+                component=event.component,
+                backend=event.backend,
+                reason=event.reason,
+                job=record.id,
+            )
+            self._fallbacks = self._fallbacks | {(fallback.model, fallback.component): fallback}
         recorder.record(event)
+        self._head.jobs.look()
 
     def _prepare(self, record: JobRecord) -> Order:
         """Send what a job needs and the node lacks: model, LoRAs, images, and the job's progress.

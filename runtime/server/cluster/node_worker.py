@@ -21,7 +21,15 @@ from runtime.core import log, settings
 from runtime.core.cancel import Cancel
 from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
 from runtime.core.errors import ModelError, TandemError
-from runtime.core.events import CheckpointSaved, Event, Failed, FramesDecoded, SectionDone, VideoSaved
+from runtime.core.events import (
+    CheckpointSaved,
+    EngineProgress,
+    Event,
+    Failed,
+    FramesDecoded,
+    SectionDone,
+    VideoSaved,
+)
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import EMBEDDED, folders
@@ -200,6 +208,8 @@ class NodeWorker:
 
         def emit(event: Event) -> None:
             nonlocal seen, playable
+            if not isinstance(event, EngineProgress):
+                logger.info("job %s: %s", order.record.id, log.log_line(event))
             longer = isinstance(event, FramesDecoded) and event.playable != playable
             if longer or isinstance(event, CheckpointSaved | SectionDone):
                 seen = _send_files(folder, seen, waiting)
