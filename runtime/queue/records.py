@@ -28,6 +28,9 @@ VIDEOS: tuple[Kind, ...] = ("video",)
 STATES: tuple[State, ...] = get_args(State)
 RESUMABLE: tuple[State, ...] = ("failed", "cancelled", "interrupted")
 
+# The store's events after which a job's earlier deaths do not count.
+STARTS_OVER = frozenset({"QueuedAgain", "Edited"})
+
 # Seconds since 1970, up to the year 9999.
 LAST_SECOND = 253_402_300_799.0
 _Seconds = Annotated[float, Field(ge=0, le=LAST_SECOND, allow_inf_nan=False)]

@@ -31,6 +31,7 @@ from runtime.queue.records import (
     KINDS,
     LAST_SECOND,
     RESUMABLE,
+    STARTS_OVER,
     VIDEOS,
     Control,
     JobRecord,
@@ -442,7 +443,7 @@ class JobStore:
     def deaths(self, job_id: str) -> Sequence[Mapping[str, Any]]:
         """Return the deaths of a job's workers since it was submitted, edited or resumed, see `records.Death`."""
         events = [event for _, _, event in self.events(job_id)]
-        starts = [index for index, event in enumerate(events) if event["event"] in {"QueuedAgain", "Edited"}]
+        starts = [index for index, event in enumerate(events) if event["event"] in STARTS_OVER]
         return [read_death(event) for event in events[max(starts, default=0) :] if event["event"] == "WorkerDied"]
 
     def finish(self, job_id: str, state: State, fact: Fact) -> None:

@@ -369,11 +369,9 @@ class _Proxy:
             time.sleep(_POLL_SECONDS)
         while not self._head.closing.is_set():
             try:
-                if self._head.is_up(self.node):
-                    recovery.settle_worker(self._store, self.id, Fact("queue.exit_unknown"))
-                else:
-                    how = Fact("queue.node_lost", {"host": self.described.host})
-                    recovery.settle_worker(self._store, self.id, how, counted=False)
+                up = self._head.is_up(self.node)
+                how = Fact("queue.exit_unknown") if up else Fact("queue.node_lost", {"host": self.described.host})
+                recovery.settle_worker(self._store, self.id, how, counted=up, most=recovery.CLUSTER_DEATHS)
                 return
             except StoreError as failed:
                 logger.warning("job %s: %s", record.id, type(failed.__cause__ or failed).__name__)
