@@ -138,7 +138,7 @@ def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueu
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     resume_interrupted(store, everyone=resume_all)
-    waiting = sum(not one.held for one in store.queue())
+    waiting = sum(count for (_, state), count in store.queue_counts().items() if state != "paused")
     if waiting:
         print_line(f"Queued jobs of an earlier start: {waiting}. They run now.")
     return worker, engines
