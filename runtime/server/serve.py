@@ -77,7 +77,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     head: ClusterHead | None = None
     try:
         if cluster:
-            head = start_head(worker, settings)
+            head = start_head(worker, settings, engines)
         app = VideoApi(worker, settings, keys, head).app()
         try:
             sockets = listen(settings.host, settings.port)
@@ -97,7 +97,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
                 closing.callback(head.close)
 
 
-def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
+def start_head(worker: JobQueue, settings: Settings, engines: EngineService) -> "ClusterHead":
     """Start the head of a cluster, and print how other machines join it.
 
     Raises:
@@ -109,7 +109,7 @@ def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
 
     key = make_key(settings.cache_dir)
     print_line("Starting Ray.")
-    head = ClusterHead(worker, settings, key)
+    head = ClusterHead(worker, settings, key, engines.store)
     worker.plans_for = head.machine
     address = f"{'ADDRESS' if settings.host in {*LOOPBACK, '0.0.0.0'} else settings.host}:{settings.port}"
     print_line(f"Other machines join with: {VARIABLE}={key} {program()} worker --join {address}")

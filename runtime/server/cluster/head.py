@@ -9,28 +9,28 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.core.errors import OutputError, StoreError, TandemError
+from runtime.core.errors import StoreError, TandemError
 from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.frozen import FrozenModel
 from runtime.core.settings import Settings
-from runtime.engines.manifest import sha256
+from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
-from runtime.models.requested import model_for
-from runtime.pipeline.files import BOUNDARY, stamps
+from runtime.pipeline.files import BOUNDARY
 from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, JobRecorder
-from runtime.queue.records import JobRecord
+from runtime.queue.records import JobRecord, Waiting
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
-from runtime.server.cluster.node_worker import Described, NodeWorker, Order
+from runtime.server.cluster.node_worker import Described, NodeWorker
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
-from runtime.server.cluster.transfer import Digests, FileEntry
+from runtime.server.cluster.sending import Sender
+from runtime.server.cluster.transfer import Digests
 from runtime.server.scheduling import IdleWorker, Usage, WaitingJob, assign
 
 _POLL_SECONDS = 0.1
@@ -41,6 +41,10 @@ _NODE_SECONDS = 5.0
 _CLOSING_SECONDS = 20.0
 # Until a worker that was started has to answer.
 _START_SECONDS = 120.0
+# Queued videos of each owner, model and number of GPUs that the scheduler is given.
+_MOST_WAITING = 40
+# How much the latest video counts in the speed of a kind of GPU, which is kept within a factor.
+_LATEST, _MOST_SPEED = 0.3, 100.0
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +82,7 @@ class ClusterHead:
     Args:
         jobs: the queue, whose store and folders only this process writes.
         key: of the cluster.
+        library: whose engines are sent to nodes that would build the same.
 
     Attributes:
         port: of Ray.
@@ -86,7 +91,7 @@ class ClusterHead:
         MachineError: if Ray does not start.
     """
 
-    def __init__(self, jobs: JobQueue, settings: Settings, key: str) -> None:
+    def __init__(self, jobs: JobQueue, settings: Settings, key: str, library: EngineStore) -> None:
         authenticate(key)
         self.key = key
         self.port = free_port()
@@ -111,7 +116,12 @@ class ClusterHead:
         self.store = jobs.store
         self.poller = ControlPoller(self.store)
         self.digests = Digests(settings.cache_dir / "cluster" / "digests.json")
+        self.library = library
         self.usage = Usage()
+        # By the name of GPU or CPU: the forecast of a video over the time that it took.
+        self._speeds: dict[str, float] = {}
+        # By job: the nodes on which its worker died, or that cannot run it.
+        self._avoid: dict[str, frozenset[str]] = {}
         self._workers: dict[str, _Proxy] = {}
         self._numbers = itertools.count()
         self._retry_at: dict[str, float] = {}
@@ -137,8 +147,10 @@ class ClusterHead:
             NodeView(id=node, host=of[0].described.host, workers=tuple(proxy.view() for proxy in of))
             for node, of in nodes.items()
         ]
-        queued = sum(job.kind == "video" and job.state == "queued" for job in self.store.queue())
-        return ClusterView(nodes=tuple(views), queued=queued)
+        counts = self.store.queue_counts()
+        return ClusterView(
+            nodes=tuple(views), queued=sum(counts.get(("video", one), 0) for one in ("queued", "paused"))
+        )
 
     def joining(self) -> dict[str, Any]:
         """Return what a machine needs to join: the port of Ray, this start of the head, and the versions."""
@@ -243,20 +255,61 @@ class ClusterHead:
         idle = {name: proxy for name, proxy in proxies.items() if proxy.idle}
         if not idle:
             return
-        queue = [job for job in self.store.queue() if job.kind == "video" and job.state == "queued" and not job.held]
-        waiting = [_waiting(job) for job in queue if job.plan is not None]
+        waiting = self.store.waiting(_MOST_WAITING)
         if not waiting:
             return
         now = time.time()
-        offers = [proxy.offer() for proxy in idle.values()]
-        busy = [proxy.offer() for name, proxy in proxies.items() if name not in idle]
-        costs = {job.id: job for job in waiting}
-        for job_id, worker in assign(waiting, offers, self.usage.used(now), now, busy):
+        offers = self.offers(proxies)
+        with self._lock:
+            jobs = {job.id: _job(job, offers, self._avoid.get(job.id, frozenset())) for job in waiting}
+            used = self.usage.used(now)
+        pairs = assign(
+            list(jobs.values()),
+            [one for one in offers if one.id in idle],
+            used,
+            now,
+            [one for one in offers if one.id not in idle],
+        )
+        for job_id, worker in pairs:
             record = self.store.claim_job(job_id, worker)
             if record is not None:
-                self.usage.charge(record.owner, costs[job_id].weight, now)
-                if not idle[worker].give(record):  # it was lost meanwhile
+                self.charge(record.owner, jobs[job_id].weight)
+                if not idle[worker].give(record, jobs[job_id]):  # it was lost meanwhile
+                    self.charge(record.owner, -jobs[job_id].weight)
                     self.store.put_back(record.id, record.lease)
+
+    def offers(self, proxies: Mapping[str, "_Proxy"]) -> list[IdleWorker]:
+        """Return what the scheduler needs to know of the workers."""
+        gpus = any(proxy.described.machine.gpus for proxy in proxies.values())
+        with self._lock:
+            speeds = dict(self._speeds)
+        return [proxy.offer(speeds.get(proxy.kind, 1.0), has_gpus=gpus) for proxy in proxies.values()]
+
+    def charge(self, owner: str | None, seconds: float) -> None:
+        """Add weighted seconds to what an owner has used."""
+        with self._lock:
+            self.usage.charge(owner, seconds, time.time())
+
+    def ran(self, proxy: "_Proxy", job: WaitingJob, seconds: float, recorder: JobRecorder | None) -> None:
+        """Correct the use of a job's owner, and the speed of the worker's GPU, by a run's duration."""
+        with self._lock:
+            speed = self._speeds.get(proxy.kind, 1.0)
+        self.charge(job.owner, seconds * speed * job.gpus - job.weight)
+        end = None if recorder is None else recorder.end
+        with self._lock:
+            if end is not None:
+                self._avoid.pop(job.id, None)
+            if isinstance(end, VideoSaved) and not end.earlier:
+                took = sum(end.timings.get(stage, 0.0) for stage in ("encode", "denoise", "decode"))
+                now = min(max(job.seconds / max(took, 0.01), 1 / _MOST_SPEED), _MOST_SPEED)
+                before = self._speeds.get(proxy.kind, now)
+                self._speeds[proxy.kind] = round(before + _LATEST * (now - before), 2) or 1 / _MOST_SPEED
+
+    def avoid(self, job_id: str, node: str) -> bool:
+        """Have a job avoid a node; return whether there are workers of others."""
+        with self._lock:
+            avoided = self._avoid[job_id] = self._avoid.get(job_id, frozenset()) | {node}
+            return any(proxy.node not in avoided for proxy in self._workers.values())
 
 
 class _Proxy:
@@ -266,7 +319,10 @@ class _Proxy:
         self.id, self.node, self.described = name, node, described
         self._head, self._actor, self._store = head, actor, head.store
         self._record: JobRecord | None = None
+        self._job: WaitingJob | None = None
+        self._sender = Sender(self, head.settings, head.digests, head.library, described.models, described.engines)
         self._loaded: str | None = None
+        self._recorder: JobRecorder | None = None
         self._done = 0
         self._fallbacks: tuple[str, ...] = ()
         self._wake = threading.Event()
@@ -279,28 +335,37 @@ class _Proxy:
         """Whether it may be given a job."""
         return self._record is None and self.thread.is_alive()
 
-    def give(self, record: JobRecord) -> bool:
+    @property
+    def kind(self) -> str:
+        """The name of its GPU or CPU."""
+        machine = self.described.machine
+        return machine.gpus[0].name if machine.gpus else machine.cpu
+
+    def give(self, record: JobRecord, job: WaitingJob) -> bool:
         """Run a claimed job; return whether this worker takes it."""
         with self._lock:
             if not self._closed:
-                self._record = record
+                self._record, self._job = record, job
                 self._wake.set()
             return not self._closed
 
-    def offer(self) -> IdleWorker:
-        """Return what the scheduler needs to know."""
+    def offer(self, speed: float, *, has_gpus: bool) -> IdleWorker:
+        """Return what the scheduler needs to know.
+
+        Args:
+            has_gpus: whether a machine of the cluster has GPUs: then no job is for a CPU.
+        """
         machine = self.described.machine
-        gpus = machine.gpus
         return IdleWorker(
             id=self.id,
             node=self.node,
-            kind=gpus[0].name if gpus else machine.cpu,
-            gpus=max(len(gpus), 1),
-            free_bytes=min((gpu.total_bytes for gpu in gpus), default=machine.ram_bytes),
+            kind=self.kind,
+            gpus=max(len(machine.gpus), 1),
+            free_bytes=min((gpu.total_bytes for gpu in machine.gpus), default=0 if has_gpus else machine.ram_bytes),
             loaded=self._loaded,
-            models=self.described.models,
-            engines=self.described.engines,
-            speed=1.0,
+            models=self._sender.models,
+            engines=self._sender.engines,
+            speed=speed,
         )
 
     def view(self) -> WorkerView:
@@ -332,10 +397,11 @@ class _Proxy:
                             return
                 continue
             self._wake.clear()
-            record = self._record
-            assert record is not None
+            record, job = self._record, self._job
+            assert record is not None and job is not None
+            started, self._recorder = time.monotonic(), None
             try:
-                self._run(record)
+                self._run(record, job)
             except ray.exceptions.RayTaskError as error:
                 logger.error("job %s failed on %s: %s", record.id, self.described.host, error)
                 cause = error.cause if isinstance(error.cause, Exception) else error
@@ -343,12 +409,14 @@ class _Proxy:
             except ray.exceptions.RayError as error:
                 logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
                 self._head.lost(self)
+                self._head.ran(self, job, time.monotonic() - started, None)
                 self._settle(record)
                 return
             except Exception as error:
                 if not isinstance(error, TandemError):
                     logger.exception("job %s failed", record.id)
                 self._record_end(record, Failed.because_of(error))
+            self._head.ran(self, job, time.monotonic() - started, self._recorder)
             self._done += 1
             self._record = None
 
@@ -371,17 +439,19 @@ class _Proxy:
             try:
                 up = self._head.is_up(self.node)
                 how = Fact("queue.exit_unknown") if up else Fact("queue.node_lost", {"host": self.described.host})
+                if up:
+                    self._head.avoid(record.id, self.node)
                 recovery.settle_worker(self._store, self.id, how, counted=up, most=recovery.CLUSTER_DEATHS)
                 return
             except StoreError as failed:
                 logger.warning("job %s: %s", record.id, type(failed.__cause__ or failed).__name__)
                 time.sleep(_RETRY_SECONDS)
 
-    def _run(self, record: JobRecord) -> None:
+    def _run(self, record: JobRecord, job: WaitingJob) -> None:
         import ray
 
-        order = self._prepare(record)
-        recorder = JobRecorder(record.id, self._store, lease=record.lease)
+        order = self._sender.prepare(record, self._store, self._head.sending(self.node))
+        recorder = self._recorder = JobRecorder(record.id, self._store, lease=record.lease)
         receiver = _Receiver(record, self._store)
         asked: set[str] = set()
         with self._head.poller.following(recorder), contextlib.closing(receiver):
@@ -403,7 +473,10 @@ class _Proxy:
                 except StopIteration:
                     break
                 if kind == "event":
-                    self._record_event(recorder, record, value)
+                    self._record_event(recorder, record, job, value)
+                elif kind == "refused":
+                    if not self._head.avoid(record.id, self.node):
+                        recorder.record(value)
                 else:
                     receiver.take(kind, value)
             if recorder.end is None:
@@ -417,9 +490,9 @@ class _Proxy:
         with contextlib.suppress(StoreError):  # recovered at the next start
             self._store.put_back(record.id, record.lease)
 
-    def _record_event(self, recorder: JobRecorder, record: JobRecord, event: Event) -> None:
+    def _record_event(self, recorder: JobRecorder, record: JobRecord, job: WaitingJob, event: Event) -> None:
         if isinstance(event, Planned):
-            self._loaded = event.plan.model
+            self._loaded = job.model
             event = Planned(plan=_on_head(event, record))
         elif isinstance(event, VideoSaved):
             event = event.model_copy(update={"video": record.output})
@@ -427,62 +500,15 @@ class _Proxy:
             self._fallbacks = tuple(dict.fromkeys((*self._fallbacks, str(event.fact))))[-8:]
         recorder.record(event)
 
-    def _prepare(self, record: JobRecord) -> Order:
-        """Send what a job needs and the node lacks: model, LoRAs, images, and the job's progress.
+    def begin(self, method: str, *values: Any) -> Any:
+        """See `sending.Remote`."""
+        return getattr(self._actor, method).remote(*values)
 
-        Raises:
-            TandemError: if something is missing on the head, or the node refuses it.
-        """
-        settings = self._head.settings
-        spec = model_for(record.generation_request(), settings.weights_dir, settings.cache_dir)
-        name, digests = spec.directory.name, self._head.digests
-        try:
-            with self._head.sending(self.node):
-                model = {entry: spec.directory / entry.name for entry in transfer.model_files(spec.directory, digests)}
-                if self._send("model", name, model):
-                    self._call("install", name)
-                loras = {}
-                for use in spec.loras:
-                    folder = settings.weights_dir / "loras"
-                    relative = use.path.relative_to(folder) if folder in use.path.parents else Path(use.path.name)
-                    loras[digests.entry(use.path, relative.as_posix())] = use.path
-                self._send("lora", "loras", loras)
-                images = [one for one in (spec.image, spec.last_image) if one is not None]
-                self._send("image", "images", {digests.entry(one.path, one.digest): one.path for one in images})
-            files = transfer.job_files(self._store.folder(record.id))
-            entries = {
-                FileEntry(name=one, size=path.stat().st_size, digest=sha256(path)): path for one, path in files.items()
-            }
-            self._send("job", record.id, entries)
-        except OSError as error:
-            raise OutputError("server.cluster_not_sent", error=error.strerror or str(error)) from error
-        return Order(record=record, deaths=self._store.deaths(record.id), model=name, files=stamps(spec))
-
-    def _send(self, kind: str, name: str, files: Mapping[FileEntry, Path]) -> bool:
-        """Send the files that the node lacks; return whether there were any."""
+    def end(self, begun: Any) -> Any:
+        """See `sending.Remote`."""
         import ray
 
-        if not files:
-            return False
-        missing = self._call("missing", kind, name, list(files))
-        for entry, path in files.items():
-            if entry.name not in missing:
-                continue
-            offset = min(missing[entry.name], entry.size)
-            pending: list[Any] = []
-            for data in transfer.parts(path, offset):
-                pending.append(self._actor.receive.remote(kind, name, entry.name, offset, data))
-                offset += len(data)
-                if len(pending) > 1:  # one is written while the next one is sent
-                    ray.get(pending.pop(0))
-            ray.get(pending)
-            self._call("complete", kind, name, entry.name, entry.digest)
-        return bool(missing)
-
-    def _call(self, method: str, *values: Any) -> Any:
-        import ray
-
-        return ray.get(getattr(self._actor, method).remote(*values))
+        return ray.get(begun)
 
 
 class _Receiver:
@@ -539,19 +565,20 @@ class _Receiver:
         return self._store.holding(self._record.id, self._record.lease)
 
 
-def _waiting(job: JobRecord) -> WaitingJob:
-    plan = job.plan
-    assert plan is not None
+def _job(job: Waiting, offers: Sequence[IdleWorker], avoid: frozenset[str]) -> WaitingJob:
+    """Return what the scheduler needs to know of a job; one that fits nowhere is for the workers with most memory."""
+    needs = job.needs
+    most = max((one.free_bytes for one in offers if one.gpus >= needs.gpus), default=0)
     return WaitingJob(
         id=job.id,
         owner=job.owner,
-        model=plan.model,
-        gpus=plan.gpus,
-        # Planned again where it runs: with the strategy that needs the least memory it fits almost everywhere.
-        bytes_per_gpu=0,
-        engines=frozenset(use.id for part in plan.components.values() for use in part.engines),
-        seconds=max(sum(one.likely for one in plan.seconds.values()), 1.0),
+        model=needs.model,
+        gpus=needs.gpus,
+        bytes_per_gpu=min(needs.bytes_per_gpu, most),
+        engines=frozenset(needs.engines),
+        seconds=needs.seconds,
         created=job.created,
+        avoid=avoid,
     )
 
 
@@ -562,6 +589,7 @@ def _on_head(event: Planned, record: JobRecord) -> Any:
         return plan.replace(output=record.output)
     return plan.replace(
         output=record.output,
+        asked=own.asked,
         model=own.model,
         model_directory=own.model_directory,
         image=own.image,
