@@ -20,7 +20,7 @@ from tests.cluster_machines import Machines, machines
 
 SEEDS = 3
 # About ten seconds on two cores.
-LONG_STEPS = 40
+LONG_STEPS = 65
 
 
 def main() -> None:

@@ -45,10 +45,19 @@ def send(
     if body or method == b"POST":
         fields.setdefault(b"Content-Length", b"%d" % len(body))
     lines = b"".join(b"%s: %s\r\n" % field for field in fields.items())
+    return exchange(port, b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, lines, body))
+
+
+def exchange(port: int, data: bytes) -> Answer:
+    """Send bytes and read the response.
+
+    Raises:
+        TimeoutError: if no response arrives.
+    """
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECONDS) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the whole request was sent
-            connection.sendall(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, lines, body))
+            connection.sendall(data)
         head, rest = _until_blank_line(connection)
         seconds = time.monotonic() - began
         stream = b"text/event-stream" in head.lower()

@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ from runtime.pipeline.files import BOUNDARY
 from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, JobRecorder
-from runtime.queue.records import JobRecord, Waiting
+from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Described, NodeWorker
+from runtime.server.cluster.placement import Placement
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
 from runtime.server.cluster.sending import Sender
 from runtime.server.cluster.transfer import Digests
-from runtime.server.scheduling import IdleWorker, Usage, WaitingJob, assign
+from runtime.server.scheduling import IdleWorker, WaitingJob, assign
 
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
@@ -43,8 +44,6 @@ _CLOSING_SECONDS = 20.0
 _START_SECONDS = 120.0
 # Queued videos of each owner, model and number of GPUs that the scheduler is given.
 _MOST_WAITING = 40
-# How much the latest video counts in the speed of a kind of GPU, which is kept within a factor.
-_LATEST, _MOST_SPEED = 0.3, 100.0
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +116,7 @@ class ClusterHead:
         self.poller = ControlPoller(self.store)
         self.digests = Digests(settings.cache_dir / "cluster" / "digests.json")
         self.library = library
-        self.usage = Usage()
-        # By the name of GPU or CPU: the forecast of a video over the time that it took.
-        self._speeds: dict[str, float] = {}
-        # By job: the nodes on which its worker died, or that cannot run it.
-        self._avoid: dict[str, frozenset[str]] = {}
+        self.placement = Placement()
         self._workers: dict[str, _Proxy] = {}
         self._numbers = itertools.count()
         self._retry_at: dict[str, float] = {}
@@ -259,57 +254,27 @@ class ClusterHead:
         if not waiting:
             return
         now = time.time()
-        offers = self.offers(proxies)
-        with self._lock:
-            jobs = {job.id: _job(job, offers, self._avoid.get(job.id, frozenset())) for job in waiting}
-            used = self.usage.used(now)
-        pairs = assign(
-            list(jobs.values()),
-            [one for one in offers if one.id in idle],
-            used,
-            now,
-            [one for one in offers if one.id not in idle],
-        )
-        for job_id, worker in pairs:
+        offers = self._offers(proxies)
+        jobs = {job.id: job for job in self.placement.jobs(waiting, offers)}
+        free = [one for one in offers if one.id in idle]
+        busy = [one for one in offers if one.id not in idle]
+        for job_id, worker in assign(list(jobs.values()), free, self.placement.used(now), now, busy):
             record = self.store.claim_job(job_id, worker)
             if record is not None:
-                self.charge(record.owner, jobs[job_id].weight)
+                self.placement.started(jobs[job_id], now)
                 if not idle[worker].give(record, jobs[job_id]):  # it was lost meanwhile
-                    self.charge(record.owner, -jobs[job_id].weight)
+                    self.placement.ran(jobs[job_id], idle[worker].kind, 0.0, None, now)
                     self.store.put_back(record.id, record.lease)
 
-    def offers(self, proxies: Mapping[str, "_Proxy"]) -> list[IdleWorker]:
+    def _offers(self, proxies: Mapping[str, "_Proxy"]) -> list[IdleWorker]:
         """Return what the scheduler needs to know of the workers."""
         gpus = any(proxy.described.machine.gpus for proxy in proxies.values())
-        with self._lock:
-            speeds = dict(self._speeds)
-        return [proxy.offer(speeds.get(proxy.kind, 1.0), has_gpus=gpus) for proxy in proxies.values()]
+        return [proxy.offer(has_gpus=gpus) for proxy in proxies.values()]
 
-    def charge(self, owner: str | None, seconds: float) -> None:
-        """Add weighted seconds to what an owner has used."""
+    def has_others(self, node: str) -> bool:
+        """Return whether other nodes have workers."""
         with self._lock:
-            self.usage.charge(owner, seconds, time.time())
-
-    def ran(self, proxy: "_Proxy", job: WaitingJob, seconds: float, recorder: JobRecorder | None) -> None:
-        """Correct the use of a job's owner, and the speed of the worker's GPU, by a run's duration."""
-        with self._lock:
-            speed = self._speeds.get(proxy.kind, 1.0)
-        self.charge(job.owner, seconds * speed * job.gpus - job.weight)
-        end = None if recorder is None else recorder.end
-        with self._lock:
-            if end is not None:
-                self._avoid.pop(job.id, None)
-            if isinstance(end, VideoSaved) and not end.earlier:
-                took = sum(end.timings.get(stage, 0.0) for stage in ("encode", "denoise", "decode"))
-                now = min(max(job.seconds / max(took, 0.01), 1 / _MOST_SPEED), _MOST_SPEED)
-                before = self._speeds.get(proxy.kind, now)
-                self._speeds[proxy.kind] = round(before + _LATEST * (now - before), 2) or 1 / _MOST_SPEED
-
-    def avoid(self, job_id: str, node: str) -> bool:
-        """Have a job avoid a node; return whether there are workers of others."""
-        with self._lock:
-            avoided = self._avoid[job_id] = self._avoid.get(job_id, frozenset()) | {node}
-            return any(proxy.node not in avoided for proxy in self._workers.values())
+            return any(proxy.node != node for proxy in self._workers.values())
 
 
 class _Proxy:
@@ -322,7 +287,6 @@ class _Proxy:
         self._job: WaitingJob | None = None
         self._sender = Sender(self, head.settings, head.digests, head.library, described.models, described.engines)
         self._loaded: str | None = None
-        self._recorder: JobRecorder | None = None
         self._done = 0
         self._fallbacks: tuple[str, ...] = ()
         self._wake = threading.Event()
@@ -349,7 +313,7 @@ class _Proxy:
                 self._wake.set()
             return not self._closed
 
-    def offer(self, speed: float, *, has_gpus: bool) -> IdleWorker:
+    def offer(self, *, has_gpus: bool) -> IdleWorker:
         """Return what the scheduler needs to know.
 
         Args:
@@ -365,7 +329,7 @@ class _Proxy:
             loaded=self._loaded,
             models=self._sender.models,
             engines=self._sender.engines,
-            speed=speed,
+            speed=self._head.placement.speed(self.kind),
         )
 
     def view(self) -> WorkerView:
@@ -399,26 +363,29 @@ class _Proxy:
             self._wake.clear()
             record, job = self._record, self._job
             assert record is not None and job is not None
-            started, self._recorder = time.monotonic(), None
+            started, end = time.monotonic(), None
             try:
-                self._run(record, job)
+                end = self._run(record, job)
             except ray.exceptions.RayTaskError as error:
                 logger.error("job %s failed on %s: %s", record.id, self.described.host, error)
                 cause = error.cause if isinstance(error.cause, Exception) else error
-                self._record_end(record, Failed.because_of(cause))
+                end = self._record_end(record, Failed.because_of(cause))
             except ray.exceptions.RayError as error:
                 logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
                 self._head.lost(self)
-                self._head.ran(self, job, time.monotonic() - started, None)
+                self._ran(job, started, None)
                 self._settle(record)
                 return
             except Exception as error:
                 if not isinstance(error, TandemError):
                     logger.exception("job %s failed", record.id)
-                self._record_end(record, Failed.because_of(error))
-            self._head.ran(self, job, time.monotonic() - started, self._recorder)
+                end = self._record_end(record, Failed.because_of(error))
+            self._ran(job, started, end)
             self._done += 1
             self._record = None
+
+    def _ran(self, job: WaitingJob, started: float, end: TerminalEvent | None) -> None:
+        self._head.placement.ran(job, self.kind, time.monotonic() - started, end, time.time())
 
     def _close(self) -> bool:
         """Take no more jobs, unless one was given already; return whether that is so."""
@@ -426,9 +393,10 @@ class _Proxy:
             self._closed = self._record is None
             return self._closed
 
-    def _record_end(self, record: JobRecord, event: TerminalEvent) -> None:
+    def _record_end(self, record: JobRecord, event: TerminalEvent) -> TerminalEvent:
         with contextlib.suppress(StoreError):
             self._store.record(record.id, event, record.lease)
+        return event
 
     def _settle(self, record: JobRecord) -> None:
         """Queue the job of a lost worker again; the loss of a whole node is not the job's fault."""
@@ -440,18 +408,19 @@ class _Proxy:
                 up = self._head.is_up(self.node)
                 how = Fact("queue.exit_unknown") if up else Fact("queue.node_lost", {"host": self.described.host})
                 if up:
-                    self._head.avoid(record.id, self.node)
+                    self._head.placement.avoid(record.id, self.node)
                 recovery.settle_worker(self._store, self.id, how, counted=up, most=recovery.CLUSTER_DEATHS)
                 return
             except StoreError as failed:
                 logger.warning("job %s: %s", record.id, type(failed.__cause__ or failed).__name__)
                 time.sleep(_RETRY_SECONDS)
 
-    def _run(self, record: JobRecord, job: WaitingJob) -> None:
+    def _run(self, record: JobRecord, job: WaitingJob) -> TerminalEvent | None:
+        """Run a job; return its end, `None` if it is queued again."""
         import ray
 
         order = self._sender.prepare(record, self._store, self._head.sending(self.node))
-        recorder = self._recorder = JobRecorder(record.id, self._store, lease=record.lease)
+        recorder = JobRecorder(record.id, self._store, lease=record.lease)
         receiver = _Receiver(record, self._store)
         asked: set[str] = set()
         with self._head.poller.following(recorder), contextlib.closing(receiver):
@@ -475,7 +444,8 @@ class _Proxy:
                 if kind == "event":
                     self._record_event(recorder, record, job, value)
                 elif kind == "refused":
-                    if not self._head.avoid(record.id, self.node):
+                    avoids = self._head.placement.avoid(record.id, self.node)
+                    if not (avoids and self._head.has_others(self.node)):
                         recorder.record(value)
                 else:
                     receiver.take(kind, value)
@@ -483,6 +453,7 @@ class _Proxy:
                 self._put_back(recorder, record)
             elif isinstance(recorder.end, VideoSaved):
                 receiver.finish(recorder.end)
+        return recorder.end
 
     def _put_back(self, recorder: JobRecorder, record: JobRecord) -> None:
         while recorder.write() is not None and not self._head.closing.wait(_RETRY_SECONDS):
@@ -508,7 +479,12 @@ class _Proxy:
         """See `sending.Remote`."""
         import ray
 
-        return ray.get(begun)
+        try:
+            return ray.get(begun)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, TandemError):
+                raise error.cause from error
+            raise
 
 
 class _Receiver:
@@ -563,23 +539,6 @@ class _Receiver:
 
     def _holding(self) -> Any:
         return self._store.holding(self._record.id, self._record.lease)
-
-
-def _job(job: Waiting, offers: Sequence[IdleWorker], avoid: frozenset[str]) -> WaitingJob:
-    """Return what the scheduler needs to know of a job; one that fits nowhere is for the workers with most memory."""
-    needs = job.needs
-    most = max((one.free_bytes for one in offers if one.gpus >= needs.gpus), default=0)
-    return WaitingJob(
-        id=job.id,
-        owner=job.owner,
-        model=needs.model,
-        gpus=needs.gpus,
-        bytes_per_gpu=min(needs.bytes_per_gpu, most),
-        engines=frozenset(needs.engines),
-        seconds=needs.seconds,
-        created=job.created,
-        avoid=avoid,
-    )
 
 
 def _on_head(event: Planned, record: JobRecord) -> Any:
