@@ -212,7 +212,7 @@ def odd_framing(attack: ApiAttack, examples: int, seed: int) -> None:
         def ask(one: tuple[bytes, bytes, list[bytes], bytes], own: list[bytes] = own) -> None:
             method, target, more, rest = one
             data = b"\r\n".join([b"%s %s HTTP/1.1" % (method, target), *own, *more, b"", rest])
-            answer = exchange(attack.port, data)
+            answer = exchange(attack.port, data, patience=1.0)
             attack.judged(answer, (target, [field[:80] for field in more], rest[:300]), method)
 
         kinds = st.sampled_from([[], [b"Content-Type: application/json"]])
