@@ -204,7 +204,7 @@ def _progress(video: Video, job: Job, worker: JobQueue, now: float) -> VideoProg
         step=progress.step,
         frame=progress.frames,
         seconds_left=None if left is None else round(left, 1),
-        ahead=len(worker.ahead(job)) if queued else None,
+        ahead=worker.count_ahead(job) if queued else None,
     )
 
 

@@ -15,15 +15,21 @@ from runtime.core.files import replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.untrusted_files import read_json
 from runtime.engines.manifest import sha256
+from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import BOUNDARY, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
 VIDEO = "video.mp4"
 _PARTIAL = ".part"
 # Files of a model; others are not read when it is loaded, or could run code.
-_MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".md"})
+_MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".sft", ".md"})
+# In the weights folder of a node: models whose transformers are in single files, each in a folder with its components.
+BUNDLES = ".cluster"
 _JOB_FILE = re.compile(rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}(?:/clip)?/[a-z0-9]+\.(?:mkv|mp4|h264)")
-_MODEL_FILE = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)
+# As of `EngineFile.name`: no path, nothing hidden.
+_NAME = r"[^./\\:\x00-\x1f][^/\\:\x00-\x1f]*"
+_MODEL_FILE = re.compile(rf"(?:{_NAME}/)*{_NAME}")
+_ENGINE_FILE = re.compile(_NAME)
 _IMAGE_FILE = re.compile(r"[0-9a-f]{64}")
 
 
@@ -69,14 +75,22 @@ class Digests:
         return FileEntry(name=name, size=found.st_size, digest=str(known[2]))
 
 
-def model_files(folder: Path, digests: Digests) -> list[FileEntry]:
-    """Return the files of a model.
-
-    Raises:
-        OSError: if one cannot be read.
-    """
+def model_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a model by name."""
     names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return [digests.entry(path, name) for name, path in names.items() if _is_model_file(name)]
+    return {name: path for name, path in names.items() if _is_model_file(name)}
+
+
+def bundle_files(spec: ModelSpec) -> dict[str, Path]:
+    """Return the files of a model whose transformers are in single files, by their names in one folder.
+
+    These are the single files, beside each other as `single_file.other_expert` finds them, and the other components.
+    """
+    single = spec.single_files
+    components = model_files(spec.directory)
+    found = {name: path for name, path in components.items() if name.partition("/")[0] not in single}
+    apart = len({path.parent for path in single.values()}) > 1
+    return found | {f"{path.parent.name}/{path.name}" if apart else path.name: path for path in single.values()}
 
 
 def check_model_name(name: str) -> None:
@@ -96,6 +110,16 @@ def check_image_name(name: str) -> None:
         ModelError: if not.
     """
     if not _IMAGE_FILE.fullmatch(name):
+        raise ModelError("server.cluster_file_refused", name=name)
+
+
+def check_engine_name(name: str) -> None:
+    """Check that a file that a head sends belongs into an engine's folder.
+
+    Raises:
+        ModelError: if not.
+    """
+    if not _ENGINE_FILE.fullmatch(name):
         raise ModelError("server.cluster_file_refused", name=name)
 
 
