@@ -24,7 +24,7 @@ from tests.cluster_machines import JOB, Machines, machines
 
 SEEDS = 3
 # About ten seconds on two cores.
-LONG_STEPS = 40
+LONG_STEPS = 65
 
 
 def main() -> None:

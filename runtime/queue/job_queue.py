@@ -328,6 +328,13 @@ class JobQueue:
         except StoreError:  # the page shows everything else
             return {}
 
+    def count_ahead(self, of: Job) -> int:
+        """Return how many jobs and tasks run before a queued one."""
+        try:
+            return self.store.count_ahead(of.id)
+        except StoreError:
+            return 0
+
     def machine(self) -> Machine:
         """Return the machine with the memory that a new job gets."""
         try:

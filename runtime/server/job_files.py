@@ -106,11 +106,10 @@ class _JobFiles:
             return PlainTextResponse(error.what, 503, _PRIVATE)
 
     def _now(self) -> dict[str, Any]:
-        queue = self._store.queue()
-        own = [job for job in queue if job.owner is None and job.kind == "video"]
-        running = next((job for job in own if job.state == "running"), None)
+        running = next(iter(self._store.list(states=["running"], owner=None, limit=1, oldest_first=True)), None)
         job = None if running is None else self._worker.job(running.id)
-        states = {job.id: job.state for job in (*self._store.list(owner=None, limit=_RECENT_JOBS), *queue)}
+        queue = self._store.queue_states()
+        states = {job.id: job.state for job in self._store.list(owner=None, limit=_RECENT_JOBS)} | queue
         percent = None if job is None else round(100 * job.progress.fraction)
         return {"queue": len(queue), "percent": percent, "jobs": states}
 

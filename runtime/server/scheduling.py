@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from threading import Lock
 from typing import NamedTuple
 
 WARM_SECONDS = 600.0
@@ -87,7 +86,7 @@ class IdleWorker(NamedTuple):
 
 
 class Usage:
-    """The weighted seconds that each owner has used lately; older ones count less. Safe between threads.
+    """The weighted seconds that each owner has used lately; older ones count less.
 
     Charge a job when it is assigned, and the difference from its forecast when it ends.
     """
@@ -95,21 +94,18 @@ class Usage:
     def __init__(self, half_life: float = HALF_LIFE_SECONDS) -> None:
         self._half_life = half_life
         self._used: dict[str | None, tuple[float, float]] = {}
-        self._lock = Lock()
 
     def charge(self, owner: str | None, seconds: float, at: float) -> None:
         """Add weighted seconds to the use of an owner; negative ones return part of a charge."""
-        with self._lock:
-            before = self._decayed(owner, at)
-            self._used[owner] = (max(before + seconds, 0.0), at)
+        before = self._decayed(owner, at)
+        self._used[owner] = (max(before + seconds, 0.0), at)
 
     def used(self, now: float) -> dict[str | None, float]:
         """Return the use of each owner; those who have used next to nothing are forgotten."""
-        with self._lock:
-            found = {owner: self._decayed(owner, now) for owner in self._used}
-            for owner in [owner for owner, seconds in found.items() if seconds < 1.0]:
-                del self._used[owner], found[owner]
-            return found
+        found = {owner: self._decayed(owner, now) for owner in self._used}
+        for owner in [owner for owner, seconds in found.items() if seconds < 1.0]:
+            del self._used[owner], found[owner]
+        return found
 
     def _decayed(self, owner: str | None, now: float) -> float:
         seconds, at = self._used.get(owner, (0.0, now))

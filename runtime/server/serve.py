@@ -74,7 +74,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     head: ClusterHead | None = None
     try:
         if cluster:
-            head = start_head(worker, settings)
+            head = start_head(worker, settings, engines)
         app = VideoApi(worker, settings, keys, head).app()
         try:
             sockets = listen(settings.host, settings.port)
@@ -110,7 +110,7 @@ def makes_videos(head: "ClusterHead | None", engines: EngineService) -> bool:
     return head is None or bool(engines.machine.gpus)
 
 
-def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
+def start_head(worker: JobQueue, settings: Settings, engines: EngineService) -> "ClusterHead":
     """Start the head of a cluster, and print how other machines join it.
 
     Raises:
@@ -122,7 +122,7 @@ def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
 
     key = make_key(settings.cache_dir)
     print_line("Starting Ray.")
-    head = ClusterHead(worker, settings, key)
+    head = ClusterHead(worker, settings, key, engines.store)
     worker.plans_for, worker.workers_elsewhere = head.machine, head.size
     print_line(f"Other machines join with: {VARIABLE}={key} {join_command(settings)}")
     return head
@@ -169,7 +169,7 @@ def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueu
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     resume_interrupted(store, everyone=resume_all)
-    waiting = sum(not one.held for one in store.queue())
+    waiting = sum(count for (_, state), count in store.queue_counts().items() if state != "paused")
     if waiting:
         print_line(f"Queued jobs of an earlier start: {waiting}. They run now.")
     return worker, engines

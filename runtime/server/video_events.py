@@ -209,7 +209,7 @@ def _progress(video: Video, job: Job, worker: JobQueue, now: float) -> VideoProg
         frame=progress.frames,
         clip=None if clip is None else f"/v1/videos/{job.id}/content?variant=clip&count={clip[0]}",
         seconds_left=None if left is None else round(left, 1),
-        ahead=len(worker.ahead(job)) if queued else None,
+        ahead=worker.count_ahead(job) if queued else None,
     )
 
 

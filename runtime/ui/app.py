@@ -80,7 +80,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info, *, cl
     head: ClusterHead | None = None
     try:
         if cluster:
-            head = start_head(worker, settings)
+            head = start_head(worker, settings, engines)
         # Without this, Gradio copies each video whose path it sends to a program.
         gr.set_static_paths([settings.outputs_dir])
         sharing = Sharing(worker, settings, notify) if settings.share else None

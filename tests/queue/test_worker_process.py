@@ -169,13 +169,10 @@ def test_a_video_made_in_sections_resumes_by_itself_after_its_worker_was_killed(
     assert not (folder / SECTIONS).exists()
 
 
-def test_a_second_death_fails_the_job(app: App) -> None:
-    job = app.queue.submit(small(seed=6, steps=1000))
-    app.wait_for_step(job)
-    app.kill()
-    until(lambda: app.store.deaths(job.id))
-    app.wait_for_step(job)
-    app.kill()
+def test_a_second_death_without_progress_fails_the_job(app: App) -> None:
+    for _ in range(2):
+        app.planted.add("kill", event="StageStarted", stage="denoise")
+    job = app.queue.submit(small(seed=6, steps=STEPS))
     until(lambda: not job.open)
     record = app.store.get(job.id)
     assert record.state == "failed" and record.failure is not None

@@ -20,8 +20,8 @@ from runtime.server.cluster.forecast import Expected, Why, forecast
 from runtime.server.cluster.node_worker import Described
 from runtime.server.scheduling import IdleWorker, WaitingJob
 
-# Of the queue: videos for which the scheduler is asked ahead of time, and those of them that are shown.
-MOST_WAITING = 100
+# Of the queue: videos among which paused ones are searched, and those that are shown.
+MOST_PAUSED = 100
 _MOST_SHOWN = 20
 # Why a video will run on a machine.
 _PLACES: Mapping[Why, str] = {
