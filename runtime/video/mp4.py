@@ -6,6 +6,7 @@ is renamed to the target. `sweep` removes scratch folders of killed processes.
 """
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -46,6 +47,13 @@ _FRAME_SECONDS = 120.0
 _COMMENT = re.compile(r"^comment=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
 
 
+@functools.cache
+def _check_once(program: str, changed: int) -> None:
+    """Run ffmpeg, once in this process for each version of the file; a failure is not kept."""
+    del changed
+    subprocess.run([program, "-version"], check=True, capture_output=True)
+
+
 def find_ffmpeg() -> str:
     """Return the path of an ffmpeg program: the one of imageio-ffmpeg, or `IMAGEIO_FFMPEG_EXE`.
 
@@ -54,7 +62,7 @@ def find_ffmpeg() -> str:
     """
     try:
         program: str = imageio_ffmpeg.get_ffmpeg_exe()
-        subprocess.run([program, "-version"], check=True, capture_output=True)
+        _check_once(program, Path(shutil.which(program) or program).stat().st_mtime_ns)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise MachineError("video.no_ffmpeg") from error
     return program
