@@ -90,10 +90,11 @@ def bundle_files(spec: ModelSpec) -> dict[str, Path]:
     are beside them, where `catalogue.from_file` looks first. Their names begin with the component's: two may be equal.
     """
     single = spec.single_files
-    own = {folder_of(name) for name in single}
-    found = {name: path for name, path in model_files(spec.directory).items() if name.partition("/")[0] not in own}
     transformers = {name: path for name, path in single.items() if is_transformer(name)}
     apart = len({path.parent for path in transformers.values()}) > 1
+    components = model_files(spec.directory)
+    # The configuration of a VAE tells sizes that its weights do not.
+    found = {name: path for name, path in components.items() if name.partition("/")[0] not in transformers}
     for name, path in single.items():
         file = path.name if name in transformers else f"{folder_of(name)}.{path.name}"
         place = path.parent if name in transformers else spec.location.parent

@@ -1,6 +1,7 @@
 """What a head sends to a node: models in single files, LoRAs and engines, each verified, and nothing twice."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from runtime.core.events import Failed, VideoSaved
 from runtime.core.request import GenerationRequest
@@ -30,7 +32,7 @@ from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import NodeWorker
 from runtime.server.cluster.sending import Sender
 from runtime.server.cluster.transfer import Digests
-from tests import lora_files
+from tests import lora_files, part_files
 from tests.engines import engine_files
 from tests.transformer_files import save_gguf, wide_transformer
 
@@ -141,6 +143,28 @@ def test_a_model_of_two_gguf_files_and_a_lora_are_sent_once(head: Head, node: No
     there.write_bytes(b"damaged")
     head.prepare(head.job(**fields))
     assert node.received() == ["low_noise/wan_x (v1).gguf"]
+
+
+def test_text_encoder_and_vae_in_single_files_are_sent(head: Head, node: Node) -> None:
+    weights = head.settings.weights_dir
+    base = weights / "a model without"
+    shutil.copytree(weights / "base", base, ignore=shutil.ignore_patterns("text_encoder", "transformer", "diff*"))
+    (base / "vae" / "config.json").write_text(json.dumps(dict(part_files.vae().config)))
+    for folder in ("diffusion_models", "text_encoders", "vae"):
+        (weights / folder).mkdir()
+    # Two files have the same name.
+    encoder = part_files.weights(part_files.text_encoder())
+    part_files.save_text_encoder(weights / "text_encoders" / "x.safetensors", encoder, "comfyui")
+    vae = part_files.original_vae_names(part_files.weights(part_files.vae()))
+    save_file(vae, weights / "vae" / "x.safetensors")
+    path = weights / "diffusion_models" / "wan_y.gguf"
+    save_gguf(path, dict(wide_transformer().state_dict()), "Q8_0")
+    spec = find(str(path), weights)
+    assert spec.directory == base and len(set(spec.single_files.values())) == 3
+    order = head.prepare(head.job(model=str(path)))
+    assert {"wan_y.gguf", "text_encoder.x.safetensors", "vae.x.safetensors"} < set(node.received())
+    events = [value for kind, value in node.call("run", order) if kind in {"event", "refused"}]
+    assert isinstance(events[-1], VideoSaved), events[-1]
 
 
 def test_a_video_that_a_node_cannot_run_is_refused_before_it_begins(head: Head, node: Node) -> None:
