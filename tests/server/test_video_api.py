@@ -301,7 +301,7 @@ def test_a_running_video_has_no_content_and_is_stopped_by_its_deletion(http: htt
 
 
 def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client) -> None:
-    made = create(http, steps=6)["id"]
+    made = create(http, steps=20)["id"]
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = list(read_events(answer.iter_lines()))
