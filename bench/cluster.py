@@ -1,6 +1,7 @@
 """Kill workers, raylets and the head of a cluster of three nodes on this machine while it makes videos.
 
     python -m bench.cluster [--jobs 30] [--kills 10] [--nodes 3] [--kinds worker,raylet,head]
+    python -m bench.cluster --overhead 4 | --latency 2
 
 Prints one JSON object: how every job ended, whether its frames equal those of a server without a cluster, processes
 that are left, and durations.
@@ -9,18 +10,21 @@ that are left, and durations.
 import argparse
 import contextlib
 import json
+import os
+import re
 import sqlite3
 import statistics
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 
-from tests.cluster_machines import Machines, machines
+from tests.cluster_machines import JOB, Machines, machines
 
 SEEDS = 3
 # About ten seconds on two cores.
-LONG_STEPS = 40
+LONG_STEPS = 65
 
 
 def main() -> None:
@@ -31,7 +35,13 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--kinds", default="worker,raylet,head")
     parser.add_argument("--overhead", type=int, default=0, help="only compare the durations of so many long jobs")
+    parser.add_argument(
+        "--latency", type=int, default=0, help="only measure when a page shows the steps of so many jobs"
+    )
     given = parser.parse_args()
+    if given.latency:
+        _latency(given.latency)
+        return
     if given.overhead:
         _overhead(given.overhead)
         return
@@ -72,6 +82,95 @@ def _seconds(one: Machines, job: str) -> float:
     with contextlib.closing(sqlite3.connect(one.folder / "head" / "jobs.sqlite")) as connection:
         query = "SELECT ended - started FROM jobs WHERE id = ?"
         return round(float(connection.execute(query, (job,)).fetchone()[0]), 3)
+
+
+# Collects when the page first shows that step `number` runs.
+_WATCH = """() => {
+  const seen = window.seen = {};
+  const look = () => {
+    const status = document.querySelector('#status .status');
+    const step = /step (\\d+) of/.exec(status?.textContent ?? '');
+    if (step) (seen[status.dataset.job] ??= {})[step[1]] ??= Date.now();
+  };
+  new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true,
+    attributes: true, attributeFilter: ['data-job'] });
+}"""
+
+
+def _latency(count: int) -> None:
+    """Print the seconds from the end of a step, by the log of the process that runs it, until the page shows the next.
+
+    In turn on the web app alone and on one with a node; each page follows its own jobs.
+    """
+    from playwright.sync_api import sync_playwright
+
+    from tests.browser.conftest import (
+        ARGUMENTS,
+        CHROMIUM,
+        DESKTOP,
+        advance,
+        ask,
+        customize,
+        ready,
+        start,
+        wait_for_state,
+    )
+
+    found: dict[str, list[float]] = {"alone": [], "cluster": []}
+    loads = []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        alone = stack.enter_context(machines(_made(folder, "alone"), 0, page=True))
+        cluster = stack.enter_context(machines(_made(folder, "cluster"), 1, page=True))
+        browser = stack.enter_context(sync_playwright()).chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        stack.callback(browser.close)
+        pages = {}
+        for name, one in (("alone", alone), ("cluster", cluster)):
+            pages[name] = page = browser.new_context(viewport=DESKTOP).new_page()
+            page.set_default_timeout(180_000)
+            page.goto(f"http://127.0.0.1:{one.port}/")
+            ready(page)
+            page.evaluate(_WATCH)
+            ask(page, str(JOB["prompt"]))
+            customize(page, frames=str(JOB["frames"]))
+            advance(page)
+            page.fill("#field-steps input", str(LONG_STEPS))
+            page.press("#field-steps input", "Tab")
+        for number in range(count + 1):
+            for name, machine in (("alone", "head"), ("cluster", "node0")):
+                page = pages[name]
+                start(page)
+                wait_for_state(page, "done")
+                job = str(page.get_attribute("#status .status", "data-job"))
+                loads.append(os.getloadavg()[0])
+                if number:  # the first one loads the libraries and the model
+                    log = Path(folder) / name / machine / "logs" / "tandem.log"
+                    found[name] += _delays(log.read_text(encoding="utf-8"), job, page.evaluate("window.seen")[job])
+    result: dict[str, object] = {name: _summary(values) for name, values in found.items()}
+    sys.stdout.write(json.dumps(result | {"load": [min(loads), max(loads)]}, indent=2) + "\n")
+
+
+def _delays(log: str, job: str, shown: dict[str, int]) -> list[float]:
+    """Return the seconds from the end of each step until the page shows that it is over."""
+    line = re.compile(rf"^(\S+ \S+),(\d+) .*job {job}: StepDone step=(\d+) ", re.MULTILINE)
+    delays = []
+    for when, milliseconds, step in line.findall(log):
+        ended = datetime.strptime(when, "%Y-%m-%d %H:%M:%S").timestamp() + int(milliseconds) / 1000
+        # A page that shows a later step shows that this one is over.
+        later = [at / 1000 for number, at in shown.items() if int(number) > int(step)]
+        if later:  # the last step is followed by decoding
+            delays.append(min(later) - ended)
+    return delays
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "steps": len(ordered),
+        "median": round(statistics.median(ordered), 3),
+        "p95": round(ordered[int(0.95 * len(ordered))], 3),
+        "most": round(ordered[-1], 3),
+    }
 
 
 def _made(folder: str, name: str) -> Path:

@@ -83,7 +83,11 @@ def measure(folder: Path, queued: int, jobs: int) -> dict[str, Any]:
         clock.time("news", store.news, store.changes(0)[0] - 5, ("VideoSaved",))
     for _ in range(3):
         clock.time("queue", store.queue)
-        clock.time("ahead", store.ahead, store.list(states=["queued"], limit=1)[0].id)
+        clock.time("waiting", store.waiting, 40)
+        clock.time("counts", store.queue_counts)
+        last = store.list(states=["queued"], limit=1)[0].id
+        clock.time("ahead", store.ahead, last)
+        clock.time("count_ahead", store.count_ahead, last)
     own = ("add", "claim", "step", "event", "poll")
     cpu = sum(clock.cpu[name] for name in own) / jobs
     done = sum(len(clock.wall[name]) for name in own)

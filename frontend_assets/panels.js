@@ -1,4 +1,4 @@
-// The panels Queue, History, Engines, Models and the plan preview: requests to the server, and the HTML of its answers;
+// The panels Queue, History, Engines, Models, Cluster and the plan preview: requests to the server, and the HTML of its answers;
 // messages at the foot of the page; the sound and the title when a job ends. `gallery.js` and `queue.js` use it.
 (() => {
   "use strict";
@@ -14,7 +14,8 @@
   const { read, write } = tandem;
   const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
 
-  const view = { search: "", state: "all", pages: 1, open: "", pair: [] };  // of the history
+  // Of the history, and whether the panel Cluster shows the key.
+  const view = { search: "", state: "all", pages: 1, open: "", pair: [], key: false };
 
   // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
   let readers = [];
@@ -26,7 +27,7 @@
   });
 
   const needsForm = (panel, action) => panel === "queue" ? ["add", "save"].includes(action)
-    : !["history", "results"].includes(panel);
+    : !["history", "results", "cluster"].includes(panel);
 
   // Requests: one at a time for each panel. A request for changes is dropped if another one waits.
   const queues = {};
@@ -133,6 +134,7 @@
     use: (target) => { tandem.useModel(target); goTo(TITLES.make); },
     dismiss: () => notify(""),
     leave: () => leave(),
+    key: () => { view.key = !view.key; request("cluster"); },
   };
   const ask = (question, title, then) => {
     const dialog = document.createElement("dialog");

@@ -75,7 +75,7 @@
     $("#facts [data-compare-with]").focus();
   });
 
-  // The clip of the finished sections is replaced by a longer one: it keeps its position, and stays paused.
+  // The clip of what is finished is replaced by a longer one: it keeps its position, and stays paused.
   let played = { job: "", seconds: 0, paused: false };
   const growing = (event) => event.target.matches?.("#picture video[data-grows]");
   document.addEventListener("timeupdate", (event) => {

@@ -23,15 +23,15 @@ JOB = {"prompt": "a red boat at sunset", "steps": 6, "frames": 9}
 class Machines:
     """The processes of a cluster; see `machines`."""
 
-    def __init__(self, folder: Path, flags: tuple[str, ...] = ("--cluster",)) -> None:
-        self.folder, self._flags = folder, flags
+    def __init__(self, folder: Path, command: tuple[str, ...] = ("serve", "--cluster")) -> None:
+        self.folder, self._command = folder, command
         self.port = free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.start_head()
 
     def start_head(self) -> None:
         """Start the head, also again."""
-        self.head = self._start("head", ["serve", "--port", str(self.port), *self._flags])
+        self.head = self._start("head", [*self._command, "--port", str(self.port)])
         self.wait(lambda: self.get("healthz") is not None, 180)
 
     def add_node(self) -> None:
@@ -145,9 +145,13 @@ class Machines:
 
 
 @contextlib.contextmanager
-def machines(folder: Path, nodes: int) -> Iterator[Machines]:
-    """Run a head with nodes; without nodes, a server that makes its videos itself."""
-    running = Machines(folder, ("--cluster",) if nodes else ())
+def machines(folder: Path, nodes: int, *, page: bool = False) -> Iterator[Machines]:
+    """Run a head with nodes; without nodes, a server that makes its videos itself.
+
+    Args:
+        page: whether it is the web app.
+    """
+    running = Machines(folder, (*(["--no-browser"] if page else ["serve"]), *["--cluster"] * bool(nodes)))
     try:
         for _ in range(nodes):
             running.add_node()

@@ -2,29 +2,12 @@
 
 import threading
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from runtime.engines.service import EngineService
-from runtime.execution import residency
-from runtime.models.weights import load_module
 from runtime.pipeline.history_file import HistoryFile
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.worker import Worker
-
-_LOADING = threading.Lock()
-
-
-def _load_one_at_a_time(*arguments: Any) -> torch.nn.Module:
-    """Load a component under a lock: while loading, the libraries patch the whole process."""
-    with _LOADING:
-        return load_module(*arguments)
-
-
-# A worker process has one such thread.
-vars(residency)["load_module"] = _load_one_at_a_time
 
 
 class RunningQueue(JobQueue):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 State = dict[str, torch.Tensor]
 # From diffusers' names to Wan's own, in this order.
@@ -172,3 +172,44 @@ FORMATS: Mapping[str, Callable[[Path, State], State]] = {
 def suffix_of(title: str) -> str:
     """Return the suffix of a format's files."""
     return ".gguf" if title.startswith("GGUF") else ".safetensors"
+
+
+# Layouts of quantized folders.
+FOLDERS = ("fp8", "nvfp4", "torchao")
+E4M3 = torch.float8_e4m3fn
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def quantized_folder(folder: Path, kind: str) -> State:
+    """Quantize the transformer of a model folder in the layout of ModelOpt's and torchao's exports; return its values.
+
+    Compared with exports of nvidia-modelopt 0.47 and of torchao 0.18 by diffusers.
+    """
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    file, held = {}, {}
+    for name, tensor in load_file(path).items():
+        layer = name.removesuffix(".weight")
+        if not (is_quantized(name, tensor) and tensor.shape[1] % 16 == 0):
+            file[name] = held[name] = tensor.bfloat16()
+        elif kind == "torchao":
+            scale = tensor.abs().amax(1, keepdim=True) / 448
+            file[f"{layer}._weight_qdata"], file[f"{layer}._weight_scale"] = (tensor / scale).to(E4M3), scale
+            held[name] = (tensor / scale).to(E4M3).float() * scale
+        elif kind == "fp8":
+            scale = tensor.abs().max() / 448
+            file[name], file[f"{layer}.weight_scale"] = (tensor / scale).to(E4M3), scale
+            file[f"{layer}.input_scale"] = torch.tensor(0.1)
+            held[name] = file[name].float() * scale
+        else:
+            whole = tensor.abs().max() / (6 * 448)
+            blocks = tensor.reshape(len(tensor), -1, 16)
+            scales = (blocks.abs().amax(-1) / 6 / whole).to(E4M3)
+            scaled = blocks / (scales.float()[..., None] * whole).clamp_min(1e-12)
+            codes = (scaled[..., None].abs() - E2M1).abs().argmin(-1)
+            values = E2M1[codes] * torch.where(scaled < 0, -1.0, 1.0)
+            held[name] = (values * scales.float()[..., None] * whole).reshape(tensor.shape)
+            codes = (codes | (8 * (scaled < 0))).reshape(len(tensor), -1).to(torch.uint8)
+            file[name] = codes[:, ::2] | codes[:, 1::2] << 4
+            file[f"{layer}.weight_scale"], file[f"{layer}.weight_scale_2"] = scales, whole
+    save_file(file, path)
+    return {name: tensor.float() for name, tensor in held.items()}

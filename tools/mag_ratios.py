@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--prompt", nargs="+", default=list(PROMPTS))
     arguments = parser.parse_args()
     spec = find(arguments.model, load().weights_dir)
+    if spec.single_files:
+        sys.exit(f"{spec.title} has no folder of its own to store ratios in: measure the model in diffusers' format.")
     with Residency() as residency, tempfile.TemporaryDirectory() as folder:
         runs = [measured(spec, residency, prompt, arguments.steps, Path(folder)) for prompt in arguments.prompt]
     ratios = {

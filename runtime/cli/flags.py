@@ -150,6 +150,7 @@ _WEB_SWITCHES: Mapping[str, str] = {
     "no_browser": "Do not open a browser.",
     "offline": "Disable downloads.",
     "share": "Create a link for visitors, with a password and the limits above.",
+    "cluster": "Let other machines join and make the videos.",
     "enable_tensorrt": "Select TensorRT for all components at start, or for those of the flags below.",
     "tensorrt_text_encoders": "With --enable-tensorrt: the text and image encoders.",
     "tensorrt_transformer": "With --enable-tensorrt: the transformers.",

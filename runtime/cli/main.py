@@ -192,18 +192,19 @@ def web(flags: Flags, context: typer.Context) -> None:
     log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
         given = next((name for name, value in values.items() if value is not None), None)
+        given = "cluster" if "cluster" in flags else given
         if given is not None:
             command_help = f"{context.command_path} {context.invoked_subcommand} --help"
             raise SettingsError("cli.web_flag_before_command", flag=settings.flag_of(given), help=command_help)
         return
     from runtime.ui.app import launch
 
-    launch(loaded)
+    launch(loaded, cluster="cluster" in flags)
 
 
 def _settings_of(flags: Flags) -> dict[str, Any]:
     """Return the settings that the web app's flags set."""
-    switches = ("no_browser", "version", "enable_tensorrt", "tensorrt_text_encoders", "tensorrt_transformer")
+    switches = ("no_browser", "version", "cluster", "enable_tensorrt", "tensorrt_text_encoders", "tensorrt_transformer")
     values = {name: value for name, value in flags.items() if name not in switches}
     if "no_browser" in flags:
         values["browser"] = False

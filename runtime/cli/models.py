@@ -24,6 +24,7 @@ from runtime.models.catalogue import (
     not_downloaded,
     published,
     published_name,
+    stored_bytes,
     transformer_files,
 )
 from runtime.models.hub.client import hub_of
@@ -32,7 +33,7 @@ from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.registry import family_of, read_spec
 from runtime.models.single_file import expert_of
-from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.spec import VAE_ENCODER, Defaults, ModelSpec, is_transformer
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.requirements import Needs, needs
 
@@ -46,6 +47,7 @@ def show_models() -> dict[str, Any]:
     history = HistoryFile(loaded.cache_dir, machine).read()
     listed = []
     specs: list[ModelSpec] = []
+    parts: list[dict[str, Any]] = []
     for name, folder in folders(loaded.weights_dir).items():
         try:
             specs.append(named(read_spec(folder, name)))
@@ -56,6 +58,10 @@ def show_models() -> dict[str, Any]:
         try:
             specs.append(from_file(path, loaded.weights_dir))
         except TandemError as error:
+            if error.code == "model.file_is_part":
+                parts.append({"name": name, "folder": str(path), **error.fact.data})
+                terminal.result(f"{name}: {error.what}")
+                continue
             listed.append({"name": name, "folder": str(path), "here": True, "problem": error.what})
             terminal.result(f"{name}: {error.what} {error.remedy}")
     for spec in (*specs, *not_downloaded(loaded.weights_dir)):
@@ -67,9 +73,9 @@ def show_models() -> dict[str, Any]:
     for spec in found:
         terminal.result(
             f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, "
-            f"{byte_size(_on_disk(spec.directory))}, decodes latents"
+            f"{byte_size(stored_bytes(spec))}, decodes latents"
         )
-    return {"models": listed, "decoders": [_decoder(spec) for spec in found]}
+    return {"models": listed, "parts": parts, "decoders": [_decoder(spec) for spec in found]}
 
 
 def _decoder(spec: ModelSpec) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def _decoder(spec: ModelSpec) -> dict[str, Any]:
         "title": spec.title,
         "license": spec.license,
         "parameters": spec.total_parameters,
-        "bytes": _on_disk(spec.directory),
+        "bytes": stored_bytes(spec),
         "latent_channels": spec.vae.z_dim,
         "stride": spec.vae.scale_factor_spatial,
     }
@@ -142,10 +148,16 @@ def _files(spec: ModelSpec) -> list[str]:
         return []
     experts = {name: expert_of(path) for name, path in spec.single_files.items()}
     files = [
-        f"{path.name} ({f'{experts[name]}-noise expert' if experts[name] else 'expert unknown, used for all steps'})"
-        for name, path in spec.single_files.items()
+        f"{path.name} ({_role(name, experts[name])})" for name, path in spec.single_files.items() if name != VAE_ENCODER
     ]
     return [", ".join(files), f"other components: {spec.directory}" if spec.is_downloaded else "no other components"]
+
+
+def _role(component: str, expert: str | None) -> str:
+    """Return what a file is used for."""
+    if not is_transformer(component):
+        return component.replace("_", " ").replace("vae", "VAE")
+    return f"{expert}-noise expert" if expert else "expert unknown, used for all steps"
 
 
 def _guidance(defaults: Defaults, *, from_image: bool) -> str:
@@ -171,17 +183,11 @@ def _shown(spec: ModelSpec) -> str:
 
 
 def _bytes(spec: ModelSpec) -> int:
-    if spec.single_files:
-        return sum(path.stat().st_size for path in spec.single_files.values())
-    return _on_disk(spec.directory) if spec.is_downloaded else download_bytes(spec)
+    return stored_bytes(spec) if spec.single_files or spec.is_downloaded else download_bytes(spec)
 
 
 def _begun(spec: ModelSpec) -> int:
     return 0 if spec.is_downloaded else partial_bytes(spec.directory.parent, spec.directory.name)
-
-
-def _on_disk(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _repository(spec: ModelSpec) -> str | None:

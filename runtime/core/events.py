@@ -188,11 +188,15 @@ class OutOfMemory(_Event):
 
 
 class FramesDecoded(_Event):
-    """`frames` of `of` frames are decoded; `preview` is an animated WebP of those so far."""
+    """`frames` of `of` frames are decoded; `preview` is an animated WebP of those so far.
+
+    The job's folder has a clip of the first `playable` frames, unless that is 0.
+    """
 
     event: Literal["FramesDecoded"] = "FramesDecoded"
     frames: int
     of: int
+    playable: int = 0
     preview: bytes | None = Field(default=None, repr=False, exclude=True)
 
 

@@ -22,7 +22,7 @@ from runtime.core.images import CROP, MIDDLE, ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import AUTO, GenerationRequest
-from runtime.core.step_cache import is_scheduled, uses
+from runtime.core.step_cache import each_step, is_scheduled, uses
 
 PYTORCH = "pytorch"
 BACKEND_TITLES = facts.BACKEND_TITLES
@@ -355,8 +355,8 @@ class ExecutionPlan(ResolvedRequest):
         """
         if not is_scheduled(self.step_cache) or not self.expert_steps:
             return (True,) * self.total_steps
-        experts = [expert for expert, count in self.expert_steps.items() for _ in range(count)]
-        return tuple(use.computed for use in uses(self.step_cache, experts, self.mag_ratios)) * self.sections
+        found = uses(self.step_cache, each_step(self.expert_steps), self.mag_ratios)
+        return tuple(use.computed for use in found) * self.sections
 
     @property
     def latent_size(self) -> LatentSize:

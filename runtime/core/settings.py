@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 _MAX_PORT = 65_535
 # Unknown names in one message.
 _MOST_NAMED = 3
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+# Names and addresses of this machine, which no other machine reaches.
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 # Name in settings.json and in `Settings`: its environment variable.
 VARIABLES: Mapping[str, str] = {
@@ -160,7 +161,8 @@ class Settings(FrozenModel):
     def _check_folder(cls, path: Path | None) -> Path | None:
         try:
             path = path and path.expanduser().resolve()
-            usable = path is None or path.is_dir() or not path.exists()
+            # A folder that is still to be made must not lie below a file.
+            usable = path is None or next(one for one in (path, *path.parents) if one.exists()).is_dir()
         except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
             usable = False
         if not usable:
@@ -248,9 +250,9 @@ def load(
         if value is not None:
             values[name] = (value, flag_of(name))
     settings = _validated(cache_dir, values)
-    if settings.host not in _LOOPBACK and settings.auth is None and not with_keys:
+    if settings.host not in LOOPBACK and settings.auth is None and not with_keys:
         raise SettingsError("settings.host_without_password", host=settings.host)
-    if settings.share and settings.host not in _LOOPBACK:
+    if settings.share and settings.host not in LOOPBACK:
         raise SettingsError("settings.share_with_host", host=settings.host)
     # HF_HUB_OFFLINE is about models alone.
     if settings.share and settings.offline and settings.offline != _SHARED_VARIABLES["offline"]:
@@ -351,6 +353,6 @@ def check_hub(value: Any, source: str) -> str:
         raise SettingsError("settings.not_a_hub", source=source, value=shortened(str(value)), hub=HUB)
     if parts.username is not None or parts.password is not None:
         raise SettingsError("settings.hub_with_password", source=source)
-    if parts.scheme == "http" and host not in _LOOPBACK:
+    if parts.scheme == "http" and host not in LOOPBACK:
         raise SettingsError("settings.hub_without_https", source=source, value=shortened(text), hub=HUB)
     return text

@@ -144,16 +144,25 @@ def uses(step_cache: str, experts: Sequence[str], ratios: Mapping[str, Sequence[
     return found
 
 
+def each_step(expert_steps: Mapping[str, int]) -> list[str]:
+    """Return the transformer of each step.
+
+    Args:
+        expert_steps: steps of each transformer in the order they run.
+    """
+    return [expert for expert, count in expert_steps.items() for _ in range(count)]
+
+
 def computed_steps(
     step_cache: str, expert_steps: Mapping[str, int], ratios: Mapping[str, Sequence[float]]
 ) -> dict[str, int]:
     """Return how many steps of each transformer are computed; first-block counts all.
 
     Args:
-        expert_steps: steps of each transformer in the order they run.
+        expert_steps: see `each_step`.
         ratios: see `uses`.
     """
-    experts = [expert for expert, count in expert_steps.items() for _ in range(count)]
+    experts = each_step(expert_steps)
     found = dict.fromkeys(expert_steps, 0)
     for expert, use in zip(experts, uses(step_cache, experts, ratios), strict=True):
         found[expert] += use.computed

@@ -11,18 +11,15 @@ import json
 import platform
 import re
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from runtime.core.digests import file_digests
 from runtime.core.errors import EngineError, ModelError
-from runtime.core.files import replace_file
 from runtime.core.plan import is_block_program
-from runtime.core.untrusted_files import read_json
-from runtime.engines.manifest import sha256
 from runtime.machine.probe import Machine, gpu_index
 from runtime.models.folder import read_config
 from runtime.models.registry import FAMILIES, family_of
@@ -44,7 +41,6 @@ _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transfo
 _OF_BLOCKS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 # Modules beside this one with code that is exported.
 _EXPORTED_MODULES = ("programs.py", "component_programs.py", "block_programs.py", "signatures.py", "fp8.py")
-_DIGESTS_FILE = "weights.json"
 _REVISION_LENGTH = 16
 # Python 3.11 counts the depth of syntax trees for all threads together, and fails if two of them parse at once.
 _PARSING = threading.Lock()
@@ -126,18 +122,20 @@ def architecture_digest(spec: ModelSpec, component: str, name: str) -> str:
 def weights_digest(spec: ModelSpec, component: str, cache_dir: Path | None = None) -> str:
     """Return the digest of a component's weights and LoRAs (SHA-256); of a model not downloaded, one of no engine.
 
-    Reads all weights the first time, at about 1 GB/s.
-
     Args:
-        cache_dir: folder that stores the digests of weight files, so that a file is read again only when its path,
-            size or time of modification changes.
+        cache_dir: folder that stores the digests of weight files, see `file_digests`.
 
     Raises:
         ModelError: if a file cannot be read.
     """
     if not spec.is_downloaded:
         return _NOT_DOWNLOADED
-    weights = _weights_digest(spec.weight_paths(component), spec.directory, cache_dir)
+    try:
+        digests = file_digests(spec.weight_paths(component), cache_dir)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ModelError("engine.weights_unreadable", folder=spec.directory, error=reason) from error
+    weights = hashlib.sha256("\n".join(digests).encode()).hexdigest()
     if spec.loras_of(component):
         added = "\n".join(use.identity for use in spec.loras_of(component))
         weights = hashlib.sha256(f"{weights}\n{added}".encode()).hexdigest()
@@ -223,41 +221,3 @@ def _version(package: str) -> str | None:
 
 def _config(spec: ModelSpec, component: str) -> dict[str, Any]:
     return read_config(spec.directory / folder_of(component) / "config.json")
-
-
-def _weights_digest(paths: Sequence[Path], folder: Path, cache_dir: Path | None) -> str:
-    try:
-        stamps = {str(path.resolve()): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
-        stored = _read_digests(cache_dir)
-        digests = []
-        for name, stamp in stamps.items():
-            match stored.get(name):
-                case [size, time, str(digest)] if [size, time] == stamp:
-                    pass
-                case _:
-                    digest = sha256(Path(name))
-                    stored[name] = [*stamp, digest]
-            digests.append(digest)
-        _write_digests(cache_dir, stored)
-    except OSError as error:
-        raise ModelError("engine.weights_unreadable", folder=folder, error=error.strerror or str(error)) from error
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-def _read_digests(folder: Path | None) -> dict[str, Any]:
-    """Return [size, time of modification, digest] by path; empty if the file is missing or damaged."""
-    try:
-        value = read_json(folder / _DIGESTS_FILE) if folder is not None else {}
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _write_digests(folder: Path | None, digests: dict[str, Any]) -> None:
-    if folder is None or _read_digests(folder) == digests:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / _DIGESTS_FILE, json.dumps(digests).encode())
-    except OSError:
-        return  # the files are hashed again next time

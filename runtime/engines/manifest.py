@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from runtime.core.digests import sha256
 from runtime.core.facts import Fact
 from runtime.core.untrusted_files import open_file, parse_json
 from runtime.planner.engine_index import UNREADABLE_KEY, EngineFile, EngineRecord
@@ -28,7 +29,6 @@ NAME = "engine.json"
 LOG_NAME = "build.log"
 _FORMAT = 2
 _MAX_BYTES = 1 << 20
-_HASH_BLOCK = 1 << 20
 # Larger engine files are mapped, not read.
 _MOST_READ = 2 << 30
 _NEW = "engine.json.new"
@@ -111,19 +111,6 @@ def hashed_files(folder: Path, engine_file: str) -> tuple[EngineFile, ...]:
     others = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in NOT_HASHED)
     names = [engine_file, *(name for name in others if name != engine_file)]
     return tuple(EngineFile(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
-    digest = hashlib.sha256()
-    with open_file(path) as file:
-        while block := file.read(_HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def check_sizes(folder: Path, record: EngineRecord) -> Fact | None:

@@ -199,7 +199,7 @@ class EngineService:
                 continue
             try:
                 spec, component = self.owner(record, models)
-                device = self._device(record)
+                device = self.device_of(record)
                 found = verify_engine(
                     spec,
                     component,
@@ -278,7 +278,7 @@ class EngineService:
             return [error.fact]
         return differences(wanted, key, spec.vae.scale_factor_spatial)
 
-    def _device(self, record: EngineRecord) -> str:
+    def device_of(self, record: EngineRecord) -> str:
         """Return the device of this machine that an engine was built for.
 
         Raises:

@@ -28,6 +28,7 @@ from runtime.upstream.torch import cudnn_attention, flash_attention
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
 _TEST_TOKENS, _TEST_TOLERANCE = 2048, 0.1
 _TIMED_CALLS = 2
+FP8 = "fp8"
 
 # Queries, keys and values, each (batch, tokens, heads, head width), to the same.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,6 +37,11 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def attention(kind: str) -> Attention:
     """Return an attention kernel by its name above."""
     return _KINDS[kind]
+
+
+def name_of(attend: Attention) -> str:
+    """Return the name of an attention kernel: the inverse of `attention`."""
+    return next(kind for kind, known in _KINDS.items() if known is attend)
 
 
 @lru_cache(maxsize=32)
@@ -126,5 +132,5 @@ _KINDS: dict[str, Attention] = {
     "flash3": _by_package("flash3"),
     "flash4": _by_package("flash4"),
     "sage": _by_package("sage"),
-    "fp8": attend_fp8,
+    FP8: attend_fp8,
 }

@@ -3,6 +3,7 @@
 `cache_compiled_code_in` sets the disk cache, from which later processes load compiled code.
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -12,13 +13,16 @@ from typing import Any
 
 import torch
 
+from runtime.core.disk_caches import COMPILED, evict, files_of
 from runtime.core.errors import first_line, ran_out
 from runtime.core.facts import Fact
+from runtime.core.locks import held
 from runtime.upstream.torch import hit_recompile_limit, recompile_limit
 
 # Called with the reason of a fallback.
 OnDegraded = Callable[[Fact], None]
 
+_LOCK = ".lock"
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # Dynamo recompiles a function for each new size or memory layout. After this many, all compiled code is discarded.
 _RECOMPILE_LIMIT = 32
@@ -32,6 +36,15 @@ def cache_compiled_code_in(folder: Path) -> None:
     """Cache compiled code of Inductor and Triton in a folder, unless environment variables name another one."""
     os.environ.setdefault(_INDUCTOR, str(folder))
     os.environ.setdefault(_TRITON, str(folder / "triton"))
+
+
+def limit_compiled_code(folder: Path, max_bytes: int = COMPILED.max_bytes) -> None:
+    """Remove the least recently used files of the cache of compiled code beyond the limit.
+
+    What is missing is compiled again. Does nothing if another process does it.
+    """
+    with contextlib.suppress(TimeoutError, OSError), held(folder / _LOCK, seconds=0):
+        evict([entry for entry in files_of(folder) if entry.path.name != _LOCK], max_bytes)
 
 
 class WithFallback:

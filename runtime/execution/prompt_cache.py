@@ -113,6 +113,8 @@ def _key(spec: ModelSpec, part: ComponentPlan, text: str, name: str) -> str:
     # A family may have more text encoders and tokenizers, such as `text_encoder_2`.
     folders = sorted(path for path in spec.directory.iterdir() if path.name.startswith(("text_encoder", "tokenizer")))
     known += [list(_files(folder)) for folder in folders]
+    if name in spec.files:
+        known += [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in spec.files[name].paths]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 

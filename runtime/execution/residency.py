@@ -4,22 +4,23 @@ The plan's `offload` decides whether a kept component's weights are on the devic
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from runtime.core.cancel import Cancel
+from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
-from runtime.core.plan import ComponentPlan, ExecutionPlan, Speed, Split
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.block_engines import BlockEngines
-from runtime.execution.compilation import cache_compiled_code_in
+from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
     Denoiser,
     ImageEncoder,
@@ -39,26 +40,26 @@ from runtime.execution.engine_components import (
     EngineVideoEncoder,
     failure_of_engine,
 )
+from runtime.execution.loading_ahead import CompilerImport, LoadingAhead
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoiser, shared_speed
 from runtime.execution.prompt_cache import PromptCache
-from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder, TextModel
+from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder
 from runtime.models.quantization import NONE
 from runtime.models.quantized_cache import QuantizedCache
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_text_encoder, is_transformer
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
-from runtime.models.weights import load_image_processor, load_module, load_tokenizer
+from runtime.models.weights import beside_others, load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
 
-Part = TypeVar("Part")
 # Model, component, its plan, and the device for its weights if it is not the plan's; see `load_module`.
 Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 # How long the end of a process waits until quantized weights are on the disk.
 _FINISH_SECONDS = 30.0
 
 # In the cache folder.
-_PROMPTS, _COMPILED, _QUANTIZED = "prompts", "compiled", "quantized"
+_PROMPTS = "prompts"
 # With these placements hooks reference the module, as in bitsandbytes' layers: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 # The name in the key of block engines, which serve all transformers.
@@ -140,27 +141,33 @@ class Residency:
     ) -> None:
         self._service = engines
         folder = None if engines is None else engines.cache_dir
-        self._quantized = None if folder is None else QuantizedCache(folder / _QUANTIZED)
+        self._quantized = None if folder is None else QuantizedCache(folder / QUANTIZED.name)
         self._load = load or (lambda spec, name, part, device: load_module(spec, name, part, device, self._quantized))
         self._held: dict[_Key, Any] = {}
+        self._ahead = LoadingAhead()
         self.load_seconds = 0.0
         self.group_manager = GroupManager()
         self.compile_seconds = 0.0
         self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
-        self._compiled = None if folder is None else folder / _COMPILED
+        self._compiled = None if folder is None else folder / COMPILED.name
+        self._compiler = CompilerImport()
+        self._compiles = False
 
     def __enter__(self) -> "Residency":
         """Start with nothing loaded."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Free everything, and let quantized weights be written."""
+        """Free everything, let quantized weights be written, and limit the cache of compiled code."""
         self.free()
         if self._quantized is not None:
             self._quantized.finish(_FINISH_SECONDS)
+        if self._compiles and self._compiled is not None:
+            limit_compiled_code(self._compiled)
 
     def free(self) -> None:
         """Free everything."""
+        self._ahead.close()
         for key in list(self._held):
             self._drop(key)
         self.group_manager.dismiss()
@@ -172,50 +179,65 @@ class Residency:
         return self._service
 
     def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
-        """Whether a component is loaded in the form that the plan uses."""
-        return all(key in self._held for key in _keys(spec, name, plan, plan.components[name]))
+        """Whether a component is loaded, or being loaded, in the form that the plan uses."""
+        keys = _keys(spec, name, plan, plan.components[name])
+        return all(key in self._held or key in self._ahead for key in keys)
+
+    def load_ahead(self, spec: ModelSpec, job: Watch, names: Sequence[str]) -> None:
+        """Load components on a thread, in this order, while others run, if the plan keeps all loaded at once.
+
+        The plan's forecast has their memory. What cannot be loaded there is loaded when it is used.
+        """
+        plan = job.plan
+        if plan.speed.compiled and any(plan.components[name].backend == PYTORCH for name in names):
+            self._keep_compiled(job)
+            self._compiler.start()
+        if plan.strategy.offload != "none" or not plan.strategy.keep_loaded:
+            return
+        self._free_all_but(spec, plan)
+        for name in names:
+            part = plan.components[name]
+            key, blocks = _key(spec, name, plan, part), _block_engines_key(spec, part)
+            if key.split is not None:
+                continue
+            loads: dict[_Key, Callable[[], Any]] = {}
+            if not part.on_engine:
+                loads[key] = partial(_load, spec, name, part, key.placement, self._load)
+            if part.engines:
+                loads[key if part.on_engine else blocks] = partial(self._open, spec, name, part)
+            for one, load in loads.items():
+                if one not in self._held:
+                    self._ahead.start(one, partial(_beside_others, part.device, load))
+
+    def _open(self, spec: ModelSpec, name: str, part: ComponentPlan) -> OpenEngines:
+        return self.engines.open(spec, name, part.engines, part.device)
 
     @contextmanager
     def text_encoder(self, spec: ModelSpec, job: Watch, name: str = "text_encoder") -> Iterator[TextEncoder]:
         """Yield the text encoder called `name`, loaded."""
 
-        def build(module: torch.nn.Module, part: ComponentPlan) -> TextModel:
-            return PyTorchTextModel(module, part.device)
-
         on_engine = partial(EngineTextModel, program=name, length=spec.encoders[name].max_tokens)
-        with self._use(spec, job, name, build, on_engine) as model:
+        with self._use(spec, job, name, on_engine) as model:
             yield components_of(spec).text_encoder(spec, name, load_tokenizer(spec, name), model)
 
     @contextmanager
     def image_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[ImageEncoder]:
         """Yield the image encoder, loaded."""
-
-        def build(module: torch.nn.Module, part: ComponentPlan) -> Any:
-            return components_of(spec).image_model(module, part.device)
-
-        with self._use(spec, job, IMAGE_ENCODER, build, EngineImageModel) as model:
+        with self._use(spec, job, IMAGE_ENCODER, EngineImageModel) as model:
             yield components_of(spec).image_encoder(load_image_processor(spec), model)
 
     @contextmanager
     def video_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoEncoder]:
         """Yield the VAE encoder, loaded."""
-
-        def build(module: torch.nn.Module, part: ComponentPlan) -> VideoEncoder:
-            return components_of(spec).video_encoder(module, part.device)
-
         on_engines: Any = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
         if IMAGE_PROGRAM in spec.programs[VAE_ENCODER]:
             on_engines = EngineImageSampler
-        with self._use(spec, job, VAE_ENCODER, build, on_engines) as encoder:
+        with self._use(spec, job, VAE_ENCODER, on_engines) as encoder:
             yield encoder
 
     @contextmanager
     def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
         """Yield the transformer called `name`, loaded."""
-
-        def build(module: torch.nn.Module, _: ComponentPlan) -> Denoiser:
-            return components_of(spec).denoiser(module)
-
         used: list[PyTorchDenoiser] = []
 
         def prepare(denoiser: Any, part: ComponentPlan) -> None:
@@ -226,7 +248,7 @@ class Residency:
 
         planned = job.plan.components[name]
         on_engines = partial(EngineDenoiser, timesteps=spec.timesteps)
-        with self._use(spec, job, name, build, on_engines, prepare) as denoiser, ExitStack() as stack:
+        with self._use(spec, job, name, on_engines, prepare) as denoiser, ExitStack() as stack:
             if not isinstance(denoiser, EngineDenoiser):
                 stack.enter_context(denoiser.caching(job.plan.step_cache))
             try:
@@ -241,10 +263,6 @@ class Residency:
     @contextmanager
     def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
         """Yield the VAE decoder, loaded."""
-
-        def build(module: Any, part: ComponentPlan) -> PyTorchVideoDecoder:
-            return components_of(spec).video_decoder(module, part.device)
-
         used: list[PyTorchVideoDecoder] = []
 
         def prepare(made: Any, _: ComponentPlan) -> None:
@@ -253,7 +271,7 @@ class Residency:
             used.append(made)
 
         on_engines: Any = EngineGroupDecoder if GROUP_PROGRAMS.keys() & spec.programs["vae"] else EngineVideoDecoder
-        with self._use(spec, job, "vae", build, on_engines, prepare) as decoder:
+        with self._use(spec, job, "vae", on_engines, prepare) as decoder:
             try:
                 yield decoder
             finally:
@@ -274,7 +292,8 @@ class Residency:
         try:
             if key not in self._held:
                 started = time.perf_counter()
-                self._held[key] = self.engines.open(spec, name, part.engines, part.device)
+                ahead = self._ahead.take(key)
+                self._held[key] = self.engines.open(spec, name, part.engines, part.device) if ahead is None else ahead
                 self.load_seconds += time.perf_counter() - started
         except Exception as error:
             reason = failure_of_engine(error, part.device, "execution.engine_load_out_of_memory")
@@ -292,8 +311,11 @@ class Residency:
             self._drop(_block_engines_key(spec, planned))
 
     def _keep_compiled(self, job: Watch) -> None:
+        """Wait until the compiler is imported, and let it use the cache on disk."""
+        self._compiler.wait()
         if job.plan.speed.compiled and self._compiled is not None:
             cache_compiled_code_in(self._compiled)
+            self._compiles = True
 
     @contextmanager
     def _use(
@@ -301,11 +323,10 @@ class Residency:
         spec: ModelSpec,
         job: Watch,
         name: str,
-        build: Callable[[torch.nn.Module, ComponentPlan], Part],
-        on_engines: Callable[[OpenEngines, Callable[[Fact], Part]], Any],
+        on_engines: Callable[[OpenEngines, Callable[[Fact], Any]], Any],
         prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
     ) -> Iterator[Any]:
-        """Yield a loaded component: `build` makes it of a module, `on_engines` of engines and a fallback to PyTorch.
+        """Yield a loaded component: `_build` makes it of a module, `on_engines` of engines and a fallback to PyTorch.
 
         `prepare` applies the job's plan to the component in PyTorch.
         """
@@ -318,14 +339,15 @@ class Residency:
             if key not in self._held:
                 job.loading(name)
                 started = time.perf_counter()
-                self._held[key] = make()
+                ahead = self._ahead.take(key)
+                self._held[key] = make() if ahead is None else ahead
                 self.load_seconds += time.perf_counter() - started
             return self._held[key]
 
-        def pytorch(wanted: ComponentPlan) -> Part:
+        def pytorch(wanted: ComponentPlan) -> Any:
             key = _key(spec, name, job.plan, wanted)
             waited = key in self._held
-            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, build, self._load))
+            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, self._load))
             for damaged in [] if self._quantized is None else self._quantized.take_reports():
                 job.warn(damaged)
             if loaded.placed.waits_elsewhere:
@@ -334,11 +356,10 @@ class Residency:
                 started = time.perf_counter()
                 loaded.placed.bring()
                 self.load_seconds += time.perf_counter() - started
-            made: Part = loaded.part
-            prepare(made, wanted)
-            return made
+            prepare(loaded.part, wanted)
+            return loaded.part
 
-        def fall_back(reason: Fact) -> Part:
+        def fall_back(reason: Fact) -> Any:
             self._drop(used.pop())
             replacement = part.in_pytorch(reason)
             used.append(_key(spec, name, job.plan, replacement))
@@ -391,8 +412,8 @@ class Residency:
         spec: ModelSpec,
         name: str,
         part: ComponentPlan,
-        on_engines: Callable[[OpenEngines, Callable[[Fact], Part]], Any],
-        fall_back: Callable[[Fact], Part],
+        on_engines: Callable[[OpenEngines, Callable[[Fact], Any]], Any],
+        fall_back: Callable[[Fact], Any],
     ) -> Any:
         """Open a component's engines; return the component in PyTorch if that fails."""
         service = self.engines
@@ -407,6 +428,7 @@ class Residency:
         """Free components of earlier jobs that this plan does not use."""
         wanted = {key for name, part in plan.components.items() for key in _keys(spec, name, plan, part)}
         fit = self.group_manager.fits(plan.split)
+        self._ahead.keep_only(wanted)
         for key in [key for key in self._held if key not in wanted or not (fit or key.split is None)]:
             self._drop(key)
         if not fit:
@@ -446,18 +468,27 @@ def _fall_back(job: Watch, name: str, reason: Fact) -> None:
             job.fell_back(one, reason)
 
 
-def _load(
-    spec: ModelSpec,
-    name: str,
-    part: ComponentPlan,
-    how: Placement,
-    build: Callable[[torch.nn.Module, ComponentPlan], Any],
-    load: Loader,
-) -> _Loaded:
+def _load(spec: ModelSpec, name: str, part: ComponentPlan, how: Placement, load: Loader) -> _Loaded:
     """Load a component in PyTorch and place its weights according to the plan."""
     module = load(spec, name, part, None if how == "device" else "cpu")
-    made = build(module, part)
-    return _Loaded(made, place(module, how, part), module)
+    return _Loaded(_build(spec, name, module, part), place(module, how, part), module)
+
+
+def _build(spec: ModelSpec, name: str, module: Any, part: ComponentPlan) -> Any:
+    """Make a component of its module."""
+    components = components_of(spec)
+    if is_text_encoder(name):
+        return PyTorchTextModel(module, part.device)
+    if is_transformer(name):
+        return components.denoiser(module)
+    makers = {IMAGE_ENCODER: components.image_model, VAE_ENCODER: components.video_encoder}
+    return makers.get(name, components.video_decoder)(module, part.device)
+
+
+def _beside_others(device: str, load: Callable[[], Any]) -> Any:
+    """Load on a thread of its own, which has a current device of its own."""
+    with beside_others(), torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+        return load()
 
 
 def _keys(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> list[_Key]:

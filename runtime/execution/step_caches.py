@@ -22,8 +22,9 @@ import torch
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks.mag_cache import MagCacheState
 
-from runtime.core.step_cache import FIRST_BLOCK, TAYLORSEER, in_series, kind_of, strength_of
-from runtime.upstream.diffusers import decide_first_block_cache, keep_mag_cache_in
+from runtime.core.step_cache import FIRST_BLOCK, NONE, TAYLORSEER, in_series, kind_of, strength_of
+from runtime.execution.cuda_graphs import CudaGraphRunner
+from runtime.upstream.diffusers import decide_first_block_cache, keep_mag_cache_in, reset_step_cache
 
 # More passes than any cache serves between two resets; diffusers resets its state after them.
 _MANY = 1000
@@ -37,6 +38,35 @@ class Sharing(Protocol):
 
     def summed(self, values: torch.Tensor) -> list[float]:
         """Return each value of a vector summed over all processes; every process gets identical numbers."""
+
+
+class StepCaching:
+    """The part of a PyTorch denoiser that reuses values across steps; see `execution.components.PyTorchDenoiser`."""
+
+    pairs: bool = False
+    _module: Any
+    _graphed: CudaGraphRunner | None
+    _caches = False
+
+    @contextmanager
+    def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
+        """See `execution.components.PyTorchDenoiser`."""
+        if step_cache == NONE:
+            yield
+            return
+        assert not self.pairs, "each pass has its own cache"
+        assert self._graphed is None, "each call may skip blocks"
+        with step_cached(self._module, step_cache, sharing):
+            self._caches = True
+            try:
+                yield
+            finally:
+                self._caches = False
+
+    def reset_cache(self) -> None:
+        """See `execution.components.Denoiser`."""
+        if self._caches:
+            reset_step_cache(self._module)
 
 
 @contextmanager

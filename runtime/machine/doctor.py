@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runtime.core.disk_caches import COMPILED, DISK_CACHES, QUANTIZED, bytes_in
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, render
 from runtime.machine.compatibility import compiler_problem, cuda_problem, tensorrt_rtx_problem, torch_tensorrt_problem
@@ -54,6 +55,7 @@ def examine(machine: Machine, cache_dir: Path, engines_dir: Path) -> list[Findin
         _memory(machine),
         _cache(cache_dir),
         *_engines_folder(cache_dir, engines_dir),
+        *_disk_caches(cache_dir),
         _compiler(machine),
         *_packages(machine),
     ]
@@ -135,6 +137,15 @@ def _cache(cache_dir: Path) -> Finding:
 def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
     if cache_dir not in engines_dir.parents:
         yield _folder("Engine folder", engines_dir, "note", "doctor.engines_disk_full")
+
+
+def _disk_caches(cache_dir: Path) -> Iterator[Finding]:
+    names = {QUANTIZED: "Quantized weights", COMPILED: "Compiled code"}
+    for cache in DISK_CACHES:
+        folder = cache_dir / cache.name
+        if folder.is_dir():
+            data = {"folder": folder, "size": bytes_in(folder), "most": cache.max_bytes}
+            yield Finding(names[cache], "ok", Fact("doctor.disk_cache", data))
 
 
 def _folder(name: str, folder: Path, state_if_full: State, code_if_full: str) -> Finding:

@@ -4,19 +4,24 @@ published models, which can be planned with before their weights are downloaded.
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from runtime.core.errors import ModelError, TandemError
+from runtime.core.disk_caches import bytes_in
+from runtime.core.errors import ModelError, OutputError, TandemError
 from runtime.models import single_file
 from runtime.models.folder import read_config
 from runtime.models.registry import KnownModel, families, is_component, read_spec
 from runtime.models.single_file import LORAS, assemble
 from runtime.models.spec import ModelSpec
+from runtime.models.stored_weights import WeightFiles
 
 EMBEDDED = Path(__file__).parent / "embedded"
 _BYTES_PER_WEIGHT = 4
+# Of text encoders and VAEs, in ComfyUI.
+_PART_FOLDERS = ("text_encoders", "clip", "vae")
 
 
 def folders(weights_dir: Path) -> dict[str, Path]:
@@ -51,19 +56,97 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
     """
     installed = [folder for folder in folders(weights_dir).values() if folder.parent != EMBEDDED]
     near = [folder for folder in (path.parent, path.parent.parent) if _has_components(folder)]
-    parts = [folder.parent.parent for folder in sorted(weights_dir.glob("[!.]*/vae/config.json"))]
-    configs = []
-    for folder in [*near, *installed]:
-        with contextlib.suppress(TandemError):
-            configs.append(read_config(folder / "transformer" / "config.json"))
-    first = single_file.read_transformer(path, configs)
+    others = [folder.parent.parent for folder in sorted(weights_dir.glob("[!.]*/scheduler/scheduler_config.json"))]
+    configs = _configs("transformer", [*near, *installed])
+    part_configs = _part_configs([*near, *installed])
+    try:
+        first = single_file.read_transformer(path, configs)
+    except ModelError as error:
+        if error.code not in {"model.file_unknown", "model.format_unknown"}:
+            raise
+        own = single_file.read_part(path, part_configs)
+        if own is None:
+            raise
+        data = {"component": own.component, "format": own.files.title}
+        raise ModelError("model.file_is_part", file=path.name, **data) from error
     names = first.known.names if first.known else frozenset()
-    others = sorted({*installed, *parts}, key=lambda folder: (folder.name.lower() not in names, folder))
-    return assemble(path, [*near, *others], weights_dir, configs)
+    others = sorted({*installed, *others}, key=lambda folder: (folder.name.lower() not in names, folder))
+    return assemble(path, [*near, *others], weights_dir, configs, _parts(path, first, weights_dir, part_configs))
+
+
+def _parts(
+    path: Path,
+    transformer: single_file.TransformerFile,
+    weights_dir: Path,
+    configs: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> dict[str, WeightFiles]:
+    """Return text encoder and VAE in single files that fit a transformer, by component.
+
+    They are looked for beside it, in folders beside its folder, as ComfyUI has them, and in the weights folder.
+    """
+    beside = [path.parent.parent / name for name in _PART_FOLDERS]
+    places = [path.parent, *beside, weights_dir, *sorted(weights_dir.glob("[!.]*"))]
+    found: dict[str, WeightFiles] = {}
+    for folder in dict.fromkeys(places):
+        for one in single_file.weight_files_in(folder):
+            # Other transformers are large, too, but only headers are read.
+            with contextlib.suppress(TandemError):
+                part = single_file.read_part(one, configs)
+                if part is not None and part.family == transformer.family and _fits(part, transformer):
+                    found.setdefault(part.component, part.files)
+    return found
+
+
+def _fits(part: single_file.PartFile, transformer: single_file.TransformerFile) -> bool:
+    """Whether the sizes of a component match those of a transformer."""
+    config = transformer.files.config
+    if part.component == "text_encoder":
+        return bool(part.files.config["d_model"] == config["text_dim"])
+    return bool(part.files.config["z_dim"] == config["out_channels"])
+
+
+def _configs(component: str, places: Sequence[Path]) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for folder in places:
+        with contextlib.suppress(TandemError):
+            found.append(read_config(folder / component / "config.json"))
+    return found
+
+
+def _part_configs(places: Sequence[Path]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return configurations of VAEs: of installed models, then of published ones."""
+    known = [model.configs["vae"] for model in known_models() if "vae" in model.configs]
+    return {"vae": [*_configs("vae", places), *known]}
 
 
 def _has_components(folder: Path) -> bool:
-    return all((folder / part / "config.json").is_file() for part in ("vae", "text_encoder"))
+    return (folder / "scheduler" / "scheduler_config.json").is_file() and (folder / "tokenizer").is_dir()
+
+
+def own_files(name: str, weights_dir: Path) -> list[Path]:
+    """Return the files of a model of single files in the weights folder: of its transformers, which no other uses."""
+    path = transformer_files(weights_dir).get(name)
+    if path is None:
+        return []
+    others = [place for place in single_file.other_expert(path) if place.is_file()]
+    of_both = single_file.expert_of(path) is not None and any(single_file.model_name(one) == name for one in others)
+    return [path, *others[:1]] if of_both else [path]
+
+
+def delete_files(name: str, weights_dir: Path) -> int:
+    """Delete the files of `own_files`; return the freed bytes. Of links only the links are deleted.
+
+    Raises:
+        OutputError: if one cannot be deleted.
+    """
+    freed = 0
+    for path in own_files(name, weights_dir):
+        try:
+            freed += 0 if path.is_symlink() else path.stat().st_size
+            path.unlink()
+        except OSError as error:
+            raise OutputError("model.not_deleted", file=path, reason=error.strerror or str(error)) from error
+    return freed
 
 
 def decoder_folders(weights_dir: Path) -> dict[str, Path]:
@@ -189,7 +272,8 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
     found = {}
     for folder in sorted(weights_dir.iterdir()) if weights_dir.is_dir() else ():
         name = folder.name
-        if not name.startswith(".") and name not in {LORAS, *usable} and folder.is_dir():
+        of_files = not any(folder.glob("*/*.json")) and bool(single_file.weight_files_in(folder))
+        if not name.startswith(".") and name not in {LORAS, *usable} and folder.is_dir() and not of_files:
             try:
                 read_spec(folder, name)
             except TandemError as error:
@@ -199,7 +283,8 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
             try:
                 from_file(path, weights_dir)
             except TandemError as error:
-                found[name] = error
+                if error.code != "model.file_is_part":
+                    found[name] = error
     return found
 
 
@@ -256,6 +341,17 @@ def named(spec: ModelSpec) -> ModelSpec:
     if spec.license != "unknown":
         return spec
     return replace(spec, title=known.title, license=known.license, sizes=known.sizes or spec.sizes, about=known.about)
+
+
+def stored_bytes(spec: ModelSpec) -> int:
+    """Return the size of an installed model: of its single files if it has some, else of its folder."""
+    if not spec.single_files:
+        return bytes_in(spec.directory)
+    sizes = 0
+    for path in set(spec.single_files.values()):
+        with contextlib.suppress(OSError):
+            sizes += path.stat().st_size
+    return sizes
 
 
 def download_bytes(spec: ModelSpec) -> int:

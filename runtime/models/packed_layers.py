@@ -4,14 +4,13 @@ Formats: see `models.stored_weights`. LoRAs are kept beside a weight as their fa
 weight, so that it is not quantized again.
 """
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
-from runtime.core.errors import ModelError, first_line
-from runtime.models.stored_weights import FP8_STORED, NVFP4, NVFP4_BLOCK, PLAIN, FileTensor, StoredWeight
-from runtime.models.tensor_stream import DTYPES
+from runtime.models.stored_weights import FP8_STORED, NVFP4, NVFP4_BLOCK, PLAIN, StoredWeight
+from runtime.models.tensor_stream import DTYPES, MappedFiles, read_tensors
 
 # The values of four bits: a sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -28,14 +27,13 @@ class PackedLinear(nn.Linear):
 
     weight: nn.Parameter
 
-    def __init__(self, like: nn.Linear, stored: StoredWeight, files: "MappedFiles", device: str) -> None:
+    def __init__(self, like: nn.Linear, kind: str, data: torch.Tensor, scales: list[torch.Tensor]) -> None:
         with torch.device("meta"):
             super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
-        self.kind = stored.kind
-        data, scales = read(stored, files)
-        self.weight = nn.Parameter(data.to(device), requires_grad=False)
+        self.kind = kind
+        self.weight = nn.Parameter(data, requires_grad=False)
         for number, scale in enumerate(scales):
-            self.register_buffer(f"scale_{number}", scale.to(device))
+            self.register_buffer(f"scale_{number}", scale)
         self._scales = len(scales)
         self._added: list[tuple[float, str, str]] = []
 
@@ -67,45 +65,35 @@ class PackedLinear(nn.Linear):
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
 
-class MappedFiles(dict[Path, torch.Tensor]):
-    """Files mapped into memory as bytes, each once."""
-
-    def __missing__(self, path: Path) -> torch.Tensor:
-        """Map a file; private, so that a change would not reach it."""
-        self[path] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        return self[path]
-
-    def tensor(self, tensor: FileTensor) -> torch.Tensor:
-        """Return a tensor; that of GGUF's blocks as bytes, flat.
-
-        Raises:
-            ModelError: if the file cannot be read, or became shorter.
-        """
-        try:
-            whole = self[tensor.path]
-        except (OSError, RuntimeError) as error:
-            file, reason = tensor.path.name, first_line(error)
-            raise ModelError("model.file_unreadable", file=file, path=tensor.path, reason=reason) from error
-        data = whole[tensor.offset : tensor.offset + tensor.nbytes]
-        if len(data) < tensor.nbytes:
-            raise ModelError("model.file_damaged", file=tensor.path.name, size=len(whole))
-        dtype = DTYPES.get(tensor.dtype)
-        if dtype is None:
-            return data
-        aligned = data.clone() if tensor.offset % dtype.itemsize else data
-        return aligned.view(dtype).reshape(tensor.shape)
+def read_weights(
+    weights: Mapping[str, StoredWeight], device: str | torch.device
+) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+    """Yield each weight's name, its data as `PackedLinear.weight`, and its scales, in the order of the files."""
+    places = {(name, number): part for name, weight in weights.items() for number, part in enumerate(weight.parts)}
+    in_order = dict(sorted(places.items(), key=lambda place: (place[1].path, place[1].offset)))
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for (name, number), tensor in read_tensors(in_order, device):
+        own = found.setdefault(name, {})
+        own[number] = tensor
+        if len(own) == len(weights[name].parts):
+            yield name, _in_rows(weights[name], own[0]), [own[one] for one in range(1, len(own))]
+            del found[name]
 
 
-def read(stored: StoredWeight, files: MappedFiles) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the data of a weight, as `PackedLinear.weight`, and its scales."""
-    data, scales = files.tensor(stored.data), [files.tensor(scale) for scale in stored.scales]
-    blocks = stored.data.dtype not in DTYPES and len(stored.shape) == 2  # noqa: PLR2004
-    return data.reshape(stored.shape[0], -1) if blocks else data, scales
-
-
-def plain(stored: StoredWeight, files: MappedFiles, dtype: torch.dtype) -> torch.Tensor:
+def read_plain(stored: StoredWeight, files: MappedFiles, dtype: torch.dtype) -> torch.Tensor:
     """Return a weight in its shape, dequantized."""
-    data, scales = read(stored, files)
+    data, *scales = map(files.tensor, stored.parts)
+    return plain(stored, _in_rows(stored, data), scales, dtype)
+
+
+def _in_rows(stored: StoredWeight, data: torch.Tensor) -> torch.Tensor:
+    """Return GGUF's blocks of a matrix as rows of bytes, and other data as it is."""
+    blocks = stored.data.dtype not in DTYPES and len(stored.shape) == 2  # noqa: PLR2004
+    return data.reshape(stored.shape[0], -1) if blocks else data
+
+
+def plain(stored: StoredWeight, data: torch.Tensor, scales: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight in its shape, dequantized; see `read_weights`."""
     if stored.kind == PLAIN:
         # GGUF's original shape may have another number of axes.
         return data.reshape(stored.shape).to(dtype)
@@ -116,7 +104,7 @@ def dequantize(kind: str, data: torch.Tensor, scales: list[torch.Tensor], dtype:
     """Return the values of quantized data, in float32, or in float16 for GGUF where `dtype` has 16 bits.
 
     Args:
-        data: as `read` returns it.
+        data: see `read_weights`.
         scales: one for the tensor or for each row; for NVFP4, those of blocks and that of the tensor.
     """
     if kind == FP8_STORED:

@@ -5,8 +5,8 @@
         weights.safetensors     parameters and buffers, as they are after quantization, without LoRAs
     .writing-<random>/          an entry that is being written, with a lock; renamed when it is complete
 
-The key has the model's files (sizes and times), the quantization, the versions of libraries, and the GPU. What is
-loaded is equal bit for bit to what was quantized. An entry that does not match its manifest is removed, and reported.
+The key has the model's files, the quantization, the versions of libraries, and the GPU. What is loaded is equal bit for
+bit to what was quantized. An entry that does not match its manifest is removed, and reported.
 
 Weights are copied to memory (RAM) once they are quantized, and written from there on a thread while the job runs: only
 the end of the process waits for the disk. They are not cached if that would leave little memory or disk space.
@@ -28,6 +28,8 @@ from typing import Any
 import psutil
 import torch
 
+from runtime.core.digests import file_digests, known_digests
+from runtime.core.disk_caches import QUANTIZED, Entry, evict
 from runtime.core.errors import first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.core.locks import held, remove_scratch_folders, scratch_folder
@@ -36,10 +38,10 @@ from runtime.core.untrusted_files import parse_json, read_file
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.quantization import is_quantized, package_of
 from runtime.models.quantized_tensors import flatten, prepare, unflatten
+from runtime.models.spec import ModelSpec, folder_of
+from runtime.models.stored_weights import file_tensors
 from runtime.models.tensor_stream import checksum, stream_tensors, write_tensors
 
-# Two experts of 14 billion weights in FP8 take 29 GB. The least recently used entries are removed.
-MAX_BYTES = 64 * 10**9
 # What stays free on the disk.
 _FREE_DISK_BYTES = 20 * 10**9
 # Copies are made only if this many times their size is free in memory (RAM).
@@ -57,30 +59,54 @@ Key = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 
 
-def quantized_key(folder: Path, part: ComponentPlan, dtype: torch.dtype, kept: tuple[str, ...]) -> Key:
-    """Return what quantized weights depend on.
+def quantized_key(spec: ModelSpec, component: str, part: ComponentPlan, dtype: torch.dtype, cache_dir: Path) -> Key:
+    """Return what the quantized weights of a component depend on.
+
+    Of a model's folder, that is the sizes and times of its files; of single files, which people rename and move, their
+    digests. Those are read on the thread that writes the weights, see `with_digests`.
 
     Args:
-        folder: of the component in the model's folder.
         part: with the quantization and the device.
         dtype: in which layers compute.
-        kept: layers that keep their precision.
+        cache_dir: has the digests of files, see `core.digests`.
 
     Raises:
-        OSError: if the folder cannot be read.
+        OSError: if the files cannot be read.
     """
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    own = spec.single_files.get(component)
+    files: dict[str, Any]
+    if own is None:
+        folder = spec.directory / folder_of(component)
+        found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+        files = {
+            "folder": str(folder.resolve()),
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found],
+        }
+    else:
+        digests = known_digests([own], cache_dir)
+        files = {"unread": str(own)} if digests is None else {"digests": digests}
     on_gpu = part.device.startswith("cuda")
     return {
         "version": _VERSION,
-        "folder": str(folder.resolve()),
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files],
+        **files,
         "quantization": part.quantization,
         "dtype": str(dtype),
-        "kept": list(kept),
+        "kept": list(spec.unquantized),
         "libraries": {name: version(name) for name in ("torch", "diffusers", package_of(part.quantization))},
         "device": torch.cuda.get_device_name(part.device) if on_gpu else part.device,
     }
+
+
+def with_digests(key: Key, cache_dir: Path) -> Key:
+    """Return a key with the digests of files that were not known yet.
+
+    Raises:
+        OSError: if they cannot be read.
+    """
+    if "unread" not in key:
+        return key
+    digests = file_digests([Path(key["unread"])], cache_dir)
+    return {name: value for name, value in key.items() if name != "unread"} | {"digests": digests}
 
 
 class QuantizedCache:
@@ -92,7 +118,7 @@ class QuantizedCache:
         writes: whether weights are added.
     """
 
-    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES, *, writes: bool = True) -> None:
+    def __init__(self, folder: Path, max_bytes: int = QUANTIZED.max_bytes, *, writes: bool = True) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
         self._writes = writes
@@ -115,7 +141,7 @@ class QuantizedCache:
             Exception: if memory runs out.
         """
         entry = self.folder / _digest(key)
-        if not (entry / _MANIFEST).is_file():
+        if "unread" in key or not (entry / _MANIFEST).is_file():
             return None
         try:
             manifest = parse_json(read_file(entry / _MANIFEST, _MAX_MANIFEST_BYTES), max_values=_MAX_MANIFEST_VALUES)
@@ -175,8 +201,9 @@ class QuantizedCache:
         return None
 
     def _write(self, manifest: dict[str, Any], copies: dict[str, torch.Tensor]) -> None:
-        entry = self.folder / _digest(manifest["key"])
         try:
+            manifest["key"] = with_digests(manifest["key"], self.folder.parent)
+            entry = self.folder / _digest(manifest["key"])
             remove_scratch_folders(self.folder, _WRITING)
             with held(self.folder / f".{entry.name}{_LOCK}", seconds=0), scratch_folder(self.folder, _WRITING) as new:
                 made = new / entry.name
@@ -194,16 +221,12 @@ class QuantizedCache:
 
     def _evict(self, newest: Path) -> None:
         """Remove the least recently used entries beyond the limit."""
-        used = []
+        found = []
         for path in self.folder.glob(f"*/{_MANIFEST}"):
             with contextlib.suppress(OSError):
                 size = sum(file.stat().st_size for file in path.parent.iterdir())
-                used.append((path.stat().st_mtime_ns, size, path.parent))
-        total = sum(size for _, size, _ in used)
-        for _, size, entry in sorted(used):
-            if total > self._max_bytes and entry != newest:
-                shutil.rmtree(entry, ignore_errors=True)
-                total -= size
+                found.append(Entry(path.stat().st_mtime_ns, size, path.parent))
+        evict(found, self._max_bytes, keep=newest)
 
 
 def _digest(key: Key) -> str:
@@ -246,7 +269,7 @@ def _filled(module: torch.nn.Module, manifest: Mapping[str, Any], weights: Path,
     parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in quantized}
     sums = {}
     with torch.no_grad():
-        for name, tensor in stream_tensors(weights, device):
+        for name, tensor in stream_tensors(file_tensors(weights), device):
             sums[name] = checksum(tensor)
             owner, _, part = name.partition("/")
             if not part:

@@ -9,7 +9,7 @@ A family is a folder of `runtime.families` with two modules:
 To add one, write the folder and add its entry to `FAMILIES`. Both modules are imported on first use.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from runtime.core.errors import ModelError
 from runtime.models.folder import check_files, check_tokenizer, read_config, weight_files
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.models.stored_weights import FileTensor, WeightFiles, read_file, stored_weights
+from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
 
 
 class Entry(NamedTuple):
@@ -204,6 +204,20 @@ class SingleFiles(Protocol):
         """
 
 
+class PartFiles(NamedTuple):
+    """What a family knows of another component in a single file.
+
+    Attributes:
+        names: returns the library's names of the parameters in a file, by name, without tensors that are none.
+        config_of: as `SingleFiles.config_of`; `candidates` are configurations of the component.
+        parameters: returns the shape of every parameter by name; `None` if the library is asked when it is loaded.
+    """
+
+    names: Callable[[Sequence[str]], dict[str, str]]
+    config_of: Callable[[Mapping[str, tuple[int, ...]], Sequence[Mapping[str, Any]]], dict[str, Any] | None]
+    parameters: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]] | None = None
+
+
 class Family(Protocol):
     """The part of a family that needs no torch."""
 
@@ -211,6 +225,11 @@ class Family(Protocol):
     def single_files(self) -> SingleFiles | None:
         """Transformers in single files; none by default."""
         return None
+
+    @property
+    def part_files(self) -> Mapping[str, PartFiles]:
+        """Other components in single files, by component; none by default."""
+        return {}
 
     @property
     def known(self) -> Sequence[KnownModel]:
@@ -238,7 +257,7 @@ class Family(Protocol):
     def assemble(
         self, directory: Path, name: str, files: Mapping[str, WeightFiles], known: KnownModel | None
     ) -> ModelSpec:
-        """Return the spec of a model whose transformers are in single files, by component.
+        """Return the spec of a model whose transformers, and maybe others, are in single files, by component.
 
         Args:
             directory: the folder with its other components.
@@ -340,7 +359,7 @@ def with_quantized(spec: ModelSpec) -> ModelSpec:
             continue
         tensors: dict[str, FileTensor] = {}
         for path in paths:
-            tensors |= read_file(path)
+            tensors |= file_tensors(path)
         files = WeightFiles.of(stored_weights(tensors), config, spec.unquantized)
         if files.packed_weights:
             found[name] = files

@@ -1,8 +1,9 @@
 """Models whose transformers are in single files, as ComfyUI, the models' authors and GGUF's tools write them.
 
 A file is recognised by the names and shapes of its tensors. Its name only tells which expert of two it is, and where
-the other one is: files of Wan2.2-A14B have "high_noise" and "low_noise" in otherwise equal names. The text encoder,
-VAE and scheduler are those of a folder. Imports no torch.
+the other one is: files of Wan2.2-A14B have "high_noise" and "low_noise" in otherwise equal names. The tokenizer and the
+scheduler are those of a folder; so are the text encoder and the VAE, unless it lacks their weights and there are single
+files of them. Imports no torch.
 """
 
 import functools
@@ -10,12 +11,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from runtime.core.errors import ModelError, TandemError
 from runtime.models.registry import FAMILIES, KnownModel, check_companions, check_name, family_of
-from runtime.models.spec import ModelSpec
-from runtime.models.stored_weights import StoredWeight, WeightFiles, read_file, stored_weights
+from runtime.models.spec import ModelSpec, folder_of, is_transformer
+from runtime.models.stored_weights import StoredWeight, WeightFiles, file_tensors, stored_weights
 from runtime.models.tensor_files import unreadable
 
 # The folder of LoRAs in the weights folder.
@@ -60,12 +61,23 @@ def listed(weights_dir: Path) -> dict[str, Path]:
             folder.name == LORAS or any(folder.glob("*.json")) or any(folder.glob("*/*.json"))
         ):
             continue
-        for path in sorted(folder.iterdir() if folder.is_dir() else ()):
-            if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.isprintable():
-                name = model_name(path)
-                if name not in found or expert_of(path) == "high":
-                    found[name] = path
+        for path in weight_files_in(folder):
+            name = model_name(path)
+            if name not in found or expert_of(path) == "high":
+                found[name] = path
     return found
+
+
+def weight_files_in(folder: Path) -> list[Path]:
+    """Return the single files in a folder; none if it cannot be read, or has a component of a model."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return []
+    if any(path.name == "config.json" for path in entries):
+        return []
+    suited = (path for path in entries if path.suffix.lower() in SUFFIXES and path.is_file())
+    return [path for path in suited if not path.name.startswith(".") and path.name.isprintable()]
 
 
 def model_name(path: Path) -> str:
@@ -132,9 +144,49 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
     raise ModelError("model.file_unknown", file=path.name, tensors=[one[:_MAX_NAME_LENGTH] for one in list(stored)[:3]])
 
 
+class PartFile(NamedTuple):
+    """A text encoder or a VAE in a file: its family, its component, and its weights."""
+
+    family: str
+    component: str
+    files: WeightFiles
+
+
+def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]]) -> PartFile | None:
+    """Recognise a component in a file; return `None` if it is neither a text encoder nor a VAE.
+
+    Args:
+        candidates: configurations of known and installed models, by component.
+
+    Raises:
+        ModelError: if the file is pickled, damaged, or of a format that cannot be read; if it is such a component, and
+            lacks a parameter, or has one of another shape.
+    """
+    check_name(path)
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    tensors = file_tensors(path) if found.st_size else {}
+    for name in FAMILIES:
+        for component, part in family_of(name).part_files.items():
+            renamed = part.names(list(tensors))
+            # Only weights may have other types, such as SentencePiece's model.
+            stored = stored_weights({one: tensor for one, tensor in tensors.items() if one in renamed})
+            weights = {renamed.get(one, one): weight for one, weight in stored.items()}
+            shapes = {one: weight.shape for one, weight in weights.items()}
+            config = part.config_of(shapes, candidates.get(component, ()))
+            if config is None:
+                continue
+            if part.parameters is not None:
+                _check(path, weights, part.parameters(config))
+            return PartFile(name, component, WeightFiles.of(weights, config, None))
+    return None
+
+
 @functools.lru_cache(maxsize=32)
 def _read(path: Path, _size: int, _changed: int) -> dict[str, StoredWeight]:
-    return stored_weights(read_file(path))
+    return stored_weights(file_tensors(path))
 
 
 def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -164,12 +216,17 @@ def _known(models: Sequence[KnownModel], config: Mapping[str, Any], experts: int
 
 
 def assemble(
-    path: Path, folders: Sequence[Path], weights_dir: Path, candidates: Sequence[Mapping[str, Any]]
+    path: Path,
+    folders: Sequence[Path],
+    weights_dir: Path,
+    candidates: Sequence[Mapping[str, Any]],
+    parts: Mapping[str, WeightFiles] | None = None,
 ) -> ModelSpec:
     """Return the model of a file: with the other expert's file, if it has two, and the components of a folder.
 
     Args:
         folders: that may have the other components; the first that fits is used.
+        parts: other components in single files, for folders that lack their weights.
 
     Returns:
         The model; if no folder fits and it is a published model's transformer, one that is not downloaded.
@@ -185,27 +242,38 @@ def assemble(
         second = _second(first, candidates)
         pair = (first, second) if first.expert == "high" else (second, first)
         found = dict(zip(_COMPONENTS.values(), pair, strict=True))
-    return combined({name: one.files for name, one in found.items()}, first, folders, weights_dir)
+    return combined({name: one.files for name, one in found.items()}, first, folders, weights_dir, parts or {})
 
 
-def reassemble(paths: Mapping[str, Path], config: Mapping[str, Any], directory: Path) -> ModelSpec:
+def reassemble(paths: Mapping[str, Path], configs: Mapping[str, Mapping[str, Any]], directory: Path) -> ModelSpec:
     """Return a model that `assemble` returned in another process.
 
     Args:
         paths: `ModelSpec.single_files`.
-        config: of its transformers.
+        configs: of these components.
         directory: of its other components.
 
     Raises:
         ModelError: if a file has changed so that it cannot be used.
     """
-    found = {name: read_transformer(path, [config]) for name, path in paths.items()}
+    found = {name: read_transformer(path, [configs[name]]) for name, path in paths.items() if is_transformer(name)}
     files = {name: one.files for name, one in found.items()}
-    return combined(files, found["transformer"], [directory], directory.parent)
+    parts: dict[str, WeightFiles] = {}
+    for name, path in paths.items():
+        if name not in found:
+            part = read_part(path, {folder_of(name): [configs[name]]})
+            if part is None:
+                raise ModelError("model.file_unknown", file=path.name, tensors=[])
+            parts[folder_of(name)] = part.files
+    return combined(files, found["transformer"], [directory], directory.parent, parts)
 
 
 def combined(
-    files: Mapping[str, WeightFiles], first: TransformerFile, folders: Sequence[Path], weights_dir: Path
+    files: Mapping[str, WeightFiles],
+    first: TransformerFile,
+    folders: Sequence[Path],
+    weights_dir: Path,
+    parts: Mapping[str, WeightFiles],
 ) -> ModelSpec:
     """See `assemble`."""
     name, family = model_name(first.path), family_of(first.family)
@@ -213,14 +281,15 @@ def combined(
     for folder in folders:
         try:
             check_companions(folder)
-            spec = family.assemble(folder, name, files, first.known)
+            used = {part: own for part, own in parts.items() if not any((folder / part).glob("*.safetensors"))}
+            spec = family.assemble(folder, name, {**files, **used}, first.known)
         except TandemError as error:
             # The published model's own folder fits, so it is damaged.
             if first.known is not None and folder.name.lower() in first.known.names:
                 raise
             reasons.append(error)
         else:
-            return replace(spec, title=_title(first))
+            return replace(spec, title=_title(first), mag_ratios=first.known.mag_ratios if first.known else {})
     if first.known is None:
         data = {"file": first.path.name, "title": _title(first)}
         if reasons:

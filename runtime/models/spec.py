@@ -326,7 +326,7 @@ class ModelSpec:
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
             in the step before, averaged over tokens; the first is 1. Empty where they were not measured.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
-        files: of the transformers whose weights are not in `directory` or are quantized there, by component.
+        files: of the components whose weights are not in `directory` or are quantized there.
     """
 
     family: str
@@ -378,14 +378,19 @@ class ModelSpec:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a transformer's weights are quantized in its files."""
+        """Whether a transformer's weights stay quantized as in its files."""
         return any(files.packed_weights for files in self.files.values())
 
     @property
+    def transformer_files(self) -> dict[str, WeightFiles]:
+        """The part of `files` that is of transformers."""
+        return {name: own for name, own in self.files.items() if is_transformer(name)}
+
+    @property
     def single_files(self) -> dict[str, Path]:
-        """The files of transformers that are not in the folder of their component."""
+        """The files of components that are not in a folder of their own."""
         first = {name: files.paths[0] for name, files in self.files.items()}
-        return {name: path for name, path in first.items() if path.parent != self.directory / name}
+        return {name: path for name, path in first.items() if path.parent != self.directory / folder_of(name)}
 
     @property
     def location(self) -> Path:

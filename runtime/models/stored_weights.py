@@ -88,14 +88,19 @@ class StoredWeight:
         return prod(self.shape)
 
     @property
+    def parts(self) -> tuple[FileTensor, ...]:
+        """Data and scales."""
+        return (self.data, *self.scales)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of data and scales."""
-        return self.data.nbytes + sum(scale.nbytes for scale in self.scales)
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """The files of a transformer that no library loads as they are.
+    """The files of a component that no library loads as they are.
 
     Attributes:
         paths: the files.
@@ -120,10 +125,16 @@ class WeightFiles:
 
     @classmethod
     def of(
-        cls, weights: Mapping[str, StoredWeight], config: Mapping[str, Any], unquantized: Sequence[str]
+        cls, weights: Mapping[str, StoredWeight], config: Mapping[str, Any], unquantized: Sequence[str] | None
     ) -> "WeightFiles":
-        """Return the files of these weights; see `stays_packed`."""
-        packed = [weight for name, weight in weights.items() if stays_packed(name, weight, unquantized)]
+        """Return the files of these weights.
+
+        Args:
+            unquantized: see `stays_packed`; `None` if all weights are dequantized when they are loaded.
+        """
+        packed = []
+        if unquantized is not None:
+            packed = [own for name, own in weights.items() if stays_packed(name, own, unquantized)]
         return cls(
             paths=tuple(sorted({weight.data.path for weight in weights.values()})),
             config=config,
@@ -140,11 +151,20 @@ def stays_packed(name: str, weight: StoredWeight, unquantized: Sequence[str]) ->
     Args:
         unquantized: see `ModelSpec.unquantized`.
     """
-    outside = any(part in name for part in unquantized)
-    return weight.kind != PLAIN and name.endswith(".weight") and len(weight.shape) == 2 and not outside  # noqa: PLR2004
+    matrix = weight.kind != PLAIN and name.endswith(".weight") and len(weight.shape) == 2  # noqa: PLR2004
+    return matrix and not is_unquantized(name, unquantized)
 
 
-def read_file(path: Path) -> dict[str, FileTensor]:
+def is_unquantized(name: str, unquantized: Sequence[str]) -> bool:
+    """Return whether a parameter is of a layer that keeps its precision, as diffusers' quantizers compare names.
+
+    Args:
+        unquantized: see `ModelSpec.unquantized`.
+    """
+    return any(f"{part}." in name or part == name for part in unquantized)
+
+
+def file_tensors(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a safetensors or GGUF file, by its first bytes, not by its name.
 
     Raises:

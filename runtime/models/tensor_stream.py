@@ -1,22 +1,25 @@
-"""Safetensors files of gigabytes: read onto a device by several threads, and written without blocking other threads.
+"""Files of gigabytes: read onto a device by several threads, and written without blocking other threads.
 
 On a GPU each thread reads a piece of the file into page-locked memory and copies it from there on a stream of its own.
 Tensors that are mapped from a file and copied one by one, as libraries do, pass through pageable memory on one thread.
+For a CPU tensors are mapped: those that are used as they are take no memory of their own.
 """
 
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from runtime.core.errors import ModelError
-from runtime.core.facts import Fact
-from runtime.models.tensor_files import Header, StoredTensor, read_header
+from runtime.core.errors import ModelError, first_line
+from runtime.models.stored_weights import FileTensor
+from runtime.models.tensor_files import unreadable
+
+Key = TypeVar("Key", bound=Hashable)
 
 # torch's dtypes by safetensors' names.
 DTYPES = {
@@ -32,33 +35,73 @@ _THREADS = 8
 _LENGTH_BYTES = 8
 
 
+class MappedFiles(dict[Path, torch.Tensor]):
+    """Files mapped into memory as bytes, each once."""
+
+    def __missing__(self, path: Path) -> torch.Tensor:
+        """Map a file; private, so that a change would not reach it."""
+        self[path] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        return self[path]
+
+    def tensor(self, tensor: FileTensor) -> torch.Tensor:
+        """Return a tensor; that of GGUF's blocks as bytes, flat.
+
+        Raises:
+            ModelError: if the file cannot be read, or became shorter.
+        """
+        try:
+            whole = self[tensor.path]
+        except (OSError, RuntimeError) as error:
+            file, reason = tensor.path.name, first_line(error)
+            raise ModelError("model.file_unreadable", file=file, path=tensor.path, reason=reason) from error
+        data = whole[tensor.offset : tensor.offset + tensor.nbytes]
+        if len(data) < tensor.nbytes:
+            raise _damaged(tensor.path)
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            return data
+        aligned = data.clone() if tensor.offset % dtype.itemsize else data
+        return aligned.view(dtype).reshape(tensor.shape)
+
+
+def read_tensors(files: Mapping[Key, FileTensor], device: str | torch.device) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Yield tensors with their keys, in the order given: mapped on a CPU, else streamed; see `stream_tensors`."""
+    if torch.device(device).type != "cpu":
+        yield from stream_tensors(files, device)
+        return
+    mapped = MappedFiles()
+    for key, tensor in files.items():
+        yield key, mapped.tensor(tensor)
+
+
 def stream_tensors(
-    path: Path, device: str | torch.device, threads: int = _THREADS, piece_bytes: int = _PIECE_BYTES
-) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield every tensor of a file with its name, in the order of the file.
+    files: Mapping[Key, FileTensor],
+    device: str | torch.device,
+    threads: int = _THREADS,
+    piece_bytes: int = _PIECE_BYTES,
+) -> Generator[tuple[Key, torch.Tensor], None, None]:
+    """Yield tensors with their keys, in the order given.
 
     Args:
+        files: best in the order of files and of their data. Tensors of types that torch lacks are read as bytes, flat.
         device: where the tensors are; each has memory of its own.
         threads: that read.
         piece_bytes: that a thread reads at once.
 
     Raises:
-        ModelError: if the file cannot be read, is truncated, breaks a rule of the format, or has a dtype that torch
-            lacks.
+        ModelError: if a file cannot be read, or is shorter than it was.
     """
-    header, target = read_header(path), torch.device(device)
-    for name, tensor in header.tensors.items():
-        if tensor.dtype not in DTYPES:
-            cause = Fact("safetensors.dtype_unknown", {"tensor": name[:80], "dtype": tensor.dtype})
-            raise ModelError("model.tensors_invalid", file=f"{path.parent.name}/{path.name}", cause=cause)
-    reader = _Reader(path, target, piece_bytes)
+    target = torch.device(device)
+    reader = _Reader(target, piece_bytes)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="read-tensors")
-    waiting: deque[tuple[str, torch.Tensor, list[Future[None]]]] = deque()
+    waiting: deque[tuple[Key, torch.Tensor, list[Future[None]]]] = deque()
     ahead = 0
     try:
-        for name, stored in header.tensors.items():
-            made = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device=target)
-            waiting.append((name, made, reader.submit(pool, made, header, stored)))
+        for key, stored in files.items():
+            dtype = DTYPES.get(stored.dtype)
+            shape = (stored.nbytes,) if dtype is None else stored.shape
+            made = torch.empty(shape, dtype=dtype or torch.uint8, device=target)
+            waiting.append((key, made, reader.submit(pool, made, stored)))
             ahead += made.nbytes
             while ahead > _AHEAD_BYTES:
                 yield _finished(*waiting[0])
@@ -70,34 +113,35 @@ def stream_tensors(
         reader.close()
 
 
-def _finished(name: str, tensor: torch.Tensor, pieces: list[Future[None]]) -> tuple[str, torch.Tensor]:
+def _finished(key: Key, tensor: torch.Tensor, pieces: list[Future[None]]) -> tuple[Key, torch.Tensor]:
     for piece in pieces:
         piece.result()
-    return name, tensor
+    return key, tensor
+
+
+def _damaged(path: Path) -> ModelError:
+    return ModelError("model.file_damaged", file=path.name, size=path.stat().st_size)
 
 
 class _Reader:
-    """Reads pieces of a file into tensors; each thread has its own file, page-locked memory and stream."""
+    """Reads pieces of files into tensors; each thread has its own open file, page-locked memory and stream."""
 
-    def __init__(self, path: Path, device: torch.device, piece_bytes: int) -> None:
-        self._path = path
+    def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self._device = device
         self._piece_bytes = piece_bytes
         self._own = threading.local()
         self._files: list[Any] = []
 
-    def submit(
-        self, pool: ThreadPoolExecutor, tensor: torch.Tensor, header: Header, stored: StoredTensor
-    ) -> list[Future[None]]:
+    def submit(self, pool: ThreadPoolExecutor, tensor: torch.Tensor, stored: FileTensor) -> list[Future[None]]:
         """Let the pool read a tensor, in pieces."""
         ready = None
         if self._device.type == "cuda":
             # The memory may still be in use by kernels that were launched before.
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
             ready.record(torch.cuda.current_stream(self._device))
-        data, start = tensor.reshape(-1).view(torch.uint8), header.start + stored.data_offsets[0]
+        data = tensor.reshape(-1).view(torch.uint8)
         return [
-            pool.submit(self._read, data[first : first + self._piece_bytes], start + first, ready)
+            pool.submit(self._read, data[first : first + self._piece_bytes], stored.path, stored.offset + first, ready)
             for first in range(0, len(data), self._piece_bytes)
         ]
 
@@ -107,32 +151,36 @@ class _Reader:
             file.close()
 
     @torch.no_grad()
-    def _read(self, target: torch.Tensor, offset: int, ready: "torch.cuda.Event | None") -> None:
+    def _read(self, target: torch.Tensor, path: Path, offset: int, ready: "torch.cuda.Event | None") -> None:
         own = self._own
-        if not hasattr(own, "file"):
-            own.file = self._path.open("rb", buffering=0)
+        if getattr(own, "path", None) != path:
+            if hasattr(own, "file"):
+                own.file.close()
+            try:
+                own.file, own.path = path.open("rb", buffering=0), path
+            except OSError as error:
+                raise unreadable(path, error) from error
             self._files.append(own.file)
-            if ready is not None:
-                own.pinned = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=True)
-                own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # the same
+        if ready is not None and not hasattr(own, "pinned"):
+            own.pinned = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=True)
+            own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # the same
         own.file.seek(offset)
         if ready is None:
-            self._fill(target, own.file)
+            self._fill(target, own)
             return
         with torch.cuda.device(self._device), torch.cuda.stream(own.stream):
             source = own.pinned[: len(target)]
-            self._fill(source, own.file)
+            self._fill(source, own)
             own.stream.wait_event(ready)
             target.copy_(source, non_blocking=True)
             own.stream.synchronize()
 
-    def _fill(self, target: torch.Tensor, file: Any) -> None:
+    def _fill(self, target: torch.Tensor, own: Any) -> None:
         view = target.numpy().data
         while view:
-            count = file.readinto(view)
+            count = own.file.readinto(view)
             if not count:
-                name = f"{self._path.parent.name}/{self._path.name}"
-                raise ModelError("model.file_damaged", file=name, size=self._path.stat().st_size)
+                raise _damaged(own.path)
             view = view[count:]
 
 

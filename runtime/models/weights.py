@@ -8,6 +8,7 @@ quantized the same.
 """
 
 import contextlib
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple, cast
 import diffusers
 import torch
 import transformers
-from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 
 from runtime.core.errors import ModelError, TandemError, first_line, ran_out
@@ -25,13 +25,14 @@ from runtime.core.plan import ComponentPlan
 from runtime.models import packed_layers, quantization
 from runtime.models.folder import tensor_types, weight_files
 from runtime.models.loras import read_lora
-from runtime.models.packed_layers import MappedFiles, PackedLinear
+from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import is_quantized, quantized_like
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
 from runtime.models.registry import LoraLayer, components_of, family_of
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
-from runtime.models.stored_weights import WeightFiles, stays_packed
-from runtime.upstream.diffusers import empty_module, import_submodules_only, kept_in_float32
+from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, weights_of_folder
+from runtime.models.tensor_stream import MappedFiles
+from runtime.upstream.diffusers import import_submodules_only
 
 # Tandem shows its own progress.
 diffusers.utils.logging.disable_progress_bar()
@@ -58,6 +59,8 @@ class _Delta(NamedTuple):
 
 # The roles of tensors that have the rows of the weight.
 _BY_ROWS = frozenset({"up", "diff", "bias"})
+# Held while a library loads, and by a thread that loads beside others.
+_LIBRARY, _BESIDE = threading.Lock(), threading.local()
 # Dtypes of weights in safetensors files.
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -92,19 +95,13 @@ def load_module(
         MachineError: if this machine does not support the quantization.
         MemoryError: if memory (RAM) runs out.
     """
-    dtype: torch.dtype = getattr(torch, part.dtype)
-    quantized = part.quantization != quantization.NONE and is_transformer(name)
-    target = device or part.device
-    if name in spec.files:
-        return _ready(_from_stored(spec, name, part, target, dequantize=dequantize), spec, name, dtype)
-    if quantized:
-        module = _quantized(spec, name, part, dtype, cache)
-        if part.quantization == quantization.FP8:
-            quantization.add_biases_apart(module)
+    if part.quantization != quantization.NONE and is_transformer(name):
+        module, dtype = _quantized(spec, name, part, cache)
     else:
-        # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
-        module = _from_files(spec, name, dtype, {"device_map": {"": target}} if target.startswith("cuda") else {})
-        module = module.to(target)
+        dtype = getattr(torch, part.dtype)
+        # UMT5 converts activations to the dtype of a weight.
+        how = Filling(dtype, spec.unquantized, dequantize=dequantize or not is_transformer(name))
+        module = _loaded(spec, name, device or part.device, how)
     return _ready(module, spec, name, dtype)
 
 
@@ -115,43 +112,51 @@ def _ready(module: Any, spec: ModelSpec, name: str, dtype: torch.dtype, *, exact
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 
-def _from_stored(
-    spec: ModelSpec, name: str, part: ComponentPlan, device: str, *, dequantize: bool = False
-) -> torch.nn.Module:
-    """Load a transformer from `ModelSpec.files`: layers of the blocks stay quantized if files hold them so.
+class NeedsLibraryError(Exception):
+    """A component cannot be loaded beside other threads."""
 
-    Args:
-        part: with the dtype, and "fp8" to quantize the layers of the blocks with torchao.
+
+@contextlib.contextmanager
+def beside_others() -> Iterator[None]:
+    """Load components on this thread while others compute or load, and no library does.
+
+    Libraries change default dtypes and functions of the whole process meanwhile. A component that needs one raises
+    `NeedsLibraryError` in this block.
+    """
+    with _LIBRARY:
+        _BESIDE.entered = True
+        try:
+            yield
+        finally:
+            _BESIDE.entered = False
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[None]:
+    """Let a library load, once no thread loads in `beside_others`."""
+    if getattr(_BESIDE, "entered", False):
+        raise NeedsLibraryError
+    with _LIBRARY:
+        yield
+
+
+def _loaded(spec: ModelSpec, name: str, device: str, how: Filling) -> torch.nn.Module:
+    """Load a component that no library quantizes, without LoRAs.
 
     Raises:
         ModelError, MachineError, MemoryError: see `load_module`.
     """
-    files, dtype = spec.files[name], getattr(torch, part.dtype)
-    fp8 = part.quantization == quantization.FP8
-    if fp8:
-        dtype, device = quantization.loading_arguments(part, spec.unquantized)["torch_dtype"], part.device
-    module = _empty(spec, name, files)
-    mapped, float32 = MappedFiles(), kept_in_float32(module)
-    with _loading(spec, name):
-        for one, stored in files.weights.items():
-            owner, _, last = one.rpartition(".")
-            layer = module.get_submodule(owner)
-            packed = stays_packed(one, stored, spec.unquantized)
-            if packed and not (dequantize or fp8):
-                parent, _, attribute = owner.rpartition(".")
-                replacement = PackedLinear(cast("torch.nn.Linear", layer), stored, mapped, device)
-                replacement.bias = cast("torch.nn.Linear", layer).bias
-                setattr(module.get_submodule(parent), attribute, replacement)
-                continue
-            kept = not float32.isdisjoint(one.split("."))
-            tensor = packed_layers.plain(stored, mapped, torch.float32 if kept else dtype).to(device)
-            if fp8 and last == "weight" and is_in_blocks(layer, one, spec.unquantized):
-                setattr(layer, last, quantization.fp8_weight(tensor))
-            else:
-                setattr(layer, last, torch.nn.Parameter(tensor, requires_grad=False))
-    if fp8:
-        quantization.check_quantized(module, part.quantization, name, spec.title)
-        quantization.add_biases_apart(module)
+    own = spec.files.get(name)
+    if own is not None or can_stream(spec, name):
+        empty = _empty(spec, name)
+        with _loading(spec, name):
+            folder = spec.directory / folder_of(name)
+            weights = own.weights if own is not None else weights_of_folder(folder, empty)
+            if weights is not None:
+                return fill(empty, weights, device, how)
+    # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
+    arguments = {"device_map": {"": device}} if device.startswith("cuda") else {}
+    module: torch.nn.Module = _from_library(spec, name, how.dtype, arguments)
     return module.to(device)
 
 
@@ -172,14 +177,18 @@ def _loading(spec: ModelSpec, component: str) -> Iterator[None]:
         raise ModelError("model.component_unloadable", component=component, model=spec.title, reason=reason) from error
 
 
-def _empty(spec: ModelSpec, name: str, files: WeightFiles) -> torch.nn.Module:
-    """Return a transformer whose parameters have no memory yet; all are in its files.
+def _empty(spec: ModelSpec, name: str) -> torch.nn.Module:
+    """Return a component whose parameters have no memory yet.
 
     Raises:
-        ModelError: if diffusers does not accept the configuration, or a parameter is missing or has another shape.
+        ModelError: if the library does not accept the configuration; if a parameter is not in `ModelSpec.files`, or has
+            another shape.
     """
-    with _loading(spec, name), init_empty_weights(include_buffers=False):
-        module: torch.nn.Module = components_of(spec.family).MODULES[name].from_config(dict(files.config))
+    with _loading(spec, name):
+        module = empty_module(spec, name)
+    files = spec.files.get(name)
+    if files is None:
+        return module
     shapes = {one: tuple(parameter.shape) for one, parameter in module.named_parameters()}
     absent = sum(one not in files.weights or files.weights[one].shape != shape for one, shape in shapes.items())
     if absent:
@@ -190,29 +199,28 @@ def _empty(spec: ModelSpec, name: str, files: WeightFiles) -> torch.nn.Module:
     return module
 
 
-def is_in_blocks(layer: torch.nn.Module, parameter: str, unquantized: Sequence[str]) -> bool:
-    """Whether quantization applies to a layer: a linear one of a transformer's blocks."""
-    return isinstance(layer, torch.nn.Linear) and not any(part in parameter for part in unquantized)
-
-
 def _quantized(
-    spec: ModelSpec, name: str, part: ComponentPlan, dtype: torch.dtype, cache: QuantizedCache | None
-) -> torch.nn.Module:
-    """Load a transformer with quantized weights, without LoRAs; see `load_module`."""
+    spec: ModelSpec, name: str, part: ComponentPlan, cache: QuantizedCache | None
+) -> tuple[torch.nn.Module, torch.dtype]:
+    """Load a transformer with weights that are quantized here, without LoRAs; return also the dtype it computes in."""
     arguments = quantization.loading_arguments(part, spec.unquantized)
-    key = None
+    dtype, fp8 = arguments["torch_dtype"], part.quantization == quantization.FP8
+    key, module = None, None
     if cache is not None:
-        folder = folder_of(name)
-        key = quantized_key(spec.directory / folder, part, arguments["torch_dtype"], spec.unquantized)
-        module_class = components_of(spec.family).MODULES[name]
-        found = cache.read(key, lambda: empty_module(module_class, str(spec.directory), folder), part.device)
-        if found is not None:
-            return found
-    module: torch.nn.Module = _from_files(spec, name, dtype, arguments)
-    quantization.check_quantized(module, part.quantization, name, spec.title)
-    if cache is not None and key is not None:
-        cache.keep(key, module)
-    return module
+        key = quantized_key(spec, name, part, dtype, cache.folder.parent)
+        with contextlib.nullcontext() if fp8 else _library():
+            module = cache.read(key, lambda: empty_module(spec, name), part.device)
+    if module is None:
+        if fp8:
+            module = _loaded(spec, name, part.device, Filling(dtype, spec.unquantized, fp8=True))
+        else:
+            module = _from_library(spec, name, dtype, arguments)
+        quantization.check_quantized(module, part.quantization, name, spec.title)
+        if cache is not None and key is not None:
+            cache.keep(key, module)
+    if fp8:
+        quantization.add_biases_apart(module)
+    return module, dtype
 
 
 def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
@@ -228,15 +236,17 @@ def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
         ModelError, MemoryError: see `load_module`.
     """
     if name in spec.files:
-        exact = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
-        return _ready(_from_stored(spec, name, exact, "cpu"), spec, name, torch.float32, exact=True)
+        module = _loaded(
+            spec, name, "cpu", Filling(torch.float32, spec.unquantized, dequantize=not is_transformer(name))
+        )
+        return _ready(module, spec, name, torch.float32, exact=True)
     folder = spec.directory / folder_of(name)
     stored = tensor_types(folder)
     sizes: Counter[str] = Counter()
     for kind, count in stored.values():
         sizes[kind] += count * torch.empty((), dtype=_STORED.get(kind, torch.float32)).itemsize
     most = _STORED.get(sizes.most_common(1)[0][0], torch.float32)
-    module = _from_files(spec, name, most, {})
+    module = _from_library(spec, name, most, {})
     owned = dict(module.named_parameters())
     finer = [one for one, (kind, _) in stored.items() if one in owned and _loses(_STORED.get(kind), owned[one].dtype)]
     with contextlib.ExitStack() as opened:
@@ -252,8 +262,8 @@ def _loses(stored: torch.dtype | None, loaded: torch.dtype) -> bool:
     return stored is not None and torch.promote_types(stored, loaded) != loaded
 
 
-def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, Any]) -> Any:
-    """Load one component with the library of its class.
+def _from_library(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, Any]) -> Any:
+    """Load one component with `from_pretrained` of its class: where weights have other names in files, for example.
 
     Args:
         more: arguments of `from_pretrained`.
@@ -270,7 +280,7 @@ def _from_files(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str, 
         "output_loading_info": True,
         **more,
     }
-    with _loading(spec, name):
+    with _library(), _loading(spec, name):
         module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
     absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if absent:
@@ -395,7 +405,7 @@ def _stored(
     own = spec.files.get(component)
     if own is not None:
         mapped = MappedFiles()
-        return lambda name: packed_layers.plain(own.weights[name], mapped, dtype)
+        return lambda name: packed_layers.read_plain(own.weights[name], mapped, dtype)
     paths = weight_files(spec.directory / component)
     return _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in paths]).__getitem__
 

@@ -38,6 +38,7 @@ from runtime.models.tensor_files import read_header
 from runtime.models.timed_prompts import timed_prompts
 from runtime.pipeline.files import (
     BOUNDARY,
+    CLIP,
     COMPUTE_FIELDS,
     HEADER_KEY,
     LATEST,
@@ -202,15 +203,19 @@ class CheckpointFolder:
         self._sweep()
         with contextlib.suppress(OSError):
             (self.path / LATEST).unlink(missing_ok=True)
-        shutil.rmtree(self.path / SECTIONS, ignore_errors=True)
+        self._remove_frames()
 
     def clear(self) -> None:
-        """Remove all checkpoints and finished sections."""
+        """Remove all checkpoints, finished sections and clips."""
         self._sweep()
-        shutil.rmtree(self.path / SECTIONS, ignore_errors=True)
+        self._remove_frames()
         for name in (LATEST, BOUNDARY):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
+
+    def _remove_frames(self) -> None:
+        for name in (SECTIONS, CLIP):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def _stamps(self, spec: ModelSpec) -> Stamps:
         # Read once per run, whose weights are those of its start. A run has one model, LoRAs included.

@@ -20,7 +20,8 @@ LATEST, BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
 CHECKPOINTS = "*.safetensors"
 # The folder of a video's finished sections, in that of the job's checkpoints.
 SECTIONS = "sections"
-# In it, the folder of the clip of all finished sections: H.264 parts, and MP4 files named by the number of sections.
+# The folder of the clip that can be watched while a video is made: H.264 streams, and MP4 files that are named by their
+# number of sections, or of frames if the video is made whole.
 CLIP = "clip"
 # The key of a checkpoint's metadata that holds its JSON header.
 HEADER_KEY = "tandem"
@@ -44,6 +45,8 @@ LOW_NOISE_FIELD = "guidance_scale_2"
 Stamps = Mapping[str, list[list[Any]]]
 _SLUG_CHARACTERS = 40
 _CLIP = re.compile(r"[0-9]{4,9}\.mp4")
+# A page may still play the clip before the newest one.
+_CLIPS_KEPT = 2
 
 
 def output_path(outputs_dir: Path, prompt: str) -> Path:
@@ -72,7 +75,7 @@ def make_folder(outputs_dir: Path) -> None:
 
 
 def finished_clip(folder: Path | None) -> tuple[int, Path] | None:
-    """Return the newest clip of a job's finished sections and their number; `None` if there is none.
+    """Return the newest clip of what is finished of a video, and its number; `None` if there is none.
 
     Args:
         folder: of the job's checkpoints.
@@ -80,25 +83,30 @@ def finished_clip(folder: Path | None) -> tuple[int, Path] | None:
     if folder is None:
         return None
     with contextlib.suppress(OSError, ValueError):  # there is no folder, or none in it
-        return max(
-            (int(path.stem), path) for path in (folder / SECTIONS / CLIP).iterdir() if _CLIP.fullmatch(path.name)
-        )
+        return max((int(path.stem), path) for path in (folder / CLIP).iterdir() if _CLIP.fullmatch(path.name))
     return None
 
 
-def clip_of(folder: Path | None, sections: int) -> Path | None:
-    """Return the clip of so many finished sections of a job; `None` if there is none.
+def clip_of(folder: Path | None, count: int) -> Path | None:
+    """Return the clip of so many finished sections or frames of a video; `None` if there is none.
 
     Args:
         folder: of the job's checkpoints.
     """
-    path = None if folder is None else folder / SECTIONS / CLIP / clip_name(sections)
+    path = None if folder is None else folder / CLIP / clip_name(count)
     return path if path is not None and path.is_file() else None
 
 
-def clip_name(sections: int) -> str:
-    """Return the name of the clip of so many sections."""
-    return f"{sections:04d}.mp4"
+def clip_name(count: int) -> str:
+    """Return the name of the clip of so many sections or frames."""
+    return f"{count:04d}.mp4"
+
+
+def remove_older_clips(folder: Path) -> None:
+    """Remove the clips in a folder that no page plays any more."""
+    numbers = sorted(int(path.stem) for path in folder.iterdir() if _CLIP.fullmatch(path.name))
+    for number in numbers[:-_CLIPS_KEPT]:
+        (folder / clip_name(number)).unlink()
 
 
 def checkpoint_step(folder: Path | None, name: str | None = None) -> int | None:

@@ -94,6 +94,7 @@ def _generate(
         context.warn(warning)
     context.resume()
     context.build_engines()
+    context.load_ahead()
     if context.conditioning is None:
         conditioning, section = with_oom_retry(context, partial(encode_prompt, context)), None
         if context.spec.section is not None:

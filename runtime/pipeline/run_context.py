@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,6 +118,11 @@ class RunContext:
     def compiled_seconds(self) -> float:
         """Seconds spent on compiling in this run."""
         return self.residency.compile_seconds - self._compiled_before
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the job's progress; `None` if it is not saved."""
+        return None if self._folder is None else self._folder.path
 
     @property
     def step(self) -> int:
@@ -344,12 +350,7 @@ class RunContext:
             CancelledError: within a tenth of a second of the request; the partial build is removed.
             PausedError: once the current engine is built.
         """
-        _, steps = self.schedule()
-        remaining = steps if self.spec.section is not None else steps[self.step :]
-        needed = {"vae"} | {step.expert for step in remaining}
-        if self.conditioning is None:
-            needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
-        failed: set[str] = set()
+        needed, failed = self._needed(), set[str]()
         for name, part in self.plan.components.items():
             if name not in needed or name in failed:
                 continue
@@ -367,6 +368,23 @@ class RunContext:
                 else:
                     built = part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
                     self.plan = self.plan.with_component(name, built)
+
+    def load_ahead(self) -> None:
+        """Load what the remaining stages need while the prompt is encoded, without text encoders.
+
+        The embeddings of the prompt may be in the cache.
+        """
+        needed = self._needed() - {*self.spec.text_encoders}
+        self.residency.load_ahead(self.spec, self, [name for name in self.plan.components if name in needed])
+
+    def _needed(self) -> set[str]:
+        """Return the components that the remaining stages need."""
+        _, steps = self.schedule()
+        remaining = steps if self.spec.section is not None else steps[self.step :]
+        needed = {"vae"} | {step.expert for step in remaining}
+        if self.conditioning is None:
+            needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
+        return needed
 
     def _build_engine(self, name: str, use: EngineUse) -> None:
         engines = self.residency.engines

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.core.errors import OutputError, TandemError
-from runtime.pipeline.files import CLIP, SECTIONS, clip_name
+from runtime.pipeline.files import CLIP, SECTIONS, clip_name, remove_older_clips
 from runtime.video.growing import join_parts, write_part
 from runtime.video.lossless import read_frames, sweep_parts, write_frames
 from runtime.video.mp4 import cannot_write
@@ -25,8 +25,6 @@ PENDING = -1
 # Bytes per value of a frame: FFV1 needs less, except for noise.
 _RATE = 0.6
 _NAME = re.compile(r"(\d{4,})\.(?:mkv|h264|mp4)")
-# A page may still play the clip before the newest one.
-_CLIPS_KEPT = 2
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class SectionFiles:
 
     def __init__(self, checkpoints: Path, width: int, height: int, fps: int) -> None:
         self.folder = checkpoints / SECTIONS
-        self._clip = self.folder / CLIP
+        self._clip = checkpoints / CLIP
         self._size = (width, height)
         self._fps = fps
 
@@ -137,15 +135,9 @@ class SectionFiles:
                     write_part(part, frames, *self._size, self._fps)
                 files += [part] if count else []
             join_parts(self._clip / clip_name(done), files, self._fps)
-            for path, number in _numbered(self._clip, ".mp4"):
-                if number <= done - _CLIPS_KEPT:
-                    path.unlink()
+            remove_older_clips(self._clip)
         except (OSError, TandemError) as error:
             logger.warning("The clip of the finished sections could not be written: %s", error)
-
-    def clear(self) -> None:
-        """Remove all sections."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _file(self, number: int) -> Path:
         return self.folder / ("pending.mkv" if number == PENDING else f"{number:04d}.mkv")

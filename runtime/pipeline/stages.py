@@ -30,6 +30,7 @@ from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
+from runtime.pipeline.growing_clip import GrowingClip
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
 from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, resumable_after
@@ -184,7 +185,10 @@ def decode_and_save(
     plan, detector = context.plan, Detector()
     context.current = ("load", "vae")
     previews.forget_frames()
-    with VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
+    with (
+        VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer,
+        GrowingClip(context.folder, plan) as clip,
+    ):
         with context.residency.video_decoder(context.spec, context) as decoder, context.metrics.stage("decode"):
             context.begin_stage("decode", "vae")
             written = 0
@@ -203,7 +207,8 @@ def decode_and_save(
                 if on_frames is not None:
                     on_frames(frames)
                 written += len(frames)
-                context.emit(FramesDecoded(frames=written, of=plan.frames, preview=previews.of_frames(frames)))
+                playable, preview = clip.add(frames), previews.of_frames(frames)
+                context.emit(FramesDecoded(frames=written, of=plan.frames, playable=playable, preview=preview))
         return finish_video(context, writer, detector, job_id)
 
 

@@ -40,7 +40,8 @@ _CPU_LIBRARIES_BYTES = 660_000_000
 _CUDA_CONTEXT_BYTES = 552_402_944
 # With several GPUs, the first also has the coordinator's process and NCCL's buffers. An estimate, not measured.
 _SHARING_BYTES = _CUDA_CONTEXT_BYTES + 1_000_000_000
-# Buffers to exchange tokens for heads, as a multiple of a GPU's own tokens: three sent, three received, one padded.
+# Buffers to exchange tokens for heads, as a multiple of a GPU's own tokens: three sent, three received, the result sent
+# and received. Streams keep the memory of results.
 _EXCHANGE_TENSORS = 8
 # System memory of a process that uses CUDA: its libraries, and pages of the shard that is being read.
 _CUDA_PROCESS_BYTES = 3_000_000_000
@@ -195,7 +196,7 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
     """
     found = {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
     if quantization == "none":
-        for name, files in spec.files.items():
+        for name, files in spec.transformer_files.items():
             found[name] -= files.packed_weights * DTYPE_BYTES[dtypes[name]] - files.packed_bytes
     if quantization != "none":
         for name in found:

@@ -348,8 +348,8 @@ def _offload(request: GenerationRequest, machine: Machine) -> tuple[str, list[Fa
 
 def _check_quantization(request: GenerationRequest, machine: Machine, spec: ModelSpec) -> None:
     """Check that this machine and model support the requested quantization; the request may rely on its memory."""
-    if request.quantization.startswith("bnb-") and spec.files:
-        title = next(iter(spec.files.values())).title
+    if request.quantization.startswith("bnb-") and spec.transformer_files:
+        title = next(iter(spec.transformer_files.values())).title
         raise InvalidRequestError("quantization", "planner.quantization_of_files", model=spec.title, format=title)
     against = constraints.lacking(request.quantization, machine)
     if against is not None:

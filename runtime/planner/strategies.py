@@ -104,7 +104,7 @@ def _kinds(inputs: ForecastInputs) -> list[str]:
     bitsandbytes quantizes no weights of single files. What is quantized in files is quantized again on request only.
     """
     spec = inputs.workload.spec
-    if not spec.files:
+    if not spec.transformer_files:
         return list(constraints.QUANTIZATIONS)
     return [FP8] if not spec.is_packed or inputs.request.quantization == FP8 else []
 

@@ -22,6 +22,8 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Failed, FellBack, OutOfMemory, Warned
 from runtime.core.facts import Fact
 from runtime.core.locks import held
+from runtime.core.plan import ExecutionPlan
+from runtime.queue.records import needs_columns
 
 _BUSY_SECONDS = 10.0
 _OPENING_SECONDS = 20.0
@@ -443,6 +445,29 @@ def _leases(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE jobs ADD COLUMN lease INTEGER NOT NULL DEFAULT 0")
 
 
+def _needs_of_videos(connection: sqlite3.Connection) -> None:
+    """Version 12: what a scheduler reads of queued videos, by lane, and the order of the queue, from indexes alone.
+
+    A lane has the videos of one owner that need the same model and number of GPUs.
+    """
+    connection.execute("ALTER TABLE jobs ADD COLUMN needs TEXT")
+    connection.execute("ALTER TABLE jobs ADD COLUMN lane TEXT")
+    connection.execute(
+        "CREATE INDEX jobs_waiting ON jobs (lane, position, state, held, kind, unreadable) "
+        "WHERE state = 'queued' AND NOT held AND kind = 'video' AND unreadable IS NULL"
+    )
+    connection.execute(
+        "CREATE INDEX jobs_in_queue ON jobs (state, idle, position, held, kind, id, unreadable) "
+        "WHERE state IN ('running', 'queued') AND unreadable IS NULL"
+    )
+    rows = connection.execute("SELECT number, owner, plan FROM jobs WHERE kind = 'video' AND state = 'queued'")
+    for row in rows.fetchall():
+        with contextlib.suppress(ValueError, TypeError):  # what cannot be read is not started
+            values = needs_columns(row["owner"], ExecutionPlan.model_validate_json(row["plan"]))
+            query = "UPDATE jobs SET needs = :needs, lane = :lane WHERE number = :number"
+            connection.execute(query, {**values, "number": row["number"]})
+
+
 # Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (
     _create,
@@ -456,4 +481,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     _idempotency_keys,
     _many_jobs,
     _leases,
+    _needs_of_videos,
 )

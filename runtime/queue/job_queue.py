@@ -38,6 +38,8 @@ _ENDED_JOBS = 10
 _ENDED_TASKS = 8
 # Intervals at which views are refreshed, jobs of dead processes are recovered, and old files are removed.
 _REFRESH_SECONDS = 0.1
+# At most this late after `look`; many events of a cluster are then read at once.
+_LOOK_SECONDS = 0.02
 _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
 _MAX_BATCH = 1000
@@ -59,7 +61,9 @@ class JobQueue:
 
     Attributes:
         instance: the id of the app among the processes that share the store.
+        makes_videos: whether this app's workers make videos, and not only tasks and builds.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
+        workers_elsewhere: returns the number of workers of a cluster's other machines.
     """
 
     def __init__(
@@ -83,12 +87,15 @@ class JobQueue:
         self._specs: dict[str, ModelSpec] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
+        self._look = threading.Event()
         self._exit = ExitStack()
         self._is_app = app is None
         self.instance = self._exit.enter_context(Instance(self.store.path)).id if app is None else app
         self._supervisor: Supervisor | None = None
         self._read = 0
+        self.makes_videos = True
         self.plans_for: Callable[[], Machine | None] = lambda: None
+        self.workers_elsewhere: Callable[[], int] = lambda: 0
         if self._is_app:
             recovery.recover(self.store, self.instance)
         self._refresh()
@@ -102,10 +109,24 @@ class JobQueue:
             videos: whether they make videos, and not only tasks and builds.
         """
         configs = self.worker_configs(log_file)
+        self.makes_videos = videos
         if not videos:
             configs = [replace(one, kinds=[kind for kind in one.kinds if kind not in VIDEOS]) for one in configs]
         self._supervisor = Supervisor(self.store, configs)
         self._supervisor.start()
+
+    @property
+    def own_machine(self) -> Machine:
+        """This machine as it was at the start."""
+        return self._engines.machine
+
+    def video_workers(self) -> dict[int, str]:
+        """Return the names of this app's workers that make videos, by GPU."""
+        return {gpu: f"{self.instance}.{gpu}" for gpu in self._gpus} if self.makes_videos else {}
+
+    def videos_at_once(self) -> int:
+        """Return how many videos can run at once, on all machines."""
+        return len(self.video_workers()) + self.workers_elsewhere()
 
     def worker_pids(self) -> dict[int, int]:
         """Return the process ids of the workers that run, by GPU."""
@@ -212,7 +233,7 @@ class JobQueue:
         plan = self._plan(request)
         job = self._job_of(self.store.edit(job_id, request, plan))
         job.refresh()
-        job.model_title = self._title(plan.model)
+        job.model_title = self.title(plan.model)
         return job
 
     def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> Job:
@@ -287,6 +308,10 @@ class JobQueue:
         with self._lock:
             return list(self._tasks.values())
 
+    def look(self) -> None:
+        """Have the views refreshed soon, because this process has written to the store."""
+        self._look.set()
+
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
         own = (record for record in self.open_videos() if record.owner == owner and not record.held)
@@ -303,6 +328,13 @@ class JobQueue:
         except StoreError:  # the page shows everything else
             return {}
 
+    def count_ahead(self, of: Job) -> int:
+        """Return how many jobs and tasks run before a queued one."""
+        try:
+            return self.store.count_ahead(of.id)
+        except StoreError:
+            return 0
+
     def machine(self) -> Machine:
         """Return the machine with the memory that a new job gets."""
         try:
@@ -310,6 +342,10 @@ class JobQueue:
         except StoreError:
             workers = []
         return memory_for_new_job(probe(), workers, self._gpus[0])
+
+    def planned_machine(self) -> Machine:
+        """Return the machine that new videos are planned for: of a cluster, or else this one."""
+        return self.plans_for() or self.machine()
 
     def history(self) -> History:
         """Return measured times of earlier jobs."""
@@ -359,7 +395,7 @@ class JobQueue:
             if job is None:
                 # This version may be unable to read the plan of an older version.
                 plan = record.plan or self._plan(record.generation_request())
-                job = self._jobs[record.id] = Job(record, plan, self._title(plan.model), self.store)
+                job = self._jobs[record.id] = Job(record, plan, self.title(plan.model), self.store)
                 job.refresh()
                 self._forget_old()
             return job
@@ -369,7 +405,8 @@ class JobQueue:
         spec = self._spec(model)
         return {} if spec is None else spec.words
 
-    def _title(self, model: str) -> str:
+    def title(self, model: str) -> str:
+        """Return a model's display name; its name if it is unknown."""
         spec = self._spec(model)
         return model if spec is None else spec.title
 
@@ -393,7 +430,9 @@ class JobQueue:
     def _watch(self) -> None:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
-        while not self._closing.wait(_REFRESH_SECONDS):
+        while not self._closing.wait(_LOOK_SECONDS):
+            self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
+            self._look.clear()
             now = time.monotonic()
             try:
                 self._refresh()

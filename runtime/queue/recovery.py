@@ -18,15 +18,18 @@ from runtime.core.processes import describe_exit
 from runtime.models.spec import ModelSpec
 from runtime.planner.strategies import next_strategy
 from runtime.queue.instances import WorkerRegistry, app_of, is_alive
-from runtime.queue.records import JobRecord
+from runtime.queue.records import STARTS_OVER, JobRecord, read_death
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import read_metadata, sweep
 
 # Exit code of a worker whose CUDA context is broken: only a new process can use the GPU again.
 EXIT_DEVICE_LOST = 75
 
-# After so many deaths a job fails, even if it had not begun: its claim may crash the worker.
+# After so many deaths without progress a job fails, even if it had not begun: its claim may crash the worker.
 _MOST_DEATHS = 5
+# The same of deaths after it had begun. Workers of a cluster are killed more often for other reasons; Spark's tasks and
+# Ray's fail after four as well.
+LOCAL_DEATHS, CLUSTER_DEATHS = 2, 4
 # Events that end a run of a job, and those of one that waits to begin.
 _ENDED = frozenset({"WorkerDied", "PutBack", "QueuedAgain", "Edited", "Interrupted"})
 _WAITS = frozenset({"WaitsForDisk", "WaitsForGpus"})
@@ -67,17 +70,25 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
 
 
 def settle_worker(
-    store: JobStore, worker: str, how: Fact, *, out_of_memory: bool = False, counted: bool = True
+    store: JobStore,
+    worker: str,
+    how: Fact,
+    *,
+    out_of_memory: bool = False,
+    counted: bool = True,
+    most: int = LOCAL_DEATHS,
 ) -> None:
     """Queue the job of a dead worker again, so that it resumes, or fail it.
 
-    A job or build is queued again after one death; deaths before it had begun are not counted, up to a limit. Another
-    task is never queued again: an engine file may have crashed the worker.
+    A job or build fails at its `most`th death in a row without progress: a death does not count towards the next ones
+    if the job had come further than at every death before. Deaths before it had begun do not count, up to a limit.
+    Another task is never queued again: an engine file may have crashed the worker.
 
     Args:
         how: the worker ended, see `exit_reason`.
         out_of_memory: whether the system killed it because memory ran out.
         counted: whether the job may be the cause.
+        most: `LOCAL_DEATHS` or `CLUSTER_DEATHS`.
 
     Raises:
         StoreError: if the store cannot be read or written.
@@ -89,12 +100,13 @@ def settle_worker(
         if saved is not None or job.pending == "cancel":
             store.interrupt(job.id, worker, saved)
             continue
-        work = _current_work(store, job.id)
+        events = [values for _, _, values in store.events(job.id)]
+        work = _current_work(events)
         work["begun"] = work["begun"] and counted
-        deaths = store.deaths(job.id)
-        repeated = work["begun"] and any(death["begun"] for death in deaths)
-        if job.kind != "task" and not repeated and len(deaths) + 1 < _MOST_DEATHS:
-            death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
+        death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
+        deaths = _without_progress([*events, death])
+        fails = work["begun"] and sum(one["begun"] for one in deaths) >= most
+        if job.kind != "task" and not fails and len(deaths) < _MOST_DEATHS:
             if store.restart(job.id, worker, death):
                 logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
             continue
@@ -105,10 +117,38 @@ def settle_worker(
             store.finish(job.id, "failed", error.fact)
 
 
-def _current_work(store: JobStore, job_id: str) -> dict[str, Any]:
+def _without_progress(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the deaths since a job came further than at every death before, see `records.Death`.
+
+    How far it came are the sections that it has finished, then steps, then decoded frames.
+    """
+    deaths: list[Mapping[str, Any]] = []
+    furthest = place = (0, 0, 0)
+    for values in events:
+        if values["event"] in STARTS_OVER:
+            deaths, furthest, place = [], (0, 0, 0), (0, 0, 0)
+        elif values["event"] == "SectionDone":
+            place = (_count(values, "section"), 0, 0)
+        elif values["event"] == "StepDone":
+            place = (place[0], _count(values, "step"), 0)
+        elif values["event"] == "FramesDecoded":
+            place = (*place[:2], _count(values, "frames"))
+        elif values["event"] == "WorkerDied":
+            deaths = [*(deaths if place <= furthest else ()), read_death(values)]
+            furthest, place = max(furthest, place), (place[0], 0, 0)
+    return deaths
+
+
+def _count(values: Mapping[str, Any], name: str) -> int:
+    """Return a number of a stored event; 0 if it cannot be read."""
+    found = values.get(name)
+    return found if isinstance(found, int) else 0
+
+
+def _current_work(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return whether a running job has begun, its stage, and the component that it runs or builds an engine for."""
     begun = False
-    for _, _, values in reversed(store.events(job_id)):
+    for values in reversed(events):
         if values["event"] == "StageStarted":
             return {"begun": True, "stage": values["stage"], "part": values["part"]}
         if values["event"] in _ENDED:

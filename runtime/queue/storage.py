@@ -12,7 +12,7 @@ from runtime.core.files import remove_partial_files
 from runtime.core.images import referenced
 from runtime.core.locks import remove_scratch_folders
 from runtime.models.images import copy_bytes, remove_unused
-from runtime.pipeline.files import CHECKPOINTS, SECTIONS
+from runtime.pipeline.files import CHECKPOINTS, CLIP, SECTIONS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import sweep
@@ -182,7 +182,8 @@ def _checkpoints(store: JobStore, job_id: str) -> Sequence[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [*folder.glob(CHECKPOINTS), *(path for path in (folder / SECTIONS).rglob("*") if path.is_file())]
+    frames = [path for name in (SECTIONS, CLIP) for path in (folder / name).rglob("*") if path.is_file()]
+    return [*folder.glob(CHECKPOINTS), *frames]
 
 
 def _size(path: Path) -> int:

@@ -31,13 +31,17 @@ from runtime.queue.records import (
     KINDS,
     LAST_SECOND,
     RESUMABLE,
+    STARTS_OVER,
     VIDEOS,
     Control,
     JobRecord,
     Kind,
     State,
+    Waiting,
     event_to_json,
+    needs_columns,
     read_death,
+    read_needs,
     read_row,
     stored_request,
 )
@@ -47,6 +51,10 @@ NAME = "jobs.sqlite"
 # Running jobs first. Queries for several jobs leave out rows that were set aside.
 _IN_QUEUE = "FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL"
 _IN_ORDER = "ORDER BY state = 'queued', idle, position"
+# What a scheduler may start; the index of these rows has the same words. SQLite would choose another one.
+_WAITING = (
+    "FROM jobs INDEXED BY jobs_waiting WHERE state = 'queued' AND NOT held AND kind = 'video' AND unreadable IS NULL"
+)
 # What a worker may claim. Workers are given as `:worker`, their app as `:app`.
 _CLAIMABLE = (
     "SELECT * FROM jobs WHERE state = 'queued' AND NOT held AND unreadable IS NULL "
@@ -216,7 +224,7 @@ class JobStore:
             return _insert(
                 connection,
                 "video",
-                {**_video(request, plan), **values},
+                {**_video(request, plan, owner), **values},
                 job_id=job_id,
                 state="queued" if instance is None else "running",
             )
@@ -227,7 +235,9 @@ class JobStore:
         """Add videos to the end of the queue, all or none; several are one batch."""
         batch = secrets.token_hex(4) if len(planned) > 1 else None
         with self.database.writing() as connection:
-            return [_insert(connection, "video", {**_video(*one), "owner": owner, "batch": batch}) for one in planned]
+            return [
+                _insert(connection, "video", {**_video(*one, owner), "owner": owner, "batch": batch}) for one in planned
+            ]
 
     def add_once(
         self,
@@ -258,7 +268,7 @@ class JobStore:
             since = time.time() - _HOUR_SECONDS
             times = connection.execute(f"SELECT created {own} AND created > ? ORDER BY created", (owner, since))
             admit(int(count), [row["created"] for row in times])
-            job = _insert(connection, "video", {**_video(request, plan), "owner": owner})
+            job = _insert(connection, "video", {**_video(request, plan, owner), "owner": owner})
             if submission is not None:
                 connection.execute(
                     "INSERT INTO submissions (owner, key, digest, job) VALUES (?, ?, ?, ?)",
@@ -403,13 +413,59 @@ class JobStore:
         """Return running and then queued jobs in order: videos, builds and tasks."""
         return self._records(f"SELECT * {_IN_QUEUE} {_IN_ORDER}")
 
+    def queue_states(self) -> dict[str, State]:
+        """Return the states of running and queued jobs by id, without reading the jobs."""
+        with self.database.reading() as connection:
+            return {row["id"]: row["state"] for row in connection.execute(f"SELECT id, state {_IN_QUEUE}")}
+
+    def queue_counts(self) -> dict[tuple[Kind, str], int]:
+        """Return how many jobs of each kind are "running", "queued" and "paused", without reading them."""
+        state = "CASE WHEN held AND state = 'queued' THEN 'paused' ELSE state END"
+        query = f"SELECT kind, {state} AS shown, count(*) AS jobs {_IN_QUEUE} GROUP BY kind, shown"
+        with self.database.reading() as connection:
+            return {(row["kind"], row["shown"]): row["jobs"] for row in connection.execute(query)}
+
+    def waiting(self, most: int) -> Sequence[Waiting]:
+        """Return the first queued videos of each lane that are not paused, in order.
+
+        A lane has the videos of one owner that need the same model and number of GPUs.
+
+        Args:
+            most: of each lane.
+        """
+        found: list[tuple[int, str, Waiting]] = []
+        lane = ""
+        with self.database.reading() as connection:
+            following = f"SELECT lane {_WAITING} AND lane > ? ORDER BY lane LIMIT 1"
+            while row := connection.execute(following, (lane,)).fetchone():
+                lane = row["lane"]
+                query = f"SELECT id, owner, created, position, needs {_WAITING} AND lane = ? ORDER BY position LIMIT ?"
+                for one in connection.execute(query, (lane, most)):
+                    with suppress(ValueError, TypeError):  # SQLite stores any type in any column
+                        job = Waiting(one["id"], one["owner"], float(one["created"]), read_needs(one["needs"]))
+                        found.append((int(one["position"]), job.id, job))
+        return [job for _, _, job in sorted(found)]
+
     def ahead(self, job_id: str) -> Mapping[str, Kind]:
         """Return the kinds of what runs before a queued job, by id in order, without paused ones."""
-        query = f"SELECT id, kind {_IN_QUEUE} AND (NOT held OR id = ?) {_IN_ORDER}"
+        found: dict[str, Kind] = {}
         with self.database.reading() as connection:
-            queue = [(row["id"], row["kind"]) for row in connection.execute(query, (job_id,))]
-        ids = [one for one, _ in queue]
-        return dict(queue[: ids.index(job_id)]) if job_id in ids else {}
+            for state in ("running", "queued"):  # in each, an index has the order, and later rows are not read
+                query = f"SELECT id, kind {_IN_QUEUE} AND state = '{state}' AND (NOT held OR id = ?)"
+                for one, kind in connection.execute(f"{query} ORDER BY idle, position", (job_id,)):
+                    if one == job_id:
+                        return found
+                    found[one] = kind
+        return {}
+
+    def count_ahead(self, job_id: str) -> int:
+        """Return the number of jobs in `ahead`, without reading them."""
+        before = "(idle, position) < (SELECT idle, position FROM jobs WHERE id = ?)"
+        running = f"SELECT count(*) {_IN_QUEUE} AND state = 'running'"
+        queued = f"SELECT count(*) {_IN_QUEUE} AND state = 'queued' AND NOT held AND {before}"
+        with self.database.reading() as connection:
+            (count,) = connection.execute(f"SELECT ({running}) + ({queued})", (job_id,)).fetchone()
+        return int(count)
 
     def events(self, job_id: str, after: int = 0) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
         """Return a job's events after number `after`: number, seconds since 1970, and JSON with an "event".
@@ -434,7 +490,14 @@ class JobStore:
                 return False
             _add_event(connection, job_id, event_to_json(event))
             if isinstance(event, Planned):
-                _update(connection, job_id, plan=event.plan.model_dump_json(), begun=1)
+                owner = _find(connection, job_id)["owner"]
+                _update(
+                    connection,
+                    job_id,
+                    plan=event.plan.model_dump_json(),
+                    begun=1,
+                    **needs_columns(owner, event.plan),
+                )
             elif isinstance(event, TerminalEvent):
                 _end(connection, job_id, event)
             return True
@@ -442,7 +505,7 @@ class JobStore:
     def deaths(self, job_id: str) -> Sequence[Mapping[str, Any]]:
         """Return the deaths of a job's workers since it was submitted, edited or resumed, see `records.Death`."""
         events = [event for _, _, event in self.events(job_id)]
-        starts = [index for index, event in enumerate(events) if event["event"] in {"QueuedAgain", "Edited"}]
+        starts = [index for index, event in enumerate(events) if event["event"] in STARTS_OVER]
         return [read_death(event) for event in events[max(starts, default=0) :] if event["event"] == "WorkerDied"]
 
     def finish(self, job_id: str, state: State, fact: Fact) -> None:
@@ -476,7 +539,10 @@ class JobStore:
         """Claim this job if it is queued and not paused, for exactly one process; `None` if it is not."""
         with self.database.writing() as connection:
             row = connection.execute(f"{_CLAIMABLE} AND id = :job", {"worker": instance, "job": job_id}).fetchone()
-            return None if row is None or not _read_all([row])[0] else _start(connection, job_id, instance)
+            jobs, problems = _read_all([] if row is None else [row])
+            self._report(problems)
+            _mark(connection, problems)
+            return _start(connection, job_id, instance) if jobs else None
 
     @contextlib.contextmanager
     def holding(self, job_id: str, lease: int) -> Iterator[None]:
@@ -520,9 +586,12 @@ class JobStore:
             StoreError: if it is queued, running or done.
         """
         with self.database.writing() as connection:
-            _check_resumable(_record(connection, job_id))
+            record = _record(connection, job_id)
+            _check_resumable(record)
             _add_event(connection, job_id, {"event": "QueuedAgain"})
             position = _next_position(connection)
+            if record.plan is not None:  # a version before may have stored it
+                _update(connection, job_id, **needs_columns(record.owner, record.plan))
             again = {"state": "queued", "held": 0, "asked": "", "instance": None, "ended": None, "failure": None}
             again |= {"finish": 0}
             _update(connection, job_id, position=position, **again)
@@ -917,9 +986,10 @@ def _read_event(row: sqlite3.Row) -> Mapping[str, Any] | None:
     return values if known and dated else None
 
 
-def _video(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
+def _video(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str]:
     """Return the columns that define a video."""
     return {
+        **needs_columns(owner, plan),
         "prompt": request.prompt,
         "request": json.dumps(stored_request(request, plan)),
         "plan": plan.model_dump_json(),
@@ -960,7 +1030,8 @@ def _start(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRec
 def _edit(connection: sqlite3.Connection, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> None:
     """Change a queued video; it starts over."""
     _add_event(connection, job_id, {"event": "Edited"})
-    _update(connection, job_id, **_video(request, plan), begun=0, result=None)
+    owner = _find(connection, job_id)["owner"]
+    _update(connection, job_id, **_video(request, plan, owner), begun=0, result=None)
 
 
 def _end(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> None:

@@ -117,8 +117,11 @@ class Job:
 
     @property
     def clip(self) -> tuple[int, Path] | None:
-        """The number of its finished sections and the clip of them; `None` without one, and once its video is saved."""
-        if self.summary.sections == 1 or self.state == "done":
+        """The clip of its finished sections or first frames, and their number before it.
+
+        `None` without one, and once its video is saved.
+        """
+        if self.state == "done":
             return None
         return finished_clip(self._store.folder(self.id))
 

@@ -78,7 +78,7 @@ def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
         Route(f"{FILE}{{path:path}}", files.video),
         Route(f"{OWN}now", files.now),
         Route(f"{OWN}poster/{{name}}.webp", files.poster),
-        Route(f"{OWN}sections/{{name}}/{{count:int}}.mp4", files.sections),
+        Route(f"{OWN}clip/{{name}}/{{count:int}}.mp4", files.clip),
         Route(f"{OWN}copy/{{name}}.mp4", files.copy),
         Route(f"{OWN}report/{{name}}.json", files.report),
         Route(f"{OWN}report/whole/{{name}}.json", files.report_with_prompt),
@@ -106,11 +106,10 @@ class _JobFiles:
             return PlainTextResponse(error.what, 503, _PRIVATE)
 
     def _now(self) -> dict[str, Any]:
-        queue = self._store.queue()
-        own = [job for job in queue if job.owner is None and job.kind == "video"]
-        running = next((job for job in own if job.state == "running"), None)
+        running = next(iter(self._store.list(states=["running"], owner=None, limit=1, oldest_first=True)), None)
         job = None if running is None else self._worker.job(running.id)
-        states = {job.id: job.state for job in (*self._store.list(owner=None, limit=_RECENT_JOBS), *queue)}
+        queue = self._store.queue_states()
+        states = {job.id: job.state for job in self._store.list(owner=None, limit=_RECENT_JOBS)} | queue
         percent = None if job is None else round(100 * job.progress.fraction)
         return {"queue": len(queue), "percent": percent, "jobs": states}
 
@@ -127,8 +126,8 @@ class _JobFiles:
                 return Response(picture, media_type="image/webp", headers=_CACHED)
         return _not_found()
 
-    async def sections(self, request: Request) -> Response:
-        """Send the clip of a job's finished sections, by their number; another number has another address."""
+    async def clip(self, request: Request) -> Response:
+        """Send the clip of a job's finished sections or frames, by their number; another number has another address."""
         job = await self._job(request)
         folder = None if job is None else self._store.folder(job.id)
         return video_response(await asyncio.to_thread(clip_of, folder, request.path_params["count"]), cached=False)

@@ -108,10 +108,7 @@ class _Now(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the length of the queue, the workers and the memory."""
-        queue: Counter[tuple[str, str]] = Counter(
-            (job.kind, "paused" if job.held and job.state == "queued" else job.state)
-            for job in self._worker.store.queue()
-        )
+        queue: Counter[tuple[str, str]] = Counter(self._worker.store.queue_counts())
         jobs = GaugeMetricFamily("tandem_queue_jobs", "Jobs that are queued or run.", labels=["kind", "state"])
         for kind, state in {("video", "queued"), ("video", "running"), ("video", "paused"), *queue}:
             jobs.add_metric([kind, state], queue[kind, state])

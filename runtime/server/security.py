@@ -38,7 +38,6 @@ from runtime.server.logins import LoginLimits, forwarded_address, network_of
 from runtime.server.visitors import Visitors
 from runtime.upstream import gradio as private
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 # Values of Sec-Fetch-Site for requests of the page itself and of the browser's address bar.
 _OWN_SITE = frozenset({"same-origin", "none"})

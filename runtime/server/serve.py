@@ -15,7 +15,7 @@ from runtime.core.environment import collect_garbage_as_usual, program
 from runtime.core.errors import MachineError, SettingsError
 from runtime.core.facts import render
 from runtime.core.processes import raise_open_files, return_freed_memory, stop_on_signals
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.pipeline.files import make_folder
@@ -24,7 +24,6 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore, open_store
 from runtime.server.api_keys import OWNER_PREFIX, ApiKeys
 from runtime.server.connections import PageServer, limits_for, listen
-from runtime.server.security import LOOPBACK
 from runtime.server.video_api import VideoApi
 from runtime.server.visitors import cancel_orphaned
 
@@ -63,9 +62,7 @@ def launch(settings: Settings, *, cluster: bool = False) -> str:
 def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     """Serve the HTTP API within a `with` block; yields its address. Raises as `launch`."""
     if cluster:
-        from runtime.server.cluster.ray_process import check_installed
-
-        check_installed()
+        check_ray()
     keys = ApiKeys(settings.cache_dir)
     if not keys.keys() and settings.host not in LOOPBACK:
         raise SettingsError("server.api_host_without_key", host=settings.host)
@@ -77,7 +74,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     head: ClusterHead | None = None
     try:
         if cluster:
-            head = start_head(worker, settings)
+            head = start_head(worker, settings, engines)
         app = VideoApi(worker, settings, keys, head).app()
         try:
             sockets = listen(settings.host, settings.port)
@@ -85,7 +82,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
             raise port_taken(settings.port) from error
         server = PageServer(sockets, limits_for(raise_open_files()))
         server.start(app)
-        worker.start_workers(settings.log_file, videos=head is None or bool(engines.machine.gpus))
+        worker.start_workers(settings.log_file, videos=makes_videos(head, engines))
         yield address_of(settings.host, settings.port)
     finally:
         with contextlib.ExitStack() as closing:
@@ -97,7 +94,23 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
                 closing.callback(head.close)
 
 
-def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
+def check_ray() -> None:
+    """Check that Ray is installed.
+
+    Raises:
+        MachineError: if not.
+    """
+    from runtime.server.cluster.ray_process import check_installed
+
+    check_installed()
+
+
+def makes_videos(head: "ClusterHead | None", engines: EngineService) -> bool:
+    """Return whether this machine makes videos itself: without a cluster, or with a GPU."""
+    return head is None or bool(engines.machine.gpus)
+
+
+def start_head(worker: JobQueue, settings: Settings, engines: EngineService) -> "ClusterHead":
     """Start the head of a cluster, and print how other machines join it.
 
     Raises:
@@ -109,11 +122,29 @@ def start_head(worker: JobQueue, settings: Settings) -> "ClusterHead":
 
     key = make_key(settings.cache_dir)
     print_line("Starting Ray.")
-    head = ClusterHead(worker, settings, key)
-    worker.plans_for = head.machine
-    address = f"{'ADDRESS' if settings.host in {*LOOPBACK, '0.0.0.0'} else settings.host}:{settings.port}"
-    print_line(f"Other machines join with: {VARIABLE}={key} {program()} worker --join {address}")
+    head = ClusterHead(worker, settings, key, engines.store)
+    worker.plans_for, worker.workers_elsewhere = head.machine, head.size
+    print_line(f"Other machines join with: {VARIABLE}={key} {join_command(settings)}")
     return head
+
+
+def join_command(settings: Settings) -> str:
+    """Return the command with which a machine that has the cluster's key joins."""
+    host = settings.host
+    if host in {"0.0.0.0", "::"}:
+        host = _own_address()
+    return f"{program()} worker --join {f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def _own_address() -> str:
+    """Return the address of this machine in its network; its name if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            # Sends nothing; the address is reserved for documentation.
+            one.connect(("192.0.2.1", 9))
+            return str(one.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
 
 
 def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueue, EngineService]:
@@ -138,7 +169,7 @@ def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueu
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     resume_interrupted(store, everyone=resume_all)
-    waiting = sum(not one.held for one in store.queue())
+    waiting = sum(count for (_, state), count in store.queue_counts().items() if state != "paused")
     if waiting:
         print_line(f"Queued jobs of an earlier start: {waiting}. They run now.")
     return worker, engines

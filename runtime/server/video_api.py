@@ -3,7 +3,7 @@
     POST   /v1/videos                create a video: JSON, or a form with an image
     GET    /v1/videos                the caller's videos, in pages
     GET    /v1/videos/{id}           one video
-    GET    /v1/videos/{id}/content   its MP4, or a still image
+    GET    /v1/videos/{id}/content   its MP4, a still image, or while it is made a clip of what is finished
     GET    /v1/videos/{id}/events    its progress and previews, see `video_events`
     DELETE /v1/videos/{id}           stop it if it runs, and delete it
     GET    /v1/models                the models
@@ -45,12 +45,12 @@ from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import shortened
 from runtime.core.plan import ExecutionPlan
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import POSTER, PREVIEW
+from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.store import Submission
@@ -61,7 +61,7 @@ from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
 from runtime.server.connections import set_login
 from runtime.server.job_files import find_output, is_single_range
 from runtime.server.metrics import CONTENT_TYPE, Metrics
-from runtime.server.security import LOOPBACK, CrossSiteMiddleware, SecurityHeadersMiddleware
+from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
 from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths
@@ -224,11 +224,15 @@ class VideoApi:
         request: Request,
         video_id: VideoId,
         variant: Annotated[
-            Literal["video", "thumbnail"], Query(description="The MP4, or a still image as WebP.")
+            Literal["video", "thumbnail", "clip"],
+            Query(description="The MP4, a still image as WebP, or the MP4 of what is finished of another video."),
         ] = "video",
+        count: Annotated[int, Query(ge=0, description="Of a clip, as in its path.")] = 0,
     ) -> Response:
         """Send a completed video. Supports requests for one range of bytes."""
         record = self._record(video_id, request)
+        if variant == "clip":
+            return self._clip(record, count)
         saved = record.saved
         if record.state != "done" or saved is None:
             raise refused(409, "server.api_not_ready", video=record.id)
@@ -338,6 +342,14 @@ class VideoApi:
             with suppress(OSError, ValueError):
                 return Response(still(path.read_bytes()), media_type="image/webp", headers=_CACHED)
         raise refused(404, "server.api_no_file", video=record.id)
+
+    def _clip(self, record: JobRecord, count: int) -> Response:
+        path = None if record.state == "done" else clip_of(self._store.folder(record.id), count)
+        if path is None:
+            raise refused(404, "server.api_no_clip", "count", video=record.id)
+        return FileResponse(
+            path, media_type="video/mp4", filename=f"{record.id}-{count}.mp4", headers=api_errors.PRIVATE
+        )
 
     def _key_of(self, name: object) -> object:
         """Return how requests name a model of this API, which shows models that were given by a path by their name."""

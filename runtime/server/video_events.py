@@ -1,6 +1,6 @@
 """Server-sent events of a video: its progress, previews and warnings, until it has ended.
 
-event: video.progress    a Video with "stage", "step", "steps", "frame", "seconds_left" and "ahead"
+event: video.progress    a Video with "stage", "step", "steps", "frame", "clip", "seconds_left" and "ahead"
 event: video.preview     {"id", "media_type": "image/webp", "b64_json"}
 event: video.warning     {"id", "code", "message"}
 event: video.completed, video.failed     the Video; the last event
@@ -47,6 +47,8 @@ class VideoProgress(Video):
         stage: what it does, as a title.
         step: denoising steps done.
         frame: decoded frames.
+        clip: the path of the MP4 of what is finished, from the start of the video or, with some models, up to its end;
+            null without one. A longer one has another path.
         seconds_left: estimated time until it is completed.
         ahead: number of jobs that run before it, while it is queued.
     """
@@ -54,6 +56,7 @@ class VideoProgress(Video):
     stage: str
     step: int
     frame: int
+    clip: str | None = None
     seconds_left: float | None = None
     ahead: int | None = None
 
@@ -198,13 +201,15 @@ def _progress(video: Video, job: Job, worker: JobQueue, now: float) -> VideoProg
     progress = job.progress.at(now)
     queued = video.status == "queued"
     left = None if queued else progress.seconds_left
+    clip = job.clip
     return VideoProgress(
         **dict(video),
         stage="Waiting" if queued else progress.title,
         step=progress.step,
         frame=progress.frames,
+        clip=None if clip is None else f"/v1/videos/{job.id}/content?variant=clip&count={clip[0]}",
         seconds_left=None if left is None else round(left, 1),
-        ahead=len(worker.ahead(job)) if queued else None,
+        ahead=worker.count_ahead(job) if queued else None,
     )
 
 

@@ -38,7 +38,7 @@ from runtime.server.visitor_limits import (
     limits_of,
 )
 
-# A video, or the clip of so many of its sections.
+# A video, or the clip of so many of its sections or frames.
 _VIDEO = re.compile(r"([0-9a-f]{8})(?:-([0-9]{1,9}))?\.mp4")
 # A visitor's name, see `Visitors.name_of`; owners of other forms are API keys.
 _VISITOR = re.compile(r"([0-9a-f]{8})-.+")
@@ -150,7 +150,7 @@ class Visitors:
     def video(self, name: str, visitor: str) -> Path | None:
         """Return the file of a visitor's video by its name; `None` if it is not theirs.
 
-        The name is "<job id>.mp4", or "<job id>-2.mp4" for the clip of its first two sections while it is made.
+        The name is "<job id>.mp4", or "<job id>-2.mp4" for the clip of two sections or frames while it is made.
         """
         match = _VIDEO.fullmatch(name)
         job = self.job(match[1], visitor) if match is not None else None

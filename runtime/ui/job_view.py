@@ -39,8 +39,8 @@ from runtime.ui.formatting import page_text, render
 from runtime.ui.image_places import used_images
 
 # Jobs are polled: no thread waits, however many pages watch.
-_POLL_SECONDS = 0.2
-_API_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05
+_QUEUED_SECONDS = 0.2
 # The time left counts down at this rate; the page takes a longer silence for a lost connection.
 _TICK_SECONDS = 1.0
 
@@ -52,7 +52,7 @@ class Audience:
     Attributes:
         details: where the details of an internal error are, as a sentence.
         address: returns the address of a finished job's video.
-        clip: returns the address of the clip of a running job's finished sections, by their number.
+        clip: returns the address of the clip of a running job's finished sections or frames, by their number.
         redact: removes from a text what the audience must not see.
         panels: whether their page has the panels, which add to the queue and resume jobs.
         opens_folders: whether their browser runs on this machine, which has a screen.
@@ -148,11 +148,11 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
 
 @dataclass(frozen=True)
 class Clip:
-    """The clip of a job's finished sections.
+    """The clip of a job's finished sections, or first frames.
 
     Attributes:
         address: where it is served.
-        of: "2 of 4 sections".
+        of: "2 of 4 sections", or "33 of 81 frames".
         making: the number of the section that is made meanwhile; 0 if none is.
     """
 
@@ -165,10 +165,11 @@ def _clip(job: Job, progress: Progress, line: Line, audience: Audience) -> Clip 
     found = None if line.state == "done" else job.clip
     if found is None:
         return None
-    of = job.summary.sections
+    summary = job.summary
+    of = counted(summary.frames, "frame") if summary.sections == 1 else counted(summary.sections, "section")
     return Clip(
         address=audience.clip(job, found[0]),
-        of=f"{found[0]} of {counted(of, 'section')}",
+        of=f"{found[0]} of {of}",
         # While the last of them is being saved, it is still the one that is made.
         making=progress.section if line.state in {"running", "stopping"} and progress.section > found[0] else 0,
     )
@@ -189,7 +190,7 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
                 yield current
             if not current.busy:
                 return
-        await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS if job.state == "running" else _QUEUED_SECONDS)
         if watch.ended:
             return
 
@@ -208,7 +209,7 @@ async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
         if interrupted:
             yield Failed(fact=_interrupted(job))
             return
-        await asyncio.sleep(_API_POLL_SECONDS if job.state == "running" else _POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS if job.state == "running" else _QUEUED_SECONDS)
 
 
 def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> Line:
@@ -247,7 +248,7 @@ def picture_html(
         address: where the video is served; empty without one.
         poster: address of a finished video's still image, for a video that is not served.
         size: width and height of the video in pixels.
-        clip: of the sections that are finished, while there is no video; it is played beside the last preview.
+        clip: of what is finished, while there is no video; the last preview is of the section that is made meanwhile.
     """
     preview = progress.preview if progress else None
     still = f"data:image/webp;base64,{base64.b64encode(preview).decode()}" if preview else ""
@@ -396,9 +397,9 @@ def video_address(job: Job, outputs_dir: Path) -> str:
     return file_url(saved.video, saved)
 
 
-def clip_address(job: Job, sections: int) -> str:
-    """Return the address of the clip of a job's finished sections on the owner's page."""
-    return f"tandem/sections/{job.id}/{sections}.mp4"
+def clip_address(job: Job, count: int) -> str:
+    """Return the address of the clip of a job's finished sections or frames on the owner's page."""
+    return f"tandem/clip/{job.id}/{count}.mp4"
 
 
 def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -> str:

@@ -15,10 +15,13 @@ from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.catalogue import (
     EMBEDDED,
     add_usable,
+    delete_files,
     download_bytes,
     folders,
     known_models,
     not_downloaded,
+    own_files,
+    stored_bytes,
     unusable,
 )
 from runtime.models.hub.client import check_online
@@ -141,17 +144,18 @@ class ModelsPanel:
         return {"message": f"Removed from the list; {byte_size(freed)} freed." if freed else "Removed from the list."}
 
     def _delete(self, name: str) -> Reply:
-        if name not in {*folders(self._weights_dir), *unusable(self._weights_dir, ())}:
+        files = own_files(name, self._weights_dir)
+        if not files and name not in {*folders(self._weights_dir), *unusable(self._weights_dir, ())}:
             raise unknown_action()
         spec = self._models.get(name)
         title = spec.title if spec else name
-        if not _in_folder(self._weights_dir, name):
+        if not (files or _in_folder(self._weights_dir, name)):
             raise ModelError("model.not_deletable", model=title, folder=EMBEDDED)
         jobs = sum(record.request.get("model") == name for record in self._worker.store.queue())
         if jobs:
             raise ModelError("model.in_use", model=title, jobs=jobs)
         self._tasks.forget(name)
-        freed = delete_model(self._weights_dir, name)
+        freed = delete_files(name, self._weights_dir) if files else delete_model(self._weights_dir, name)
         if len(self._models) > 1:
             self._models.pop(name, None)
         return {
@@ -229,6 +233,7 @@ class ModelsPanel:
         others = {}
         folder = spec.directory
         in_folder = _in_folder(self._weights_dir, name)
+        files = own_files(name, self._weights_dir)
         task = self._tasks.of(folder.name) if in_folder else None
         busy = task is not None and task.open
         if in_folder:
@@ -236,11 +241,12 @@ class ModelsPanel:
             others["delete"] = ""
             if task is not None and task.kind == "verify" and task.state == "failed" and self._is_downloaded(name):
                 others["repair"] = self._offline_reason()
-        size = bytes_in(folder)
-        if spec.single_files:
-            size = sum(path.stat().st_size for path in spec.single_files.values() if path.exists())
+        elif files:
+            others["delete"] = ""
+        size = stored_bytes(spec)
         own = [("Folder", folder.name)] if in_folder and folder.name != spec.title else []
-        own += [("File", path.name) for path in spec.single_files.values()]
+        own += [("File", path.name) for path in dict.fromkeys(spec.single_files.values())]
+        link = folder.is_symlink() if in_folder else any(path.is_symlink() for path in files)
         return _Card(
             key=name,
             title=spec.title,
@@ -250,14 +256,15 @@ class ModelsPanel:
             actions=("use", *(("cancel",) if busy else ())),
             others={} if busy else others,
             selected=spec.name == selected,
-            frees="only the link" if folder.is_symlink() else byte_size(size),
+            frees="only the link" if link else byte_size(sum(map(_size, files)) if files else size),
             **_verdict(spec, self._fit(spec)),
             **_progress(task),
         )
 
     def _unusable(self, name: str, error: TandemError) -> _Card:
         plain = name if name.isprintable() else ascii(name)
-        size = byte_size(bytes_in(self._weights_dir / name))
+        files = own_files(name, self._weights_dir)
+        size = byte_size(sum(map(_size, files)) if files else bytes_in(self._weights_dir / name))
         return _Card(
             key=plain,
             title=plain,
@@ -266,7 +273,7 @@ class ModelsPanel:
             kind="unsupported",
             problem=paragraph(error.fact),
             facts=[("On disk", size)],
-            others={"delete": ""} if plain == name and _in_folder(self._weights_dir, name) else {},
+            others={"delete": ""} if plain == name and (files or _in_folder(self._weights_dir, name)) else {},
             frees=size,
         )
 
@@ -399,6 +406,13 @@ def _state(task: ModelTask | None, begun: int) -> str:
 def _names(models: Iterable[tuple[str, ModelSpec]]) -> set[str]:
     """Return the names of models in the weights folder: of their folders, or of the files' models."""
     return {spec.name if spec.single_files else spec.directory.name for _, spec in models}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _in_folder(weights_dir: Path, name: str) -> bool:

@@ -1,13 +1,13 @@
 """The owner's page: its parts and how they are connected, and the routes of its panels."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from starlette.routing import BaseRoute
 
 from runtime.core.images import ImageUse
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
 from runtime.machine.probe import has_screen
@@ -18,8 +18,9 @@ from runtime.planner.placement import usable_gpus
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
 from runtime.server import image_uploads
-from runtime.server.security import LOOPBACK, Submit
+from runtime.server.security import Submit
 from runtime.ui import api, form, panels, theme
+from runtime.ui.cluster_panel import ClusterPanel
 from runtime.ui.decode_panel import DecodePanel
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
 from runtime.ui.form import LOCAL, SERVED
@@ -36,24 +37,37 @@ from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
 from runtime.ui.results_panel import ResultsPanel
 from runtime.ui.sharing import Sharing, add_sharing_bar
 
+if TYPE_CHECKING:  # imports ray
+    from runtime.server.cluster.head import ClusterHead
+
 # Gradio checks its own temporary files hourly and keeps them a day; videos are not among them.
 _TIDY_SECONDS = (3600, 86_400)
 
 
 def build(
-    worker: JobQueue, engines: EngineService, settings: Settings, sharing: Sharing | None, model_tasks: ModelTasks
+    worker: JobQueue,
+    engines: EngineService,
+    settings: Settings,
+    sharing: Sharing | None,
+    model_tasks: ModelTasks,
+    head: "ClusterHead | None" = None,
 ) -> tuple[gr.Blocks, Mapping[str, Submit], list[BaseRoute]]:
     """Return the page, with `/generate` for programs, what submits its jobs, and the routes of its panels.
 
     Args:
         sharing: the share link, if there is one.
+        head: of the cluster, if there is one.
 
     Raises:
         ModelError: if the model that Tandem was started with cannot be used.
     """
     models = offered(settings.model, settings.weights_dir)
     icon = theme.icon_svg()
-    preview = PlanPreview(engines, worker.machine, worker.history, settings.weights_dir)
+    # Engines are built on this machine; videos may be planned for another one.
+    builds = PlanPreview(engines, worker.machine, worker.history, settings.weights_dir)
+    preview = (
+        builds if head is None else PlanPreview(engines, worker.planned_machine, worker.history, settings.weights_dir)
+    )
     preset = form.preset_name(settings.backends)
     opens_folders = settings.host in LOOPBACK and has_screen()
     audience = Audience(
@@ -93,13 +107,15 @@ def build(
                 _panel("models", count=len(models), weights_dir=settings.weights_dir)
                 _panel("decode")
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
-                lacks = plan_problem(preview.machine())
+                lacks = plan_problem(builds.machine())
                 _panel(
                     "engines",
                     kinds=FILE_KINDS,
                     lacks="" if lacks is None else page_text(lacks).what,
                     warning=paragraph(WARNING),
                 )
+            if head is not None:
+                _add_cluster()
         _panel("comparison")
         # The panels' script reads the form with this button; see `formValues` in panels.js.
         gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
@@ -141,13 +157,19 @@ def build(
             "queue": QueuePanel(worker, models, settings.outputs_dir),
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
-            "engines": EnginesPanel(worker, engines, models, preview, frame_decoders),
+            "engines": EnginesPanel(worker, engines, models, builds, frame_decoders),
             "decode": DecodePanel(worker, models, frame_decoders, settings.outputs_dir),
             "models": models_panel,
             "loras": LorasPanel(models, settings.weights_dir),
+            **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
         }
     )
     return page, submissions, [*routes, *image_uploads.routes(keep)]
+
+
+def _add_cluster() -> None:
+    with gr.Tab("Cluster", id="cluster", elem_id="tab-cluster"):
+        _panel("cluster")
 
 
 def _panel(name: str, **values: Any) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.core.errors import TandemError
@@ -86,7 +86,7 @@ class PlanPreview:
         self._identifying: dict[Path, threading.Thread] = {}
 
     def machine(self) -> Machine:
-        """Return this machine as probed a few seconds ago at most."""
+        """Return the machine as probed a few seconds ago at most."""
         with self._lock:
             if time.monotonic() - self._machine_at > _MACHINE_SECONDS:
                 self._machine, self._machine_at = self._probe(), time.monotonic()
@@ -124,12 +124,16 @@ class PlanPreview:
         return fit(spec, self.machine(), self._history(), self._offers(spec) if known else no_offers)
 
     def _offers(self, spec: ModelSpec) -> Offers:
-        """Return the engine service's offers, cached until the library or the model changes."""
-        key = (spec.name, _modified(spec), tuple((use.identity, use.expert) for use in spec.loras))
+        """Return the engine service's offers, cached until the library, the model or the GPUs change."""
+        machine, engines = self.machine(), self._engines
+        gpus = _names(machine)
+        key = (spec.name, _modified(spec), tuple((use.identity, use.expert) for use in spec.loras), gpus)
         with self._lock:
             if key in self._known:
                 return self._known[key]
-        offers = functools.cache(self._engines.offers(spec))
+        if gpus != _names(engines.machine):  # another machine of a cluster
+            engines = replace(engines, machine=machine)
+        offers = functools.cache(engines.offers(spec))
         with self._lock:
             return self._known.setdefault(key, offers)
 
@@ -155,6 +159,10 @@ class PlanPreview:
             return
         except Exception:
             logger.exception("The engines of %s could not be looked up", spec.name)
+
+
+def _names(machine: Machine) -> tuple[str, ...]:
+    return tuple(gpu.name for gpu in machine.gpus)
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:

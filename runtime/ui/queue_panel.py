@@ -170,7 +170,7 @@ class QueuePanel(JobsPanel):
     def _list(self) -> str:
         rows = [self._row(job) for job in self.jobs()]
         problems = (self._store.problem, self._store.unreadable if self._owner is None else None)
-        workers = len(self._worker.worker_configs())
+        workers = max(self._worker.videos_at_once(), 1)
         return queue_html(rows, workers, " ".join(paragraph(problem) for problem in problems if problem is not None))
 
     def _row(self, record: JobRecord) -> Row:

@@ -119,6 +119,6 @@ def _address(job: Job) -> str:
     return f"video/{job.id}.mp4"
 
 
-def _clip_address(job: Job, sections: int) -> str:
-    """Return where the clip of the finished sections of a visitor's video is served."""
-    return f"video/{job.id}-{sections}.mp4"
+def _clip_address(job: Job, count: int) -> str:
+    """Return where the clip of the finished sections or frames of a visitor's video is served."""
+    return f"video/{job.id}-{count}.mp4"

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from runtime.core import log
 from runtime.core.errors import MachineError
 from runtime.core.processes import be_killed_first, describe_exit, use_no_semaphores
-from runtime.core.settings import Settings
+from runtime.core.settings import LOOPBACK, Settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import open_when_usable
@@ -36,7 +36,6 @@ from runtime.server import image_uploads
 from runtime.server.connections import listen
 from runtime.server.gradio_requests import VIDEO
 from runtime.server.job_files import video_response
-from runtime.server.security import LOOPBACK
 from runtime.server.visitors import Visitors
 from runtime.ui import server, visitor_page
 from runtime.upstream import gradio as private

@@ -119,12 +119,22 @@ def offload_groups(module: Any) -> None:
             hook.group.offload_()
 
 
-def kept_in_float32(module: Any) -> frozenset[str]:
-    """Return parts of parameter names that `from_pretrained` keeps in float32 whatever the dtype.
+def kept_in_float32(module: Any, dtype: Any) -> frozenset[str]:
+    """Return parts of parameter names that `from_pretrained` keeps in float32 when it loads in a dtype.
 
-    Reason: modules made without `from_pretrained` need the same dtypes.
+    Args:
+        module: a model of diffusers or transformers.
+        dtype: torch's.
+
+    Reason: modules made without `from_pretrained` need the same dtypes. For transformers, see `_get_dtype_plan`.
     """
-    return frozenset(getattr(module, "_keep_in_fp32_modules", None) or ())
+    import torch
+
+    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    if hasattr(module, "_keep_in_fp32_modules_strict"):
+        strict = module._keep_in_fp32_modules_strict or ()
+        kept = (*kept, *strict) if dtype == torch.float16 else strict
+    return frozenset(kept)
 
 
 def dequantize_gguf(kind: str, data: Any, dtype: Any) -> Any:
@@ -145,20 +155,6 @@ def dequantize_gguf(kind: str, data: Any, dtype: Any) -> Any:
     block, nbytes = utils.GGML_QUANT_SIZES[number]
     values = utils.dequantize_functions[number](data.reshape(-1, nbytes), block, nbytes, dtype)
     return values.reshape(*data.shape[:-1], -1)
-
-
-def empty_module(module_class: Any, folder: str, subfolder: str) -> Any:
-    """Return a model of diffusers with the configuration in a folder, whose parameters have no memory.
-
-    Reason: `from_pretrained` makes it so before it loads weights; alone, there is no public function for it. Buffers
-    that are not in files are computed.
-    """
-    from accelerate import init_empty_weights
-    from diffusers.models.modeling_utils import no_init_weights
-
-    config = module_class.load_config(folder, subfolder=subfolder, local_files_only=True)
-    with no_init_weights(), init_empty_weights():
-        return module_class.from_config(config)
 
 
 def use_bitsandbytes_layers(module: Any, kept: list[str], config: Any) -> None:

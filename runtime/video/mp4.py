@@ -6,6 +6,7 @@ is renamed to the target. `sweep` removes scratch folders of killed processes.
 """
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -15,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ _FRAME_SECONDS = 120.0
 _COMMENT = re.compile(r"^comment=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
 
 
+@functools.cache
+def _check_once(program: str, changed: int) -> None:
+    """Run ffmpeg, once in this process for each version of the file; a failure is not kept."""
+    del changed
+    subprocess.run([program, "-version"], check=True, capture_output=True)
+
+
 def find_ffmpeg() -> str:
     """Return the path of an ffmpeg program: the one of imageio-ffmpeg, or `IMAGEIO_FFMPEG_EXE`.
 
@@ -54,53 +62,51 @@ def find_ffmpeg() -> str:
     """
     try:
         program: str = imageio_ffmpeg.get_ffmpeg_exe()
-        subprocess.run([program, "-version"], check=True, capture_output=True)
+        _check_once(program, Path(shutil.which(program) or program).stat().st_mtime_ns)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise MachineError("video.no_ffmpeg") from error
     return program
 
 
-class VideoWriter:
-    """Writes one MP4.
+class FrameEncoder:
+    """ffmpeg in a process of its own that encodes frames while they arrive.
 
-    Use as a context manager: `write` chunks of frames, then `close_stream` and `finish`. Leaving without `finish`
-    removes everything that was written.
+    Use as a context manager, which ends ffmpeg if it still runs: `write` chunks of frames, then `close`.
 
     Args:
-        target: the MP4 to write, replaced only when the new one is complete.
+        file: the file that ffmpeg writes.
         width, height: of the frames, in pixels.
         fps: frames per second.
-        crf: H.264 constant rate factor, 0 to 51.
+        options: ffmpeg's, of encoder and format.
+        target: the file that errors name.
+
+    Attributes:
+        program: the path of ffmpeg.
+
+    Raises:
+        MachineError: if there is no ffmpeg.
     """
 
-    def __init__(self, target: Path, width: int, height: int, fps: int, crf: int) -> None:
+    def __init__(self, file: Path, width: int, height: int, fps: int, options: Sequence[str], target: Path) -> None:
+        self.program = find_ffmpeg()
+        self._command = [self.program, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
+        self._command += ["-s", f"{width}x{height}", "-r", str(fps), "-i", "pipe:0"]
+        self._command += ["-vf", TO_BT709, *options, str(file)]
         self._target = target
-        self._ffmpeg = find_ffmpeg()
-        self._size = (width, height)
-        self._fps = fps
-        self._crf = crf
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         self._error: OutputError | None = None
         # In memory, because the disk may be full.
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
-        self._exit = contextlib.ExitStack()
 
-    def __enter__(self) -> "VideoWriter":
-        """Start ffmpeg.
-
-        Raises:
-            OutputError: if the target's folder cannot be written.
-        """
-        check_target(self._target)
-        sweep(self._target.parent)
-        self._folder = self._exit.enter_context(video_scratch(self._target))
-        width, height = self._size
-        command = [self._ffmpeg, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
-        command += ["-s", f"{width}x{height}", "-r", str(self._fps), "-i", "pipe:0"]
-        command += ["-vf", TO_BT709, *_ENCODER, "-crf", str(self._crf), str(self._folder / "stream.mp4")]
+    def __enter__(self) -> "FrameEncoder":
+        """Start ffmpeg."""
         # In its own process group, so that Ctrl-C reaches only this process.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         self._log_reader = threading.Thread(target=self._read_log, name="video-log", daemon=True)
         self._log_reader.start()
@@ -109,7 +115,7 @@ class VideoWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop ffmpeg if it is still running and remove everything but the finished video."""
+        """Stop ffmpeg if it is still running."""
         self._process.kill()
         self._process.wait()
         while self._feeder.is_alive():  # its next write fails; if it waits for frames, `None` ends it
@@ -117,7 +123,6 @@ class VideoWriter:
                 self._queue.put_nowait(None)
             self._feeder.join(0.05)
         self._log_reader.join()
-        self._exit.close()
 
     def write(self, frames: np.ndarray) -> None:
         """Queue frames, (n, height, width, 3) uint8; waits while the queue is full.
@@ -127,7 +132,7 @@ class VideoWriter:
         """
         self._put(frames.tobytes())
 
-    def close_stream(self) -> None:
+    def close(self) -> None:
         """Wait until every frame is encoded.
 
         Raises:
@@ -139,25 +144,6 @@ class VideoWriter:
             raise self._error
         if self._process.wait() != 0:
             raise self._failure()
-
-    def finish(self, title: str, metadata: Mapping[str, Any]) -> None:
-        """Write the metadata and move the video to its target; call `close_stream` first.
-
-        Raises:
-            OutputError: if the disk is full or the target cannot be replaced.
-        """
-        complete = self._folder / "complete.mp4"
-        tags = self._folder / "metadata.txt"
-        try:
-            tags.write_text(to_ffmetadata(title, metadata), encoding="utf-8")
-            command = [self._ffmpeg, "-v", "error", "-y", "-i", str(self._folder / "stream.mp4"), "-i", str(tags)]
-            command += ["-map", "0:v", "-map_metadata", "1", "-c", "copy", "-movflags", "+faststart", str(complete)]
-            _run(command, self._target)
-            with complete.open("r+b") as file:
-                os.fsync(file.fileno())
-            complete.replace(self._target)
-        except OSError as error:
-            raise cannot_write(self._target, error) from error
 
     def _put(self, item: bytes | None) -> None:
         while True:
@@ -187,6 +173,73 @@ class VideoWriter:
     def _failure(self) -> OutputError:
         self._log_reader.join()
         return ffmpeg_error("\n".join(self._log), self._target)
+
+
+class VideoWriter:
+    """Writes one MP4.
+
+    Use as a context manager: `write` chunks of frames, then `close_stream` and `finish`. Leaving without `finish`
+    removes everything that was written.
+
+    Args:
+        target: the MP4 to write, replaced only when the new one is complete.
+        width, height: of the frames, in pixels.
+        fps: frames per second.
+        crf: H.264 constant rate factor, 0 to 51.
+    """
+
+    def __init__(self, target: Path, width: int, height: int, fps: int, crf: int) -> None:
+        self._target = target
+        self._video = (width, height, fps)
+        self._options = (*_ENCODER, "-crf", str(crf))
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> "VideoWriter":
+        """Start ffmpeg.
+
+        Raises:
+            OutputError: if the target's folder cannot be written.
+            MachineError: if there is no ffmpeg.
+        """
+        check_target(self._target)
+        sweep(self._target.parent)
+        with contextlib.ExitStack() as stack:
+            self._folder = stack.enter_context(video_scratch(self._target))
+            encoder = FrameEncoder(self._folder / "stream.mp4", *self._video, self._options, self._target)
+            self._encoder = stack.enter_context(encoder)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop ffmpeg if it is still running and remove everything but the finished video."""
+        self._exit.close()
+
+    def write(self, frames: np.ndarray) -> None:
+        """See `FrameEncoder.write`."""
+        self._encoder.write(frames)
+
+    def close_stream(self) -> None:
+        """See `FrameEncoder.close`."""
+        self._encoder.close()
+
+    def finish(self, title: str, metadata: Mapping[str, Any]) -> None:
+        """Write the metadata and move the video to its target; call `close_stream` first.
+
+        Raises:
+            OutputError: if the disk is full or the target cannot be replaced.
+        """
+        complete = self._folder / "complete.mp4"
+        stream, tags = self._folder / "stream.mp4", self._folder / "metadata.txt"
+        try:
+            tags.write_text(to_ffmetadata(title, metadata), encoding="utf-8")
+            command = [self._encoder.program, "-v", "error", "-y", "-i", str(stream), "-i", str(tags)]
+            command += ["-map", "0:v", "-map_metadata", "1", "-c", "copy", "-movflags", "+faststart", str(complete)]
+            _run(command, self._target)
+            with complete.open("r+b") as file:
+                os.fsync(file.fileno())
+            complete.replace(self._target)
+        except OSError as error:
+            raise cannot_write(self._target, error) from error
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.app_server import Server
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, saved_videos, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.browser.test_queue import go
+from tests.waiting import until
 
 pytestmark = pytest.mark.browser
 
@@ -175,9 +177,10 @@ def test_clips_are_shown_starred_and_selected_by_keyboard(open_page: OpenPage) -
 
 def test_a_closed_lightbox_stays_closed_whatever_the_server_still_answers(open_page: OpenPage) -> None:
     page = open_page(reduced_motion="reduce")
-    ids = [make(page, "a black sheep on the grass"), make(page, "a black sheep on the grass again")]
+    name = secrets.token_hex(4)  # if the test is run again, the clips of the first run are there
+    ids = [make(page, f"{name} on the grass"), make(page, f"{name} on the grass again")]
     go(page, "History")
-    search(page, "black sheep", 2)
+    search(page, name, 2)
     page.click(f"#history-gallery [data-job='{ids[1]}'] .poster")
     page.wait_for_selector(f"#lightbox[open] [data-detail='{ids[1]}']")
     held: list[Any] = []
@@ -189,9 +192,9 @@ def test_a_closed_lightbox_stays_closed_whatever_the_server_still_answers(open_p
             route.continue_()
 
     page.route("**/tandem/panels/history", hold)
+    page.wait_for_selector("#lightbox [data-action=next][aria-disabled=false]")
     page.keyboard.press("ArrowRight")
-    while not held:
-        page.wait_for_timeout(20)
+    until(lambda: page.wait_for_timeout(20) or held, seconds=30)
     page.keyboard.press("Escape")
     page.wait_for_selector("#lightbox:not([open])", state="attached")
     answered = "({ detail }) => { window.answered = detail.call.action === 'open'; }"

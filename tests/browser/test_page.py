@@ -295,6 +295,30 @@ def test_the_last_preview_stays_after_a_cancellation(open_page: OpenPage) -> Non
     assert "Earlier video." in page.evaluate(mark)
 
 
+def test_the_first_seconds_play_while_others_are_decoded(open_page: OpenPage) -> None:
+    page = open_page()
+    ask(page)
+    customize(page, width="224", height="224")
+    customize(page, frames="241")
+    advance(page)
+    page.fill("#field-steps input", "1")
+    page.press("#field-steps input", "Tab")
+    start(page)
+    page.wait_for_selector("#picture video[data-grows]")
+    first = page.get_attribute("#picture video", "src")
+    assert re.fullmatch("tandem/clip/[0-9a-f]{8}/[0-9]+[.]mp4", first)
+    assert re.fullmatch("[0-9]+ of 241 frames", page.inner_text("#picture .so-far"))
+    page.wait_for_function("() => document.querySelector('#picture video').currentTime > 0.2")
+    page.wait_for_selector(f"#picture video[data-grows]:not([src='{first}'])")
+    assert state(page) == "running" and page.is_hidden("#picture .preview")
+    # A longer clip continues where the one before was.
+    page.wait_for_function("() => document.querySelector('#picture video').currentTime > 0.2")
+    page.click("#cancel")
+    wait_for_state(page, "cancelled")
+    page.wait_for_selector("#picture video", state="detached")
+    assert page.complaints == []
+
+
 def test_the_seed_used_can_be_used_again(open_page: OpenPage) -> None:
     page = open_page()
     ask(page)

@@ -304,6 +304,8 @@ def test_unreadable_model(
         (["--tensorrt-text-encoders", "--tensorrt-transformer"], "--tensorrt-text-encoders was given", "or remove it"),
         (["--enable-tensorrt", "plan", "a red boat"], "--enable-tensorrt before a command", "plan --help"),
         (["--enable-tensorrt=yes"], "--enable-tensorrt", "--help"),
+        (["--cluster", "generate", "a red boat"], "--cluster before a command", "generate --help"),
+        (["--cluster", "serve"], "--cluster before a command", "serve --help"),
     ],
 )
 def test_launch_flags(

@@ -172,3 +172,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count(".") == 2
     assert run(["--help"]) == 0
     assert "generate" in capsys.readouterr().out
+
+
+def test_times_in_a_prompt_that_cannot_be_read_are_refused(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "[1-2s: jumps]", "--model", "framepack-i2v", "--seconds", "3"]
+    result, text = answer([*command, "--image", str(ROOT / "examples" / "boat.png")], capsys, code=2)
+    assert result["error"]["code"] == "planner.prompt_times"
+    assert len(text.splitlines()) == 2

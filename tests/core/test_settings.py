@@ -132,13 +132,14 @@ def test_an_invalid_library_size_is_refused(tmp_path: Path, value: str) -> None:
     assert refused.value.code == "settings.not_gigabytes"
 
 
-@pytest.mark.parametrize("name", ["file", "x" * 300, "~no-such-user/engines"])
-def test_an_invalid_engine_folder_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("variable", ["TENSORRT_CACHE_DIR", "FRAMEPACK_TENSORRT_CACHE_DIR"])
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300, "~no-such-user/engines"])
+def test_an_invalid_engine_folder_is_refused(tmp_path: Path, name: str, variable: str) -> None:
     (tmp_path / "file").write_text("")
     value = name if name.startswith("~") else str(tmp_path / name)
     with pytest.raises(SettingsError) as refused:
-        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), "TENSORRT_CACHE_DIR": value})
-    assert refused.value.code == "settings.not_a_folder"
+        settings.load({}, {"TANDEM_CACHE_DIR": str(tmp_path), variable: value})
+    assert (refused.value.code, refused.value.fact.data["source"]) == ("settings.not_a_folder", variable)
 
 
 @pytest.mark.parametrize("name", [*settings.VARIABLES.values(), settings.CACHE_VARIABLE])

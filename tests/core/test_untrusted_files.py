@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core import log, settings
+from runtime.core.digests import read_stored
 from runtime.core.errors import ModelError, OutputError, SettingsError
 from runtime.core.untrusted_files import (
     DuplicateNameError,
@@ -17,7 +18,6 @@ from runtime.core.untrusted_files import (
     read_file,
     read_json,
 )
-from runtime.engines.key_parts import _read_digests
 from runtime.machine.probe import probe
 from runtime.models.hub.files import read_manifest
 from runtime.pipeline.history_file import HistoryFile
@@ -120,7 +120,7 @@ def test_hostile_files_of_the_cache_count_as_damaged(kind: str, tmp_path: Path) 
     for name in ("history.json", "tandem-files.json", "weights.json", "tandem.log", "a.mp4"):
         HOSTILE[kind](tmp_path / name)
     assert HistoryFile(tmp_path, probe()).read() == ()
-    assert _read_digests(tmp_path) == {}
+    assert read_stored(tmp_path) == {}
     with pytest.raises(ModelError) as refused:
         read_manifest(tmp_path)
     assert refused.value.code == "hub.manifest_damaged"

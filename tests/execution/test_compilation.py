@@ -11,8 +11,14 @@ from torch._dynamo.utils import counters
 
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.locks import held
 from runtime.core.plan import Speed
-from runtime.execution.compilation import CompiledStep, cache_compiled_code_in, discard_compiled_code
+from runtime.execution.compilation import (
+    CompiledStep,
+    cache_compiled_code_in,
+    discard_compiled_code,
+    limit_compiled_code,
+)
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae
 from runtime.families.wan.transformer import PyTorchDenoiser
@@ -170,3 +176,19 @@ def test_a_job_whose_compiler_fails_completes_with_a_warning(
     (reasons,) = [warning for warning in saved.warnings if warning.code == "pipeline.degraded"]
     assert (reasons.data["component"], reasons.data["reason"].code) == ("transformer", "execution.compilation_failed")
     assert saved.request["compile"] == "always"
+
+
+def test_the_least_recently_used_compiled_code_is_removed_beyond_the_limit(tmp_path: Path) -> None:
+    folder = tmp_path / "compiled"
+    (folder / "ab").mkdir(parents=True)
+    for number, name in enumerate(("ab/old.so", "ab/read", "new.py")):
+        (folder / name).write_bytes(bytes(100))
+        os.utime(folder / name, (number, number))
+    os.utime(folder / "ab" / "read", (9, 1))  # written early, read late
+    limit_compiled_code(folder, 250)
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["new.py", "read"]
+    limit_compiled_code(folder, 100)
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["read"]
+    with held(folder / ".lock", seconds=0):
+        limit_compiled_code(folder, 0)
+    assert (folder / "ab" / "read").exists(), "another process removes files"

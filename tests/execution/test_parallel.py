@@ -1,5 +1,6 @@
 """Several processes on one CPU in place of GPUs: equal results, and an error that names the process that fails."""
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,22 +12,26 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from torch._dynamo.testing import CompileCounter
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, Speed, Split
+from runtime.execution.components import components_of
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Limits
 from runtime.execution.parallel.proxies import GroupManager, SentTexts, SharedDenoiser, SharedVideoDecoder
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, install, share_tokens
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests.tiny_models import ARCHITECTURES
 
+MODULES_OF: dict[str, Any] = {"wan2.1": WanTransformer3DModel, "hunyuan-video": HunyuanVideoTransformer3DModel}
 Tiny = Callable[[str], ModelSpec]
 PART = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 FOUR = Split(devices=("cpu",) * 4, guidance=2, sequence=2, decode=True)
@@ -107,6 +112,36 @@ def test_fp8_attention_rounds_as_in_one_process(
     exact = PyTorchDenoiser(module)(latents, timestep, text)
     expected = PyTorchDenoiser(module, speed)(latents, timestep, text)
     assert (expected - exact).abs().max() > 1e-3
+    with closing(two_processes.load(TWO, spec, "transformer", PART, not_cancelled, speed)) as shared:
+        assert isinstance(shared.part, SharedDenoiser)
+        torch.testing.assert_close(shared.part(latents, timestep, text), expected, rtol=0, atol=1e-5)
+
+
+# Two processes attend in 5, 3 and 2 parts.
+@pytest.mark.parametrize(
+    ("architecture", "heads", "kind"), [("wan2.1", 20, "native"), ("hunyuan-video", 6, "native"), ("wan2.1", 4, "fp8")]
+)
+def test_heads_are_exchanged_in_parts(
+    architecture: str, heads: int, kind: str, tiny: Tiny, two_processes: GroupManager, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny(architecture).directory, tmp_path / "model")
+    kind_of_module = MODULES_OF[architecture]
+    config = kind_of_module.load_config(folder, subfolder="transformer")
+    torch.manual_seed(2)
+    more_heads = kind_of_module.from_config(config | {"num_attention_heads": heads, "num_layers": 1})
+    more_heads.save_pretrained(folder / "transformer")
+    spec = read_spec(folder, architecture)
+    # An odd number of tokens.
+    latents = latents_of(spec, (3, 6, 10) if kind == "native" else (5, 42, 42))
+    text, timestep = texts()[0], torch.tensor(500)
+    if architecture == "hunyuan-video":
+        text, timestep = text[:, :9], torch.tensor([500.0, 6000.0])
+    speed = Speed(attention=kind)
+    local = components_of(spec).denoiser(load_module(spec, "transformer", PART))
+    exact = local(latents, timestep, text)
+    local.compute(speed)
+    expected = local(latents, timestep, text)
+    assert kind == "native" or (expected - exact).abs().max() > 1e-4
     with closing(two_processes.load(TWO, spec, "transformer", PART, not_cancelled, speed)) as shared:
         assert isinstance(shared.part, SharedDenoiser)
         torch.testing.assert_close(shared.part(latents, timestep, text), expected, rtol=0, atol=1e-5)

@@ -1,21 +1,27 @@
 """Offloaded weights: bit-identical video, loaded once, and freed."""
 
 import gc
+import shutil
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import MachineError
+from runtime.core.errors import MachineError, ModelError
 from runtime.core.events import Event, Failed, StageStarted, VideoSaved
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.execution.residency import Residency
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
+from runtime.models.weights import NeedsLibraryError, beside_others, load_module
 from runtime.pipeline.run import run_job
 from tests.pipeline.test_parity import sample
+from tests.pipeline.test_run import frames_of
 from tests.plans import Alone, tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES
 
@@ -148,3 +154,57 @@ def test_quantization_without_a_gpu_is_refused(tiny: Tiny, tmp_path: Path) -> No
     ):
         pass
     assert refused.value.code == "quantization.needs_gpu"
+
+
+def test_components_that_stay_loaded_are_loaded_while_the_prompt_is_encoded(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
+    loads: list[tuple[str, str]] = []
+
+    def load(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None) -> torch.nn.Module:
+        loads.append((name, threading.current_thread().name.rpartition("_")[0]))
+        if name == "transformer_2" and len(loads) == 3:
+            raise RuntimeError("No memory left beside the others")
+        return load_module(spec, name, part, device)
+
+    videos = [tmp_path / "x.mp4", tmp_path / "y.mp4"]
+    for video in videos:
+        ahead = video == videos[0]
+        events: list[Event] = []
+        with Residency(load=load) as residency:
+            if not ahead:
+                vars(residency)["load_ahead"] = lambda *_: None
+            run_job(plan.replace(output=video), spec, events.append, Cancel(), residency)
+            assert isinstance(events[-1], VideoSaved), events[-1]
+        if ahead:
+            # A part that could not be loaded there is loaded when it is used.
+            on_thread = [(name, "load-ahead") for name in ("transformer", "transformer_2", "vae")]
+            assert sorted(loads) == sorted([("text_encoder", ""), *on_thread, ("transformer_2", "")])
+    assert frames_of(videos[0]) == frames_of(videos[1])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("load-ahead")]
+
+
+def test_parts_loaded_ahead_for_another_plan_are_freed(tiny: Tiny, tmp_path: Path) -> None:
+    spec, other = tiny("wan2.2-a14b"), tiny("wan2.1")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
+    before = parameters()
+    with Residency() as residency:
+        residency.load_ahead(spec, Alone(plan), list(plan.components))
+        assert residency.holds(spec, plan, "transformer")
+        next_plan = offloaded(other, tmp_path / "x.mp4", "none")
+        with residency.video_decoder(other, Alone(next_plan)):
+            assert not residency.holds(spec, plan, "transformer")
+    assert parameters() == before
+
+
+def test_what_only_a_library_loads_is_not_loaded_beside_other_threads(tiny: Tiny, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    state = load_file(path)
+    save_file({name: tensor for name, tensor in state.items() if name != "encoder.conv_in.bias"}, path)
+    spec = read_spec(folder, "model")
+    part = tiny_plan(spec, tmp_path / "x.mp4").components["vae"]
+    with beside_others(), pytest.raises(NeedsLibraryError):
+        load_module(spec, "vae", part)
+    with pytest.raises(ModelError):  # the library's findings
+        load_module(spec, "vae", part)

@@ -38,9 +38,12 @@ def http_api(rounds: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder, api.attacking(Path(folder)) as attack:
         for number in range(seed, seed + rounds):
             api.round_of(attack, _EXAMPLES, number)
+            api.odd_framing(attack, 4 * _EXAMPLES, number)
             sys.stderr.write(f"seed {number}: {dict(attack.statuses)}\n")
         api.every_route(attack)
-    counts = {"by status": dict(sorted(attack.statuses.items())), "slowest first byte, s": round(attack.slowest, 2)}
+        slow = api.slow_readers(attack)
+    counts: dict[str, object] = {"by status": dict(sorted(attack.statuses.items()))}
+    counts |= {"slowest first byte, s": round(attack.slowest, 2), "median beside slow readers, s": round(slow, 3)}
     sys.stdout.write(f"{json.dumps(counts)}\n")
 
 

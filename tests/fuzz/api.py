@@ -6,6 +6,8 @@ Checked for each response: see `tests.fuzz.attack`; and that each error is OpenA
 import contextlib
 import json
 import secrets
+import socket
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from tests.app_server import Server, make_cache, serving
 from tests.fuzz import random_requests
 from tests.fuzz.attack import canaries, judged_logs
 from tests.fuzz.examples import try_many
-from tests.fuzz.raw_http import Answer, send
+from tests.fuzz.raw_http import TIMEOUT_SECONDS, Answer, exchange, send
 from tests.fuzz.routes import Routes
 from tests.waiting import until
 
@@ -48,6 +50,24 @@ _TYPES = (
     b"text/plain",
     b"\xff",
 )
+_CHUNK_SIZES = (b"5", b"0", b"-1", b"ffffffffffffffff", b"5;x=y", b"0x5", b"", b" 5", b"\xff", b"5" * 40, b"3c")
+_CHUNKED = b"Transfer-Encoding: chunked"
+_FRAMINGS: tuple[list[bytes], ...] = (
+    [_CHUNKED],
+    [_CHUNKED, b"Content-Length: 5"],
+    [_CHUNKED, _CHUNKED],
+    [b"Transfer-Encoding: gzip, chunked"],
+    [b"Transfer-Encoding: chunked, identity"],
+    [b"Transfer-Encoding: xchunked"],
+    [b"Content-Length: -1"],
+    [b"Content-Length: 1e3"],
+    [b"Content-Length: 5", b"Content-Length: 6"],
+    [b"Content-Length: " + b"9" * 30],
+    [b"Content-Length: 0"],
+    [],
+)
+# Appended to a video, as a part that players skip, so that no buffer holds all of it.
+_LARGE = 16 << 20
 _ODD_HEADERS: Mapping[bytes, st.SearchStrategy[bytes]] = {
     b"Idempotency-Key": st.sampled_from([b"a", b"b", b"", b"x" * 300, b"\xff", b"a b"]),
     b"Range": st.sampled_from([b"bytes=0-0", b"bytes=-1", b"bytes=9-1", b"bytes=0-1,2-3", b"bytes=" + b"9" * 30]),
@@ -65,6 +85,8 @@ class ApiAttack:
         callers: the headers of each kind of caller.
         forbidden: content that no response may have.
         foreign: the video of another key.
+        video: its file.
+        owner: the headers of its owner.
     """
 
     server: Server
@@ -73,6 +95,8 @@ class ApiAttack:
     callers: dict[str, dict[bytes, bytes]]
     forbidden: tuple[bytes, ...]
     foreign: str
+    video: Path
+    owner: dict[bytes, bytes]
     statuses: Counter[int] = field(default_factory=Counter)
     slowest: float = 0.0
     _written: Counter[Path] = field(default_factory=Counter)
@@ -87,7 +111,10 @@ class ApiAttack:
     ) -> Answer:
         """Send one request and check the response."""
         answer = send(self.port, method, target, self.callers[caller] | dict(headers or {}), body)
-        request = (caller, method, target[:300], headers, body[:300])
+        return self.judged(answer, (caller, method, target[:300], headers, body[:300]), method)
+
+    def judged(self, answer: Answer, request: object, method: bytes = b"") -> Answer:
+        """Check a response and the server."""
         self.statuses[answer.status] += 1
         self.slowest = max(self.slowest, answer.seconds)
         assert answer.status < 500, (request, answer)
@@ -149,7 +176,7 @@ def round_of(attack: ApiAttack, examples: int, seed: int) -> None:
         try_many(st.lists(part, max_size=5), form, 6 * examples, seed)
         names = random_requests.paths(attack.places) | st.sampled_from([attack.foreign.encode(), b"0" * 8, b"%00"])
         targets = st.tuples(
-            st.sampled_from([b"/v1/videos/", b"/v1/models/", b"/v1//videos/", b"/v1/"]),
+            st.sampled_from([b"/v1/videos/", b"/v1/models/", b"/v1//videos/", b"/v1/", b"/v1/cluster/"]),
             names,
             st.sampled_from([b"", b"/content", b"/content?variant=thumbnail", b"/events", b"?limit=0", b"/../x"]),
         ).map(b"".join)
@@ -169,6 +196,68 @@ def round_of(attack: ApiAttack, examples: int, seed: int) -> None:
             headers,
         )
         try_many(lists, other, examples, seed)
+
+
+def odd_framing(attack: ApiAttack, examples: int, seed: int) -> None:
+    """Send bodies in chunks that are none, lengths that are wrong, and heads that are too large."""
+    chunk = st.tuples(st.sampled_from(_CHUNK_SIZES), st.binary(max_size=60)).map(lambda one: b"%s\r\n%s\r\n" % one)
+    body = st.lists(chunk | st.binary(max_size=40), max_size=6).map(b"".join)
+    end = st.sampled_from([b"0\r\n\r\n", b"0\r\nX: y\r\n\r\n", b"0;x=\xff\r\n\r\n", b"-1\r\n\r\n"])
+    path = st.sampled_from([b"/v1/videos", b"/v1/cluster/join", b"/v1/models", b"/healthz"])
+
+    for caller in attack.callers:
+        own = [b"Host: 127.0.0.1:%d" % attack.port, b"Connection: close"]
+        own += [b"%s: %s" % field for field in attack.callers[caller].items()]
+
+        def ask(one: tuple[bytes, bytes, list[bytes], bytes], own: list[bytes] = own) -> None:
+            method, target, more, rest = one
+            data = b"\r\n".join([b"%s %s HTTP/1.1" % (method, target), *own, *more, b"", rest])
+            answer = exchange(attack.port, data, patience=1.0)
+            attack.judged(answer, (target, [field[:80] for field in more], rest[:300]), method)
+
+        kinds = st.sampled_from([[], [b"Content-Type: application/json"]])
+        framing = kinds.flatmap(lambda kind: st.sampled_from([[*kind, *one] for one in _FRAMINGS]))
+        try_many(st.tuples(st.just(b"POST"), path, framing, st.tuples(body, end).map(b"".join)), ask, examples, seed)
+        for size in (1_000, 8_000, 17_000, 70_000, 1_000_000):
+            many = [b"X-%d: y" % number for number in range(size // 10)]
+            for more in ([b"X-Long: " + b"y" * size], [b"Authorization: Bearer " + b"y" * size], many):
+                ask((b"GET", b"/v1/models", more, b""))
+            ask((b"GET", b"/v1/models?x=" + b"y" * size, [], b""))
+
+
+def slow_readers(attack: ApiAttack, count: int = 20) -> float:
+    """Have clients read a large video slowly, or stop; return the median seconds of another client's requests.
+
+    One of them gets the whole file.
+    """
+    with attack.video.open("ab") as file:
+        file.write(_LARGE.to_bytes(4, "big") + b"free" + bytes(_LARGE - 8))
+    wanted = attack.video.read_bytes()
+    request = b"GET /v1/videos/%s/content HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nConnection: close\r\n" % (
+        attack.foreign.encode(),
+        attack.port,
+    )
+    request += b"".join(b"%s: %s\r\n" % field for field in attack.owner.items()) + b"\r\n"
+    with contextlib.ExitStack() as stack:
+        readers = []
+        for _ in range(count):
+            one = stack.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            one.settimeout(TIMEOUT_SECONDS)
+            one.connect(("127.0.0.1", attack.port))
+            one.sendall(request)
+            readers.append(one)
+        got = [bytearray() for _ in readers]
+        seconds = []
+        for _ in range(20):
+            for number, one in enumerate(readers[: count // 2]):  # the others never read
+                got[number] += one.recv(2048)
+            seconds.append(attack.ask("anna", b"GET", b"/v1/models").seconds)
+        while data := readers[0].recv(1 << 20):
+            got[0] += data
+    head, _, content = bytes(got[0]).partition(b"\r\n\r\n")
+    assert b" 200 " in head and content == wanted
+    return statistics.median(seconds)
 
 
 def _kept_small(wish: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +301,9 @@ def attacking(folder: Path) -> Iterator[ApiAttack]:
         port = int(server.url.rstrip("/").rpartition(":")[2])
         outside = (marker.encode(), b"root:x:0:0", b"Tandem's entry point. No sub", strange.encode())
         callers = {"anna": {b"Authorization": f"Bearer {anna}".encode()}, "nobody": {}}
-        attack = ApiAttack(server, Routes.read(cache, port), places, callers, outside, foreign)
+        (video,) = (cache / "outputs").glob("*-a-red-boat-*.mp4")
+        theirs = {b"Authorization": f"Bearer {ben}".encode()}
+        attack = ApiAttack(server, Routes.read(cache, port), places, callers, outside, foreign, video, theirs)
         yield attack
         # It still answers, and makes videos.
         made = http.post("v1/videos", json=wish).json()["id"]

@@ -1,6 +1,7 @@
 """An HTTP client for malformed requests, with timeouts."""
 
 import contextlib
+import select
 import socket
 import time
 from collections.abc import Mapping
@@ -45,10 +46,24 @@ def send(
     if body or method == b"POST":
         fields.setdefault(b"Content-Length", b"%d" % len(body))
     lines = b"".join(b"%s: %s\r\n" % field for field in fields.items())
+    return exchange(port, b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, lines, body))
+
+
+def exchange(port: int, data: bytes, patience: float = TIMEOUT_SECONDS) -> Answer:
+    """Send bytes and read the response.
+
+    Args:
+        patience: seconds after which nothing more is sent: the server may wait for the rest of a body.
+
+    Raises:
+        TimeoutError: if no response arrives.
+    """
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECONDS) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the whole request was sent
-            connection.sendall(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, lines, body))
+            connection.sendall(data)
+        if not select.select([connection], [], [], patience)[0]:
+            connection.shutdown(socket.SHUT_WR)
         head, rest = _until_blank_line(connection)
         seconds = time.monotonic() - began
         stream = b"text/event-stream" in head.lower()

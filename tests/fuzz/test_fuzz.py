@@ -30,6 +30,7 @@ def test_malformed_requests_to_every_route_are_refused(attacked: tuple[Attack, d
     assert {"/", "/config", "/login", "/gradio_api/queue/join", "/gradio_api/upload"} <= own.keys() & visitor.keys()
     assert "/tandem/panels/{name}" in own and "/tandem/panels/{name}" not in visitor
     assert any(path.startswith("/video/") for path in visitor)
+    assert not any(path.startswith("/v1") for path in visitor)  # neither videos of keys nor the cluster
     every_route(attack)
     for face in attack.faces.values():
         assert all(attack.sent[f"route {path}"] for path in face.routes.methods)
@@ -54,3 +55,14 @@ def test_malformed_requests_to_every_route_of_the_api_are_refused(api_attacked: 
     paths = {"/v1/videos", "/v1/videos/{video_id}", "/v1/videos/{video_id}/content", "/v1/videos/{video_id}/events"}
     assert {*paths, "/v1/models", "/healthz", "/metrics"} <= api_attacked.routes.methods.keys()
     api.every_route(api_attacked)
+
+
+def test_odd_framing_causes_no_errors(api_attacked: api.ApiAttack) -> None:
+    before = api_attacked.statuses.copy()
+    api.odd_framing(api_attacked, 15, seed=5)
+    found = api_attacked.statuses - before
+    assert found[400] > 4 and set(found) - {0} <= {200, 400, 401, 404, 405, 411, 413, 414, 415, 422, 431, 501}
+
+
+def test_slow_readers_get_their_video_and_delay_nobody(api_attacked: api.ApiAttack) -> None:
+    assert api.slow_readers(api_attacked) < 1.0

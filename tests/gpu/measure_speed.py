@@ -213,10 +213,10 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def flops(bench: Bench, config: dict[str, Any]) -> tuple[float, float]:
+def operations_of(config: dict[str, Any], tokens: int) -> tuple[float, float]:
     """Return the operations of one forward pass, and those of its attention among tokens."""
     heads, blocks = config["num_attention_heads"], config["num_layers"]
-    width, tokens = heads * config.get("attention_head_dim", 128), bench.tokens
+    width = heads * config.get("attention_head_dim", 128)
     attends = 4 * tokens**2 * width
     linear = 12 * tokens * width**2 + 4 * tokens * width * config["ffn_dim"]
     return float(blocks * (attends + linear + 4 * tokens * TEXT_TOKENS * width)), float(blocks * attends)
@@ -262,7 +262,7 @@ def transformer(bench: Bench) -> None:
 
 
 def _transformer(bench: Bench, kind: str, config: dict[str, Any]) -> None:
-    operations, attends = flops(bench, config)
+    operations, attends = operations_of(config, bench.tokens)
     say: dict[str, Any] = {"part": "transformer", "kind": kind, "floor": round(operations / PEAK, 3)}
     bench.say(**say, attention_flops=attends, all_flops=operations)
     module = random_module(bench.device, lambda: WanTransformer3DModel(**config), bench.dtype)

@@ -18,12 +18,13 @@ from safetensors.torch import save_file
 from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import Placement, place
+from runtime.families.hunyuan_video.spec import UNQUANTIZED
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8, add_biases_apart, check_quantized, diffusers_config
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import ModelSpec
+from runtime.models.stored_modules import Filling, empty_module, fill, weights_of_folder
 from runtime.models.weights import fuse
-from runtime.upstream.diffusers import empty_module
 from tests.families.hunyuan_lora_files import block_factors, underscored
 from tests.lora_files import save
 
@@ -72,6 +73,9 @@ def main(kind: str, folder: Path) -> None:
     found = {"errors": errors, "quantized": counted, "kept": kept, "lora": with_lora(kind, folder, inputs)}
     found["cached"] = with_cache(kind, folder, inputs)
     found["joined"] = with_joined_layers(kind, folder / "hunyuan")
+    if kind == FP8:
+        models = {folder: WanTransformer3DModel, folder / "hunyuan": HunyuanVideoTransformer3DModel}
+        found["streamed"] = [streamed(own, model) for own, model in models.items()]
     sys.stdout.write(json.dumps(found) + "\n")
 
 
@@ -115,7 +119,7 @@ def with_cache(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any
     (entry,) = (folder / "quantized").iterdir()
 
     def read() -> Any:
-        made = cache.read(key, lambda: empty_module(WanTransformer3DModel, str(folder), "transformer"), "cpu")
+        made = cache.read(key, lambda: empty_module(spec_of(folder, "wan"), "transformer"), "cpu")
         return made if made is None else made.eval().requires_grad_(False)
 
     cached = read()
@@ -177,9 +181,30 @@ def with_joined_layers(kind: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def spec_of(folder: Path, family: str, use: LoraUse) -> Any:
-    """Return what `fuse` reads of a model's spec."""
-    return SimpleNamespace(directory=folder, family=family, files={}, loras_of=lambda _: [use])
+def spec_of(folder: Path, family: str, *uses: LoraUse) -> Any:
+    """Return what `fuse` and `empty_module` read of a model's spec."""
+    return SimpleNamespace(directory=folder, family=family, files={}, loras_of=lambda _: uses)
+
+
+def streamed(folder: Path, model: Any) -> bool:
+    """Whether weights that are quantized one by one as they are read equal those that diffusers loads."""
+    family, kept = ("wan", ModelSpec.unquantized) if model is WanTransformer3DModel else ("hunyuan_video", UNQUANTIZED)
+    own: Any = empty_module(spec_of(folder, family), "transformer")
+    weights = weights_of_folder(folder / "transformer", own)
+    assert weights is not None
+    fill(own, weights, "cpu", Filling(torch.bfloat16, kept, fp8=True))
+    wanted = dict(load(folder, FP8, model, kept).named_parameters())
+    found = dict(own.named_parameters())
+    return found.keys() == wanted.keys() and all(_same(wanted[name], tensor) for name, tensor in found.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or one.dtype != other.dtype:
+        return False
+    if type(one) is torch.nn.Parameter:
+        return torch.equal(one, other)
+    parts = [[getattr(each, name).float() for name in ("qdata", "scale")] for each in (one, other)]
+    return all(map(torch.equal, *parts)) and str(one.__tensor_flatten__()) == str(other.__tensor_flatten__())
 
 
 def layers_of_blocks(model: Any) -> list[Any]:
@@ -188,11 +213,16 @@ def layers_of_blocks(model: Any) -> list[Any]:
     return [layer for one in blocks for layer in one.modules() if isinstance(layer, torch.nn.Linear)]
 
 
-def load(folder: Path, kind: str | None = None, model: Any = WanTransformer3DModel) -> Any:
+def load(
+    folder: Path,
+    kind: str | None = None,
+    model: Any = WanTransformer3DModel,
+    kept: tuple[str, ...] = ModelSpec.unquantized,
+) -> Any:
     """Load the transformer, quantized or not."""
     arguments: dict[str, Any] = {"torch_dtype": torch.bfloat16}
     if kind is not None:
-        arguments["quantization_config"] = diffusers_config(kind, torch.bfloat16, ModelSpec.unquantized)
+        arguments["quantization_config"] = diffusers_config(kind, torch.bfloat16, kept)
         allow_cpu(kind)
     if kind in {"bnb-8bit", "bnb-4bit"}:
         arguments["device_map"] = {"": "cpu"}

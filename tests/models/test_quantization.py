@@ -108,3 +108,4 @@ def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(ki
     assert joined["same"]
     assert joined["layers"] == 2 * 7 + 6
     assert joined["changed"] > 0.01
+    assert found.get("streamed") == ([True, True] if kind == "fp8" else None)

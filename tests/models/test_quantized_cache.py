@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from runtime.core.errors import ModelError
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantized_cache
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
+from runtime.models.stored_weights import file_tensors
 from runtime.models.tensor_stream import checksum, stream_tensors, write_tensors
 
 TENSORS = {
@@ -57,7 +59,7 @@ def test_files_are_written_as_safetensors_and_read_in_pieces_by_threads(tmp_path
     path = tmp_path / "x.safetensors"
     assert write_tensors(path, TENSORS)
     library = safetensors.torch.load_file(path)
-    ours = dict(stream_tensors(path, "cpu", threads=3, piece_bytes=64))
+    ours = dict(stream_tensors(file_tensors(path), "cpu", threads=3, piece_bytes=64))
     assert list(ours) == list(TENSORS)
     assert all(same(ours[name], tensor) and same(library[name], tensor) for name, tensor in TENSORS.items())
 
@@ -66,13 +68,14 @@ def test_writing_can_be_stopped_and_reading_ends_its_threads(tmp_path: Path) -> 
     path = tmp_path / "x.safetensors"
     assert not write_tensors(path, TENSORS, lambda: True)
     assert write_tensors(path, TENSORS)
-    stream = stream_tensors(path, "cpu", threads=2, piece_bytes=8)
+    files = file_tensors(path)
+    stream = stream_tensors(files, "cpu", threads=2, piece_bytes=8)
     next(stream)
     stream.close()
     assert not any(thread.name.startswith("read-tensors") for thread in threading.enumerate())
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelError):
-        next(stream_tensors(path, "cpu"))
+        list(stream_tensors(files, "cpu"))
 
 
 @pytest.mark.parametrize("byte", [0, 7, 1000, 1259])
@@ -130,18 +133,51 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
+def spec(folder: Path, *files: Path, kept: tuple[str, ...] = ("proj_out",)) -> Any:
+    """Return what keys depend on of a model's spec."""
+    (folder / "transformer").mkdir(exist_ok=True)
+    single = dict(zip(("transformer", "transformer_2"), files, strict=False))
+    return SimpleNamespace(directory=folder, single_files=single, unquantized=kept)
+
+
+PLAN = ComponentPlan(backend="pytorch", device="cpu", dtype="bfloat16", weights_bytes=0, reasons=(), quantization="fp8")
+
+
 def test_the_key_changes_with_files_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_cache, "version", lambda name: f"{name} 1")
-    (tmp_path / "x.safetensors").write_bytes(b"1")
-    plan = ComponentPlan(
-        backend="pytorch", device="cpu", dtype="bfloat16", weights_bytes=0, reasons=(), quantization="fp8"
-    )
-    keys = [quantized_key(tmp_path, plan, torch.bfloat16, ("proj_out",))]
-    keys.append(quantized_key(tmp_path, plan, torch.bfloat16, ()))
-    keys.append(quantized_key(tmp_path, plan.replace(quantization="bnb-4bit"), torch.bfloat16, ()))
-    keys.append(quantized_key(tmp_path, plan, torch.float16, ()))
-    (tmp_path / "x.safetensors").write_bytes(b"12")
-    keys.append(quantized_key(tmp_path, plan, torch.bfloat16, ()))
+    made = spec(tmp_path)
+    (tmp_path / "transformer" / "x.safetensors").write_bytes(b"1")
+    keys = [quantized_key(made, "transformer", PLAN, torch.bfloat16, tmp_path)]
+    keys.append(quantized_key(spec(tmp_path, kept=()), "transformer", PLAN, torch.bfloat16, tmp_path))
+    keys.append(quantized_key(made, "transformer", PLAN.replace(quantization="bnb-4bit"), torch.bfloat16, tmp_path))
+    keys.append(quantized_key(made, "transformer", PLAN, torch.float16, tmp_path))
+    (tmp_path / "transformer" / "x.safetensors").write_bytes(b"12")
+    keys.append(quantized_key(made, "transformer", PLAN, torch.bfloat16, tmp_path))
     monkeypatch.setattr(quantized_cache, "version", lambda name: f"{name} 2")
-    keys.append(quantized_key(tmp_path, plan, torch.bfloat16, ()))
+    keys.append(quantized_key(made, "transformer", PLAN, torch.bfloat16, tmp_path))
     assert len({str(one) for one in keys}) == len(keys)
+
+
+def test_single_files_are_known_by_their_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_cache, "version", lambda name: f"{name} 1")
+    folder = tmp_path / "quantized"
+
+    def start(path: Path) -> bool:
+        """Return whether a start finds quantized weights; otherwise it adds them."""
+        cache = QuantizedCache(folder)
+        own = quantized_key(spec(tmp_path, path), "transformer", PLAN, torch.bfloat16, tmp_path)
+        found = cache.read(own, empty, "cpu") is not None
+        if not found:
+            cache.keep(own, module())
+        cache.finish(30)
+        return found
+
+    (tmp_path / "a.safetensors").write_bytes(b"1")
+    assert [start(tmp_path / "a.safetensors") for _ in range(2)] == [False, True]
+    # Renamed: its digest is read again, in the background, and the entry is that of before.
+    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
+    assert [start(tmp_path / "b.safetensors") for _ in range(2)] == [False, True]
+    assert len(list(folder.iterdir())) == 1
+    (tmp_path / "b.safetensors").write_bytes(b"2")
+    assert [start(tmp_path / "b.safetensors") for _ in range(2)] == [False, True]
+    assert len(list(folder.iterdir())) == 2

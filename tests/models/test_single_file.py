@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from runtime.core.errors import ModelError, TandemError
 from runtime.core.loras import Lora
@@ -35,7 +35,17 @@ from runtime.models.weights import load_module, load_stored
 from runtime.planner.memory_model import weights_bytes
 from tests import lora_files, transformer_files
 from tests.plans import machine
-from tests.transformer_files import FORMATS, State, save_fp8_scaled, save_gguf, save_plain, suffix_of, wide_transformer
+from tests.transformer_files import (
+    FOLDERS,
+    FORMATS,
+    State,
+    quantized_folder,
+    save_fp8_scaled,
+    save_gguf,
+    save_plain,
+    suffix_of,
+    wide_transformer,
+)
 
 Tiny = Callable[[str], ModelSpec]
 ROOT = Path(__file__).parents[2]
@@ -104,7 +114,7 @@ def test_each_format_computes_what_its_own_tools_read(title: str, state: State, 
     assert not any(isinstance(layer, PackedLinear) for layer in plain.modules())
     assert torch.allclose(predict(plain), expected, rtol=0, atol=1e-5)
     assert load_program(spec, "transformer", "transformer", device="cpu", dtype="float32").name == "transformer"
-    again = reassemble(spec.single_files, spec.files["transformer"].config, spec.directory)
+    again = reassemble(spec.single_files, {"transformer": spec.files["transformer"].config}, spec.directory)
     assert again == spec
 
 
@@ -332,46 +342,7 @@ def test_bitsandbytes_is_refused(state: State, weights: Path) -> None:
     assert caught.value.code in {"planner.quantization_of_files", "planner.quantization_needs_gpu"}
 
 
-def quantized_folder(folder: Path, kind: str) -> State:
-    """Quantize the transformer of a model folder in the layout of ModelOpt's and torchao's exports; return its values.
-
-    Compared with exports of nvidia-modelopt 0.47 and of torchao 0.18 by diffusers.
-    """
-    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    file, held = {}, {}
-    for name, tensor in load_file(path).items():
-        layer = name.removesuffix(".weight")
-        if not (transformer_files.is_quantized(name, tensor) and tensor.shape[1] % 16 == 0):
-            file[name] = held[name] = tensor.bfloat16()
-        elif kind == "torchao":
-            scale = tensor.abs().amax(1, keepdim=True) / 448
-            file[f"{layer}._weight_qdata"], file[f"{layer}._weight_scale"] = (tensor / scale).to(E4M3), scale
-            held[name] = (tensor / scale).to(E4M3).float() * scale
-        elif kind == "fp8":
-            scale = tensor.abs().max() / 448
-            file[name], file[f"{layer}.weight_scale"] = (tensor / scale).to(E4M3), scale
-            file[f"{layer}.input_scale"] = torch.tensor(0.1)
-            held[name] = file[name].float() * scale
-        else:
-            whole = tensor.abs().max() / (6 * 448)
-            blocks = tensor.reshape(len(tensor), -1, 16)
-            scales = (blocks.abs().amax(-1) / 6 / whole).to(E4M3)
-            scaled = blocks / (scales.float()[..., None] * whole).clamp_min(1e-12)
-            codes = (scaled[..., None].abs() - E2M1).abs().argmin(-1)
-            values = E2M1[codes] * torch.where(scaled < 0, -1.0, 1.0)
-            held[name] = (values * scales.float()[..., None] * whole).reshape(tensor.shape)
-            codes = (codes | (8 * (scaled < 0))).reshape(len(tensor), -1).to(torch.uint8)
-            file[name] = codes[:, ::2] | codes[:, 1::2] << 4
-            file[f"{layer}.weight_scale"], file[f"{layer}.weight_scale_2"] = scales, whole
-    save_file(file, path)
-    return {name: tensor.float() for name, tensor in held.items()}
-
-
-E4M3 = torch.float8_e4m3fn
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "torchao"])
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_quantized_folders_of_diffusers(kind: str, weights: Path) -> None:
     wide_transformer().save_pretrained(weights / "base" / "transformer")
     parameters = find("base", weights).parameters

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from runtime.core.cancel import Cancel
@@ -15,23 +16,40 @@ from runtime.pipeline.run import run_job
 
 
 def killed(
-    spec: ModelSpec, plan: ExecutionPlan, job: Path, *, event: str = "", rename: str = "", count: int = 1
+    spec: ModelSpec,
+    plan: ExecutionPlan,
+    job: Path,
+    *,
+    event: str = "",
+    rename: str = "",
+    count: int = 1,
+    prepare: Callable[[], None] = bool,  # type: ignore[assignment]  # does nothing
 ) -> int:
     """Run a job until it is killed; return its exit code, -9 if it was killed in time.
 
     Args:
         event: it is killed after the `count`th event of this name.
         rename: or just before the `count`th rename of a file whose name begins so.
+        prepare: called first in its process.
     """
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run, args=(spec, plan, job, event, rename, count))
+    process = context.Process(target=_run, args=(spec, plan, job, event, rename, count, prepare))
     process.start()
     process.join(120)
     assert process.exitcode is not None
     return process.exitcode
 
 
-def _run(spec: ModelSpec, plan: ExecutionPlan, job: Path, event: str, rename: str, count: int) -> None:
+def _run(
+    spec: ModelSpec,
+    plan: ExecutionPlan,
+    job: Path,
+    event: str,
+    rename: str,
+    count: int,
+    prepare: Callable[[], None],
+) -> None:
+    prepare()
     left = count
     replace = Path.replace
 

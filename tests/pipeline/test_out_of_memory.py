@@ -156,7 +156,8 @@ def test_out_of_memory_while_loading_is_retried(tiny: Tiny, tmp_path: Path, monk
 
     def starving(spec: ModelSpec, name: str, *rest: Any) -> torch.nn.Module:
         seen.append(name)
-        if seen.count("transformer_2") == 1 and name == "transformer_2":
+        # Ahead on a thread, and when it is used.
+        if seen.count("transformer_2") <= 2 and name == "transformer_2":
             raise MemoryError
         return load_module(spec, name, *rest)
 

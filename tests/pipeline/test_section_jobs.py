@@ -428,7 +428,7 @@ def test_a_video_ends_early_with_the_sections_that_a_paused_job_has(make: Make) 
 
 def clips(clip: Clip, job: str = "job") -> list[str]:
     """Return the clips of finished sections."""
-    return sorted(path.name for path in (clip.folder / job / SECTIONS / CLIP).glob("*.mp4"))
+    return sorted(path.name for path in (clip.folder / job / CLIP).glob("*.mp4"))
 
 
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
@@ -462,7 +462,7 @@ def test_the_clip_of_finished_sections_is_the_video_that_ends_there(model: str, 
 def test_the_clip_grows_after_a_resume_without_the_parts_of_the_earlier_run(model: str, make: Make) -> None:
     clip = make(model)
     clip.run(pause_at=lambda event: isinstance(event, SectionDone))
-    shutil.rmtree(clip.folder / "job" / SECTIONS / CLIP)
+    shutil.rmtree(clip.folder / "job" / CLIP)
     clip.run(pause_at=lambda event: isinstance(event, SectionDone))
     assert clips(clip) == ["0002.mp4"]
     newest = finished_clip(clip.folder / "job")

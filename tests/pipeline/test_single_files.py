@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from runtime.core.events import Resumed, VideoSaved
+from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -16,8 +16,9 @@ from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.pipeline.killing import killed
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_run import frames_of
+from tests.pipeline.test_step_cache import blocks, planned, with_ratios
 from tests.plans import tiny_plan
-from tests.transformer_files import FORMATS, suffix_of, wide_transformer
+from tests.transformer_files import FOLDERS, FORMATS, quantized_folder, suffix_of, wide_transformer
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -53,3 +54,41 @@ def test_a_killed_job_of_two_experts_resumes(title: str, tiny: Tiny, tmp_path: P
     expected = torch.frombuffer(bytearray(frames_of(out)), dtype=torch.uint8).float()
     actual = torch.frombuffer(bytearray(resumed), dtype=torch.uint8).float()
     assert (actual - expected).abs().mean() < 0.5
+
+
+def test_magcache_reuses_blocks_of_a_single_file(tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "base")
+    FORMATS["FP8 with scales"](tmp_path / "model.safetensors", dict(wide_transformer().state_dict()))
+    spec = with_ratios(find("model", tmp_path))
+    with Residency() as residency:
+        plain, _ = blocks(spec, planned(spec, "none"), residency)
+        cached, _ = blocks(spec, planned(spec, "magcache:0.2"), residency)
+    assert 0 < cached < plain
+
+
+# Of those that no killed process is tested with, one of each kind.
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["F16", "FP8", "GGUF Q8_0", "GGUF Q4_K", "fp8", "nvfp4"])
+def test_a_stopped_job_resumes_in_every_format(title: str, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "base")
+    module: WanTransformer3DModel = wide_transformer()
+    if title in FOLDERS:
+        module.save_pretrained(tmp_path / "base" / "transformer")
+        quantized_folder(tmp_path / "base", title)
+        spec = find("base", tmp_path)
+    else:
+        FORMATS[title](tmp_path / f"model{suffix_of(title)}", dict(module.state_dict()))
+        spec = find("model", tmp_path)
+    plan, checkpoints = tiny_plan(spec, tmp_path / "x.mp4"), CheckpointFolder(tmp_path / "job")
+    with Residency() as residency:
+        stopped = events_of(
+            plan, spec, residency, checkpoints=checkpoints, pause_at=lambda one: isinstance(one, StepDone)
+        )
+        assert isinstance(stopped[-1], Paused), stopped[-1]
+    with Residency() as residency:
+        resumed = events_of(plan, spec, residency, checkpoints=CheckpointFolder(tmp_path / "job"))
+        assert any(isinstance(event, Resumed) for event in resumed)
+        assert isinstance(resumed[-1], VideoSaved), resumed[-1]
+        frames = frames_of(tmp_path / "x.mp4")
+        assert isinstance(events_of(plan, spec, residency)[-1], VideoSaved)
+    assert frames_of(tmp_path / "x.mp4") == frames

@@ -4,17 +4,21 @@ What kernels take for themselves, and what the allocator rounds up, is not count
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.families.wan.transformer import fuse, install
+from runtime.execution.attention import attention
+from runtime.execution.parallel import ulysses
+from runtime.execution.parallel.ulysses import Tokens
+from runtime.families.wan.transformer import fuse, install, share_tokens
 from runtime.families.wan.vae import DecoderSteps
 from runtime.planner import memory_model
 from tests.gpu.measure_memory import TRANSFORMERS, VAES
@@ -82,8 +86,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "rms_norm", lambda x, *_, **__: torch.empty_like(x))
 
 
-def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool) -> int:
-    """Return what one forward pass of a transformer in bfloat16 holds at its peak, of two blocks."""
+def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool, tokens: Tokens | None = None) -> int:
+    """Return what one forward pass of a transformer in bfloat16 holds at its peak, of two blocks.
+
+    Args:
+        tokens: how processes share it, if they do.
+    """
     width, height, frames = size
     with torch.device("meta"):
         made: Any = WanTransformer3DModel(**TRANSFORMERS[name] | {"num_layers": 2}).to(torch.bfloat16)
@@ -96,6 +104,11 @@ def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool) -> int:
     install(made)
     for block in made.blocks:
         block.attend = block.attend_text = attend
+    if tokens is not None:
+        for block in made.blocks:
+            block.attend = attention("native")
+        tokens.count = spec(name).tokens(frames, height, width)
+        share_tokens(made, tokens)
     if fused:
         assert fuse(made)
     with torch.no_grad(), Counted([*made.parameters(), *made.buffers(), latents, texts, timestep]) as counted:
@@ -116,6 +129,28 @@ def test_live_bytes_of_a_forward_pass_are_within_the_forecast(
     assert peak <= 1.01 * forecast
     # diffusers gives TI2V-5B a timestep per token, which Tandem does not.
     assert model.expand_timesteps or peak >= 0.9 * forecast
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("processes", [2, 4])
+def test_live_bytes_of_a_shared_pass_are_within_the_forecast(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On the meta device nothing is sent, and the inside of an operator is not run.
+    for name, function in (
+        ("_attend_shared", ulysses.attend_in_parts),
+        ("_attend_by", lambda _, qkv, __: torch.empty_like(qkv[0])),
+        ("_start", lambda *_: dist.Work()),
+    ):
+        monkeypatch.setattr(ulysses, name, function)
+    monkeypatch.setattr(dist.Work, "wait", lambda _: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: processes)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
+    model, group = spec("wan2.2-a14b"), cast("dist.ProcessGroup", None)
+    share = model.tokens(81, 720, 1280) // processes
+    exchanged = memory_model._EXCHANGE_TENSORS * share * model.transformer.width * 2
+    forecast = memory_model.denoise_bytes(model, share, "bfloat16") + exchanged
+    peak = forward_peak("wan2.2-a14b", (1280, 720, 81), fused=True, tokens=Tokens(group))
+    assert 0.75 * forecast <= peak <= forecast
 
 
 def decode_peak(name: str, size: tuple[int, int], dtype: torch.dtype, chunk: int) -> int:

@@ -22,7 +22,7 @@ from runtime.core.estimates import MemoryStrategy, StageMemory
 from runtime.core.plan import ComponentPlan, EngineUse
 from runtime.execution.offload import placement
 from runtime.families.wan.spec import _UNFOLDED
-from runtime.models.catalogue import EMBEDDED
+from runtime.models.catalogue import EMBEDDED, look_up
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
@@ -161,6 +161,25 @@ def test_memory_of_a_job_is_near_the_measurement(row: dict[str, Any]) -> None:
         # The process held 3 GB before, which the forecast counts and the measurement does not.
         taken = memory_model.ram_bytes(held, strategy) + file_pages(weights, row["offload"])
         assert 0.85 * row["ram"] <= taken <= 1.15 * row["ram"] + 3 * GB
+
+
+@pytest.mark.parametrize(
+    ("offload", "tile", "denoise", "decode"),
+    [("group", 32, 3.7, 4.3), ("group", None, 3.7, 23.5), ("sequential", None, 2.1, 23.5)],
+)
+def test_memory_of_a_framepack_section_is_near_the_measurement(
+    offload: Any, tile: int | None, denoise: float, decode: float
+) -> None:
+    """The measured gigabytes are those of bench/h100.md: 832×480 on an H100, beyond the CUDA context."""
+    model = look_up("framepack-i2v", Path("none"))
+    held = workload(model, (832, 480, 73), dict.fromkeys(model.component_names, "bfloat16"))
+    strategy = MemoryStrategy(offload=offload, decode_chunk=1, decode_tile=tile)
+    found = {
+        stage.stage: stage.peak_bytes - memory_model.baseline_bytes("cuda:0")
+        for stage in memory_model.stages(held, strategy)
+    }
+    assert close(found["denoise"], denoise * GB)
+    assert close(found["decode"], decode * GB)
 
 
 @pytest.mark.parametrize(

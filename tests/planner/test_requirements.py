@@ -8,7 +8,7 @@ import pytest
 from runtime.core.errors import MemoryShortError
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, known_models, look_up
-from runtime.planner.requirements import CARDS, fit, needs
+from runtime.planner.requirements import CARDS, fit, needs, smallest_card
 from runtime.planner.resolve import resolve
 from tests.planner.test_table import CPU_8, H200, here
 
@@ -30,6 +30,15 @@ def test_the_named_card_suffices_and_a_smaller_one_does_not(known: object) -> No
         assert plan.strategy.keep_loaded or not stays
     smaller = CARDS[CARDS.index(found.resident.gib) - 1]
     assert not resolve(request, spec, here("card", (8, 9), smaller, ram=512), Path("none.mp4")).strategy.keep_loaded
+
+
+def test_framepack_s_smallest_card_offloads_blocks_and_decodes_in_tiles() -> None:
+    spec = look_up("framepack-i2v", Path("none"))
+    found = smallest_card(spec)
+    assert found is not None and found.gib == 6
+    request = GenerationRequest(prompt="none", model=spec.name, width=832, height=480, quantization="none")
+    plan = resolve(request, spec, here("card", (8, 9), 6, ram=128), Path("none.mp4"))
+    assert (plan.strategy.offload, plan.strategy.decode_tile) == ("group", 32)
 
 
 def test_requirements_on_a_machine_without_a_gpu() -> None:

@@ -13,7 +13,17 @@ import pytest
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import StoreError
-from runtime.core.events import Event, Planned, Stage, StageStarted, VideoSaved, WaitsForDisk
+from runtime.core.events import (
+    Event,
+    FramesDecoded,
+    Planned,
+    SectionDone,
+    Stage,
+    StageStarted,
+    StepDone,
+    VideoSaved,
+    WaitsForDisk,
+)
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
@@ -124,6 +134,66 @@ def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path:
     # Resumed by the user, it may be queued again once more.
     store.resume(job.id)
     assert store.deaths(job.id) == []
+
+
+def steps(*done: int) -> list[Event]:
+    """Return the events of a run that resumes and does these steps."""
+    return [Planned(plan=sample_plan()), *[StepDone(step=step, of=9, seconds=1.0, part="x") for step in done]]
+
+
+def section(number: int, *events: Event) -> list[Event]:
+    """Return the events of a run in which a section is finished."""
+    return [*steps(1, 2), SectionDone(section=number, of=9, start=0, frames=9), *events]
+
+
+DECODING = [*steps(1, 2), FramesDecoded(frames=5, of=9)]
+
+
+@pytest.mark.parametrize("most", [recovery.LOCAL_DEATHS, recovery.CLUSTER_DEATHS])
+@pytest.mark.parametrize(
+    ("runs", "stuck"),
+    [
+        # Runs of which each came further than those before; and a run that does not.
+        ([steps(1, 2)], steps(1, 2)),
+        ([steps(1, 2)], steps(1)),
+        ([steps()], steps()),
+        ([DECODING], DECODING),
+        ([DECODING], steps(1, 2)),
+        ([section(1)], [Planned(plan=sample_plan())]),
+        ([steps(1), steps(1, 2), steps(1, 2, 3), steps(4, 5), steps(6), steps(7)], steps(6, 7)),
+        ([steps(1, 2), DECODING], steps(1, 2)),
+        ([DECODING, section(1), section(2), steps(1)], steps(1)),
+        ([section(1), section(2, *steps(1)), steps(1, 2)], steps(2)),
+    ],
+)
+def test_a_job_fails_after_some_deaths_without_progress(
+    store: JobStore, runs: list[list[Event]], stuck: list[Event], most: int
+) -> None:
+    job = add_job(store)
+    for run in runs:
+        die(store, job, run, most)
+        assert store.get(job.id).state == "queued"
+    for count in range(2, most + 1):
+        die(store, job, stuck, most)
+        assert store.get(job.id).state == ("failed" if count == most else "queued")
+
+
+def die(store: JobStore, job: JobRecord, events: list[Event], most: int, counted: bool = True) -> None:
+    """Run a job whose worker dies after some events."""
+    assert store.claim_job(job.id, "app.0") is not None
+    for event in events:
+        store.record(job.id, event)
+    recovery.settle_worker(store, "app.0", KILLED, most=most, counted=counted)
+
+
+def test_lost_machines_do_not_count_unless_a_job_loses_many(store: JobStore) -> None:
+    job = add_job(store)
+    for run in range(9):  # it makes progress
+        die(store, job, steps(run + 1), recovery.CLUSTER_DEATHS, counted=False)
+        assert store.get(job.id).state == "queued"
+    for left in (3, 2, 1, 0):
+        die(store, job, steps(1), recovery.CLUSTER_DEATHS, counted=False)
+        assert store.get(job.id).state == ("queued" if left else "failed")
 
 
 def test_a_death_before_the_job_was_planned_does_not_count(store: JobStore) -> None:

@@ -24,13 +24,14 @@ from runtime.core.events import (
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.models.catalogue import EMBEDDED
+from runtime.models.catalogue import EMBEDDED, look_up
 from runtime.models.registry import read_spec
+from runtime.planner.resolve import resolve
 from runtime.queue import records
 from runtime.queue import store as store_module
-from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, work_of
+from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, Needs, work_of
 from runtime.queue.store import JobStore
-from tests.plans import gpu, machine, tiny_plan
+from tests.plans import GIB, gpu, machine, tiny_plan
 from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
 
 
@@ -441,8 +442,8 @@ def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, mo
     def full(*_: object) -> dict[str, str]:
         raise sqlite3.OperationalError("database or disk is full")
 
-    def third(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, str]:
-        return full() if request.prompt == "boat 2" else columns(request, plan)
+    def third(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str]:
+        return full() if request.prompt == "boat 2" else columns(request, plan, owner)
 
     columns = store_module._video
     monkeypatch.setattr(store_module, "_video", third)
@@ -483,3 +484,42 @@ def test_queries_of_each_request_and_claim_do_not_read_all_jobs(store: JobStore)
         steps = [row["detail"] for query in reads for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert len(reads) > 20
     assert not [step for step in steps if step.startswith("SCAN jobs")]
+
+
+def test_a_scheduler_reads_the_first_videos_of_each_lane(store: JobStore) -> None:
+    """A lane has one owner's videos for one model and number of GPUs."""
+    plan = sample_plan()
+    other = plan.replace(model_directory=Path("/elsewhere/other"))
+    lanes = [("a", plan), ("b", plan), ("a", other), (None, plan)]
+    added = [store.add(sample_request(), use, owner=owner).id for _ in range(3) for owner, use in lanes]
+    assert [one.id for one in store.waiting(3)] == added
+    found = store.waiting(2)
+    assert [one.id for one in found] == added[:8]
+    models = [(owner, use.model_directory.name) for owner, use in lanes]
+    assert [(one.owner, one.needs.model) for one in found[:4]] == models
+    store.hold([added[0]], True)
+    assert store.claim_job(added[1], "head.0") is not None
+    assert [one.id for one in store.waiting(1)] == [added[2], added[3], added[4], added[5]]
+    # Its node plans it again, for another number of GPUs.
+    store.record(added[1], Planned(plan=other))
+    store.put_back(added[1])
+    assert [one.needs.model for one in store.waiting(2) if one.id == added[1]] == ["other"]
+
+
+def test_needs_are_those_of_the_permitted_strategy_with_the_least_memory() -> None:
+    spec = look_up("wan2.2-a14b", Path("/nowhere"))
+    on = machine(gpu=gpu(free_gib=141), ram_free_gib=200, torch_cuda="13.0")
+
+    def needed(offload: str) -> float:
+        request = sample_request(offload=offload, width=832, height=480)
+        return Needs.of(resolve(request, spec, on, Path("/nowhere/x.mp4"))).bytes_per_gpu / GIB
+
+    found = [round(needed(offload)) for offload in ("auto", "group", "none")]
+    assert found == [12, 12, 31]  # blocks in RAM; one component at a time
+
+
+def test_a_row_whose_needs_cannot_be_read_is_left_out(store: JobStore) -> None:
+    bad, good = add_job(store), add_job(store)
+    with store.database.writing() as connection:
+        connection.execute("UPDATE jobs SET needs = '{' WHERE id = ?", (bad.id,))
+    assert [one.id for one in store.waiting(5)] == [good.id]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Failed, FellBack, OutOfMemory, StepDone, Warned
+from runtime.core.events import Cancelled, Failed, FellBack, OutOfMemory, StepDone, Warned
 from runtime.core.facts import Fact
 from runtime.queue import database
 from runtime.queue.job_runner import JobRecorder
@@ -255,6 +255,27 @@ def test_an_older_store_is_migrated_once(path: Path, monkeypatch: pytest.MonkeyP
         assert connection.execute("SELECT job FROM notes").fetchall() == [(job.id,)]
         assert connection.execute("PRAGMA user_version").fetchone() == (len(newer),)
     connection.close()
+
+
+def test_queued_videos_of_version_11_are_found_by_a_scheduler(path: Path) -> None:
+    store = JobStore(path)
+    jobs = [add_job(store) for _ in range(3)]
+    before = store.waiting(9)
+    store.claim("app.0")
+    store.record(jobs[0].id, Cancelled())
+    store.close()
+    with closing(sqlite3.connect(path)) as connection:
+        for index in ("jobs_waiting", "jobs_in_queue"):
+            connection.execute(f"DROP INDEX {index}")
+        for column in ("needs", "lane"):
+            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        connection.execute("UPDATE jobs SET plan = '{' WHERE id = ?", (jobs[2].id,))
+        connection.execute("PRAGMA user_version = 11")
+        connection.commit()
+    again = JobStore(path)
+    assert again.waiting(9) == [before[1]]
+    again.resume(jobs[0].id)
+    assert [one.id for one in again.waiting(9)] == [jobs[1].id, jobs[0].id]
 
 
 def test_sentences_of_version_1_become_facts(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Two processes' stores on one file, any calls in any order: no job is lost, none runs twice, each ends once."""
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,20 @@ class TwoStores(RuleBasedStateMachine):
             assert waiting == [one for one in self.line if self.state[one] == "queued"]
             there = {job.id: job.state for job in (*store.list(), *store.list(deleted=True))}
             assert there == self.state
+
+    @invariant()
+    def queries_of_columns_agree_with_the_queue(self) -> None:
+        store = self.stores[0]
+        queue = store.queue()
+        free = [job for job in queue if job.state == "queued" and not job.held]
+        assert [one.id for one in store.waiting(len(queue))] == [job.id for job in free]
+        assert store.queue_states() == {job.id: job.state for job in queue}
+        shown = Counter(("video", "paused" if job.held else job.state) for job in queue)
+        assert store.queue_counts() == shown
+        for place, job in enumerate(queue):
+            before = {one.id: one.kind for one in queue[:place] if not one.held}
+            assert store.ahead(job.id) == before
+            assert job.state == "running" or store.count_ahead(job.id) == len(before)
 
     @invariant()
     def each_job_ends_once_for_each_time_it_began(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gradio_client import Client
 
 from runtime.core.errors import OutputError
-from runtime.pipeline.files import CLIP, SECTIONS, clip_name
+from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import access
 from runtime.video.mp4 import read_metadata
@@ -74,7 +74,7 @@ def test_a_report_has_the_prompt_only_on_demand(made: tuple[Server, str]) -> Non
 
 @pytest.mark.parametrize("name", ["01234567", "..%2Fjobs", "%2e%2e", "x" * 300, "0123456g", "%00", ""])
 @pytest.mark.parametrize(
-    "path", ["poster/{}.webp", "copy/{}.mp4", "sections/{}/1.mp4", "report/{}.json", "report/whole/{}.json"]
+    "path", ["poster/{}.webp", "copy/{}.mp4", "clip/{}/1.mp4", "report/{}.json", "report/whole/{}.json"]
 )
 def test_unknown_files_are_not_found(made: tuple[Server, str], path: str, name: str) -> None:
     assert get(made[0], f"tandem/{path.format(name)}")[0] in {403, 404}
@@ -91,10 +91,10 @@ def test_unknown_files_are_not_found(made: tuple[Server, str], path: str, name: 
         ("GET", "/tandem/poster/0123abcd.mp4", None),
         ("GET", "/tandem/copy/0123ABCD.mp4", None),
         ("GET", "/tandem/copy/0123abcd.mp4/", None),
-        ("GET", "/tandem/sections/0123abcd/12.mp4", "login"),
-        ("GET", "/tandem/sections/0123abcd/-1.mp4", None),
-        ("GET", "/tandem/sections/0123abcd/../1.mp4", None),
-        ("GET", "/tandem/sections/0123abcd/checkpoint.safetensors", None),
+        ("GET", "/tandem/clip/0123abcd/12.mp4", "login"),
+        ("GET", "/tandem/clip/0123abcd/-1.mp4", None),
+        ("GET", "/tandem/clip/0123abcd/../1.mp4", None),
+        ("GET", "/tandem/clip/0123abcd/checkpoint.safetensors", None),
     ],
 )
 def test_only_these_routes_are_open(method: str, path: str, needed: str | None) -> None:
@@ -111,21 +111,21 @@ def test_files_outside_the_folder_and_of_visitors_are_not_served(made: tuple[Ser
         for job, content in ((outside.id, b"finished sections"), (theirs, b"another's")):
             folder = store.folder(job)
             assert folder is not None
-            (folder / SECTIONS / CLIP).mkdir(parents=True)
-            (folder / SECTIONS / CLIP / clip_name(2)).write_bytes(content)
-            (folder / SECTIONS / CLIP / "0001.h264").write_bytes(content)
+            (folder / CLIP).mkdir(parents=True)
+            (folder / CLIP / clip_name(2)).write_bytes(content)
+            (folder / CLIP / "0001.h264").write_bytes(content)
     finally:
         store.close()
     assert get(server, f"tandem/copy/{outside.id}.mp4")[0] == 404
     assert get(server, f"tandem/poster/{outside.id}.webp")[0] == 404
     assert get(server, f"tandem/report/{theirs}.json")[0] == 404
     # A clip of finished sections belongs to the job; of its folder, nothing else is served.
-    status, body, headers = get(server, f"tandem/sections/{outside.id}/2.mp4")
+    status, body, headers = get(server, f"tandem/clip/{outside.id}/2.mp4")
     assert (status, body, headers["content-type"]) == (200, b"finished sections", "video/mp4")
-    status, body, _ = get(server, f"tandem/sections/{outside.id}/2.mp4", Range="bytes=9-")
+    status, body, _ = get(server, f"tandem/clip/{outside.id}/2.mp4", Range="bytes=9-")
     assert (status, body) == (206, b"sections")
-    assert get(server, f"tandem/sections/{outside.id}/1.mp4")[0] == 404
-    assert get(server, f"tandem/sections/{theirs}/2.mp4")[0] == 404
+    assert get(server, f"tandem/clip/{outside.id}/1.mp4")[0] == 404
+    assert get(server, f"tandem/clip/{theirs}/2.mp4")[0] == 404
     assert theirs not in json.loads(get(server, "tandem/now")[1])["jobs"]
 
 

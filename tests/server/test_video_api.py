@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from runtime.core.request import FIELDS
+from runtime.pipeline.files import CLIP, clip_name
 from runtime.video.mp4 import read_metadata
 from tests.app_server import MODEL, ROOT, Server, make_cache, serving
 from tests.fuzz.raw_http import send
@@ -300,7 +301,7 @@ def test_a_running_video_has_no_content_and_is_stopped_by_its_deletion(http: htt
 
 
 def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client) -> None:
-    made = create(http, steps=6)["id"]
+    made = create(http, steps=20)["id"]
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = list(read_events(answer.iter_lines()))
@@ -316,6 +317,20 @@ def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client) -
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert [name for name, _ in read_events(answer.iter_lines())][-1] == "video.completed"
     assert error_of(http.get("v1/videos/ffffffff/events"))[0] == 404
+
+
+def test_what_is_finished_can_be_watched(http: httpx.Client, server: Server) -> None:
+    made = create(http, steps=900)["id"]
+    clips = server.cache_dir / "jobs" / made / CLIP
+    clips.mkdir(parents=True)
+    (clips / clip_name(21)).write_bytes(bytes(range(10)))
+    with http.stream("GET", f"v1/videos/{made}/events") as answer:
+        shown = (data["clip"] for name, data in read_events(answer.iter_lines()) if name == "video.progress")
+        path = next(clip for clip in shown if clip is not None)
+    found = http.get(path, headers={"Range": "bytes=2-"})
+    assert (found.status_code, found.content, found.headers["content-type"]) == (206, bytes(range(2, 10)), "video/mp4")
+    assert error_of(http.get(path.replace("21", "20"))) == (404, "count", "server.api_no_clip")
+    http.delete(f"v1/videos/{made}")
 
 
 def test_a_deleted_video_ends_its_stream(http: httpx.Client, server: Server) -> None:

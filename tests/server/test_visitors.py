@@ -18,7 +18,7 @@ from runtime.models import images
 from runtime.models.catalogue import find
 from runtime.models.images import find_image
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import CLIP, SECTIONS, clip_name
+from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
@@ -76,7 +76,7 @@ def test_a_visitor_gets_the_clip_of_the_sections_of_their_own_video(
         job = visitors.submit(long(), "a")
         folder = worker.store.folder(job.id)
         assert folder is not None
-        clip = folder / SECTIONS / CLIP / clip_name(2)
+        clip = folder / CLIP / clip_name(2)
         clip.parent.mkdir(parents=True)
         clip.write_bytes(b"sections")
         assert visitors.video(f"{job.id}-2.mp4", "a") == clip

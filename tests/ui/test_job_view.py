@@ -14,7 +14,7 @@ from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import CLIP, SECTIONS, clip_name
+from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import JobRecorder
 from runtime.queue.store import JobStore
@@ -300,13 +300,12 @@ def test_a_running_job_plays_its_finished_sections(job: Job, store: JobStore) ->
     assert re.search(r'<span>\s*<button[^>]*data-action="finish"', view.status)
     folder = store.folder(job.id)
     assert folder is not None
-    clip = folder / SECTIONS / CLIP / clip_name(1)
+    clip = folder / CLIP / clip_name(1)
     clip.parent.mkdir(parents=True)
     clip.write_bytes(b"")
     view = show(job, store)
     assert (
-        f'<video src="tandem/sections/{job.id}/1.mp4" aria-label="Video so far: 1 of 3 sections" data-grows'
-        in view.picture
+        f'<video src="tandem/clip/{job.id}/1.mp4" aria-label="Video so far: 1 of 3 sections" data-grows' in view.picture
     )
     assert "1 of 3 sections, section 2 is made" in view.picture
     assert "data:image/webp;base64,d2VicA==" in view.picture
@@ -319,7 +318,21 @@ def test_a_running_job_plays_its_finished_sections(job: Job, store: JobStore) ->
     # What is finished can be played after the end of a job without a video.
     view = show(job, store, Cancelled())
     assert "Its finished sections are kept." in view.status
-    assert f"tandem/sections/{job.id}/1.mp4" in view.picture and "base64" not in view.picture
+    assert f"tandem/clip/{job.id}/1.mp4" in view.picture and "base64" not in view.picture
+
+
+def test_a_video_that_is_decoded_plays_its_first_frames(job: Job, store: JobStore) -> None:
+    begin(job, store)
+    show(job, store, Planned(plan=job.plan), StageStarted(stage="decode", part="vae"))
+    folder = store.folder(job.id)
+    assert folder is not None
+    (folder / CLIP).mkdir(parents=True)
+    (folder / CLIP / clip_name(3)).write_bytes(b"")
+    view = show(job, store, FramesDecoded(frames=4, of=job.plan.frames, playable=3, preview=b"webp"))
+    label = f"Video so far: 3 of {job.plan.frames} frames"
+    assert f'<video src="tandem/clip/{job.id}/3.mp4" aria-label="{label}" data-grows' in view.picture
+    assert f'<p class="so-far">3 of {job.plan.frames} frames</p>' in view.picture
+    assert "base64" not in view.picture
 
 
 def test_a_video_that_ended_early_can_be_continued(job: Job, store: JobStore) -> None:

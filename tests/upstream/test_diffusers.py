@@ -12,6 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan, FirstBlockCacheConfig, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from transformers import UMT5EncoderModel
 
 from runtime.models.spec import ModelSpec
 from runtime.upstream import diffusers as private
@@ -104,8 +105,10 @@ def test_offload_groups_are_found_on_hooked_modules(tiny: Callable[[str], ModelS
 
 
 def test_models_list_parameters_that_stay_in_float32() -> None:
-    assert "norm2" in private.kept_in_float32(WanTransformer3DModel)
-    assert private.kept_in_float32(AutoencoderKLWan) == frozenset()
+    assert "norm2" in private.kept_in_float32(WanTransformer3DModel, torch.bfloat16)
+    assert private.kept_in_float32(AutoencoderKLWan, torch.bfloat16) == frozenset()
+    assert private.kept_in_float32(UMT5EncoderModel, torch.float16) == {"wo"}
+    assert private.kept_in_float32(UMT5EncoderModel, torch.bfloat16) == frozenset()
 
 
 def test_blocks_of_gguf_are_dequantized_as_gguf_does() -> None:
@@ -113,12 +116,3 @@ def test_blocks_of_gguf_are_dequantized_as_gguf_does() -> None:
     data = gguf.quantize(values, gguf.GGMLQuantizationType.Q5_0)
     expected = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType.Q5_0))
     assert torch.equal(private.dequantize_gguf("Q5_0", torch.from_numpy(data), torch.float32), expected)
-
-
-def test_modules_are_made_without_memory_but_with_computed_buffers(tiny: Callable[[str], ModelSpec]) -> None:
-    spec = tiny("wan2.1")
-    module = private.empty_module(WanTransformer3DModel, str(spec.directory), "transformer")
-    assert all(parameter.is_meta for parameter in module.parameters())
-    loaded = dict(load(tiny).named_buffers())
-    assert all(buffer.equal(loaded[name]) for name, buffer in module.named_buffers())
-    assert loaded

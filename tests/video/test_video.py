@@ -95,7 +95,7 @@ def test_leaving_early_leaves_no_files(tmp_path: Path) -> None:
 
 def test_a_dead_ffmpeg_is_reported(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as failed, VideoWriter(tmp_path / "x.mp4", 32, 32, 16, 10) as writer:
-        writer._process.kill()
+        writer._encoder._process.kill()
         for _ in range(1000):
             writer.write(np.zeros((4, 32, 32, 3), np.uint8))
     assert (failed.value.code, failed.value.data["file"]) == ("video.ffmpeg_failed", str(tmp_path / "x.mp4"))

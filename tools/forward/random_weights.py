@@ -90,7 +90,7 @@ def _config(spec: ModelSpec, name: str) -> Mapping[str, Any]:
 def _fill(module: torch.nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Set every weight, on its device and in the dtype that `from_pretrained` would give it."""
     generator = torch.Generator(device).manual_seed(seed)
-    exact = kept_in_float32(module)
+    exact = kept_in_float32(module, dtype)
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
             if parameter is None:
@@ -122,7 +122,7 @@ def _quantize(module: torch.nn.Module, part: ComponentPlan) -> None:
     config = quantization.diffusers_config(part.quantization, torch.bfloat16)
     from torchao.quantization import quantize_
 
-    kept = {*(config.modules_to_not_convert or ()), *kept_in_float32(module)}
+    kept = {*(config.modules_to_not_convert or ()), *kept_in_float32(module, torch.bfloat16)}
 
     def chosen(layer: torch.nn.Module, path: str) -> bool:
         return isinstance(layer, torch.nn.Linear) and not kept & set(path.split("."))

@@ -89,6 +89,7 @@ _DOCTOR: Mapping[str, Message] = {
         "{folder} is not writable: {error}", "Set TANDEM_CACHE_DIR to a writable folder."
     ),
     "doctor.folder": Message("{folder}, {free:gib} free"),
+    "doctor.disk_cache": Message("{folder}, {size:bytes} of at most {most:bytes}"),
     "doctor.cache_disk_full": Message(
         "{folder}, {free:gib} free", "Free some space, or set TANDEM_CACHE_DIR to another disk."
     ),

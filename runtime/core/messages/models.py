@@ -154,6 +154,11 @@ _FILES: Mapping[str, Message] = {
     "model.file_no_format": Message(
         "{file} is neither a safetensors nor a GGUF file.", "Choose the file of a model, or copy it again."
     ),
+    "model.not_deleted": Message("{file} could not be deleted: {reason}", "Check its permissions."),
+    "model.file_is_part": Message(
+        "{file} is a {component:lower_component} in a single file ({format}), and makes no videos alone.",
+        "Leave it in the weights folder or beside the transformer's file, and use {set[model=FILE]} with that.",
+    ),
     "model.file_unknown": Message(
         "{file} is no transformer of a model that Tandem runs from a single file; it has {tensors:list}.",
         "Use a file of a Wan transformer. A LoRA belongs to {set[lora]}; other families are used as folders.",

@@ -84,6 +84,10 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_no_method": Message("{path} does not support {method}.", "Use {allowed}."),
     "server.api_no_video": Message("There is no video {video}.", "List your videos with GET /v1/videos."),
     "server.api_not_ready": Message("The video {video} is not completed.", "Wait until its status is completed."),
+    "server.api_no_clip": Message(
+        "There is no such clip of the video {video}.",
+        "Use the newest path in its events, or its content once it is completed.",
+    ),
     "server.api_no_file": Message("The file of the video {video} does not exist any more.", "Generate it again."),
     "server.api_still_stopping": Message(
         "The video {video} is being stopped.", "Delete it again once its status is failed."
@@ -156,6 +160,14 @@ MESSAGES: Mapping[str, Message] = {
     "server.cluster_version": Message(
         "The head has {name} {theirs}, this machine {own}.", "Install the same version on both."
     ),
+    "server.cluster_place_loaded": Message("{model} is loaded on {host}."),
+    "server.cluster_place_stored": Message("{model} is on the disk of {host}."),
+    "server.cluster_place_sent": Message("{host} is the next to be free; the head sends {model} to it."),
+    "server.cluster_place_held": Message("Paused."),
+    "server.cluster_place_none": Message("No machine makes videos yet."),
+    "server.cluster_place_gpus": Message("It needs {gpus:n GPU}; the largest worker has {most}."),
+    "server.cluster_place_memory": Message("It needs {needed:memory} of memory; the largest worker has {most:memory}."),
+    "server.cluster_place_later": Message("Other videos run first."),
     "server.cluster_gpus": Message(
         "{count} GPUs cannot be divided into groups of {size}.", "Choose a divisor of {count}."
     ),

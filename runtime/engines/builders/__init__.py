@@ -129,7 +129,10 @@ class Builder(ABC):
 
     @abstractmethod
     def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
-        """Return the fastest precision in which a program keeps its quality."""
+        """Return the fastest precision in which a program keeps its quality.
+
+        That of decoders of single frames is the same for all builders; see `frame_decoders.frame_engine`.
+        """
 
     @abstractmethod
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:

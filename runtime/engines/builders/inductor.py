@@ -28,7 +28,7 @@ from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
 from runtime.engines.key_parts import cpu_has_bfloat16
 from runtime.machine.probe import Machine, cpp_compiler
-from runtime.models.spec import FRAME_DECODER, IMAGE_ENCODER, ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, ModelSpec
 from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.upstream.torch import PackageError, compile_package, inductor_cache, torch_found_in
 
@@ -63,8 +63,6 @@ class InductorBuilder(Builder):
         """
         if device == "cpu":
             return "bfloat16" if program.startswith("vae") and cpu_has_bfloat16() else "float32"
-        if program == FRAME_DECODER:
-            return "float16"
         return "float32" if program.startswith(("vae", IMAGE_ENCODER)) else "bfloat16"
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:

@@ -10,7 +10,7 @@ from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION, cpu_has_bfloat16, versions_of
 from runtime.machine.probe import Machine
-from runtime.models.spec import FRAME_DECODER, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, ShapeProfile
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class OnnxRuntimeBuilder(Builder):
         if device == "cpu":
             fast = self._provider(device) == "openvino" and cpu_has_bfloat16()
             return "bfloat16" if program.startswith("vae") and fast else "float32"
-        return "float16" if program in {"transformer", FRAME_DECODER} else "float32"
+        return "float16" if program == "transformer" else "float32"
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         return (("provider", self._provider(device)),)

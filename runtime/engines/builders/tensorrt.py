@@ -29,7 +29,7 @@ from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weigh
 from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Gpu, Machine, gpu_index
-from runtime.models.spec import FRAME_DECODER, IMAGE_ENCODER, VAE_ENCODER, ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.planner import constraints
 from runtime.planner.engine_index import EngineKey, ShapeProfile, serves_any_clip
 from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes, encoder_step_bytes
@@ -83,7 +83,6 @@ class TensorRTBuilder(Builder):
 
         - transformer: float16. Its sums and norms stay in float32, its activations are far below float16's limit, and
           float16's eleven bits are closer to the weights than bfloat16's eight.
-        - frame_decoder: float16, whose error is a sixth of bfloat16's. An overflow is found when it is verified.
         - text_encoder: bfloat16, in which UMT5 was trained; its feed-forward layers overflow in float16. It runs
           twice per clip, so float32 costs little time where bfloat16 is not available.
         - image_encoder: float32, as its authors run it.
@@ -529,7 +528,7 @@ def _block_precision(spec: ModelSpec) -> str:
 
 
 def _usual_precision(program: str) -> str:
-    if program in {"transformer", FRAME_DECODER}:
+    if program == "transformer":
         return "float16"
     if program == IMAGE_ENCODER:
         return "float32"

@@ -30,7 +30,7 @@ from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
-from runtime.models.spec import FRAME_DECODER, IMAGE_ENCODER, ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, ModelSpec
 from runtime.planner.engine_index import EngineKey, ShapeProfile
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TensorRTRTX(Builder):
         """
         if program == IMAGE_ENCODER:
             return "float32"
-        return "float16" if program in {"transformer", FRAME_DECODER} or is_block_program(program) else "bfloat16"
+        return "float16" if program == "transformer" or is_block_program(program) else "bfloat16"
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         major, minor = gpu_of_machine(machine, device).capability
@@ -77,9 +77,7 @@ class TensorRTRTX(Builder):
         return (*PACKAGES, "onnxscript", "torch")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        precision = {"transformer": "float16", FRAME_DECODER: "float16", IMAGE_ENCODER: "float32"}.get(
-            program, "bfloat16"
-        )
+        precision = {"transformer": "float16", IMAGE_ENCODER: "float32"}.get(program, "bfloat16")
         weights = weights_bytes(spec, program, precision)
         # RAM: the parser's and the builder's copies of the weights; the plan is written piece by piece. Disk: the ONNX
         # file and the plan. GPU: the module and, while they are compared, the engine.

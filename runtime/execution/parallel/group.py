@@ -139,6 +139,7 @@ class Group:
             GroupError: if a process does not read it.
         """
         self._begin(task)
+        tensors = [tensor.cpu() for tensor in tensors]  # once for all processes
         for number, connection in enumerate(self._connections):
             try:
                 send(connection, {"task": task, "reset_peak": self._reset_peak, **values}, tensors)

@@ -271,7 +271,7 @@ class GroupManager:
                 directory=str(spec.directory),
                 model=spec.name,
                 files={own: str(path) for own, path in spec.single_files.items()},
-                config={} if not spec.single_files else dict(spec.files["transformer"].config),
+                configs={own: dict(spec.files[own].config) for own in spec.single_files},
                 loras=[use.model_dump(mode="json") for use in spec.loras_of(name)],
                 speed=(speed or EAGER).model_dump(mode="json"),
                 engines=None if store is None else str(store.folder),

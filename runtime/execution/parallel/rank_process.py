@@ -1,10 +1,10 @@
 """One process of a job on several GPUs: loads components and computes its share of each task.
 
 `group.Group`, the coordinator, starts one such process per GPU and sends it tasks, which are methods of `Rank`. A
-message consists of JSON values and tensors, read with `weights_only=True`: no side unpickles arbitrary objects.
+message consists of JSON values and the bytes of tensors: no side unpickles anything.
 """
 
-import io
+import json
 import os
 import sys
 import threading
@@ -55,6 +55,8 @@ _HEARTBEAT_SECONDS = 2.0
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 # Set to the loopback interface, because all processes are on one machine.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Exchanges do not wait for the thread blocks of attention that they overlap with.
+PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
 
 Answer = tuple[dict[str, Any], list[torch.Tensor]]
 
@@ -67,7 +69,7 @@ class Message(NamedTuple):
 
 
 def send(connection: Connection, values: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-    """Send a message.
+    """Send a message: its JSON with the dtypes and shapes of the tensors, then their bytes.
 
     Args:
         values: JSON values.
@@ -77,11 +79,13 @@ def send(connection: Connection, values: Mapping[str, Any], tensors: Sequence[to
         OSError: if the other end is closed.
         BlockingIOError: if the connection has a timeout, and the other end reads nothing within it.
     """
-    # `torch.save` writes the whole storage of a view, so views are copied.
-    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    data = io.BytesIO()
-    torch.save((dict(values), copies), data)
-    connection.send_bytes(data.getbuffer())
+    sent = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in sent]
+    connection.send_bytes(json.dumps([dict(values), kinds]).encode())
+    for tensor in sent:
+        left = _bytes_of(tensor)
+        while left:
+            left = left[os.write(connection.fileno(), left) :]
 
 
 def receive(connection: Connection) -> Message:
@@ -91,7 +95,21 @@ def receive(connection: Connection) -> Message:
         EOFError, OSError: if the other end is closed.
         BlockingIOError: if the connection has a timeout, and a message stalls for that long.
     """
-    return Message(*torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True))
+    values, kinds = json.loads(connection.recv_bytes())
+    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in kinds]
+    for tensor in tensors:
+        left = _bytes_of(tensor)
+        while left:
+            count = os.readv(connection.fileno(), [left])
+            if not count:
+                raise EOFError
+            left = left[count:]
+    return Message(values, tensors)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class Rank:
@@ -131,6 +149,7 @@ class Rank:
             torch.set_num_threads(max((os.cpu_count() or 1) // count, 1))
         for variable in _INTERFACE_VARIABLES:
             os.environ.setdefault(variable, "lo")
+        os.environ.setdefault(PRIORITY_VARIABLE, "1")
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
             init_method=(folder / "rendezvous").as_uri(),
@@ -153,7 +172,7 @@ class Rank:
         directory = Path(task["directory"])
         if task["files"]:
             files = {own: Path(path) for own, path in task["files"].items()}
-            spec = reassemble(files, task["config"], directory)
+            spec = reassemble(files, task["configs"], directory)
         else:
             spec = read_spec(directory, task["model"])
         spec = replace(spec, loras=tuple(map(LoraUse.model_validate, task["loras"])))

@@ -7,12 +7,18 @@ do not have. Its `enable_parallelism` needs an accelerator too.)
 """
 
 import math
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
 
-from runtime.execution.attention import Attention
-from runtime.execution.fp8_attention import MIN_TOKENS, attend_fp8, attend_rounded, from_fp8, scale_for, to_fp8
+from runtime.execution.attention import FP8, Attention, attention, name_of
+from runtime.execution.fp8_attention import MIN_TOKENS, attend_rounded, from_fp8, scale_for, to_fp8
+
+# Into how many parts a process divides its heads at most; with 20 of 40 heads, five of 4.
+PARTS = 5
 
 # By name, because operators take tensors, numbers and strings only.
 _GROUPS: dict[str, dist.ProcessGroup] = {}
@@ -25,13 +31,16 @@ class Tokens:
 
     Args:
         group: the processes, which all call the same methods in the same order.
+        parts: see below.
 
     Attributes:
+        parts: the most parts of a process's heads: it attends in one while others are exchanged; 1 for no overlap.
         count: tokens of the current pass; set before it.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, parts: int = PARTS) -> None:
         self._group = group
+        self.parts = parts
         self._name = str(len(_GROUPS))
         _GROUPS[self._name] = group
         self._degree = dist.get_world_size(group)
@@ -70,42 +79,37 @@ class Tokens:
 
     def around(self, attention: Attention) -> Attention:
         """Wrap an attention kernel so that it is called with, and returns, this process's share of the tokens."""
-        if attention is attend_fp8:
-            return self._attend_fp8
-        return lambda query, key, value: self._attend(query, key, value, attention)
+        kind = name_of(attention)
+        return lambda query, key, value: self._attend((query, key, value), kind)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention) -> torch.Tensor:
-        return self._to_tokens(attention(*self._to_heads(q, k, v)))
+    def _attend(self, qkv: tuple[torch.Tensor, ...], kind: str) -> torch.Tensor:
+        if kind == FP8 and self.count >= MIN_TOKENS:
+            return self._attend_fp8(qkv)
+        return self._from_parts(_attend_shared(*map(self._to_parts, qkv), [], kind, self._name, self.count))
 
-    def _attend_fp8(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend_fp8(self, qkv: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Attend as `attend_fp8`, with the scales of all tokens; half as many bytes are exchanged."""
-        if self.count < MIN_TOKENS:
-            return self._attend(q, k, v, attend_fp8)
-        scales = [scale_for(largest) for largest in self._largest(q, k, v)]
-        rounded = [to_fp8(x, scale).view(torch.uint8) for x, scale in zip((q, k, v), scales, strict=True)]
-        out = attend_rounded([x.view(torch.float8_e4m3fn) for x in self._to_heads(*rounded)], scales)
-        return from_fp8(self._to_tokens(out.view(torch.uint8)).view(torch.float8_e4m3fn), scales[2], q.dtype)
+        scales = [scale_for(largest) for largest in self._largest(*qkv)]
+        rounded = [self._to_parts(to_fp8(x, scale).view(torch.uint8)) for x, scale in zip(qkv, scales, strict=True)]
+        out = self._from_parts(_attend_shared(*rounded, scales, FP8, self._name, self.count))
+        return from_fp8(out.view(torch.float8_e4m3fn), scales[2], qkv[0].dtype)
 
-    def _to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all tokens of this process's heads.
+    def _to_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a share of the tokens in the order in which it is sent.
 
         Args:
-            tensors: of equal shape, (batch, share of tokens, heads, width); heads are a multiple of the processes.
+            x: (batch, share of tokens, heads, width); heads are a multiple of the processes.
 
         Returns:
-            Each (batch, tokens, heads of one process, width).
+            (parts, processes, share, batch, heads of a part, width), see `attend_in_parts`.
         """
-        each = tensors[0].shape[2] // self._degree
-        packed = torch.stack([x.unflatten(2, (self._degree, each)) for x in tensors], dim=3)
-        # (process, share, batch, tensors, heads of one process, width)
-        received = self._exchanged(packed.permute(2, 1, 0, 3, 4, 5))
-        return received.flatten(0, 1)[: self.count].transpose(0, 1).unbind(2)
+        own = x.shape[2] // self._degree
+        parts = max(count for count in range(1, self.parts + 1) if own % count == 0)
+        return x.unflatten(2, (self._degree, parts, own // parts)).permute(3, 2, 1, 0, 4, 5).contiguous()
 
-    def _to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this process's share of the tokens with all heads: the inverse of `_to_heads`."""
-        padded = _padded(x, self._degree * self.share)
-        received = self._exchanged(padded.unflatten(1, (self._degree, self.share)).permute(1, 2, 0, 3, 4))
-        return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+    def _from_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, share of tokens, heads, width): the inverse of `_to_parts`."""
+        return x.permute(3, 2, 1, 0, 4, 5).flatten(2, 4)
 
     def _largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the largest magnitude of each, a scalar, over the tokens of all processes."""
@@ -113,23 +117,87 @@ class Tokens:
         largest: torch.Tensor = _maximum(torch.stack(own), self._name)
         return largest.unbind()
 
-    def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
-        """Send `x[i]` to process i, and return what each process sent to this one, in order."""
-        received: torch.Tensor = _exchange(x.contiguous(), self._name)
-        return received
+
+def attend_in_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: list[torch.Tensor],
+    kind: str,
+    group: str,
+    count: int,
+) -> torch.Tensor:
+    """Exchange tokens for heads, attend, and exchange heads for tokens.
+
+    Each process attends in parts of its heads. While it attends in one part, the next ones arrive, and the result of
+    the previous one leaves. On a GPU, parts alternate between two streams, so that a part begins when the last thread
+    blocks of the previous one are still running.
+
+    Args:
+        q, k, v: this process's tokens, each (parts, processes, share, batch, heads of a part, width), contiguous: first
+            what each process attends in first, and so on.
+        scales: with `FP8`, of the values in e4m3 that the bytes in `q`, `k` and `v` are, see `attend_rounded`.
+        kind: see `execution.attention`.
+        group: name of the processes.
+        count: tokens of the pass without padding.
+
+    Returns:
+        The result for this process's tokens, shaped like `q`.
+    """
+    received, out = [torch.empty_like(x) for x in (q, k, v)], torch.empty_like(q)
+    arriving = [
+        [_start(to[part], x[part], group) for to, x in zip(received, (q, k, v), strict=True)] for part in range(len(q))
+    ]
+    processes, share = q.shape[1:3]
+    streams = cycle(_side_streams(q.device) if len(q) > 1 and q.is_cuda else [None])
+    leaving, attended = [], []
+    # A stream's work follows what was sent, which follows all that the current stream has computed. The next call's
+    # follows what leaves, so memory of a stream is not reused too early.
+    for part, stream in zip(range(len(q)), streams, strict=False):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for work in arriving[part]:
+                work.wait()
+            of_heads = [x[part].flatten(0, 1)[:count].transpose(0, 1) for x in received]
+            padded = _padded(_attend_by(kind, of_heads, scales), processes * share)
+            attended.append(padded.unflatten(1, (processes, share)).permute(1, 2, 0, 3, 4).contiguous())
+            leaving.append(_start(out[part], attended[part], group))
+    for work in leaving:
+        work.wait()
+    return out
+
+
+def _attend_by(kind: str, qkv: list[torch.Tensor], scales: list[torch.Tensor]) -> torch.Tensor:
+    if not scales:
+        return attention(kind)(*qkv)
+    return attend_rounded([x.view(torch.float8_e4m3fn) for x in qkv], scales).view(torch.uint8)
+
+
+def _start(received: torch.Tensor, x: torch.Tensor, group: str) -> dist.Work:
+    """Start to send `x[i]` to process i, and to receive in order what each process sends to this one."""
+    work: dist.Work = dist.all_to_all_single(received, x, group=_GROUPS[group], async_op=True)
+    return work
+
+
+@lru_cache(maxsize=8)
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 # Custom operators, so that a compiled block contains each as one call.
-@torch.library.custom_op("tandem::exchange", mutates_args=())
-def _exchange(x: torch.Tensor, group: str) -> torch.Tensor:
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=_GROUPS[group])
-    return received
+_attend_shared = torch.library.custom_op("tandem::attend_shared", attend_in_parts, mutates_args=())
 
 
-@_exchange.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(x)
+@_attend_shared.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: list[torch.Tensor],
+    kind: str,
+    group: str,
+    count: int,
+) -> torch.Tensor:
+    return torch.empty_like(q)
 
 
 @torch.library.custom_op("tandem::maximum", mutates_args=())

@@ -17,7 +17,7 @@ All layers run within `forward` of the module, because hooks bring those outside
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, NamedTuple
@@ -27,7 +27,6 @@ import torch.nn.functional as F
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
-from runtime.core.step_cache import NONE
 from runtime.execution.attention import attention
 from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep
@@ -38,8 +37,7 @@ from runtime.execution.fused_layers import unfuse_if_stale
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
-from runtime.execution.step_caches import Sharing, step_cached
-from runtime.upstream.diffusers import reset_step_cache
+from runtime.execution.step_caches import StepCaching
 
 # Queries, keys and values, each (1, tokens, heads, head width).
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -572,7 +570,7 @@ def unpatched(x: torch.Tensor, frames: int, height: int, width: int, config: Any
     return x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
-class PyTorchDenoiser:
+class PyTorchDenoiser(StepCaching):
     """A `diffusers.HunyuanVideoTransformer3DModel`; see `execution.components.PyTorchDenoiser`.
 
     Of a plan's `Speed` it applies the attention kernel, compilation, fused projections and CUDA graphs. The text is
@@ -585,7 +583,6 @@ class PyTorchDenoiser:
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
         self._module = module
-        self._caches = False
         self._engines: BlockEngines | None = None
         self._graphed: CudaGraphRunner | None = None
         self.dtype: torch.dtype = module.x_embedder.proj.weight.dtype
@@ -618,25 +615,6 @@ class PyTorchDenoiser:
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
         return sum(step.seconds for step in self._compiled)
-
-    @contextmanager
-    def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
-        """See `execution.components.PyTorchDenoiser`."""
-        if step_cache == NONE:
-            yield
-            return
-        assert self._graphed is None, "each call may skip blocks"
-        with step_cached(self._module, step_cache, sharing):
-            self._caches = True
-            try:
-                yield
-            finally:
-                self._caches = False
-
-    def reset_cache(self) -> None:
-        """See `execution.components.Denoiser`."""
-        if self._caches:
-            reset_step_cache(self._module)
 
     def forget(self) -> None:
         """Free the tables of the last size and CUDA graphs; block engines are not used from then on."""

@@ -16,11 +16,20 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
-from runtime.families.wan import file_names, lora_names
+from runtime.families.wan import file_names, lora_names, part_files
 from runtime.families.wan.known import KNOWN
 from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading, tensor_types
-from runtime.models.registry import Family, KnownModel, SingleFiles
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, TextEncoderSpec, folder_of
+from runtime.models.registry import Family, KnownModel, PartFiles, SingleFiles
+from runtime.models.spec import (
+    IMAGE_ENCODER,
+    VAE_ENCODER,
+    Defaults,
+    ImageInput,
+    ModelSpec,
+    TextEncoderSpec,
+    folder_of,
+    is_transformer,
+)
 from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import NoiseLevels, noise_levels
 
@@ -37,6 +46,8 @@ _UNFOLDED = 20480
 _COMPUTED_FRAMES = (12, 20, 24)
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
+# Names of the VAE's parameters that its encoder has.
+_OF_ENCODER = ("encoder.", "quant_conv.")
 _SCHEDULER = "UniPCMultistepScheduler"
 # Of experts in files beside a folder that states none: that of Wan2.2-T2V-A14B.
 _BOUNDARY = 0.875
@@ -327,6 +338,12 @@ class WanFamily:
     shared_programs: Sequence[str] = ()
     negative_prompt = NEGATIVE_PROMPT
     single_files: SingleFiles | None = file_names
+    part_files: Mapping[str, PartFiles] = {
+        "text_encoder": PartFiles(
+            part_files.text_encoder_names, part_files.text_encoder_config, part_files.text_encoder_parameters
+        ),
+        "vae": PartFiles(part_files.vae_names, part_files.vae_config),
+    }
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
     distilled_steps = staticmethod(lora_names.distilled_steps)
@@ -355,7 +372,7 @@ class WanFamily:
         """See `registry.Family`."""
         with reading(directory.name):
             found = _read_configurations(directory, directory.name, files, known)
-            card = card_defaults(found.vae, len(files), found.image_input)
+            card = card_defaults(found.vae, len(found.experts), found.image_input)
             about = {"title": name, "license": "unknown", "latent_rgb": None}
             if known is not None:
                 about |= {"title": known.title, "license": known.license, "about": known.about}
@@ -406,13 +423,17 @@ def _spec(
     files: Mapping[str, WeightFiles],
     described: Mapping[str, Any],
 ) -> ModelSpec:
-    """Return the spec of a folder, with the transformers of `files` instead of its own.
+    """Return the spec of a folder, with the components of `files` instead of its own.
 
     Args:
         described: the fields of the spec that are not in diffusers' configurations.
     """
     programs = _programs(len(found.experts), found.image_input)
-    counted = {part: files[part].parameters if part in files else _parameters(directory, part) for part in programs}
+    if VAE_ENCODER in programs and "vae" in files:
+        files = {**files, VAE_ENCODER: files["vae"]}
+    counted = {
+        part: _parameters_of(files[part], part) if part in files else _parameters(directory, part) for part in programs
+    }
     return ModelSpec(
         family="wan",
         name=name,
@@ -456,7 +477,7 @@ def _read_configurations(
     """Read and check all configurations of a folder, before a library reads one.
 
     Args:
-        files: instead of the folder's transformers, which may be missing, as may the pipeline's configuration.
+        files: instead of the folder's components, which may be missing, as may the pipeline's configuration.
         known: the published model with these transformers, whose boundary and timesteps replace the pipeline's.
 
     Raises:
@@ -466,8 +487,8 @@ def _read_configurations(
     experts: dict[str, Mapping[str, Any]]
     if files:
         index = read_config(directory / "model_index.json") if (directory / "model_index.json").exists() else {}
-        experts = {expert: own.config for expert, own in files.items()}
-        index["boundary_ratio"] = index.get("boundary_ratio") or _BOUNDARY
+        experts = {expert: own.config for expert, own in files.items() if is_transformer(expert)}
+        index["boundary_ratio"] = (index.get("boundary_ratio") or _BOUNDARY) if len(experts) > 1 else None
         if known is not None:
             index |= {"boundary_ratio": known.boundary_ratio, "expand_timesteps": known.expand_timesteps}
     else:
@@ -477,7 +498,7 @@ def _read_configurations(
     transformer, *others = [transformer_spec(config) for config in experts.values()]
     if any(other != transformer for other in others):
         raise ModelError("model.experts_differ", model=title)
-    vae = vae_spec(read_config(directory / "vae" / "config.json"))
+    vae = vae_spec(_config_of(directory, "vae", files))
     encoder = None
     if transformer.image_dim is not None:
         encoder = read_config(directory / "image_encoder" / "config.json")
@@ -490,7 +511,7 @@ def _read_configurations(
     boundary_ratio = _BOUNDARY_RATIO.validate_python(index.get("boundary_ratio"))
     if others and boundary_ratio is None:
         raise KeyError("boundary_ratio")
-    text_encoder = _TEXT_ENCODER.validate_python(read_config(directory / "text_encoder" / "config.json")).spec
+    text_encoder = _TEXT_ENCODER.validate_python(_config_of(directory, "text_encoder", files)).spec
     scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
     if scheduler.get("use_dynamic_shifting"):
         raise ModelError("model.dynamic_shifting", model=title)
@@ -501,12 +522,25 @@ def _read_configurations(
     )
 
 
+def _config_of(directory: Path, component: str, files: Mapping[str, WeightFiles] | None) -> dict[str, Any]:
+    if files and component in files:
+        return dict(files[component].config)
+    return read_config(directory / component / "config.json")
+
+
+def _parameters_of(files: WeightFiles, component: str) -> int:
+    """Return the number of weights of a component in files; see `_parameters`."""
+    if component != VAE_ENCODER:
+        return files.parameters
+    return sum(own.elements for name, own in files.weights.items() if name.startswith(_OF_ENCODER))
+
+
 def _parameters(directory: Path, component: str) -> int:
     """Return the number of weights of a component; the VAE's are those of both its parts."""
     folder = directory / folder_of(component)
     if component == VAE_ENCODER:
         found = tensor_types(folder).items()
-        return sum(count for name, (_, count) in found if name.startswith(("encoder.", "quant_conv.")))
+        return sum(count for name, (_, count) in found if name.startswith(_OF_ENCODER))
     return count_parameters(folder, _TIED)
 
 

@@ -15,8 +15,7 @@ hooks, and with them offloading, caching, LoRAs and quantized layers, still work
 enough, because the order of operations changes in the whole block.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
-from runtime.core.step_cache import NONE
 from runtime.execution.attention import attention
 from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep, OnDegraded
@@ -36,9 +34,8 @@ from runtime.execution.fused_layers import unfuse_if_stale
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
-from runtime.execution.step_caches import Sharing, step_cached
+from runtime.execution.step_caches import StepCaching
 from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
-from runtime.upstream.diffusers import reset_step_cache
 
 # The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
 # (batch, text tokens, heads, head width). With CLIP's embeddings of images: their tokens come first, or their keys and
@@ -432,7 +429,7 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
         block.attend = tokens.around(block.attend)
 
 
-class PyTorchDenoiser:
+class PyTorchDenoiser(StepCaching):
     """A `diffusers.WanTransformer3DModel` with the `forward` of this module.
 
     The `TextState` of the last texts is cached, by the identity of their tensors, until `forget`.
@@ -452,7 +449,6 @@ class PyTorchDenoiser:
         self.dtype: torch.dtype = module.patch_embedding.weight.dtype
         self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
         self._graphed: CudaGraphRunner | None = None
-        self._caches = False
         self._engines: BlockEngines | None = None
         self.compute(speed)
 
@@ -486,30 +482,6 @@ class PyTorchDenoiser:
         self._cache_keys_values = speed.text_kept
         self.pairs = speed.paired
         self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None
-
-    @contextmanager
-    def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
-        """Reuse values across steps according to `step_cache` while entered.
-
-        Args:
-            sharing: the processes that share the tokens of a pass, if several do.
-        """
-        if step_cache == NONE:
-            yield
-            return
-        assert not self.pairs, "each pass has its own cache"
-        assert self._graphed is None, "each call may skip blocks"
-        with step_cached(self._module, step_cache, sharing):
-            self._caches = True
-            try:
-                yield
-            finally:
-                self._caches = False
-
-    def reset_cache(self) -> None:
-        """See `Denoiser`."""
-        if self._caches:
-            reset_step_cache(self._module)
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED

@@ -23,7 +23,7 @@ from runtime import __version__
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, InvalidRequestError, first_line
 from runtime.core.facts import Fact
-from runtime.core.settings import HUB, Settings, check_hub
+from runtime.core.settings import HUB, LOOPBACK, Settings, check_hub
 from runtime.models.hub.files import Hasher, Listing, Origin, RemoteFile, chunks, hasher_of, matches, read_listing
 from runtime.models.registry import Part
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _MAX_NAME_LENGTH = 96
 _WORD = "[A-Za-z0-9_][A-Za-z0-9_.-]*[A-Za-z0-9_]|[A-Za-z0-9_]"
 _REPOSITORY = re.compile(f"(?:{_WORD})/(?:{_WORD})")

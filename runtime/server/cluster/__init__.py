@@ -2,6 +2,7 @@
 
 `head` claims jobs and is the only writer to the job store and the outputs folder. `ray_process` runs Ray on a machine
 and ends it with Tandem. `node` joins a head and keeps trying; in the actor `node_worker` a node runs jobs with the
-function of a local worker. `transfer` names and verifies the files that are sent, `cluster_key` is the secret of a
-cluster. Only this package imports ray.
+function of a local worker. `placement` is what the scheduler learns from runs, `sending` sends what a job needs.
+`transfer` names and verifies the files that are sent, `cluster_key` is the secret of a cluster. Only this package
+imports ray.
 """

@@ -13,25 +13,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.core.errors import OutputError, StoreError, TandemError
+from runtime.core.errors import StoreError, TandemError
 from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.frozen import FrozenModel
 from runtime.core.settings import Settings
-from runtime.engines.manifest import sha256
+from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
-from runtime.models.requested import model_for
-from runtime.pipeline.files import BOUNDARY, stamps
+from runtime.pipeline.files import BOUNDARY
 from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
-from runtime.server.cluster.node_worker import Described, NodeWorker, Order
+from runtime.server.cluster.node_worker import Described, NodeWorker
+from runtime.server.cluster.placement import Placement
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
-from runtime.server.cluster.transfer import Digests, FileEntry
-from runtime.server.scheduling import IdleWorker, Usage, WaitingJob, assign
+from runtime.server.cluster.sending import Sender
+from runtime.server.cluster.transfer import Digests
+from runtime.server.cluster.views import (
+    MOST_PAUSED,
+    ClusterView,
+    Fallback,
+    RayNode,
+    Working,
+    cluster_view,
+    fallbacks_in,
+)
+from runtime.server.scheduling import IdleWorker, WaitingJob, assign
 
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
@@ -41,35 +50,10 @@ _NODE_SECONDS = 5.0
 _CLOSING_SECONDS = 20.0
 # Until a worker that was started has to answer.
 _START_SECONDS = 120.0
+# Queued videos of each owner, model and number of GPUs that the scheduler is given.
+_MOST_WAITING = 40
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerView(FrozenModel):
-    """A worker of a node: its process id there, its GPUs, the job that it runs, and components that fell back."""
-
-    id: str
-    pid: int
-    gpus: tuple[str, ...]
-    job: str | None
-    jobs_done: int
-    model: str | None
-    fallbacks: tuple[str, ...]
-
-
-class NodeView(FrozenModel):
-    """A machine of the cluster."""
-
-    id: str
-    host: str
-    workers: tuple[WorkerView, ...]
-
-
-class ClusterView(FrozenModel):
-    """The machines of a cluster, and the number of queued videos."""
-
-    nodes: tuple[NodeView, ...]
-    queued: int
 
 
 class ClusterHead:
@@ -78,6 +62,7 @@ class ClusterHead:
     Args:
         jobs: the queue, whose store and folders only this process writes.
         key: of the cluster.
+        library: whose engines are sent to nodes that would build the same.
 
     Attributes:
         port: of Ray.
@@ -86,7 +71,7 @@ class ClusterHead:
         MachineError: if Ray does not start.
     """
 
-    def __init__(self, jobs: JobQueue, settings: Settings, key: str) -> None:
+    def __init__(self, jobs: JobQueue, settings: Settings, key: str, library: EngineStore) -> None:
         authenticate(key)
         self.key = key
         self.port = free_port()
@@ -111,8 +96,10 @@ class ClusterHead:
         self.store = jobs.store
         self.poller = ControlPoller(self.store)
         self.digests = Digests(settings.cache_dir / "cluster" / "digests.json")
-        self.usage = Usage()
+        self.library = library
+        self.placement = Placement()
         self._workers: dict[str, _Proxy] = {}
+        self._nodes: dict[str, RayNode] = {}
         self._numbers = itertools.count()
         self._retry_at: dict[str, float] = {}
         self._lock = threading.RLock()
@@ -128,17 +115,21 @@ class ClusterHead:
             thread.start()
 
     def view(self) -> ClusterView:
-        """Return the machines and what runs where."""
-        nodes: dict[str, list[_Proxy]] = {}
+        """Return the machines, what runs where, and where waiting videos will run."""
+        counts = self.store.queue_counts()
+        queued = sum(counts.get(("video", one), 0) for one in ("queued", "paused"))
+        running = self.store.list(states=["running"])
+        first = self.store.list(states=["queued"], oldest_first=True, limit=MOST_PAUSED)
+        paused = [job.id for job in first if job.held]
         with self._lock:
-            for proxy in self._workers.values():
-                nodes.setdefault(proxy.node, []).append(proxy)
-        views = [
-            NodeView(id=node, host=of[0].described.host, workers=tuple(proxy.view() for proxy in of))
-            for node, of in nodes.items()
-        ]
-        queued = sum(job.kind == "video" and job.state == "queued" for job in self.store.queue())
-        return ClusterView(nodes=tuple(views), queued=queued)
+            proxies = dict(self._workers)
+        offers = self._offers(proxies)
+        waiting = self.placement.jobs(self.store.waiting(_MOST_WAITING), offers)
+        with self._lock:
+            working = [proxy.working(offer) for proxy, offer in zip(proxies.values(), offers, strict=True)]
+            nodes = list(self._nodes.values())
+        used = self.placement.used(time.time())
+        return cluster_view(self.jobs, running, nodes, working, waiting, paused, queued, used)
 
     def joining(self) -> dict[str, Any]:
         """Return what a machine needs to join: the port of Ray, this start of the head, and the versions."""
@@ -149,6 +140,11 @@ class ClusterHead:
         with self._lock:
             machines = [proxy.described.machine for proxy in self._workers.values()]
         return max(machines, key=_capacity, default=None)
+
+    def size(self) -> int:
+        """Return the number of workers of all nodes."""
+        with self._lock:
+            return len(self._workers)
 
     def close(self) -> None:
         """Pause the running jobs, which resume at the next start, and end Ray on this machine."""
@@ -199,6 +195,7 @@ class ClusterHead:
 
         for node in ray.nodes():  # type: ignore[no-untyped-call]
             resources = node["Resources"]
+            self._know(node["NodeID"], node["NodeManagerHostname"], node["Alive"], joined=NODE in resources)
             if not node["Alive"] or NODE not in resources:
                 continue
             with self._lock:
@@ -206,6 +203,18 @@ class ClusterHead:
                 wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
             for _ in range(0 if wait else int(resources[WORKERS]) - running):
                 self._start(node["NodeID"], int(resources.get("GPU", 0) // resources[WORKERS]))
+
+    def _know(self, node: str, host: str, alive: bool, *, joined: bool) -> None:
+        """Keep what is shown of a machine; one that was lost is shown until a machine of that name joins."""
+        with self._lock:
+            if alive and joined:
+                if node not in self._nodes:
+                    lost = [one.id for one in self._nodes.values() if not one.alive and one.host == host]
+                    for other in lost[:1]:
+                        del self._nodes[other]
+                self._nodes[node] = RayNode(node, host, True)
+            elif node in self._nodes and not alive:
+                self._nodes[node] = RayNode(node, host or self._nodes[node].host, False)
 
     def _start(self, node: str, gpus: int) -> None:
         import ray
@@ -243,20 +252,31 @@ class ClusterHead:
         idle = {name: proxy for name, proxy in proxies.items() if proxy.idle}
         if not idle:
             return
-        queue = [job for job in self.store.queue() if job.kind == "video" and job.state == "queued" and not job.held]
-        waiting = [_waiting(job) for job in queue if job.plan is not None]
+        waiting = self.store.waiting(_MOST_WAITING)
         if not waiting:
             return
         now = time.time()
-        offers = [proxy.offer() for proxy in idle.values()]
-        busy = [proxy.offer() for name, proxy in proxies.items() if name not in idle]
-        costs = {job.id: job for job in waiting}
-        for job_id, worker in assign(waiting, offers, self.usage.used(now), now, busy):
+        offers = self._offers(proxies)
+        jobs = {job.id: job for job in self.placement.jobs(waiting, offers)}
+        free = [one for one in offers if one.id in idle]
+        busy = [one for one in offers if one.id not in idle]
+        for job_id, worker in assign(list(jobs.values()), free, self.placement.used(now), now, busy):
             record = self.store.claim_job(job_id, worker)
             if record is not None:
-                self.usage.charge(record.owner, costs[job_id].weight, now)
-                if not idle[worker].give(record):  # it was lost meanwhile
+                self.placement.started(jobs[job_id], now)
+                if not idle[worker].give(record, jobs[job_id]):  # it was lost meanwhile
+                    self.placement.ran(jobs[job_id], idle[worker].kind, 0.0, None, now)
                     self.store.put_back(record.id, record.lease)
+
+    def _offers(self, proxies: Mapping[str, "_Proxy"]) -> list[IdleWorker]:
+        """Return what the scheduler needs to know of the workers."""
+        gpus = any(proxy.described.machine.gpus for proxy in proxies.values())
+        return [proxy.offer(has_gpus=gpus) for proxy in proxies.values()]
+
+    def has_others(self, node: str) -> bool:
+        """Return whether other nodes have workers."""
+        with self._lock:
+            return any(proxy.node != node for proxy in self._workers.values())
 
 
 class _Proxy:
@@ -266,9 +286,11 @@ class _Proxy:
         self.id, self.node, self.described = name, node, described
         self._head, self._actor, self._store = head, actor, head.store
         self._record: JobRecord | None = None
+        self._job: WaitingJob | None = None
+        self._sender = Sender(self, head.settings, head.digests, head.library, described.models, described.engines)
         self._loaded: str | None = None
         self._done = 0
-        self._fallbacks: tuple[str, ...] = ()
+        self._fallbacks: dict[tuple[str, str], Fallback] = {}
         self._wake = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -279,42 +301,42 @@ class _Proxy:
         """Whether it may be given a job."""
         return self._record is None and self.thread.is_alive()
 
-    def give(self, record: JobRecord) -> bool:
+    @property
+    def kind(self) -> str:
+        """The name of its GPU or CPU."""
+        machine = self.described.machine
+        return machine.gpus[0].name if machine.gpus else machine.cpu
+
+    def give(self, record: JobRecord, job: WaitingJob) -> bool:
         """Run a claimed job; return whether this worker takes it."""
         with self._lock:
             if not self._closed:
-                self._record = record
+                self._record, self._job = record, job
                 self._wake.set()
             return not self._closed
 
-    def offer(self) -> IdleWorker:
-        """Return what the scheduler needs to know."""
+    def offer(self, *, has_gpus: bool) -> IdleWorker:
+        """Return what the scheduler needs to know.
+
+        Args:
+            has_gpus: whether a machine of the cluster has GPUs: then no job is for a CPU.
+        """
         machine = self.described.machine
-        gpus = machine.gpus
         return IdleWorker(
             id=self.id,
             node=self.node,
-            kind=gpus[0].name if gpus else machine.cpu,
-            gpus=max(len(gpus), 1),
-            free_bytes=min((gpu.total_bytes for gpu in gpus), default=machine.ram_bytes),
+            kind=self.kind,
+            gpus=max(len(machine.gpus), 1),
+            free_bytes=min((gpu.total_bytes for gpu in machine.gpus), default=0 if has_gpus else machine.ram_bytes),
             loaded=self._loaded,
-            models=self.described.models,
-            engines=self.described.engines,
-            speed=1.0,
+            models=self._sender.models,
+            engines=self._sender.engines,
+            speed=self._head.placement.speed(self.kind),
         )
 
-    def view(self) -> WorkerView:
-        """Return what the page shows."""
-        record = self._record
-        return WorkerView(
-            id=self.id,
-            pid=self.described.pid,
-            gpus=tuple(gpu.name for gpu in self.described.machine.gpus),
-            job=None if record is None else record.id,
-            jobs_done=self._done,
-            model=self._loaded,
-            fallbacks=self._fallbacks,
-        )
+    def working(self, offer: IdleWorker) -> Working:
+        """Return what is shown of it."""
+        return Working(offer, self.described, self._record, self._done, tuple(self._fallbacks.values()))
 
     def _run_jobs(self) -> None:
         import ray
@@ -332,25 +354,31 @@ class _Proxy:
                             return
                 continue
             self._wake.clear()
-            record = self._record
-            assert record is not None
+            record, job = self._record, self._job
+            assert record is not None and job is not None
+            started, end = time.monotonic(), None
             try:
-                self._run(record)
+                end = self._run(record, job)
             except ray.exceptions.RayTaskError as error:
                 logger.error("job %s failed on %s: %s", record.id, self.described.host, error)
                 cause = error.cause if isinstance(error.cause, Exception) else error
-                self._record_end(record, Failed.because_of(cause))
+                end = self._record_end(record, Failed.because_of(cause))
             except ray.exceptions.RayError as error:
                 logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
                 self._head.lost(self)
+                self._ran(job, started, None)
                 self._settle(record)
                 return
             except Exception as error:
                 if not isinstance(error, TandemError):
                     logger.exception("job %s failed", record.id)
-                self._record_end(record, Failed.because_of(error))
+                end = self._record_end(record, Failed.because_of(error))
+            self._ran(job, started, end)
             self._done += 1
             self._record = None
+
+    def _ran(self, job: WaitingJob, started: float, end: TerminalEvent | None) -> None:
+        self._head.placement.ran(job, self.kind, time.monotonic() - started, end, time.time())
 
     def _close(self) -> bool:
         """Take no more jobs, unless one was given already; return whether that is so."""
@@ -358,9 +386,10 @@ class _Proxy:
             self._closed = self._record is None
             return self._closed
 
-    def _record_end(self, record: JobRecord, event: TerminalEvent) -> None:
+    def _record_end(self, record: JobRecord, event: TerminalEvent) -> TerminalEvent:
         with contextlib.suppress(StoreError):
             self._store.record(record.id, event, record.lease)
+        return event
 
     def _settle(self, record: JobRecord) -> None:
         """Queue the job of a lost worker again; the loss of a whole node is not the job's fault."""
@@ -369,20 +398,21 @@ class _Proxy:
             time.sleep(_POLL_SECONDS)
         while not self._head.closing.is_set():
             try:
-                if self._head.is_up(self.node):
-                    recovery.settle_worker(self._store, self.id, Fact("queue.exit_unknown"))
-                else:
-                    how = Fact("queue.node_lost", {"host": self.described.host})
-                    recovery.settle_worker(self._store, self.id, how, counted=False)
+                up = self._head.is_up(self.node)
+                how = Fact("queue.exit_unknown") if up else Fact("queue.node_lost", {"host": self.described.host})
+                if up:
+                    self._head.placement.avoid(record.id, self.node)
+                recovery.settle_worker(self._store, self.id, how, counted=up, most=recovery.CLUSTER_DEATHS)
                 return
             except StoreError as failed:
                 logger.warning("job %s: %s", record.id, type(failed.__cause__ or failed).__name__)
                 time.sleep(_RETRY_SECONDS)
 
-    def _run(self, record: JobRecord) -> None:
+    def _run(self, record: JobRecord, job: WaitingJob) -> TerminalEvent | None:
+        """Run a job; return its end, `None` if it is queued again."""
         import ray
 
-        order = self._prepare(record)
+        order = self._sender.prepare(record, self._store, self._head.sending(self.node))
         recorder = JobRecorder(record.id, self._store, lease=record.lease)
         receiver = _Receiver(record, self._store)
         asked: set[str] = set()
@@ -405,13 +435,18 @@ class _Proxy:
                 except StopIteration:
                     break
                 if kind == "event":
-                    self._record_event(recorder, record, value)
+                    self._record_event(recorder, record, job, value)
+                elif kind == "refused":
+                    avoids = self._head.placement.avoid(record.id, self.node)
+                    if not (avoids and self._head.has_others(self.node)):
+                        recorder.record(value)
                 else:
                     receiver.take(kind, value)
             if recorder.end is None:
                 self._put_back(recorder, record)
             elif isinstance(recorder.end, VideoSaved):
                 receiver.finish(recorder.end)
+        return recorder.end
 
     def _put_back(self, recorder: JobRecorder, record: JobRecord) -> None:
         while recorder.write() is not None and not self._head.closing.wait(_RETRY_SECONDS):
@@ -419,72 +454,42 @@ class _Proxy:
         with contextlib.suppress(StoreError):  # recovered at the next start
             self._store.put_back(record.id, record.lease)
 
-    def _record_event(self, recorder: JobRecorder, record: JobRecord, event: Event) -> None:
+    def _record_event(self, recorder: JobRecorder, record: JobRecord, job: WaitingJob, event: Event) -> None:
         if isinstance(event, Planned):
-            self._loaded = event.plan.model
+            self._loaded = job.model
+            # Replaced, not changed: another thread reads it.
+            others = {key: one for key, one in self._fallbacks.items() if one.model != self._loaded}
+            found = fallbacks_in(event.plan, record.plan, record.id)
+            self._fallbacks = others | {(one.model, one.component): one for one in found}
             event = Planned(plan=_on_head(event, record))
         elif isinstance(event, VideoSaved):
             event = event.model_copy(update={"video": record.output})
         if isinstance(event, FellBack):
-            self._fallbacks = tuple(dict.fromkeys((*self._fallbacks, str(event.fact))))[-8:]
+            fallback = Fallback(
+                model=self._loaded or "",
+                component=event.component,
+                backend=event.backend,
+                reason=event.reason,
+                job=record.id,
+            )
+            self._fallbacks = self._fallbacks | {(fallback.model, fallback.component): fallback}
         recorder.record(event)
+        self._head.jobs.look()
 
-    def _prepare(self, record: JobRecord) -> Order:
-        """Send what a job needs and the node lacks: model, LoRAs, images, and the job's progress.
+    def begin(self, method: str, *values: Any) -> Any:
+        """See `sending.Remote`."""
+        return getattr(self._actor, method).remote(*values)
 
-        Raises:
-            TandemError: if something is missing on the head, or the node refuses it.
-        """
-        settings = self._head.settings
-        spec = model_for(record.generation_request(), settings.weights_dir, settings.cache_dir)
-        name, digests = spec.directory.name, self._head.digests
+    def end(self, begun: Any) -> Any:
+        """See `sending.Remote`."""
+        import ray
+
         try:
-            with self._head.sending(self.node):
-                model = {entry: spec.directory / entry.name for entry in transfer.model_files(spec.directory, digests)}
-                if self._send("model", name, model):
-                    self._call("install", name)
-                loras = {}
-                for use in spec.loras:
-                    folder = settings.weights_dir / "loras"
-                    relative = use.path.relative_to(folder) if folder in use.path.parents else Path(use.path.name)
-                    loras[digests.entry(use.path, relative.as_posix())] = use.path
-                self._send("lora", "loras", loras)
-                images = [one for one in (spec.image, spec.last_image) if one is not None]
-                self._send("image", "images", {digests.entry(one.path, one.digest): one.path for one in images})
-            files = transfer.job_files(self._store.folder(record.id))
-            entries = {
-                FileEntry(name=one, size=path.stat().st_size, digest=sha256(path)): path for one, path in files.items()
-            }
-            self._send("job", record.id, entries)
-        except OSError as error:
-            raise OutputError("server.cluster_not_sent", error=error.strerror or str(error)) from error
-        return Order(record=record, deaths=self._store.deaths(record.id), model=name, files=stamps(spec))
-
-    def _send(self, kind: str, name: str, files: Mapping[FileEntry, Path]) -> bool:
-        """Send the files that the node lacks; return whether there were any."""
-        import ray
-
-        if not files:
-            return False
-        missing = self._call("missing", kind, name, list(files))
-        for entry, path in files.items():
-            if entry.name not in missing:
-                continue
-            offset = min(missing[entry.name], entry.size)
-            pending: list[Any] = []
-            for data in transfer.parts(path, offset):
-                pending.append(self._actor.receive.remote(kind, name, entry.name, offset, data))
-                offset += len(data)
-                if len(pending) > 1:  # one is written while the next one is sent
-                    ray.get(pending.pop(0))
-            ray.get(pending)
-            self._call("complete", kind, name, entry.name, entry.digest)
-        return bool(missing)
-
-    def _call(self, method: str, *values: Any) -> Any:
-        import ray
-
-        return ray.get(getattr(self._actor, method).remote(*values))
+            return ray.get(begun)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, TandemError):
+                raise error.cause from error
+            raise
 
 
 class _Receiver:
@@ -541,22 +546,6 @@ class _Receiver:
         return self._store.holding(self._record.id, self._record.lease)
 
 
-def _waiting(job: JobRecord) -> WaitingJob:
-    plan = job.plan
-    assert plan is not None
-    return WaitingJob(
-        id=job.id,
-        owner=job.owner,
-        model=plan.model,
-        gpus=plan.gpus,
-        # Planned again where it runs: with the strategy that needs the least memory it fits almost everywhere.
-        bytes_per_gpu=0,
-        engines=frozenset(use.id for part in plan.components.values() for use in part.engines),
-        seconds=max(sum(one.likely for one in plan.seconds.values()), 1.0),
-        created=job.created,
-    )
-
-
 def _on_head(event: Planned, record: JobRecord) -> Any:
     """Return a node's plan with the paths of the head."""
     plan, own = event.plan, record.plan
@@ -564,6 +553,7 @@ def _on_head(event: Planned, record: JobRecord) -> Any:
         return plan.replace(output=record.output)
     return plan.replace(
         output=record.output,
+        asked=own.asked,
         model=own.model,
         model_directory=own.model_directory,
         image=own.image,

@@ -13,22 +13,31 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.core import log, settings
 from runtime.core.cancel import Cancel
 from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
-from runtime.core.errors import ModelError, TandemError
-from runtime.core.events import CheckpointSaved, Event, Failed, SectionDone, VideoSaved
+from runtime.core.errors import EngineError, ModelError, TandemError
+from runtime.core.events import (
+    CheckpointSaved,
+    EngineProgress,
+    Event,
+    Failed,
+    FramesDecoded,
+    SectionDone,
+    VideoSaved,
+)
+from runtime.engines import manifest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
-from runtime.models.catalogue import EMBEDDED, folders
+from runtime.models.catalogue import EMBEDDED, find, folders
 from runtime.models.images import images_dir
-from runtime.models.loras import loras_dir
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.engine_index import EngineRecord
 from runtime.queue import job_runner
 from runtime.queue.job_runner import Planner
 from runtime.queue.records import JobRecord
@@ -71,18 +80,20 @@ class Order:
     Attributes:
         record: its row. Paths are those of the head.
         deaths: see `recovery.avoid_causes`.
-        model: the name of the model's folder on the node.
+        model: the model's name on the node: of a folder or file in its weights folder.
+        loras: of each LoRA, its name on the node and its expert.
         files: what identifies the model's files in checkpoints, as on the head.
     """
 
     record: JobRecord
     deaths: Sequence[Mapping[str, object]]
     model: str
+    loras: Sequence[tuple[str, str]]
     files: Stamps
 
 
 # What a running job sends: an event, a part of a file (name, offset, data), the digest of a file whose parts were all
-# sent, or the names of all files that its folder has.
+# sent, the names of all files that its folder has, or why this machine cannot run it, before anything has run.
 Sent = tuple[str, Any]
 
 
@@ -115,7 +126,8 @@ class NodeWorker:
         engines: frozenset[str] = frozenset()
         with contextlib.suppress(TandemError):  # without what cannot be read
             found = frozenset(record.id for record in self._engines.store.index())
-            models, engines = frozenset(folders(self._weights)), found
+            bundles = (path.name for path in (self._weights / transfer.BUNDLES).glob("*"))
+            models, engines = frozenset((*folders(self._weights), *bundles)), found
         return Described(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -128,8 +140,8 @@ class NodeWorker:
         """Return the files that are not here with the same content, and how many bytes of each were received before.
 
         Args:
-            kind: "model", "image", "lora" or "job".
-            name: of the model; the id of the job.
+            kind: "model", "bundle", "image", "lora", "engine" or "job".
+            name: of the model; the id of the engine or job.
 
         Raises:
             ModelError: if another model with this name is here.
@@ -165,6 +177,39 @@ class NodeWorker:
         if folder.is_dir() and not (self._weights / name).exists():
             folder.replace(self._weights / name)
 
+    def wanted_engines(self, model: str, records: Sequence[EngineRecord]) -> list[str]:
+        """Return the engines that this machine lacks and would build in the same way: GPU, versions, weights, code.
+
+        Args:
+            model: see `Order.model`.
+            records: of the head's library.
+        """
+        there = {record.id for record in self._engines.store.index()}
+        spec = find(self._name(model), self._weights)
+        wanted = []
+        for record in records:
+            with contextlib.suppress(TandemError, OSError, ValueError):  # without what cannot be compared
+                self._engines.device_of(record)
+                # What a file on the head is named does not matter.
+                same = replace(record, model=spec.name)
+                if record.id not in there and not self._engines.why_stale(same, [spec]):
+                    wanted.append(record.id)
+        return wanted
+
+    def install_engine(self, engine_id: str) -> None:
+        """Add an engine whose files were all received to the library.
+
+        Raises:
+            EngineError: if a file is not that of the manifest.
+        """
+        folder = self._folder("engine", engine_id)
+        record = manifest.read(folder, engine_id)
+        problem = record.problem or manifest.check_hashes(folder, record)
+        if problem is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise EngineError("engine.unusable", engine=engine_id, cause=problem)
+        self._engines.store.insert(folder, engine_id)
+
     def control(self, job_id: str, request: str) -> None:
         """Pass on a request for the running job: "cancel", "pause" or "finish"."""
         with self._lock:
@@ -196,24 +241,31 @@ class NodeWorker:
 
     def _run(self, order: Order, cancel: Cancel, waiting: "queue.Queue[Sent | None]") -> None:
         folder = self._folder("job", order.record.id)
-        seen = transfer.changed({}, folder)[1]
+        seen, playable = transfer.changed({}, folder)[1], 0
 
         def emit(event: Event) -> None:
-            nonlocal seen
-            if isinstance(event, CheckpointSaved | SectionDone):
+            nonlocal seen, playable
+            if not isinstance(event, EngineProgress):
+                logger.info("job %s: %s", order.record.id, log.log_line(event))
+            longer = isinstance(event, FramesDecoded) and event.playable != playable
+            if longer or isinstance(event, CheckpointSaved | SectionDone):
                 seen = _send_files(folder, seen, waiting)
-            elif isinstance(event, VideoSaved):
+            if isinstance(event, FramesDecoded):
+                playable = event.playable
+            if isinstance(event, VideoSaved):
                 _send(transfer.VIDEO, event.video, waiting)
             waiting.put(("event", event))
 
         try:
             output = folder / transfer.VIDEO
             folder.mkdir(parents=True, exist_ok=True)
-            request = {**order.record.request, "model": order.model}
-            record = order.record.model_copy(update={"output": output, "request": request})
-            spec, plan = self._planner.plan(
-                record, self._engines.machine if self._engines.machine.gpus else probe(), 0, None, order.deaths
-            )
+            record = order.record.model_copy(update={"output": output, "request": self._request(order)})
+            machine = self._engines.machine if self._engines.machine.gpus else probe()
+            try:
+                spec, plan = self._planner.plan(record, machine, 0, None, order.deaths)
+            except TandemError as error:
+                waiting.put(("refused", Failed.because_of(error)))
+                return
             self._preload()
             assert self._residency is not None
             job_runner.run(record, plan, spec, emit, cancel, self._residency, self._history, folder, order.files)
@@ -224,6 +276,20 @@ class NodeWorker:
             waiting.put(("event", Failed.because_of(error)))
         finally:
             waiting.put(None)
+
+    def _request(self, order: Order) -> dict[str, Any]:
+        """Return the request of a job with the names that model and LoRAs have here."""
+        request = {**order.record.request, "model": self._name(order.model)}
+        if order.loras:
+            folder, asked = self._folder("lora", "loras"), request["loras"]
+            request["loras"] = [
+                {**one, "file": str(folder / name), "expert": expert}
+                for one, (name, expert) in zip(asked, order.loras, strict=True)
+            ]
+        return request
+
+    def _name(self, model: str) -> str:
+        return str(self._weights / model) if model.startswith(f"{transfer.BUNDLES}/") else model
 
     def _preload(self) -> None:
         """Import PyTorch and the pipeline, which takes seconds, and make the residency."""
@@ -240,9 +306,13 @@ class NodeWorker:
             raise ModelError("server.cluster_file_refused", name=name)
         if kind == "model":
             return self._weights / f".{name}.cluster"
+        if kind == "bundle":
+            return self._weights / transfer.BUNDLES / name
+        if kind == "engine":
+            return self._engines.store.folder / f".cluster-{name}"
         if kind == "image":
             return images_dir(self._cache)
-        return loras_dir(self._weights) if kind == "lora" else self._home / name
+        return self._cache / _FOLDER / "loras" if kind == "lora" else self._home / name
 
     @staticmethod
     def _check(kind: str, name: str) -> None:
@@ -250,6 +320,8 @@ class NodeWorker:
             transfer.check_job_name(name)
         elif kind == "image":
             transfer.check_image_name(name)
+        elif kind == "engine":
+            transfer.check_engine_name(name)
         else:
             transfer.check_model_name(name)
 

@@ -10,20 +10,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from runtime.core.digests import sha256
 from runtime.core.errors import ModelError, OutputError
 from runtime.core.files import replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.untrusted_files import read_json
-from runtime.engines.manifest import sha256
-from runtime.pipeline.files import BOUNDARY, LATEST, SECTIONS
+from runtime.models.spec import ModelSpec, folder_of, is_transformer
+from runtime.pipeline.files import BOUNDARY, CLIP, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
 VIDEO = "video.mp4"
 _PARTIAL = ".part"
 # Files of a model; others are not read when it is loaded, or could run code.
-_MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".md"})
-_JOB_FILE = re.compile(rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}(?:/clip)?/[a-z0-9]+\.(?:mkv|mp4|h264)")
-_MODEL_FILE = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)*[A-Za-z0-9_][\w.-]*", re.ASCII)
+_MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".sft", ".md"})
+# In the weights folder of a node: models whose transformers are in single files, each in a folder with its components.
+BUNDLES = ".cluster"
+_JOB_FILE = re.compile(
+    rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}/[a-z0-9]+\.mkv|{CLIP}/[a-z0-9]+\.(?:mp4|h264)"
+)
+# As of `EngineFile.name`: no path, nothing hidden.
+_NAME = r"[^./\\:\x00-\x1f][^/\\:\x00-\x1f]*"
+_MODEL_FILE = re.compile(rf"(?:{_NAME}/)*{_NAME}")
+_ENGINE_FILE = re.compile(_NAME)
 _IMAGE_FILE = re.compile(r"[0-9a-f]{64}")
 
 
@@ -69,14 +77,29 @@ class Digests:
         return FileEntry(name=name, size=found.st_size, digest=str(known[2]))
 
 
-def model_files(folder: Path, digests: Digests) -> list[FileEntry]:
-    """Return the files of a model.
-
-    Raises:
-        OSError: if one cannot be read.
-    """
+def model_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a model by name."""
     names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return [digests.entry(path, name) for name, path in names.items() if _is_model_file(name)]
+    return {name: path for name, path in names.items() if _is_model_file(name)}
+
+
+def bundle_files(spec: ModelSpec) -> dict[str, Path]:
+    """Return the files of a model whose transformers are in single files, by their names in one folder.
+
+    Transformers are beside each other as `single_file.other_expert` finds them. Text encoder and VAE in single files
+    are beside them, where `catalogue.from_file` looks first. Their names begin with the component's: two may be equal.
+    """
+    single = spec.single_files
+    transformers = {name: path for name, path in single.items() if is_transformer(name)}
+    apart = len({path.parent for path in transformers.values()}) > 1
+    components = model_files(spec.directory)
+    # The configuration of a VAE tells sizes that its weights do not.
+    found = {name: path for name, path in components.items() if name.partition("/")[0] not in transformers}
+    for name, path in single.items():
+        file = path.name if name in transformers else f"{folder_of(name)}.{path.name}"
+        place = path.parent if name in transformers else spec.location.parent
+        found[f"{place.name}/{file}" if apart else file] = path
+    return found
 
 
 def check_model_name(name: str) -> None:
@@ -99,12 +122,22 @@ def check_image_name(name: str) -> None:
         raise ModelError("server.cluster_file_refused", name=name)
 
 
+def check_engine_name(name: str) -> None:
+    """Check that a file that a head sends belongs into an engine's folder.
+
+    Raises:
+        ModelError: if not.
+    """
+    if not _ENGINE_FILE.fullmatch(name):
+        raise ModelError("server.cluster_file_refused", name=name)
+
+
 def _is_model_file(name: str) -> bool:
     return _MODEL_FILE.fullmatch(name) is not None and Path(name).suffix in _MODEL_SUFFIXES
 
 
 def job_files(folder: Path | None) -> dict[str, Path]:
-    """Return the checkpoints and sections in a job's folder, by the names that they are sent with."""
+    """Return the checkpoints, sections and clips in a job's folder, by the names that they are sent with."""
     if folder is None or not folder.is_dir():
         return {}
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}

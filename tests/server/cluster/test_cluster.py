@@ -1,20 +1,31 @@
 """A cluster on Ray: its key, what nodes accept, leases, and that killed processes lose nothing."""
 
+import base64
 import hashlib
+import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from runtime.core.errors import MachineError, ModelError, OutputError, SettingsError, StoreError
 from runtime.core.events import Cancelled, StepDone
 from runtime.queue.store import JobStore
+from runtime.server.api_keys import ApiKeys, KeyLimits
 from runtime.server.cluster import node, transfer
 from runtime.server.cluster.cluster_key import VARIABLE, given_key, make_key
 from runtime.server.cluster.ray_process import versions
-from tests.cluster_machines import machines
+from tests.cluster_machines import Machines, machines
+from tests.families import framepack_models
+from tests.fuzz.examples import try_many
+from tests.fuzz.random_requests import METHODS
+from tests.fuzz.raw_http import Answer, send
+from tests.image_files import saved
 from tests.queue.samples import add_job
 
 
@@ -103,6 +114,97 @@ def test_an_older_lease_writes_nothing(tmp_path: Path) -> None:
     with store.holding(job.id, new.lease):
         pass
     assert store.record(job.id, step, new.lease)
+
+
+@pytest.mark.slow
+def test_requests_reach_the_worker_and_keys_are_checked(tmp_path: Path) -> None:
+    """Cancel, pause and an early end of a video on a node; then who may ask for the cluster."""
+    pytest.importorskip("ray")
+    framepack_models.pipeline().save_pretrained(tmp_path / "head" / "weights" / "framepack-f1")
+    with machines(tmp_path, 1) as cluster:
+        store = JobStore(tmp_path / "head" / "jobs.sqlite")
+
+        def happened(job: str, name: str) -> list[Any]:
+            return [values for _, _, values in store.events(job) if values["event"] == name]
+
+        def wait_for(job: str, state: str) -> None:
+            cluster.wait(lambda: store.get(job).state == state, 180)
+
+        cancelled = cluster.submit(0, steps=400)
+        cluster.wait(lambda: happened(cancelled, "StepDone"), 180)
+        store.request_cancel([cancelled])
+        wait_for(cancelled, "cancelled")
+
+        paused = cluster.submit(1, steps=40)
+        cluster.wait(lambda: len(happened(paused, "StepDone")) > 2, 180)
+        store.hold([paused], True)
+        wait_for(paused, "queued")
+        wait_for(cluster.submit(2), "done")
+        assert store.get(paused).held
+        store.hold([paused], False)
+        wait_for(paused, "done")
+        steps = [values["step"] for values in happened(paused, "StepDone")]
+        assert steps == list(range(1, 41)) and happened(paused, "Resumed")
+
+        picture = base64.b64encode(saved(tmp_path / "boat.png", 48, 32).read_bytes()).decode()
+        fields = {"model": "framepack-f1", "size": "48x32", "frames": 145, "steps": 20}
+        fields |= {"input_reference": {"image_url": f"data:image/png;base64,{picture}"}}
+        early = cluster.submit(3, **fields)
+        cluster.wait(lambda: happened(early, "SectionDone"), 180)
+        store.finish_early(early)
+        wait_for(early, "done")
+        assert store.get(early).continues
+        store.resume(early)
+        wait_for(early, "done")
+        ended = store.get(early).saved
+        assert ended is not None and ended.sections == (4, 4, 145)
+        sections = [values["section"] for values in happened(early, "SectionDone")]
+        assert sections == [1, 2, 3, 4]  # none twice: the second run has those of the first
+
+        check_access(cluster)
+
+
+def check_access(cluster: Machines) -> None:
+    """Check who may ask for the cluster before and after there is an API key; odd requests tell nothing."""
+    key = make_key(cluster.folder / "head")
+
+    def ask(
+        path: str, given: str | None, method: bytes = b"GET", more: Mapping[bytes, bytes] = MappingProxyType({})
+    ) -> Answer:
+        headers = {} if given is None else {b"Authorization": f"Bearer {given}".encode()}
+        return send(cluster.port, method, path.encode(), {**headers, **more})
+
+    overview, joining, videos = "/v1/cluster", "/v1/cluster/join", "/v1/videos"
+    assert [ask(path, None).status for path in (overview, joining, videos)] == [200, 401, 200]
+    anna = ApiKeys(cluster.folder / "head").add("anna", KeyLimits())
+    statuses = {
+        given: [ask(path, given).status for path in (overview, joining, videos)]
+        for given in (None, anna, key, key[:-1], "")
+    }
+    refused = [401, 401, 401]
+    assert statuses == {None: refused, anna: [401, 401, 200], key: [200, 200, 401], key[:-1]: refused, "": refused}
+    headers = st.fixed_dictionaries({}, optional={
+        b"Authorization": st.sampled_from([b"Bearer \xff", b"Basic " + key.encode(), b"", b"Bearer " + anna.encode()]),
+        b"X-Forwarded-For": st.just(b"127.0.0.1"),
+        b"Origin": st.just(b"http://evil.example"),
+        b"Host": st.sampled_from([b"evil.example", b""]),
+    })  # fmt: skip
+    ends = st.sampled_from(
+        ["", "/", "/join", "//join", "/join/", "/../videos", "/%6aoin", "x", ";join", "?key=" + key, "/\u0001"]
+    )
+    starts = st.sampled_from(
+        ["/v1/cluster", "/v1//cluster", "//v1/cluster", "/V1/CLUSTER", "/x/../v1/cluster", "/v1/%63luster"]
+    )
+    port = json.loads(ask(joining, key).body)["port"]
+
+    def odd(one: tuple[bytes, str, str, dict[bytes, bytes]]) -> None:
+        method, start, end, more = one
+        answer = ask(start + end, None, method, more)
+        assert 300 <= answer.status < 500 or answer.status == 0, (one, answer)
+        assert str(port).encode() not in answer.body and b'"nodes"' not in answer.body, (one, answer)
+
+    try_many(st.tuples(METHODS, starts, ends, headers), odd, 200, seed=5)
+    assert ask(joining, key).status == 200
 
 
 @pytest.mark.slow

@@ -1,0 +1,89 @@
+"""Digests of files (SHA-256), and a file that stores those of weights, so that gigabytes are read for them once."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.core.files import replace_file
+from runtime.core.untrusted_files import open_file, read_json
+
+_FILE = "weights.json"
+_BLOCK = 1 << 20
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def file_digests(paths: Sequence[Path], folder: Path | None) -> list[str]:
+    """Return the digests of files; a file is read, at about 1 GB/s, if its path, size or time of modification is new.
+
+    Args:
+        folder: that stores them; `None` to read every file.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    stored, found = read_stored(folder), []
+    before = dict(stored)
+    for path in paths:
+        digest = _stored(stored, path) or sha256(path)
+        stored[str(path.resolve())] = [*_stamp(path), digest]
+        found.append(digest)
+    if stored != before:
+        _write(folder, stored)
+    return found
+
+
+def known_digests(paths: Sequence[Path], folder: Path) -> list[str] | None:
+    """Return the digests of files if all are stored; reads none of the files.
+
+    Raises:
+        OSError: if a file does not exist.
+    """
+    stored = read_stored(folder)
+    found = [_stored(stored, path) for path in paths]
+    known = [digest for digest in found if digest is not None]
+    return known if len(known) == len(found) else None
+
+
+def _stored(stored: dict[str, Any], path: Path) -> str | None:
+    match stored.get(str(path.resolve())):
+        case [size, time, str(digest)] if [size, time] == _stamp(path):
+            return digest
+    return None
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def read_stored(folder: Path | None) -> dict[str, Any]:
+    """Return [size, time of modification, digest] by path; empty if the file is missing or damaged."""
+    try:
+        value = read_json(folder / _FILE) if folder is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write(folder: Path | None, digests: dict[str, Any]) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / _FILE, json.dumps(digests).encode())
+    except OSError:
+        return  # the files are read again next time

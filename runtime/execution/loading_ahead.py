@@ -1,0 +1,91 @@
+"""Components that are loaded on a thread while others run.
+
+They are loaded one after the other, so that memory (RAM) is that of one load: the disk or PCIe is the limit, which one
+load of several threads reaches (`models.tensor_stream`).
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class LoadingAhead:
+    """Loads on a thread. Used from one thread only."""
+
+    def __init__(self) -> None:
+        self._loads: dict[Hashable, Future[Any]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a part is being loaded, or was and has not been taken."""
+        return key in self._loads
+
+    def start(self, key: Hashable, load: Callable[[], Any]) -> None:
+        """Load a part after those before it.
+
+        Args:
+            load: returns an object with `close`.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="load-ahead")
+        if key not in self._loads:
+            self._loads[key] = self._pool.submit(load)
+
+    def take(self, key: Hashable) -> Any:
+        """Return a part, after waiting for it; `None` if it was not started, or failed and must be loaded again.
+
+        If it has not begun, it is not waited for.
+        """
+        future = self._loads.pop(key, None)
+        if future is None or future.cancel():
+            return None
+        try:
+            return future.result()
+        except (
+            Exception
+        ) as error:  # the same error is raised where the part is loaded again, if it is not a passing one
+            logger.info("A part could not be loaded ahead", exc_info=error)
+            return None
+
+    def keep_only(self, wanted: Collection[Hashable]) -> None:
+        """Discard all other parts; wait for one that is being loaded."""
+        for key in [key for key in self._loads if key not in wanted]:
+            part = self.take(key)
+            if part is not None:
+                part.close()
+
+    def close(self) -> None:
+        """Discard all parts and end the thread."""
+        self.keep_only(())
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+class CompilerImport:
+    """Imports what `torch.compile` needs on a thread: it takes about a second."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless it has begun before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_import_compiler, name="import-compiler", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until it is imported: of modules that import each other, two threads may find some half made."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _import_compiler() -> None:
+    try:
+        import torch._inductor.compile_fx  # noqa: F401
+    except Exception as error:  # compiling reports it
+        logger.info("The compiler could not be imported", exc_info=error)
