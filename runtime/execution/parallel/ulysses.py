@@ -7,9 +7,6 @@ do not have. Its `enable_parallelism` needs an accelerator too.)
 """
 
 import math
-from contextlib import nullcontext
-from functools import lru_cache
-from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -130,8 +127,7 @@ def attend_in_parts(
     """Exchange tokens for heads, attend, and exchange heads for tokens.
 
     Each process attends in parts of its heads. While it attends in one part, the next ones arrive, and the result of
-    the previous one leaves. On a GPU, parts alternate between two streams, so that a part begins when the last thread
-    blocks of the previous one are still running.
+    the previous one leaves.
 
     Args:
         q, k, v: this process's tokens, each (parts, processes, share, batch, heads of a part, width), contiguous: first
@@ -149,18 +145,14 @@ def attend_in_parts(
         [_start(to[part], x[part], group) for to, x in zip(received, (q, k, v), strict=True)] for part in range(len(q))
     ]
     processes, share = q.shape[1:3]
-    streams = cycle(_side_streams(q.device) if len(q) > 1 and q.is_cuda else [None])
-    leaving, attended = [], []
-    # A stream's work follows what was sent, which follows all that the current stream has computed. The next call's
-    # follows what leaves, so memory of a stream is not reused too early.
-    for part, stream in zip(range(len(q)), streams, strict=False):
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            for work in arriving[part]:
-                work.wait()
-            of_heads = [x[part].flatten(0, 1)[:count].transpose(0, 1) for x in received]
-            padded = _padded(_attend_by(kind, of_heads, scales), processes * share)
-            attended.append(padded.unflatten(1, (processes, share)).permute(1, 2, 0, 3, 4).contiguous())
-            leaving.append(_start(out[part], attended[part], group))
+    leaving, attended = [], []  # kept until it has left
+    for part, works in enumerate(arriving):
+        for work in works:
+            work.wait()
+        of_heads = [x[part].flatten(0, 1)[:count].transpose(0, 1) for x in received]
+        padded = _padded(_attend_by(kind, of_heads, scales), processes * share)
+        attended.append(padded.unflatten(1, (processes, share)).permute(1, 2, 0, 3, 4).contiguous())
+        leaving.append(_start(out[part], attended[part], group))
     for work in leaving:
         work.wait()
     return out
@@ -176,11 +168,6 @@ def _start(received: torch.Tensor, x: torch.Tensor, group: str) -> dist.Work:
     """Start to send `x[i]` to process i, and to receive in order what each process sends to this one."""
     work: dist.Work = dist.all_to_all_single(received, x, group=_GROUPS[group], async_op=True)
     return work
-
-
-@lru_cache(maxsize=8)
-def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 # Custom operators, so that a compiled block contains each as one call.
