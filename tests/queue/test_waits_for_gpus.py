@@ -55,8 +55,8 @@ class OneJob:
     def job(self, _: str) -> Job:
         return self._job
 
-    def worker_configs(self) -> list[None]:
-        return [None]
+    def videos_at_once(self) -> int:
+        return 1
 
 
 @pytest.fixture
