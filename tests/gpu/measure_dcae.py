@@ -23,7 +23,8 @@ JSON object as soon as it has a result, and appends it to $OUT/dcae.jsonl: first
 `--endurance CALLS`, the memory at call 100, at every 500th, and at the last that fits the limit. Errors are
 ‖out - ref‖ / ‖ref‖ against float32 with TF32 off, of the same weights.
 
-With TensorRT 8.6, run it by `trt310`, with onnxscript and onnx_ir (pure Python) on PYTHONPATH. That Python lacks
+With TensorRT 8.6, run it by `trt310`, with these packages on PYTHONPATH, which are pure Python: accelerate, gguf,
+imageio-ffmpeg, nvidia-ml-py, onnx_ir, onnxscript (and pytest for `check_tensorrt.py`). That Python lacks
 Triton, without which PyTorch compiles nothing for a GPU: ways that compile run by `--compiler` (python3), where
 Tandem's requirements must be on PYTHONPATH.
 """
