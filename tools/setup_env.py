@@ -45,7 +45,7 @@ LOCK = ROOT / ".install.lock"  # not in .venv, which may be deleted while the lo
 
 # Tests often wait for child processes and for the browser: four processes keep two cores busy. Each runs neighbouring
 # tests, which share fixtures, and takes over tests of another process when it has none left.
-_PARALLEL = ("--numprocesses=4", "--dist=worksteal")
+_PARALLEL = ("--numprocesses=3", "--dist=worksteal")
 APP, GPU, DEV = "requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"
 TORCH = "2.13.0"
 TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt

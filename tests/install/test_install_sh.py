@@ -85,7 +85,7 @@ def test_changed_requirements_are_installed(repo: Repo) -> None:
 
 def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Repo, tmp_path: Path) -> None:
     done = repo.run("test", "--all", "-k", "a b", cwd=tmp_path)
-    parallel = ["--numprocesses=4", "--dist=worksteal"]
+    parallel = ["--numprocesses=3", "--dist=worksteal"]
     assert report(done) == {"pytest": [*parallel, "--all", "-k", "a b"], "cwd": str(repo.root)}
     repo.require("tinydep==2.0")
     assert "requirements-dev.txt" in repo.run().stderr, "installed test tools are kept up to date"

@@ -29,7 +29,8 @@ from tests.image_files import picture
 from tests.pipeline.runs import events_of
 from tests.plans import machine
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
+# Each family builds up to six engines first.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_children")]
 
 WIDTH, HEIGHT, SECTIONS = 48, 32, 2
 FAMILIES = {

@@ -35,7 +35,7 @@ if sys.platform == "win32":
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     with serving(
-        make_cache(tmp_path), "--share", "--share-steps", "60", program=("-m", "tests.sharing_app")
+        make_cache(tmp_path), "--share", "--share-steps", "400", program=("-m", "tests.sharing_app")
     ) as running:
         link_of(running.cache_dir)
         yield running
@@ -108,7 +108,7 @@ def test_logins_stay_valid_when_the_process_is_started_again(tiny: Callable[[str
 def test_the_owner_stops_sharing(server: Server) -> None:
     own, port = int(server.url.rstrip("/").rpartition(":")[2]), visitors_port(server)
     visitor, owner = log_in(server), Client(server.url, verbose=False)
-    job = visitor.submit("a red boat", steps=60, api_name="/generate")
+    job = visitor.submit("a red boat", steps=400, api_name="/generate")
     assert next(iter(job))["event"] == "Planned"
     config: Any = owner.config
     (button,) = [one["id"] for one in config["components"] if one["props"].get("elem_id") == "stop-sharing"]
