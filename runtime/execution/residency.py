@@ -481,8 +481,12 @@ def _build(spec: ModelSpec, name: str, module: Any, part: ComponentPlan) -> Any:
         return PyTorchTextModel(module, part.device)
     if is_transformer(name):
         return components.denoiser(module)
-    makers = {IMAGE_ENCODER: components.image_model, VAE_ENCODER: components.video_encoder}
-    return makers.get(name, components.video_decoder)(module, part.device)
+    # A family without images has no functions for them.
+    if name == IMAGE_ENCODER:
+        return components.image_model(module, part.device)
+    if name == VAE_ENCODER:
+        return components.video_encoder(module, part.device)
+    return components.video_decoder(module, part.device)
 
 
 def _beside_others(device: str, load: Callable[[], Any]) -> Any:
