@@ -45,9 +45,7 @@ class LoadingAhead:
             return None
         try:
             return future.result()
-        except (
-            Exception
-        ) as error:  # the same error is raised where the part is loaded again, if it is not a passing one
+        except Exception as error:  # if it lasts, it is raised where the part is loaded again
             logger.info("A part could not be loaded ahead", exc_info=error)
             return None
 

@@ -175,15 +175,7 @@ _attend_shared = torch.library.custom_op("tandem::attend_shared", attend_in_part
 
 
 @_attend_shared.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: list[torch.Tensor],
-    kind: str,
-    group: str,
-    count: int,
-) -> torch.Tensor:
+def _(q: torch.Tensor, *_others: object) -> torch.Tensor:
     return torch.empty_like(q)
 
 

@@ -60,7 +60,8 @@ def forecast(
         while free and free[0][0] <= at:
             idle.append(heappop(free)[1])
         pairs = list(zip(jobs, [name for name in idle if name in in_order], strict=False))
-        left = [job for job in jobs.values() if job.id not in dict(pairs)]
+        taken = {job_id for job_id, _ in pairs}
+        left = [job for job in jobs.values() if job.id not in taken]
         choosing = [fleet[name] for name in idle if name not in in_order]
         others = [fleet[name] for _, name in free if name not in in_order]
         pairs += assign(left, choosing, charged, now + at, others)
