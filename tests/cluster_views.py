@@ -1,5 +1,7 @@
 """A cluster on paper over a real job queue: two machines with GPUs, one that starts and one that was lost."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +25,9 @@ RTX = here("NVIDIA GeForce RTX 4090", (8, 9), 24)
 NODES = [RayNode(name[0] * 12, name, name != "delta") for name in ("alpha", "beta", "gamma", "delta")]
 
 
-def queue_in(folder: Path) -> JobQueue:
-    """Return a queue without workers that make videos, as a head's without a GPU."""
+@contextmanager
+def queue_in(folder: Path) -> Iterator[JobQueue]:
+    """Yield a queue without workers that make videos, as a head's without a GPU."""
     engines = no_engines(folder)
     queue = JobQueue(
         folder / "weights",
@@ -34,7 +37,11 @@ def queue_in(folder: Path) -> JobQueue:
         JobStore(folder / "jobs.sqlite"),
     )
     queue.makes_videos = False
-    return queue
+    try:
+        yield queue
+    finally:
+        queue.close()
+        queue.store.close()
 
 
 def described(host: str, machine: Machine) -> Described:

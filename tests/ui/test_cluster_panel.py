@@ -23,10 +23,8 @@ HOSTILE = "<img src=x onerror=hit()> \" ' & “"
 
 @pytest.fixture
 def queue(tmp_path: Path) -> Iterator[JobQueue]:
-    made = queue_in(tmp_path)
-    yield made
-    made.close()
-    made.store.close()
+    with queue_in(tmp_path) as made:
+        yield made
 
 
 def parts(queue: JobQueue, view: ClusterView, settings: Settings, **state: Any) -> dict[str, str]:

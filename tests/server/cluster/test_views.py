@@ -17,10 +17,8 @@ from tests.server.test_scheduling import NOW, job, worker
 
 @pytest.fixture
 def queue(tmp_path: Path) -> Iterator[JobQueue]:
-    made = queue_in(tmp_path)
-    yield made
-    made.close()
-    made.store.close()
+    with queue_in(tmp_path) as made:
+        yield made
 
 
 def test_the_scheduler_decides_ahead_of_time() -> None:
