@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import sqlite3
 import statistics
 import sys
 import tempfile
@@ -73,15 +72,10 @@ def _overhead(count: int) -> None:
                 job = one.submit(number, steps=LONG_STEPS)
                 one.wait(one.finished, 300)
                 if number:  # the first one loads the libraries and the model
-                    seconds[name].append(_seconds(one, job))
+                    started, ended = one.times(job)
+                    seconds[name].append(round(ended - started, 3))
     result = {name: {"seconds": found, "median": statistics.median(found)} for name, found in seconds.items()}
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
-
-
-def _seconds(one: Machines, job: str) -> float:
-    with contextlib.closing(sqlite3.connect(one.folder / "head" / "jobs.sqlite")) as connection:
-        query = "SELECT ended - started FROM jobs WHERE id = ?"
-        return round(float(connection.execute(query, (job,)).fetchone()[0]), 3)
 
 
 # Collects when the page first shows that step `number` runs.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -23,22 +24,22 @@ JOB = {"prompt": "a red boat at sunset", "steps": 6, "frames": 9}
 class Machines:
     """The processes of a cluster; see `machines`."""
 
-    def __init__(self, folder: Path, command: tuple[str, ...] = ("serve", "--cluster")) -> None:
-        self.folder, self._command = folder, command
+    def __init__(self, folder: Path, command: tuple[str, ...] = ("serve", "--cluster"), **head_variables: str) -> None:
+        self.folder, self._command, self._head_variables = folder, command, head_variables
         self.port = free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.start_head()
 
     def start_head(self) -> None:
         """Start the head, also again."""
-        self.head = self._start("head", [*self._command, "--port", str(self.port)])
+        self.head = self._start("head", [*self._command, "--port", str(self.port)], **self._head_variables)
         self.wait(lambda: self.get("healthz") is not None, 180)
 
-    def add_node(self) -> None:
+    def add_node(self, *flags: str) -> None:
         """Start a node."""
         key = (self.folder / "head" / "cluster.key").read_text(encoding="ascii")
         name = f"node{len(self.nodes)}"
-        command = ["worker", "--join", f"127.0.0.1:{self.port}"]
+        command = ["worker", "--join", f"127.0.0.1:{self.port}", *flags]
         self.nodes.append(self._start(name, command, TANDEM_CLUSTER_KEY=key))
 
     def _start(self, name: str, command: list[str], **variables: str) -> "subprocess.Popen[bytes]":
@@ -115,6 +116,13 @@ class Machines:
         self.head.kill()
         self.head.wait()
         self.start_head()
+
+    def times(self, job_id: str) -> tuple[float, float]:
+        """Return when a job started and ended, in seconds."""
+        with contextlib.closing(sqlite3.connect(self.folder / "head" / "jobs.sqlite")) as connection:
+            query = "SELECT started, ended FROM jobs WHERE id = ?"
+            started, ended = connection.execute(query, (job_id,)).fetchone()
+        return float(started), float(ended)
 
     def frames(self, job_id: str) -> str:
         """Return a digest of the frames of a video."""

@@ -57,6 +57,7 @@ from torch import nn
 from runtime.core import settings
 from runtime.engines import frame_decoders
 from runtime.engines.build import build_engine
+from runtime.engines.builders import tensorrt
 from runtime.engines.frame_decoders import BATCH
 from runtime.engines.reference import full_float32
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
@@ -265,6 +266,8 @@ class Measurement:
         started = time.perf_counter()
         with (
             mock.patch.object(frame_decoders, "build_engine", build),
+            # The level is part of the key.
+            mock.patch.object(tensorrt, "_OPTIMIZATION_LEVEL", self.arguments.level),
             make_batched_decode_fn(self.placed(torch.float32), backend=backend, settings=found) as decode,
         ):
             decode.prepare(*self.latents.shape[3:])
@@ -321,7 +324,7 @@ def command_of(arguments: argparse.Namespace, model: str, size: str, way: str, l
         "ways": f"{way}={time.monotonic() + limit:.1f}",
         "device": arguments.device,
     }
-    options |= {"repeats": arguments.repeats, "endurance": arguments.endurance}
+    options |= {"repeats": arguments.repeats, "endurance": arguments.endurance, "level": arguments.level}
     return [python, __file__, "--here", *(f"--{name}={value}" for name, value in options.items())]
 
 
@@ -368,6 +371,7 @@ def main() -> int:
     parser.add_argument("--endurance", type=int, default=0, metavar="CALLS")
     parser.add_argument("--seconds", type=float, default=240, help="of all ways together")
     parser.add_argument("--way-seconds", type=float, default=70, help="of a way")
+    parser.add_argument("--level", type=int, default=3, help="TensorRT's optimization level, 0 to 5")
     parser.add_argument(
         "--compiler", default="python3", help="the Python of ways that compile, if this one has no Triton"
     )

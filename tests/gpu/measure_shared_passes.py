@@ -4,8 +4,8 @@
     python tests/gpu/measure_shared_passes.py --models wan2.2-a14b --parts 1,5 --profile
     python tests/gpu/measure_shared_passes.py --device cpu --tiny --variants ours,compiled --parts 1,2    tries it
 
-Sizes are 81 frames of 1280x720 with Wan2.2-A14B, 129 with HunyuanVideo, and a section of 480x832 with FramePack.
-Variants are those of measure_speed.py. `--parts`: the most parts of a process's heads, of which each is exchanged while
+Sizes are 81 frames of 1280x720 with Wan2.2-A14B (`--wan-size`), 129 with HunyuanVideo, and a section of 480x832 with
+FramePack. Variants are those of measure_speed.py. `--parts`: the most parts of a process's heads, of which each is exchanged while
 another is attended to; 1 without overlap. Each process makes the same random weights on its GPU, so nothing is written
 to the disk. As in a job, processes exchange tokens through torch.distributed; a job also sends latents from and to the
 coordinator, which is not measured here. For each model and variant, the first process measures a pass alone, then all
@@ -56,7 +56,7 @@ from tests.gpu.measure_speed import (
     random_module,
 )
 
-SIZES = {"wan2.2-a14b": "720p", "hunyuan-video": "720p", "framepack": "480x832"}
+SIZES = {"hunyuan-video": "720p", "framepack": "480x832"}
 # Kinds of kernels by their names, the first that matches; the rest are "other".
 KINDS = {
     "exchange": r"^nccl",
@@ -96,14 +96,14 @@ class Hunyuan:
 class Wan:
     """An expert of Wan2.2-A14B with random weights; see `Hunyuan`."""
 
-    def __init__(self, device: str, dtype: torch.dtype, *, tiny: bool) -> None:
+    def __init__(self, size: str, device: str, dtype: torch.dtype, *, tiny: bool) -> None:
         # As many heads as parts can be tried with.
         config = TINY | {"num_attention_heads": 4} if tiny else A14B
         self.module = random_module(device, lambda: WanTransformer3DModel(**config), dtype)
         width = config.get("attention_head_dim", 128)
         self.module.rope = type(self.module.rope)(width, (1, 2, 2), 1024).to(device)
         generator = torch.Generator(device).manual_seed(1)
-        frames, height, width = measure_speed.SIZES["tiny" if tiny else SIZES["wan2.2-a14b"]]
+        frames, height, width = measure_speed.SIZES["tiny" if tiny else size]
         latents = torch.randn(1, 16, frames, height, width, device=device, generator=generator)
         text = torch.randn(1, TEXT_TOKENS, config.get("text_dim", 4096), device=device, generator=generator).to(dtype)
         self.given = latents, torch.tensor(500.0, device=device), text
@@ -201,7 +201,7 @@ class Process:
     def model(self, name: str) -> None:
         """Measure all variants of a model."""
         dtype = torch.bfloat16 if self.cuda else torch.float32
-        kind = Wan if name == "wan2.2-a14b" else partial(Hunyuan, name)
+        kind = partial(Wan, self.arguments.wan_size) if name == "wan2.2-a14b" else partial(Hunyuan, name)
         began = time.perf_counter()
         model = kind(self.device, dtype, tiny=self.arguments.tiny)
         self.wait()
@@ -215,7 +215,8 @@ class Process:
     def variant(self, name: str, model: Wan | Hunyuan, variant: str) -> None:
         """Measure a variant alone and shared; a failure in one process is one of all."""
         speed, linears = model.variants[variant]
-        what = {"model": name, "size": "tiny" if self.arguments.tiny else SIZES[name], "variant": variant}
+        size = "tiny" if self.arguments.tiny else SIZES.get(name, self.arguments.wan_size)
+        what = {"model": name, "size": size, "variant": variant}
         assert speed is not None, "diffusers' passes are not shared"
         one: torch.Tensor | None = None
         found: dict[str, Any] = {}
@@ -331,6 +332,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--models", default="hunyuan-video,framepack")
     parser.add_argument("--variants", default="flash4,fp8-all", help="of measure_speed.py; those with FP8 weights last")
+    parser.add_argument("--wan-size", default="720p", choices=["480p", "720p"])
     parser.add_argument("--parts", default=str(PARTS), help="most parts of heads, one or more numbers")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--repeats", type=int, default=2, help="timed passes after the first")

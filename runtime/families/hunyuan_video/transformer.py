@@ -505,7 +505,11 @@ def run_blocks(
         x, text = block(x, text, embedded, None, rotation)
     if shared is not None:
         x = _in_one(x, text)
-    projected: torch.Tensor = module.proj_out(module.norm_out(x, embedded).to(embedded.dtype))
+    # The layer itself would round wide tokens, or fail: it expects tokens in the dtype of its weights.
+    norm = module.norm_out
+    scale, shift = norm.linear(norm.silu(embedded)).chunk(2, dim=1)
+    x = norm.norm(x) * (1 + scale)[:, None] + shift[:, None]
+    projected: torch.Tensor = module.proj_out(x.to(embedded.dtype))
     return projected if shared is None else shared.all(projected)[:, :count]
 
 

@@ -36,9 +36,9 @@ class Engines:
 
     most_tokens = MOST_TOKENS
 
-    def __init__(self, spec: ModelSpec, failing: int = 0, fault: str = "") -> None:
+    def __init__(self, spec: ModelSpec, failing: int = 0, fault: str = "", dtype: str = "float32") -> None:
         self.programs = {
-            name: load_program(spec, "transformer", name, device="cpu", dtype="float32") for name in spec.block_programs
+            name: load_program(spec, "transformer", name, device="cpu", dtype=dtype) for name in spec.block_programs
         }
         self.calls: list[str] = []
         self._failing, self._fault = failing, fault
@@ -52,10 +52,10 @@ class Engines:
             outputs[name].copy_(torch.full_like(found, torch.nan) if failing else found)
 
 
-def on_engines(spec: ModelSpec, engines: Engines | None, reasons: list[Fact]) -> BlockEngines:
+def on_engines(spec: ModelSpec, engines: Engines | None, reasons: list[Fact], dtype: str = "float32") -> BlockEngines:
     """Return block engines of a model that record why they fail."""
     uses = [
-        EngineUse(id=name, program=name, builder="b", precision="float32", profile=((1, 1, 1),) * 3)
+        EngineUse(id=name, program=name, builder="b", precision=dtype, profile=((1, 1, 1),) * 3)
         for name in spec.block_programs
     ]
     opened = None if engines is None else cast("OpenEngines", engines)
@@ -89,6 +89,24 @@ def test_a_pass_equals_diffusers(tiny: Tiny, fault: str) -> None:
     denoiser.forget()
     assert denoiser(latents, torch.tensor([500.0, 6000.0]), text).dtype == torch.float32
     assert not module.is_wide
+
+
+@torch.no_grad()
+def test_tokens_are_float32_between_blocks_with_weights_in_half_precision(tiny: Tiny) -> None:
+    spec = tiny("hunyuan-video")
+    generator = torch.Generator().manual_seed(0)
+    latents, text = torch.randn(1, 16, 3, 8, 12, generator=generator), torch.randn(1, 1 + 7, 32, generator=generator)
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        module: Any = HunyuanVideoTransformer3DModel.from_pretrained(spec.directory / "transformer").eval().to(dtype)
+        reasons: list[Fact] = []
+        denoiser = PyTorchDenoiser(module)
+        name = str(dtype).removeprefix("torch.")
+        denoiser.compute(EAGER, None, on_engines(spec, Engines(spec, dtype=name), reasons, name))
+        found[dtype] = denoiser(latents, torch.tensor([500.0, 6000.0]), text).float()
+        assert not reasons
+    error = (found[torch.float16] - found[torch.float32]).norm() / found[torch.float32].norm()
+    assert error < 5e-3
 
 
 @pytest.mark.slow
