@@ -125,6 +125,7 @@ class Residency:
     Use as a context manager: leaving it frees everything.
 
     Attributes:
+        cache_dir: the cache folder; `None` without one.
         load_seconds: time spent on loading and compiling so far.
         compile_seconds: the part of it spent on compiling.
         group_manager: the processes of jobs on several GPUs.
@@ -140,7 +141,7 @@ class Residency:
         self, engines: EngineService | None = None, load: Loader | None = None, *, keep_prompts: bool = True
     ) -> None:
         self._service = engines
-        folder = None if engines is None else engines.cache_dir
+        folder = self.cache_dir = None if engines is None else engines.cache_dir
         self._quantized = None if folder is None else QuantizedCache(folder / QUANTIZED.name)
         self._load = load or (lambda spec, name, part, device: load_module(spec, name, part, device, self._quantized))
         self._held: dict[_Key, Any] = {}

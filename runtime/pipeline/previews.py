@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from runtime.core.plan import ExecutionPlan
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.latent_colors import LatentColors
 from runtime.video.preview import encode_frames, encode_preview, resize
 
 # Minimum interval: a preview takes 10 ms, as long as several steps of a small model on a GPU.
@@ -17,24 +19,28 @@ _SHARE = 0.03
 
 
 class Previews:
-    """Draws the previews of one job, as often as the time budget allows."""
+    """Draws the previews of one job, as often as the time budget allows.
 
-    def __init__(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
-        self._latent_rgb = spec.latent_rgb
+    Attributes:
+        colors: of latents; they learn from what the job decodes.
+
+    Args:
+        cache_dir: the cache folder; `None` without one.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: ExecutionPlan, cache_dir: Path | None) -> None:
+        self.colors = LatentColors(cache_dir, spec)
         self._plan = plan
         self._next = -1.0
         self._frames: list[np.ndarray] = []
 
     def of_latents(self, estimate: torch.Tensor) -> bytes | None:
-        """Return an animated WebP of the predicted clean latents, if it is time for one."""
-        rgb_of = self._latent_rgb
-        if rgb_of is None:
-            return None
+        """Return an animated WebP of the predicted clean latents, if it is time for one and their colors are known."""
 
-        def draw() -> bytes:
-            factors = torch.tensor(rgb_of.factors, device=estimate.device, dtype=torch.float32)
-            bias = torch.tensor(rgb_of.bias, device=estimate.device, dtype=torch.float32)
-            rgb = torch.einsum("cfhw,cr->fhwr", estimate[0], factors) + bias
+        def draw() -> bytes | None:
+            rgb = self.colors.colors(estimate)
+            if rgb is None:
+                return None
             return encode_preview(rgb.cpu().numpy(), round(1000 * self._plan.seconds_of_video / len(rgb)))
 
         return self._timed(draw)
@@ -52,7 +58,7 @@ class Previews:
         """Forget the frames, because decoding starts again."""
         self._frames.clear()
 
-    def _timed(self, draw: Callable[[], bytes]) -> bytes | None:
+    def _timed(self, draw: Callable[[], bytes | None]) -> bytes | None:
         started = time.monotonic()
         if started < self._next:
             return None

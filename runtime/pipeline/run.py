@@ -104,7 +104,7 @@ def _generate(
         context.record_conditioning(conditioning, section)
     if history is not None:
         measure_attention(context.plan, context.spec, history)
-    previews, files = Previews(context.spec, context.plan), context.section_files
+    previews, files = Previews(context.spec, context.plan, context.residency.cache_dir), context.section_files
     if files is not None:
         _denoise(context, partial(make_sections, context, previews, files))
         saved = join_sections(context, files, job_id, on_frames)

@@ -21,6 +21,7 @@ from runtime.execution.decoded_frames import as_bytes
 from runtime.models.sections import Sections
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER
 from runtime.pipeline.degenerate_clip import Detector
+from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Conditioning, GivenFrames
@@ -81,7 +82,7 @@ def make_sections(context: RunContext, previews: Previews, files: SectionFiles) 
             video,
             context.section,
             partial(_denoiser, context),
-            partial(_decoder, context),
+            partial(_decoder, context, previews),
             cancel,
             partial(_record_step, context, previews),
         )
@@ -103,7 +104,7 @@ def make_sections(context: RunContext, previews: Previews, files: SectionFiles) 
             del one, frames, shown
     if context.section.sections < sections.count:
         if pending is None:
-            with _decoder(context) as decode:
+            with _decoder(context, previews) as decode:
                 pending = pending_frames(sections, context.section, decode)
         files.write(PENDING, [_bytes(context, pending)])
 
@@ -149,11 +150,20 @@ def _denoiser(context: RunContext) -> Iterator[SectionDenoiser]:
 
 
 @contextmanager
-def _decoder(context: RunContext) -> Iterator[Decode]:
+def _decoder(context: RunContext, previews: Previews) -> Iterator[Decode]:
     context.current = ("load", "vae")
+    each, tile = context.spec.vae.scale_factor_temporal, context.plan.strategy.decode_tile
     with context.residency.video_decoder(context.spec, context) as decoder, context.metrics.stage("decode"):
         context.begin_stage("decode", "vae")
-        yield partial(cast("SectionDecoder", decoder).window, tile=context.plan.strategy.decode_tile)
+
+        def decode(latents: torch.Tensor) -> torch.Tensor:
+            frames, decoded = cast("SectionDecoder", decoder).window(latents, tile=tile), DecodedColors(latents, each)
+            for frame in frames:
+                decoded.add(_bytes(context, frame[None]))
+            previews.colors.learn(decoded)
+            return frames
+
+        yield decode
 
 
 def _parts(sections: Sections, done: int) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ from runtime.models.timed_prompts import section_prompts
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.growing_clip import GrowingClip
+from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
 from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, resumable_after
@@ -185,6 +186,7 @@ def decode_and_save(
     plan, detector = context.plan, Detector()
     context.current = ("load", "vae")
     previews.forget_frames()
+    decoded = DecodedColors(context.sampling.latents, context.spec.vae.scale_factor_temporal)
     with (
         VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer,
         GrowingClip(context.folder, plan) as clip,
@@ -204,12 +206,15 @@ def decode_and_save(
                 frames = chunk.numpy()
                 writer.write(frames)
                 detector.inspect(frames)
+                decoded.add(frames)
                 if on_frames is not None:
                     on_frames(frames)
                 written += len(frames)
                 playable, preview = clip.add(frames), previews.of_frames(frames)
                 context.emit(FramesDecoded(frames=written, of=plan.frames, playable=playable, preview=preview))
-        return finish_video(context, writer, detector, job_id)
+        saved = finish_video(context, writer, detector, job_id)
+    previews.colors.learn(decoded)
+    return saved
 
 
 def finish_video(context: RunContext, writer: VideoWriter, detector: Detector, job_id: str | None) -> VideoSaved:

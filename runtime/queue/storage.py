@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime.core.disk_caches import LATENT_COLORS
 from runtime.core.errors import StoreError
 from runtime.core.files import remove_partial_files
 from runtime.core.images import referenced
@@ -22,7 +23,7 @@ _DAY = 24 * 3600.0
 KEPT_SECONDS = 7 * _DAY
 
 # Folders of the cache whose files are replaced as a whole.
-_CACHES = ("prompts", "verification")
+_CACHES = ("prompts", "verification", LATENT_COLORS.name)
 
 _FINISHED: tuple[State, ...] = ("done",)
 

@@ -1,0 +1,203 @@
+"""Colors of latents for previews: a linear map, fitted to what the model's own VAE decoded in earlier videos.
+
+    latent_colors/<digest of the VAE's files>.safetensors    sums of all videos, from which the map is computed
+
+A file that is damaged or of another VAE is ignored, and replaced by the next video. A folder that cannot be written to
+is not an error. Of two processes that write at once, one loses the sums of its last video.
+"""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+
+from runtime.core.disk_caches import LATENT_COLORS, evict, files_of
+from runtime.core.errors import ModelError
+from runtime.core.files import remove_partial_files, replace_file
+from runtime.models.spec import ModelSpec
+from runtime.models.tensor_files import read_tensors
+
+# Each latent position has this many colors in width and in height.
+SIDE = 2
+# Positions that count: earlier videos fade as others are added.
+_MAX_POSITIONS = 200_000
+# Positions per unknown that a map is fitted from, at least.
+_LEAST_POSITIONS = 4
+# Ridge regression: latents have a variance of about 1.
+_RIDGE = 1e-4
+_VERSION = 1
+_MAX_BYTES = 4 << 20
+_KEY = "vae"
+
+logger = logging.getLogger(__name__)
+
+
+class Sums(NamedTuple):
+    """Normal equations of the fit, float64; the last of the inputs is 1.
+
+    Attributes:
+        gram: (channels + 1, channels + 1); its last element is the number of positions.
+        moments: (channels + 1, `SIDE` × `SIDE` × 3).
+    """
+
+    gram: torch.Tensor
+    moments: torch.Tensor
+
+    @classmethod
+    def zero(cls, channels: int) -> "Sums":
+        """Return the sums of no positions."""
+        inputs, outputs = channels + 1, SIDE * SIDE * 3
+        return cls(torch.zeros(inputs, inputs, dtype=torch.float64), torch.zeros(inputs, outputs, dtype=torch.float64))
+
+    @property
+    def positions(self) -> float:
+        """The number of latent positions."""
+        return float(self.gram[-1, -1])
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Return both together, with less weight on these if they are too many."""
+        share = min(1.0, max(_MAX_POSITIONS - other.positions, 0.0) / max(self.positions, 1.0))
+        return Sums(share * self.gram + other.gram, share * self.moments + other.moments)
+
+    def solve(self) -> torch.Tensor | None:
+        """Return the map, (channels + 1, `SIDE` × `SIDE` × 3) float32, the bias last; `None` if they have too little.
+
+        Also if they are no sums at all: the matrix of real ones is positive definite.
+        """
+        if not self.positions >= _LEAST_POSITIONS * len(self.gram):
+            return None
+        ridge = _RIDGE * self.positions * torch.eye(len(self.gram), dtype=torch.float64)
+        ridge[-1, -1] = 0.0
+        factor, failed = torch.linalg.cholesky_ex(self.gram + ridge)
+        found = torch.cholesky_solve(self.moments, factor).float()
+        return None if failed.item() or not torch.isfinite(found).all().item() else found
+
+
+class DecodedColors:
+    """The sums of one clip that is being decoded.
+
+    Args:
+        latents: (1, channels, frames, height, width), as the transformer sees them.
+        frames_each: frames of one latent frame; the first latent frame is one frame.
+    """
+
+    def __init__(self, latents: torch.Tensor, frames_each: int) -> None:
+        self._latents = latents[0].float().cpu()
+        self._frames_each = frames_each
+        self._received = 0
+        self.sums = Sums.zero(len(self._latents))
+
+    def add(self, frames: np.ndarray) -> None:
+        """Add the next frames, (n, height, width, 3) uint8. The last one of each latent frame is used."""
+        first = -self._received % self._frames_each
+        for number in range(first, len(frames), self._frames_each):
+            latents = self._latents[:, (self._received + number) // self._frames_each]
+            self._add(latents, torch.from_numpy(frames[number]))
+        self._received += len(frames)
+
+    def _add(self, latents: torch.Tensor, frame: torch.Tensor) -> None:
+        channels, height, width = latents.shape
+        pixels = frame.permute(2, 0, 1).float() / 127.5 - 1.0
+        colors = F.pixel_unshuffle(F.adaptive_avg_pool2d(pixels, (SIDE * height, SIDE * width)), SIDE)
+        inputs = torch.cat([latents, torch.ones(1, height, width)]).reshape(channels + 1, -1).double()
+        outputs = colors.reshape(len(colors), -1).double()
+        self.sums.gram.addmm_(inputs, inputs.T)
+        self.sums.moments.addmm_(inputs, outputs.T)
+
+
+class LatentColors:
+    """The colors of a model's latents, for the previews of one job.
+
+    Args:
+        folder: the cache folder; `None` stores nothing.
+    """
+
+    def __init__(self, folder: Path | None, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._path: Path | None = None
+        if folder is not None:
+            try:
+                self._key = _key(spec)
+                self._path = folder / LATENT_COLORS.name / f"{self._key}.safetensors"
+            except OSError as error:  # the job reports it when it loads the VAE
+                logger.info("The VAE's files could not be read: %s", error)
+        self._sums = self._read()
+        self._map = self._solved()
+
+    def colors(self, latents: torch.Tensor) -> torch.Tensor | None:
+        """Return the colors of latents, (frames, rows, columns, 3) float32 in about -1 to 1.
+
+        They are those of the fitted map; before the first video of the VAE, those of the model's published map, which
+        has one color for each position; `None` without both.
+
+        Args:
+            latents: (1, channels, frames, height, width), normalised.
+        """
+        if self._map is None:
+            return None
+        factors = self._map.to(latents.device)
+        found = torch.einsum("cfhw,cr->frhw", latents[0].float(), factors[:-1]) + factors[-1][:, None, None]
+        return F.pixel_shuffle(found, math.isqrt(found.shape[1] // 3)).permute(0, 2, 3, 1)
+
+    def learn(self, clip: DecodedColors) -> None:
+        """Add a decoded clip to the fit, and store it."""
+        if not all(torch.isfinite(part).all().item() for part in clip.sums):
+            return
+        # Other processes may have added theirs.
+        self._sums = (self._read() or self._sums or Sums.zero(self._spec.vae.z_dim)).plus(clip.sums)
+        self._map = self._solved()
+        if self._path is None:
+            return
+        data = safetensors.torch.save(self._sums._asdict(), metadata={_KEY: self._key})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            remove_partial_files(self._path.parent)
+            replace_file(self._path, data)
+            evict(files_of(self._path.parent), LATENT_COLORS.max_bytes, keep=self._path)
+        except OSError as error:
+            logger.warning("The colors of previews could not be stored: %s", error.strerror or error)
+
+    def _solved(self) -> torch.Tensor | None:
+        found = None if self._sums is None else self._sums.solve()
+        published = self._spec.latent_rgb
+        if found is not None or published is None:
+            return found
+        return torch.tensor([*published.factors, published.bias], dtype=torch.float32)
+
+    def _read(self) -> Sums | None:
+        """Return the stored sums; `None` if there are none, or they are not what was written for this VAE."""
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            tensors, metadata = read_tensors(self._path, _MAX_BYTES)
+        except ModelError as error:
+            logger.warning("The colors of previews could not be read: %s", error)
+            return None
+        wanted = Sums.zero(self._spec.vae.z_dim)._asdict()
+        if metadata.get(_KEY) != self._key or _types(tensors) != _types(wanted):
+            return None
+        found = Sums(**tensors)
+        return found if found.solve() is not None else None
+
+
+def _types(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (one.shape, one.dtype) for name, one in tensors.items()}
+
+
+def _key(spec: ModelSpec) -> str:
+    """Return a digest of the names, sizes and times of a VAE's files, and of what decides its latents' meaning.
+
+    Raises:
+        OSError: if a file does not exist.
+    """
+    files = [(path, path.stat()) for path in spec.component_files("vae")]
+    found = [[str(path.resolve()), status.st_size, status.st_mtime_ns] for path, status in files]
+    return hashlib.sha256(json.dumps([_VERSION, SIDE, repr(spec.vae), found]).encode()).hexdigest()[:32]
