@@ -46,16 +46,19 @@ class Sums(NamedTuple):
     Attributes:
         gram: (channels + 1, channels + 1); its last element is the number of positions.
         moments: (channels + 1, `SIDE` × `SIDE` × 3).
+        lead: (), how much smaller the squared error of the fitted map was than that of the model's published one, each
+            on clips that the fit did not have yet.
     """
 
     gram: torch.Tensor
     moments: torch.Tensor
+    lead: torch.Tensor
 
     @classmethod
     def zero(cls, channels: int) -> "Sums":
         """Return the sums of no positions."""
         inputs, outputs = channels + 1, SIDE * SIDE * 3
-        return cls(torch.zeros(inputs, inputs, dtype=torch.float64), torch.zeros(inputs, outputs, dtype=torch.float64))
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in ((inputs, inputs), (inputs, outputs), ())))
 
     @property
     def positions(self) -> float:
@@ -65,7 +68,12 @@ class Sums(NamedTuple):
     def plus(self, other: "Sums") -> "Sums":
         """Return both together, with less weight on these if they are too many."""
         share = min(1.0, max(_MAX_POSITIONS - other.positions, 0.0) / max(self.positions, 1.0))
-        return Sums(share * self.gram + other.gram, share * self.moments + other.moments)
+        return Sums(*(share * mine + its for mine, its in zip(self, other, strict=True)))
+
+    def error(self, factors: torch.Tensor) -> torch.Tensor:
+        """Return the squared error of a map at these positions, less a number that is the same for all maps."""
+        factors = factors.double()
+        return (factors * (self.gram @ factors - 2 * self.moments)).sum()
 
     def solve(self) -> torch.Tensor | None:
         """Return the map, (channels + 1, `SIDE` × `SIDE` × 3) float32, the bias last; `None` if they have too little.
@@ -129,14 +137,16 @@ class LatentColors:
                 self._path = folder / LATENT_COLORS.name / f"{self._key}.safetensors"
             except OSError as error:  # the job reports it when it loads the VAE
                 logger.info("The VAE's files could not be read: %s", error)
+        published = spec.latent_rgb
+        self._published = None if published is None else torch.tensor([*published.factors, published.bias])
         self._sums = self._read()
-        self._map = self._solved()
+        self._map = self._chosen()
 
     def colors(self, latents: torch.Tensor) -> torch.Tensor | None:
         """Return the colors of latents, (frames, rows, columns, 3) float32 in about -1 to 1.
 
-        They are those of the fitted map; before the first video of the VAE, those of the model's published map, which
-        has one color for each position; `None` without both.
+        They are those of the fitted map, or of the model's published one, which has one color for each position, if
+        that was better or no video was decoded yet; `None` without both.
 
         Args:
             latents: (1, channels, frames, height, width), normalised.
@@ -152,8 +162,14 @@ class LatentColors:
         if not all(torch.isfinite(part).all().item() for part in clip.sums):
             return
         # Other processes may have added theirs.
-        self._sums = (self._read() or self._sums or Sums.zero(self._spec.vae.z_dim)).plus(clip.sums)
-        self._map = self._solved()
+        before = self._read() or self._sums or Sums.zero(self._spec.vae.z_dim)
+        fitted, published = before.solve(), self._published
+        sums = clip.sums
+        if fitted is not None and published is not None:
+            spread = published.repeat_interleave(SIDE * SIDE, dim=1)
+            sums = sums._replace(lead=sums.error(spread) - sums.error(fitted))
+        self._sums = before.plus(sums)
+        self._map = self._chosen()
         if self._path is None:
             return
         data = safetensors.torch.save(self._sums._asdict(), metadata={_KEY: self._key})
@@ -165,12 +181,12 @@ class LatentColors:
         except OSError as error:
             logger.warning("The colors of previews could not be stored: %s", error.strerror or error)
 
-    def _solved(self) -> torch.Tensor | None:
-        found = None if self._sums is None else self._sums.solve()
-        published = self._spec.latent_rgb
-        if found is not None or published is None:
-            return found
-        return torch.tensor([*published.factors, published.bias], dtype=torch.float32)
+    def _chosen(self) -> torch.Tensor | None:
+        """Return the fitted map, unless the published one was better or is the only one."""
+        fitted = None if self._sums is None else self._sums.solve()
+        if self._sums is not None and fitted is not None and (self._published is None or self._sums.lead.item() > 0):
+            return fitted
+        return self._published
 
     def _read(self) -> Sums | None:
         """Return the stored sums; `None` if there are none, or they are not what was written for this VAE."""
@@ -185,7 +201,8 @@ class LatentColors:
         if metadata.get(_KEY) != self._key or _types(tensors) != _types(wanted):
             return None
         found = Sums(**tensors)
-        return found if found.solve() is not None else None
+        finite = torch.isfinite(found.lead).item()
+        return found if finite and found.solve() is not None else None
 
 
 def _types(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
