@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from runtime.server.cluster.views import (
     Working,
     cluster_view,
     fallbacks_in,
+    why_not_started,
 )
 from runtime.server.scheduling import IdleWorker, WaitingJob, assign
 
@@ -107,6 +109,7 @@ class ClusterHead:
         self._workers: dict[str, _Proxy] = {}
         self._nodes: dict[str, RayNode] = {}
         self._numbers = itertools.count()
+        self._starting: list[_Starting] = []
         self._retry_at: dict[str, float] = {}
         self._lock = threading.RLock()
         self._sending: dict[str, threading.Lock] = {}
@@ -208,16 +211,17 @@ class ClusterHead:
                 logger.exception("The cluster failed")
 
     def _watch_nodes(self) -> None:
-        """Start the workers that nodes lack."""
+        """Start the workers that nodes lack, without waiting for them."""
         import ray
 
+        self._starting = [one for one in self._starting if not self._has_started(one)]
         for node in ray.nodes():  # type: ignore[no-untyped-call]
             resources = node["Resources"]
             self._know(node["NodeID"], node["NodeManagerHostname"], node["Alive"], joined=NODE in resources)
             if not node["Alive"] or NODE not in resources:
                 continue
             with self._lock:
-                running = sum(proxy.node == node["NodeID"] for proxy in self._workers.values())
+                running = sum(one.node == node["NodeID"] for one in (*self._workers.values(), *self._starting))
                 wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
             for _ in range(0 if wait else int(resources[WORKERS]) - running):
                 self._start(node["NodeID"], int(resources.get("GPU", 0) // resources[WORKERS]))
@@ -230,7 +234,8 @@ class ClusterHead:
                     lost = [one.id for one in self._nodes.values() if not one.alive and one.host == host]
                     for other in lost[:1]:
                         del self._nodes[other]
-                self._nodes[node] = RayNode(node, host, True)
+                before = self._nodes.get(node)
+                self._nodes[node] = RayNode(node, host, True, before and before.problem)
             elif node in self._nodes and not alive:
                 self._nodes[node] = RayNode(node, host or self._nodes[node].host, False)
 
@@ -249,19 +254,43 @@ class ClusterHead:
             )
             .remote()
         )
+        self._starting.append(_Starting(node, actor, actor.describe.remote(), time.monotonic()))
+
+    def _has_started(self, one: "_Starting") -> bool:
+        """Return whether a worker's start has ended: it has joined, or failed and is tried again."""
+        import ray
+
+        seconds = time.monotonic() - one.since
+        ready, _ = ray.wait([one.described], timeout=0)
+        if not ready and seconds < _START_SECONDS:
+            slow = why_not_started(None, seconds)
+            if slow is not None:  # until then, the last failure is shown
+                self._report(one.node, slow)
+            return False
         try:
-            described: Any = ray.get(actor.describe.remote(), timeout=_START_SECONDS)
+            described: Described = ray.get(one.described, timeout=0)
         except Exception as error:
-            logger.warning("A worker of node %s does not start: %s", node[:8], type(error).__name__)
-            ray.kill(actor)
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            problem = why_not_started(None if late else error, seconds)
+            logger.warning("A worker of node %s does not start: %s", one.node[:8], problem)
+            self._report(one.node, problem)
+            ray.kill(one.actor)
             with self._lock:
-                self._retry_at[node] = time.monotonic() + _RETRY_SECONDS
-            return
-        proxy = _Proxy(self, f"{self.jobs.instance}.node{next(self._numbers)}", node, actor, described)
+                self._retry_at[one.node] = time.monotonic() + _RETRY_SECONDS
+            return True
+        proxy = _Proxy(self, f"{self.jobs.instance}.node{next(self._numbers)}", one.node, one.actor, described)
         logger.info("worker %s joins on %s", proxy.id, described.host)
+        self._report(one.node, None)
         with self._lock:
             self._workers[proxy.id] = proxy
         proxy.thread.start()
+        return True
+
+    def _report(self, node: str, problem: Fact | None) -> None:
+        """Keep why a node's worker does not start."""
+        with self._lock:
+            if node in self._nodes:
+                self._nodes[node] = replace(self._nodes[node], problem=problem)
 
     def _assign(self) -> None:
         with self._lock:
@@ -294,6 +323,21 @@ class ClusterHead:
         """Return whether other nodes have workers."""
         with self._lock:
             return any(proxy.node != node for proxy in self._workers.values())
+
+
+@dataclass(frozen=True)
+class _Starting:
+    """A worker of a node that has not answered yet.
+
+    Attributes:
+        described: will be the result of `NodeWorker.describe`.
+        since: when it was started, by the monotonic clock.
+    """
+
+    node: str
+    actor: Any
+    described: Any
+    since: float
 
 
 class _Proxy:
