@@ -5,7 +5,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -62,7 +61,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     """End this process if it is still there in five minutes, and print where each thread was."""
-    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(300, exit=True, file=2)
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:

@@ -221,7 +221,8 @@ class ClusterHead:
             if not node["Alive"] or NODE not in resources:
                 continue
             with self._lock:
-                running = sum(one.node == node["NodeID"] for one in (*self._workers.values(), *self._starting))
+                nodes = [one.node for one in self._workers.values()] + [one.node for one in self._starting]
+                running = nodes.count(node["NodeID"])
                 wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
             for _ in range(0 if wait else int(resources[WORKERS]) - running):
                 self._start(node["NodeID"], int(resources.get("GPU", 0) // resources[WORKERS]))
@@ -235,7 +236,7 @@ class ClusterHead:
                     for other in lost[:1]:
                         del self._nodes[other]
                 before = self._nodes.get(node)
-                self._nodes[node] = RayNode(node, host, True, before and before.problem)
+                self._nodes[node] = RayNode(node, host, True, before.problem if before else None)
             elif node in self._nodes and not alive:
                 self._nodes[node] = RayNode(node, host or self._nodes[node].host, False)
 
