@@ -35,12 +35,12 @@ class Machines:
         self.head = self._start("head", [*self._command, "--port", str(self.port)], **self._head_variables)
         self.wait(lambda: self.get("healthz") is not None, 180)
 
-    def add_node(self, *flags: str) -> None:
+    def add_node(self, *flags: str, **variables: str) -> None:
         """Start a node."""
         key = (self.folder / "head" / "cluster.key").read_text(encoding="ascii")
         name = f"node{len(self.nodes)}"
         command = ["worker", "--join", f"127.0.0.1:{self.port}", *flags]
-        self.nodes.append(self._start(name, command, TANDEM_CLUSTER_KEY=key))
+        self.nodes.append(self._start(name, command, TANDEM_CLUSTER_KEY=key, **variables))
 
     def _start(self, name: str, command: list[str], **variables: str) -> "subprocess.Popen[bytes]":
         cache = self.folder / name

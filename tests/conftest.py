@@ -1,5 +1,6 @@
 """Selection of tests, their requirements, and shared fixtures."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -56,6 +57,11 @@ def pytest_collection_finish() -> None:
     """Let collections of garbage skip the objects of modules and tests, hundreds of thousands that stay to the end."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """End this process if it is still there in five minutes, and print where each thread was."""
+    faulthandler.dump_traceback_later(300, exit=True, file=2)
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:

@@ -22,7 +22,6 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
-from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine, probe
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
@@ -167,6 +166,9 @@ def _run(
     *,
     as_json: bool,
 ) -> int:
+    # It imports torch, which takes seconds that a refused request does not need.
+    from runtime.execution.residency import Residency
+
     progress = terminal.ProgressLine()
     poller = ControlPoller(store)
     with cancel_on_signals(_resume_hint(record, store)) as cancel, poller.polling():

@@ -7,10 +7,12 @@ load of several threads reaches (`models.tensor_stream`).
 import logging
 import threading
 from collections.abc import Callable, Collection, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_CHECK_SECONDS = 0.1
 
 
 class LoadingAhead:
@@ -34,6 +36,17 @@ class LoadingAhead:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="load-ahead")
         if key not in self._loads:
             self._loads[key] = self._pool.submit(load)
+
+    def wait(self, key: Hashable, check: Callable[[], None]) -> None:
+        """Wait until a part that is being loaded is there, or failed; return at once if it has not begun.
+
+        Args:
+            check: called several times a second; if it raises, the part is loaded on, for the next job.
+        """
+        future = self._loads.get(key)
+        while future is not None and future.running():
+            check()
+            wait([future], _CHECK_SECONDS)
 
     def take(self, key: Hashable) -> Any:
         """Return a part, after waiting for it; `None` if it was not started, or failed and must be loaded again.

@@ -290,6 +290,7 @@ class Residency:
             failed = part.failed_engines
             return BlockEngines(None, spec, name, failed, fail, job.warn) if failed else None
         reason: Fact | None = None
+        self._wait_for_load(key, job)
         try:
             if key not in self._held:
                 started = time.perf_counter()
@@ -310,6 +311,12 @@ class Residency:
         failed = not plan.components[name].in_blocks
         if failed or not (plan.strategy.keeps(name) or plan.sharing_engines(name)[1:]):
             self._drop(_block_engines_key(spec, planned))
+
+    def _wait_for_load(self, key: _Key, job: Watch) -> None:
+        """Wait for a part that is being loaded ahead, unless the job is cancelled."""
+        started = time.perf_counter()
+        self._ahead.wait(key, job.cancel.check)
+        self.load_seconds += time.perf_counter() - started
 
     def _keep_compiled(self, job: Watch) -> None:
         """Wait until the compiler is imported, and let it use the cache on disk."""
@@ -333,6 +340,7 @@ class Residency:
         """
         part = job.plan.components[name]
         used = [_key(spec, name, job.plan, part)]
+        self._wait_for_load(used[0], job)
 
         def hold(wanted: ComponentPlan, make: Callable[[], Any]) -> Any:
             self._free_all_but(spec, job.plan)

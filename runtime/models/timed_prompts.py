@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from runtime.models.sections import Section, Sections
 
-_SECONDS = r"(\d+(?:\.\d+)?)\s*s"
-_TIMED = re.compile(rf"\[\s*{_SECONDS}\s*(?:-\s*{_SECONDS}\s*)?:\s*([^\[\]]*?)\s*\]")
+# Patterns are matched to one bracket at a time and without ambiguity, so that reading takes linear time.
+_BRACKET = re.compile(r"\[([^\[\]]*)(\]?)")
+_SECONDS = r"\s*(\d{1,9}(?:\.\d+)?)\s*s\s*"
+_TIMES = re.compile(rf"{_SECONDS}(?:-{_SECONDS})?")
 # Begins with a number and then a unit, a range or a colon, as only times do.
-_ATTEMPT = re.compile(r"\[\s*\d+(?:[.,]\d+)?\s*(?:s|-|:)[^\[\]]*\]?")
+_ATTEMPT = re.compile(r"\s*[-+]?(?:\d[\d.,e+]*|nan|inf(?:inity)?)\s*(?:m?s\b|sec|-|:)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -31,28 +33,41 @@ class TimedPrompt:
 
 
 def timed_prompts(prompt: str) -> tuple[TimedPrompt, ...]:
-    """Return the prompts of a text in the order of time; a text without times is one prompt.
+    """Return the prompts of a text in its order; a text without times is one prompt.
 
-    Text outside of brackets is a prompt too. It applies where no other does.
+    Text outside of brackets is a prompt too. It applies where no other does, and comes first.
     """
-    found = [
-        TimedPrompt(text, float(start), None if end is None else float(end))
-        for start, end, text in (match.groups() for match in _TIMED.finditer(prompt))
-    ]
-    outside = " ".join(_TIMED.sub(" ", prompt).split()) if found else prompt
-    untimed = [TimedPrompt(outside, 0.0)] if outside or not found else []
-    return (*untimed, *sorted(found, key=lambda one: one.start))
+    found = [timed for match in _BRACKET.finditer(prompt) if (timed := _read(match)) is not None]
+    if not found:
+        return (TimedPrompt(prompt, 0.0),)
+    outside = " ".join(_BRACKET.sub(lambda match: match.group() if _read(match) is None else " ", prompt).split())
+    return (*([TimedPrompt(outside, 0.0)] if outside else []), *found)
+
+
+def has_times(prompt: str) -> bool:
+    """Return whether a text has a part such as "[2s: …]"."""
+    return any(_read(match) is not None for match in _BRACKET.finditer(prompt))
 
 
 def unreadable_times(prompt: str) -> list[str]:
     """Return the parts of a text that look like times and cannot be read, or whose end is not after their start."""
-    unread = [match.group() for match in _ATTEMPT.finditer(_TIMED.sub(" ", prompt))]
-    reversed_ = [
-        match.group()
-        for match in _TIMED.finditer(prompt)
-        if match[2] is not None and float(match[2]) <= float(match[1])
-    ]
-    return unread + reversed_
+    return [match.group() for match in _BRACKET.finditer(prompt) if _unreadable(match)]
+
+
+def _read(match: re.Match[str]) -> TimedPrompt | None:
+    """Return the prompt of a bracket; `None` if it has no times."""
+    times, colon, text = match[1].partition(":")
+    found = _TIMES.fullmatch(times) if colon and match[2] else None
+    if found is None:
+        return None
+    return TimedPrompt(text.strip(), float(found[1]), None if found[2] is None else float(found[2]))
+
+
+def _unreadable(match: re.Match[str]) -> bool:
+    timed = _read(match)
+    if timed is None:
+        return _ATTEMPT.match(match[1]) is not None
+    return timed.end is not None and timed.end <= timed.start
 
 
 def prompt_at(prompts: Sequence[TimedPrompt], seconds: float) -> str:
@@ -61,7 +76,7 @@ def prompt_at(prompts: Sequence[TimedPrompt], seconds: float) -> str:
     Where none applies, it is the one that started last, or the first one before any has started.
 
     Args:
-        prompts: from `timed_prompts`.
+        prompts: from `timed_prompts`, in the order of time.
     """
     started = [one for one in prompts if one.start <= seconds]
     lasting = [one for one in started if one.end is None or seconds < one.end]

@@ -4,7 +4,7 @@ Called by `planner.resolve`. Pure.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
@@ -14,7 +14,7 @@ from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, GenerationRequest
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
-from runtime.models.timed_prompts import section_prompts, unreadable_times
+from runtime.models.timed_prompts import TimedPrompt, has_times, section_prompts, timed_prompts, unreadable_times
 
 # Proportions and numbers of pixels that differ by at most this share count as equal.
 _SIMILAR = 0.05
@@ -60,14 +60,33 @@ def count_prompts(request: GenerationRequest, spec: ModelSpec, frames: int, fps:
     """Return how many different prompts a clip's sections have; 1 for a clip that is made whole.
 
     Raises:
-        InvalidRequestError: if the prompt of a model that makes sections has times that cannot be read.
+        InvalidRequestError: if the prompt has times and the model makes no sections, or if times cannot be read, are
+            not in order, start after the end of the clip, or have no text.
     """
+    prompt = request.prompt
     if spec.section is None:
+        if has_times(prompt):
+            raise InvalidRequestError("prompt", "planner.prompt_without_sections", model=spec.title)
         return 1
-    unread = unreadable_times(request.prompt)
+    unread = unreadable_times(prompt)
     if unread:
         raise InvalidRequestError("prompt", "planner.prompt_times", part=shortened(unread[0]))
-    return len(set(section_prompts(request.prompt, spec.sections_of(frames), fps)))
+    if has_times(prompt):
+        _check_times(timed_prompts(prompt), frames / fps)
+    return len(set(section_prompts(prompt, spec.sections_of(frames), fps)))
+
+
+def _check_times(prompts: Sequence[TimedPrompt], length: float) -> None:
+    before = 0.0
+    for one in prompts:
+        data = {"start": f"{one.start:g}"}
+        if not one.text:
+            raise InvalidRequestError("prompt", "planner.prompt_of_time_empty", **data)
+        if one.start < before:
+            raise InvalidRequestError("prompt", "planner.prompt_order", before=f"{before:g}", **data)
+        if one.start >= length:
+            raise InvalidRequestError("prompt", "planner.prompt_too_late", length=f"{length:.4g}", **data)
+        before = one.start
 
 
 def like_image(spec: ModelSpec, image: ImageUse, pixels: int) -> tuple[int, int]:

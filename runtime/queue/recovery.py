@@ -226,6 +226,12 @@ class MemoryKills:
                 return cls(count, certain=True)
         return cls(_oom_kills(proc / "vmstat") or 0)
 
+    def since(self, before: "MemoryKills") -> Fact | None:
+        """Return how a process that was lost after `before` ended, if the kernel has killed one meanwhile."""
+        if self.count <= before.count:
+            return None
+        return Fact("queue.exit_out_of_memory" if self.certain else "queue.exit_probably_out_of_memory")
+
 
 def exit_reason(code: int, before: MemoryKills, now: MemoryKills) -> tuple[Fact, bool]:
     """Return how a worker process ended, and whether the system killed it because memory ran out.
@@ -234,8 +240,9 @@ def exit_reason(code: int, before: MemoryKills, now: MemoryKills) -> tuple[Fact,
         code: its exit code; negative for a signal.
         before, now: the kernel's count from seconds before its end, and from after it.
     """
-    if code == -signal.SIGKILL and now.count > before.count:
-        return Fact("queue.exit_out_of_memory" if now.certain else "queue.exit_probably_out_of_memory"), True
+    killed = now.since(before)
+    if code == -signal.SIGKILL and killed is not None:
+        return killed, True
     if code == EXIT_DEVICE_LOST:
         return Fact("queue.exit_device_lost"), False
     return Fact("queue.exited", {"how": describe_exit(code)}), False

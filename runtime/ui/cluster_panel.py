@@ -112,6 +112,8 @@ class ClusterPanel:
         line = ""
         if node.head and not node.workers:
             line = "Has no GPU and makes no videos. To use its processor, run the command below here too."
+        elif node.problem is not None:
+            line = paragraph(node.problem)
         elif node.state == "starting":
             line = "Its workers start."
         elif node.state == "lost":

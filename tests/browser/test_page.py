@@ -416,7 +416,8 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
     assert page.evaluate(CUT_OFF) == [] and unknown["width"] <= column["width"] and unknown["height"] < 120
     page.fill("#field-prompt textarea", "a red boat")
     page.wait_for_function("() => !document.querySelector('#suggestions .unknown').textContent")
-    page.click("#get-models button")
+    page.focus("#get-models button:text-is('Get models')")
+    page.keyboard.press("Enter")
     page.wait_for_selector("[role=tab][aria-selected=true]:has-text('Models')")
 
 

@@ -28,6 +28,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
 from runtime.queue.store import open_store
 from runtime.video.mp4 import read_metadata
+from tests.families import framepack_models
 from tests.plans import machine, tiny_plan
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,36 @@ def test_json_on_standard_output_and_text_on_standard_error(tiny: Tiny, cache_di
     assert "Warning" not in done.stderr  # libraries stay quiet
     assert read_metadata(out)["request"] == result["request"]
     assert not list((cache_dir / "outputs").glob("*")) if (cache_dir / "outputs").exists() else True
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "flags", "code"),
+    [
+        ("wan2.1", "a red boat", ["--width", "65"], "planner.not_a_multiple"),
+        ("wan2.1", "[0s: a red boat]", [], "planner.prompt_without_sections"),
+        ("framepack", "[1s: a boat] [0.5s: a ball]", [], "planner.prompt_order"),
+        ("framepack", "[0s: a boat] [99s: a ball]", [], "planner.prompt_too_late"),
+    ],
+)
+def test_a_request_refused_in_planning_imports_no_torch(
+    model: str, prompt: str, flags: list[str], code: str, tiny: Tiny, cache_dir: Path, tmp_path: Path
+) -> None:
+    if model == "framepack":
+        directory = tmp_path / "framepack"
+        framepack_models.pipeline().save_pretrained(directory)
+        flags = [*flags, "--image", str(ROOT / "examples" / "boat.png")]
+    else:
+        directory = tiny(model).directory
+    arguments = ["generate", prompt, "--model", str(directory), "--out", str(tmp_path / "a.mp4"), "--json", *flags]
+    script = "import sys; from runtime.cli.main import run; code = run(sys.argv[1:]); print('torch' in sys.modules)"
+    script += "; sys.exit(code)"
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2, done.stderr
+    answer, imported = done.stdout.splitlines()
+    assert json.loads(answer)["error"]["code"] == code
+    assert imported == "False"
+    assert len(done.stderr.splitlines()) == 2
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.core.cancel import Cancel
+from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.events import Event, Failed, StageStarted, VideoSaved
 from runtime.core.plan import ComponentPlan, ExecutionPlan
@@ -181,6 +181,30 @@ def test_components_that_stay_loaded_are_loaded_while_the_prompt_is_encoded(tiny
             on_thread = [(name, "load-ahead") for name in ("transformer", "transformer_2", "vae")]
             assert sorted(loads) == sorted([("text_encoder", ""), *on_thread, ("transformer_2", "")])
     assert frames_of(videos[0]) == frames_of(videos[1])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("load-ahead")]
+
+
+@pytest.mark.timeout(60)
+def test_a_cancelled_job_does_not_wait_for_a_part_that_is_loaded_ahead(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def load(spec: ModelSpec, name: str, part: ComponentPlan, device: str | None) -> torch.nn.Module:
+        begun.set()
+        assert go_on.wait(60)
+        return load_module(spec, name, part, device)
+
+    with Residency(load=load) as residency:
+        job = Alone(plan)
+        residency.load_ahead(spec, job, ["transformer"])
+        assert begun.wait(60)
+        threading.Timer(0.3, job.cancel.request).start()
+        with pytest.raises(CancelledError), residency.denoiser(spec, job, "transformer"):
+            pass
+        # It is loaded on, for the next job, and freed at the end.
+        assert residency.holds(spec, plan, "transformer")
+        go_on.set()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("load-ahead")]
 
 

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, without a GPU")
     parser.add_argument("--make", action="store_true", help="only save the model, in TANDEM_CHECKS")
     arguments = parser.parse_args()
-    fields = {"prompt": PROMPT, "model": MODEL, "compile": "never", "quantization": "none"}
+    fields: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "compile": "never", "quantization": "none"}
     fields |= {"steps": arguments.steps, "frames": 9 if arguments.small else arguments.frames}
     fields |= {"width": 64, "height": 32} if arguments.small else SIZE
     warm = fields | {"steps": 2}

@@ -5,12 +5,13 @@
     python tests/gpu/measure_shared_passes.py --device cpu --tiny --variants ours,compiled --parts 1,2    tries it
 
 Sizes are 81 frames of 1280x720 with Wan2.2-A14B (`--wan-size`), 129 with HunyuanVideo, and a section of 480x832 with
-FramePack. Variants are those of measure_speed.py. `--parts`: the most parts of a process's heads, of which each is exchanged while
-another is attended to; 1 without overlap. Each process makes the same random weights on its GPU, so nothing is written
-to the disk. As in a job, processes exchange tokens through torch.distributed; a job also sends latents from and to the
-coordinator, which is not measured here. For each model and variant, the first process measures a pass alone, then all
-measure it together: the slowest decides. Prints a JSON object per measurement and appends it to $OUT/shared.jsonl. The
-error is ‖out - one‖ / ‖one‖ relative to one GPU's result of the same variant. Nothing starts after `--seconds`.
+FramePack. Variants are those of measure_speed.py. `--parts`: the most parts of a process's heads, of which each is
+exchanged while another is attended to; 1 without overlap. Each process makes the same random weights on its GPU, so
+nothing is written to the disk. As in a job, processes exchange tokens through torch.distributed; a job also sends
+latents from and to the coordinator, which is not measured here. For each model and variant, the first process measures
+a pass alone, then all measure it together: the slowest decides. Prints a JSON object per measurement and appends it to
+$OUT/shared.jsonl. The error is ‖out - one‖ / ‖one‖ relative to one GPU's result of the same variant. Nothing starts
+after `--seconds`.
 
 `--profile` adds a profile of one pass by the first process, in milliseconds: of each kind of kernel, and how long
 exchanges ran while others did (`covered`) and while none did (`exposed`, which includes waiting for other processes).

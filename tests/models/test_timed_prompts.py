@@ -13,7 +13,8 @@ from runtime.models.timed_prompts import TimedPrompt, prompt_at, prompt_of, time
         ("", (TimedPrompt("", 0),)),
         ("a [red] boat", (TimedPrompt("a [red] boat", 0),)),
         ("[0s: waves] [2.5s: jumps]", (TimedPrompt("waves", 0), TimedPrompt("jumps", 2.5))),
-        ("[2s:jumps][ 0 s - 1.5 s : waves: hello ]", (TimedPrompt("waves: hello", 0, 1.5), TimedPrompt("jumps", 2))),
+        ("[2s:jumps][ 0 s - 1.5 s : waves: hello ]", (TimedPrompt("jumps", 2), TimedPrompt("waves: hello", 0, 1.5))),
+        ("[0s: ] walks", (TimedPrompt("walks", 0), TimedPrompt("", 0))),
         ("A person [1s: jumps]\n on  grass", (TimedPrompt("A person on grass", 0), TimedPrompt("jumps", 1))),
     ],
 )
@@ -32,6 +33,14 @@ def test_reads_times(prompt: str, expected: tuple[TimedPrompt, ...]) -> None:
         ("[3s-1s: waves]", ["[3s-1s: waves]"]),
         ("[1s-1s: waves]", ["[1s-1s: waves]"]),
         ("[4 people] walk", []),
+        ("[4 sheep] walk with [information: none]", []),
+        ("[2 sec: jumps]", ["[2 sec: jumps]"]),
+        ("[500ms: jumps]", ["[500ms: jumps]"]),
+        ("[-1s: jumps]", ["[-1s: jumps]"]),
+        ("[nans: jumps] [inf s: a] [Infinity: b]", ["[nans: jumps]", "[inf s: a]", "[Infinity: b]"]),
+        ("[1e9s: jumps]", ["[1e9s: jumps]"]),
+        (f"[{'9' * 400}s: jumps]", [f"[{'9' * 400}s: jumps]"]),
+        ("[0s: a [red] boat]", ["[0s: a "]),
     ],
 )
 def test_finds_times_that_cannot_be_read(prompt: str, expected: list[str]) -> None:
@@ -62,3 +71,13 @@ def test_prompt_at_a_time(prompt: str, seconds: float, expected: str) -> None:
 def test_each_section_has_the_prompt_of_its_time(sampling_type: SamplingType, expected: list[str]) -> None:
     prompts = timed_prompts("[0s: a] [1.2s: b]")
     assert [prompt_of(prompts, section, 30) for section in Sections(3, sampling_type)] == expected
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("unit", ["[", " ", "0", "-", "[0s: ", "[0s:a]", "[nan"])
+@pytest.mark.parametrize("start", ["", "[0", "[0s:", "[0s - ", "[0s: a"])
+def test_hostile_texts_take_linear_time(start: str, unit: str) -> None:
+    text = start + unit * (200_000 // len(unit)) + "["
+    for prompt in (text, text + "]"):
+        timed_prompts(prompt)
+        unreadable_times(prompt)

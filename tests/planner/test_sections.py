@@ -94,7 +94,7 @@ def test_a_section_is_decoded_with_the_one_made_before(spec: ModelSpec) -> None:
         ("a red boat", 1),
         ("[0s: a red boat] [1.2s: a blue ball]", 2),
         ("[0s: a red boat] [1.2s: a blue ball] [2.4s: a red boat]", 2),
-        ("[9s: a red boat]", 1),  # later than the video: of those, only the first counts
+        ("[3.6s: a red boat]", 1),  # later than the middle of the last section
     ],
 )
 def test_prompts_of_sections_are_counted(prompt: str, prompts: int, spec: ModelSpec) -> None:
@@ -104,13 +104,40 @@ def test_prompts_of_sections_are_counted(prompt: str, prompts: int, spec: ModelS
     assert made.seconds["encode"].likely == pytest.approx(prompts * once.seconds["encode"].likely)
 
 
-@pytest.mark.parametrize("prompt", ["[2s: a boat] [3,5s: a ball]", "[2s-1s: a boat]", "a boat [2s a ball]"])
-def test_times_that_cannot_be_read_are_refused(prompt: str, spec: ModelSpec, tiny: Tiny) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ("[0s: a boat] [1,5s: a ball]", "times"),
+        ("[1s-0.5s: a boat]", "times"),
+        ("a boat [1s a ball]", "times"),
+        ("[0s: a boat] [1s: a ball", "times"),
+        ("[nans: a boat]", "times"),
+        (f"[{'9' * 400}s: a boat]", "times"),
+        ("[0s: a boat] [1s: ]", "of_time_empty"),
+        ("a boat [1s:]", "of_time_empty"),
+        ("[1s: a boat] [0.5s: a ball]", "order"),
+        ("[0s: a boat] [1.3s: a ball]", "too_late"),
+        ("[0s: a boat] [999999999s: a ball]", "too_late"),
+    ],
+)
+def test_times_that_cannot_be_used_are_refused(prompt: str, code: str, spec: ModelSpec) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        plan(spec, prompt=prompt, frames=37)
-    assert (caught.value.field, caught.value.fact.code) == ("prompt", "planner.prompt_times")
-    # Other models take the text as it is.
-    assert plan(tiny("wan2.1"), prompt=prompt).prompt == prompt
+        plan(spec, prompt=prompt, frames=37, fps=30)
+    assert (caught.value.field, caught.value.fact.code) == ("prompt", f"planner.prompt_{code}")
+    assert len(caught.value.what) < 120
+    assert caught.value.remedy
+
+
+def test_a_prompt_may_last_longer_than_the_video(spec: ModelSpec) -> None:
+    assert plan(spec, prompt="[0s-1s: a boat] [1s-5s: a ball]", frames=37, fps=30).prompts == 1
+
+
+def test_models_without_sections_refuse_times(tiny: Tiny) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        plan(tiny("wan2.1"), prompt="[0s: a boat] [1s: a ball]")
+    assert (caught.value.field, caught.value.fact.code) == ("prompt", "planner.prompt_without_sections")
+    # What no model reads as a time is text.
+    assert plan(tiny("wan2.1"), prompt="a boat [2s a ball").prompt == "a boat [2s a ball"
 
 
 def test_weights_that_are_not_kept_are_brought_for_each_section(spec: ModelSpec) -> None:

@@ -154,6 +154,7 @@ def test_an_image_in_json_is_a_data_url(http: httpx.Client, tmp_path: Path) -> N
     [
         ({"prompt": ""}, 400, "prompt", "request.prompt_empty"),
         ({"prompt": None}, 400, "prompt", "request.not_text"),
+        ({"prompt": "[0s: a boat] [5s: a ball]"}, 400, "prompt", "planner.prompt_without_sections"),
         ({"steps": 0}, 400, "steps", "request.out_of_range"),
         ({"steps": "2"}, 400, "steps", "request.not_whole"),
         ({"stepz": 2}, 400, "stepz", "server.api_field_unknown"),

@@ -175,7 +175,7 @@ def measure(
             scenes = world.midway(scenes, seed + start)
         clips = renderer(scenes).transpose(1, 2)
         for name, model in models.items():
-            with torch.autocast(device.type, torch.bfloat16):
+            with training.autocast(device):
                 logits = model(clips)
             for attribute, right in verdict(logits, scenes).items():
                 found[name].setdefault(attribute, []).append(right)
@@ -188,7 +188,7 @@ def measure(
 
 def train_step(model: Judge, optimiser: torch.optim.Optimizer, clips: Tensor, scenes: Scenes) -> Tensor:
     """One step on a batch; the loss."""
-    with torch.autocast(clips.device.type, torch.bfloat16):
+    with training.autocast(clips.device):
         logits = model(clips)
     loss = loss_of({k: v.float() for k, v in logits.items()}, scenes, clips.device, colours=not model.outlines)
     optimiser.zero_grad(set_to_none=True)

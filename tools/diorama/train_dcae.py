@@ -217,7 +217,7 @@ def main() -> None:
     compiling = device.type == "cuda"
     while clock.tick():
         images = next(data)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with training.autocast(device):
             loss, mse = compute(model, images)
         loss.backward()
         training.average_gradients(parameters)

@@ -62,6 +62,11 @@ class Clock:
         return min(1.0, self.steps / warm_up) * max(first + (last - first) * self.progress, 0.0)
 
 
+def autocast(device: torch.device) -> torch.autocast:
+    """Compute in bfloat16 on GPUs alone: processors without its instructions take a hundred times as long."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
 def channels_last(model: nn.Module) -> None:
     """Lay the weights of all 3D convolutions out channels-last, which the GPU's kernels prefer."""
     for module in model.modules():

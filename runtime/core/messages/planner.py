@@ -169,6 +169,17 @@ _REFUSALS: Mapping[str, Message] = {
         "The prompt has a time that cannot be read: {part}.",
         "Write the prompt of a time as [2s: …] or [2s-3.5s: …], with the start before the end.",
     ),
+    "planner.prompt_without_sections": Message(
+        "The prompt has times; {model} makes a video as a whole, with one prompt.",
+        "Remove the times, or choose a model that makes videos in sections, such as FramePack.",
+    ),
+    "planner.prompt_of_time_empty": Message("The prompt at {start} s is empty.", "Add its text, or remove its time."),
+    "planner.prompt_order": Message(
+        "The prompt at {start} s comes after the one at {before} s.", "Write the prompts in the order of their times."
+    ),
+    "planner.prompt_too_late": Message(
+        "A prompt starts at {start} s; the video is {length} s long.", "Use an earlier time, or make a longer video."
+    ),
     "planner.seconds_and_frames": Message(
         "{set[seconds]} and {set[frames]} both set the length of the video.", "Use only one of them."
     ),

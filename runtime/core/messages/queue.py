@@ -68,9 +68,7 @@ MESSAGES: Mapping[str, Message] = {
         "Resume it, or make a new one with a smaller size or in PyTorch; see the log for details.",
     ),
     "queue.exit_out_of_memory": Message("killed by the system because memory ran out"),
-    "queue.exit_probably_out_of_memory": Message(
-        "killed with signal 9, SIGKILL, probably by the system because memory ran out"
-    ),
+    "queue.exit_probably_out_of_memory": Message("probably killed by the system because memory ran out"),
     "queue.node_lost": Message("the machine {host} was lost"),
     "queue.exit_unknown": Message("unknown reason"),
     "queue.exit_device_lost": Message("CUDA error"),

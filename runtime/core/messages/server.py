@@ -168,6 +168,25 @@ MESSAGES: Mapping[str, Message] = {
     "server.cluster_place_gpus": Message("It needs {gpus:n GPU}; the largest worker has {most}."),
     "server.cluster_place_memory": Message("It needs {needed:memory} of memory; the largest worker has {most:memory}."),
     "server.cluster_place_later": Message("Other videos run first."),
+    "server.cluster_start_slow": Message(
+        "Its worker has not answered for {seconds:duration}.", "If it never does, see the log of the machine."
+    ),
+    "server.cluster_start_environment": Message(
+        "Ray cannot prepare a worker there: {reason}.", "Correct it on the machine; the head tries again."
+    ),
+    "server.cluster_start_resources": Message(
+        "Ray has too few free GPUs or workers there.", "Start `worker --join` there again."
+    ),
+    "server.cluster_start_memory": Message(
+        "Ray ended the worker because memory ran out.", "Free memory on the machine; the head tries again."
+    ),
+    "server.cluster_start_failed": Message(
+        "The worker does not start: {reason}.",
+        "Install the requirements there in the versions of the head; the head tries again.",
+    ),
+    "server.cluster_start_died": Message(
+        "The worker's process ended while it started.", "See the log of the machine; the head tries again."
+    ),
     "server.cluster_gpus": Message(
         "{count} GPUs cannot be divided into groups of {size}.", "Choose a divisor of {count}."
     ),

@@ -1,4 +1,4 @@
-"""The secret of a cluster: made once, in a file of the cache folder that only its owner can read.
+"""The secret of a cluster: of the environment, or made once, in a file of the cache folder only for its owner.
 
 Ray requires it for every connection (token authentication), and the head's HTTP API for `/v1/cluster`.
 """
@@ -18,12 +18,15 @@ _BYTES = 32
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
-def make_key(cache_dir: Path) -> str:
-    """Return the key of this cache folder, which is made if there is none.
+def make_key(cache_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the head's key: of the environment, or else of the cache folder, where it is made if there is none.
 
     Raises:
-        SettingsError: if it cannot be read or written.
+        SettingsError: if it is no key, or cannot be read or written.
     """
+    given = environ.get(VARIABLE, "").strip()
+    if given:
+        return _checked(given, VARIABLE)
     path = cache_dir / NAME
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)

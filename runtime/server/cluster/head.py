@@ -9,7 +9,9 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import JobRecord
+from runtime.queue.recovery import MemoryKills
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
-from runtime.server.cluster.node_worker import Described, NodeWorker
+from runtime.server.cluster.node_worker import Described, NodeWorker, memory_kills
 from runtime.server.cluster.placement import Placement
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
 from runtime.server.cluster.sending import Sender
@@ -39,6 +42,7 @@ from runtime.server.cluster.views import (
     Working,
     cluster_view,
     fallbacks_in,
+    why_not_started,
 )
 from runtime.server.scheduling import IdleWorker, WaitingJob, assign
 
@@ -47,6 +51,10 @@ _NODES_SECONDS = 1.0
 _RETRY_SECONDS = 3.0
 # After a worker is lost: until it is known whether its node is lost as well.
 _NODE_SECONDS = 5.0
+# A death is due to lack of memory if the node's kernel has killed a process since the last sample of its worker.
+_SAMPLE_SECONDS = 5.0
+# Until a new process of a node has read the count.
+_COUNT_SECONDS = 30.0
 _CLOSING_SECONDS = 20.0
 # Until a worker that was started has to answer.
 _START_SECONDS = 120.0
@@ -101,6 +109,7 @@ class ClusterHead:
         self._workers: dict[str, _Proxy] = {}
         self._nodes: dict[str, RayNode] = {}
         self._numbers = itertools.count()
+        self._starting: list[_Starting] = []
         self._retry_at: dict[str, float] = {}
         self._lock = threading.RLock()
         self._sending: dict[str, threading.Lock] = {}
@@ -180,6 +189,18 @@ class ClusterHead:
 
         return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())  # type: ignore[no-untyped-call]
 
+    def memory_kills(self, node: str) -> MemoryKills | None:
+        """Return a node's count of processes killed for lack of memory; `None` if it does not answer."""
+        import ray
+
+        counting: Any = ray.remote(memory_kills).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node))
+        try:
+            found: MemoryKills = ray.get(counting.remote(), timeout=_COUNT_SECONDS)
+        except ray.exceptions.RayError as error:
+            logger.warning("Node %s does not count killed processes: %s", node[:8], type(error).__name__)
+            return None
+        return found
+
     def _forever(self, work: Any, seconds: float) -> None:
         while not self.closing.wait(seconds):
             try:
@@ -190,16 +211,18 @@ class ClusterHead:
                 logger.exception("The cluster failed")
 
     def _watch_nodes(self) -> None:
-        """Start the workers that nodes lack."""
+        """Start the workers that nodes lack, without waiting for them."""
         import ray
 
+        self._starting = [one for one in self._starting if not self._has_started(one)]
         for node in ray.nodes():  # type: ignore[no-untyped-call]
             resources = node["Resources"]
             self._know(node["NodeID"], node["NodeManagerHostname"], node["Alive"], joined=NODE in resources)
             if not node["Alive"] or NODE not in resources:
                 continue
             with self._lock:
-                running = sum(proxy.node == node["NodeID"] for proxy in self._workers.values())
+                nodes = [one.node for one in self._workers.values()] + [one.node for one in self._starting]
+                running = nodes.count(node["NodeID"])
                 wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
             for _ in range(0 if wait else int(resources[WORKERS]) - running):
                 self._start(node["NodeID"], int(resources.get("GPU", 0) // resources[WORKERS]))
@@ -212,13 +235,13 @@ class ClusterHead:
                     lost = [one.id for one in self._nodes.values() if not one.alive and one.host == host]
                     for other in lost[:1]:
                         del self._nodes[other]
-                self._nodes[node] = RayNode(node, host, True)
+                before = self._nodes.get(node)
+                self._nodes[node] = RayNode(node, host, True, before.problem if before else None)
             elif node in self._nodes and not alive:
                 self._nodes[node] = RayNode(node, host or self._nodes[node].host, False)
 
     def _start(self, node: str, gpus: int) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor: Any = (
             ray.remote(NodeWorker)
@@ -228,23 +251,47 @@ class ClusterHead:
                 resources={WORKERS: 1},
                 max_restarts=0,
                 max_concurrency=4,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                scheduling_strategy=_on(node),
             )
             .remote()
         )
+        self._starting.append(_Starting(node, actor, actor.describe.remote(), time.monotonic()))
+
+    def _has_started(self, one: "_Starting") -> bool:
+        """Return whether a worker's start has ended: it has joined, or failed and is tried again."""
+        import ray
+
+        seconds = time.monotonic() - one.since
+        ready, _ = ray.wait([one.described], timeout=0)
+        if not ready and seconds < _START_SECONDS:
+            slow = why_not_started(None, seconds)
+            if slow is not None:  # until then, the last failure is shown
+                self._report(one.node, slow)
+            return False
         try:
-            described: Any = ray.get(actor.describe.remote(), timeout=_START_SECONDS)
+            described: Described = ray.get(one.described, timeout=0)
         except Exception as error:
-            logger.warning("A worker of node %s does not start: %s", node[:8], type(error).__name__)
-            ray.kill(actor)
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            problem = why_not_started(None if late else error, seconds)
+            logger.warning("A worker of node %s does not start: %s", one.node[:8], problem)
+            self._report(one.node, problem)
+            ray.kill(one.actor)
             with self._lock:
-                self._retry_at[node] = time.monotonic() + _RETRY_SECONDS
-            return
-        proxy = _Proxy(self, f"{self.jobs.instance}.node{next(self._numbers)}", node, actor, described)
+                self._retry_at[one.node] = time.monotonic() + _RETRY_SECONDS
+            return True
+        proxy = _Proxy(self, f"{self.jobs.instance}.node{next(self._numbers)}", one.node, one.actor, described)
         logger.info("worker %s joins on %s", proxy.id, described.host)
+        self._report(one.node, None)
         with self._lock:
             self._workers[proxy.id] = proxy
         proxy.thread.start()
+        return True
+
+    def _report(self, node: str, problem: Fact | None) -> None:
+        """Keep why a node's worker does not start."""
+        with self._lock:
+            if node in self._nodes:
+                self._nodes[node] = replace(self._nodes[node], problem=problem)
 
     def _assign(self) -> None:
         with self._lock:
@@ -279,6 +326,21 @@ class ClusterHead:
             return any(proxy.node != node for proxy in self._workers.values())
 
 
+@dataclass(frozen=True)
+class _Starting:
+    """A worker of a node that has not answered yet.
+
+    Attributes:
+        described: will be the result of `NodeWorker.describe`.
+        since: when it was started, by the monotonic clock.
+    """
+
+    node: str
+    actor: Any
+    described: Any
+    since: float
+
+
 class _Proxy:
     """A worker of a node, as the head sees it: the thread in which its jobs run."""
 
@@ -291,6 +353,8 @@ class _Proxy:
         self._loaded: str | None = None
         self._done = 0
         self._fallbacks: dict[tuple[str, str], Fallback] = {}
+        # Results of `NodeWorker.memory_kills`, which may have been lost with the worker.
+        self._samples: deque[Any] = deque(maxlen=2)
         self._wake = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -367,7 +431,7 @@ class _Proxy:
                 logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
                 self._head.lost(self)
                 self._ran(job, started, None)
-                self._settle(record)
+                self._settle(record, error)
                 return
             except Exception as error:
                 if not isinstance(error, TandemError):
@@ -391,22 +455,45 @@ class _Proxy:
             self._store.record(record.id, event, record.lease)
         return event
 
-    def _settle(self, record: JobRecord) -> None:
+    def _settle(self, record: JobRecord, error: Exception) -> None:
         """Queue the job of a lost worker again; the loss of a whole node is not the job's fault."""
+        killed = self._killed_for_memory(error)
         end = time.monotonic() + _NODE_SECONDS
         while time.monotonic() < end and self._head.is_up(self.node):
             time.sleep(_POLL_SECONDS)
         while not self._head.closing.is_set():
             try:
                 up = self._head.is_up(self.node)
-                how = Fact("queue.exit_unknown") if up else Fact("queue.node_lost", {"host": self.described.host})
+                how = killed or Fact("queue.exit_unknown")
                 if up:
                     self._head.placement.avoid(record.id, self.node)
-                recovery.settle_worker(self._store, self.id, how, counted=up, most=recovery.CLUSTER_DEATHS)
+                else:
+                    how = Fact("queue.node_lost", {"host": self.described.host})
+                recovery.settle_worker(
+                    self._store,
+                    self.id,
+                    how,
+                    out_of_memory=up and killed is not None,
+                    counted=up,
+                    most=recovery.CLUSTER_DEATHS,
+                )
                 return
             except StoreError as failed:
                 logger.warning("job %s: %s", record.id, type(failed.__cause__ or failed).__name__)
                 time.sleep(_RETRY_SECONDS)
+
+    def _killed_for_memory(self, error: Exception) -> Fact | None:
+        """Return how Ray or the node's kernel ended the lost worker because memory ran out; `None` if they did not."""
+        import ray
+
+        if isinstance(error, ray.exceptions.OutOfMemoryError):
+            return Fact("queue.exit_out_of_memory")
+        for sample in reversed(self._samples):
+            with contextlib.suppress(ray.exceptions.RayError):
+                before: MemoryKills = ray.get(sample, timeout=0)
+                now = self._head.memory_kills(self.node)
+                return None if now is None else now.since(before)
+        return None
 
     def _run(self, record: JobRecord, job: WaitingJob) -> TerminalEvent | None:
         """Run a job; return its end, `None` if it is queued again."""
@@ -418,7 +505,11 @@ class _Proxy:
         asked: set[str] = set()
         with self._head.poller.following(recorder), contextlib.closing(receiver):
             stream = self._actor.run.options(num_returns="streaming").remote(order)
+            sampled = -_SAMPLE_SECONDS
             while True:
+                if time.monotonic() - sampled >= _SAMPLE_SECONDS:
+                    sampled = time.monotonic()
+                    self._samples.append(self._actor.memory_kills.remote())
                 ready, _ = ray.wait([stream], timeout=_POLL_SECONDS)
                 for request, wanted in (
                     ("cancel", recorder.cancel.requested),
@@ -560,6 +651,13 @@ def _on_head(event: Planned, record: JobRecord) -> Any:
         last_image=own.last_image,
         loras=own.loras,
     )
+
+
+def _on(node: str) -> Any:
+    """Return Ray's scheduling strategy for a node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def _capacity(machine: Machine) -> tuple[int, int]:

@@ -41,6 +41,7 @@ from runtime.planner.engine_index import EngineRecord
 from runtime.queue import job_runner
 from runtime.queue.job_runner import Planner
 from runtime.queue.records import JobRecord
+from runtime.queue.recovery import MemoryKills
 from runtime.server.cluster import transfer
 from runtime.server.cluster.transfer import Digests, FileEntry
 
@@ -95,6 +96,11 @@ class Order:
 # What a running job sends: an event, a part of a file (name, offset, data), the digest of a file whose parts were all
 # sent, the names of all files that its folder has, or why this machine cannot run it, before anything has run.
 Sent = tuple[str, Any]
+
+
+def memory_kills() -> MemoryKills:
+    """Return how many processes the kernel of this machine has killed because memory ran out."""
+    return MemoryKills.read()
 
 
 class NodeWorker:
@@ -217,6 +223,10 @@ class NodeWorker:
         if running is not None and running[0] == job_id:
             act = {"cancel": running[1].request, "pause": running[1].pause, "finish": running[1].finish_early}
             act[request]()
+
+    def memory_kills(self) -> MemoryKills:
+        """See `memory_kills`."""
+        return memory_kills()
 
     def run(self, order: Order) -> Iterator[Sent]:
         """Run a job; yields what it sends. The last is the end of the run, without an event."""

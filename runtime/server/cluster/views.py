@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, cut
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.machine.probe import Machine
@@ -23,6 +23,10 @@ from runtime.server.scheduling import IdleWorker, WaitingJob
 # Of the queue: videos among which paused ones are searched, and those that are shown.
 MOST_PAUSED = 100
 _MOST_SHOWN = 20
+# A start that takes longer is shown.
+_SLOW_SECONDS = 10.0
+# Characters of an error of Ray.
+_LONGEST_REASON = 200
 # Why a video will run on a machine.
 _PLACES: Mapping[Why, str] = {
     "loaded": "server.cluster_place_loaded",
@@ -104,6 +108,7 @@ class NodeView(FrozenModel):
         state: "starting" until its workers can be used, "lost" if Ray does not reach it any more.
         cpu, ram_bytes: processor and memory; empty and 0 until they are known.
         workers: none on a head without GPUs, which makes no videos.
+        problem: why a worker does not start.
     """
 
     id: str
@@ -114,6 +119,7 @@ class NodeView(FrozenModel):
     ram_bytes: int
     gpus: tuple[GpuView, ...]
     workers: tuple[WorkerView, ...]
+    problem: Fact | None = None
 
 
 class QueuedView(FrozenModel):
@@ -150,11 +156,16 @@ class ClusterView(FrozenModel):
 
 @dataclass(frozen=True)
 class RayNode:
-    """A machine that Ray knows."""
+    """A machine that Ray knows.
+
+    Attributes:
+        problem: why a worker does not start.
+    """
 
     id: str
     host: str
     alive: bool
+    problem: Fact | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +182,29 @@ class Working:
     job: JobRecord | None
     done: int
     fallbacks: tuple[Fallback, ...]
+
+
+def why_not_started(error: Exception | None, seconds: float) -> Fact | None:
+    """Return why a worker does not start; `None` while that is normal.
+
+    Args:
+        error: of Ray; `None` if the worker has not answered yet.
+        seconds: since it was started.
+    """
+    if error is None:
+        return Fact("server.cluster_start_slow", {"seconds": seconds}) if seconds >= _SLOW_SECONDS else None
+    kind = type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = cut(lines[-1], _LONGEST_REASON) if lines else kind
+    if kind == "RuntimeEnvSetupError":
+        return Fact("server.cluster_start_environment", {"reason": reason})
+    if kind in {"ActorUnschedulableError", "TaskUnschedulableError"}:
+        return Fact("server.cluster_start_resources")
+    if kind == "OutOfMemoryError":
+        return Fact("server.cluster_start_memory")
+    # Ray's own text on a process that it lost is long and names nothing that happened.
+    raised = getattr(error, "actor_init_failed", False) or hasattr(error, "cause")
+    return Fact("server.cluster_start_failed", {"reason": reason}) if raised else Fact("server.cluster_start_died")
 
 
 def fallbacks_in(plan: ExecutionPlan, planned: ExecutionPlan | None, job: str) -> list[Fallback]:
@@ -219,7 +253,8 @@ def cluster_view(
         here = [one for one in working if one.offer.node == node.id]
         state: Literal["ready", "starting", "lost"] = "lost" if not node.alive else "ready" if here else "starting"
         workers = [_worker(one, progress) for one in here] if node.alive else []
-        views.append(_node(node.id, names[node.id], state, [one.described.machine for one in here], workers))
+        view = _node(node.id, names[node.id], state, [one.described.machine for one in here], workers)
+        views.append(view.model_copy(update={"problem": node.problem if node.alive else None}))
     offers = [one.offer for one in working] + [_own_offer(worker, machine) for worker in own]
     busy = [worker for view in views for worker in view.workers if worker.job is not None]
     ends = {worker.id: _seconds_left(worker.progress) for worker in busy}

@@ -34,7 +34,10 @@ def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert make_key(tmp_path) == key == given_key(tmp_path, {})
     if os.name == "posix":
         assert stat.S_IMODE((tmp_path / "cluster.key").stat().st_mode) == 0o600
-    assert given_key(tmp_path, {VARIABLE: "a" * 64}) == "a" * 64
+    assert given_key(tmp_path, {VARIABLE: "a" * 64}) == make_key(tmp_path, {VARIABLE: "a" * 64}) == "a" * 64
+    assert make_key(tmp_path) == key
+    with pytest.raises(SettingsError):
+        make_key(tmp_path, {VARIABLE: "short"})
 
 
 @pytest.mark.parametrize(("given", "code"), [({}, "missing"), ({VARIABLE: "short"}, "invalid")])

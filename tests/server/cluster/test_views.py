@@ -9,7 +9,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
 from runtime.queue.job_queue import JobQueue
 from runtime.server.cluster.forecast import Expected, forecast
-from runtime.server.cluster.views import HEAD, cluster_view, fallbacks_in
+from runtime.server.cluster.views import HEAD, RayNode, cluster_view, fallbacks_in, why_not_started
 from tests.cluster_views import H100, NODES, queue_in, run_on, sample_view, waiting, working
 from tests.queue.samples import add_job, sample_plan
 from tests.server.test_scheduling import NOW, job, worker
@@ -89,6 +89,54 @@ def test_the_first_of_many_videos_are_shown(queue: JobQueue, nodes: int, code: s
     view = cluster_view(queue, [], NODES[:nodes], workers, [waiting(one) for one in jobs], [], 30, {})
     assert (len(view.queue), view.queued) == (20, 30)
     assert {one.reason.code for one in view.queue} == {f"server.cluster_place_{code}"}
+
+
+class RuntimeEnvSetupError(Exception): ...
+
+
+class ActorUnschedulableError(Exception): ...
+
+
+class OutOfMemoryError(Exception): ...
+
+
+class ActorDiedError(Exception):
+    actor_init_failed = False
+
+
+class RaisedAtStartError(ActorDiedError):
+    actor_init_failed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds", "fact"),
+    [
+        (None, 3.0, None),
+        (None, 12.0, Fact("server.cluster_start_slow", {"seconds": 12.0})),
+        (
+            RuntimeEnvSetupError("Failed\n no disk \n"),
+            1.0,
+            Fact("server.cluster_start_environment", {"reason": "no disk"}),
+        ),
+        (ActorUnschedulableError("x"), 1.0, Fact("server.cluster_start_resources")),
+        (OutOfMemoryError("long text"), 1.0, Fact("server.cluster_start_memory")),
+        (ActorDiedError("long text"), 1.0, Fact("server.cluster_start_died")),
+        (
+            RaisedAtStartError("Traceback:\n  File\nModuleNotFoundError: No module named 'torch'"),
+            1.0,
+            Fact("server.cluster_start_failed", {"reason": "ModuleNotFoundError: No module named 'torch'"}),
+        ),
+    ],
+)
+def test_why_a_worker_does_not_start(error: Exception | None, seconds: float, fact: Fact | None) -> None:
+    assert why_not_started(error, seconds) == fact
+
+
+def test_a_machine_whose_worker_does_not_start_says_why(queue: JobQueue) -> None:
+    problem = Fact("server.cluster_start_died")
+    nodes = [RayNode("a" * 12, "alpha", True, problem), RayNode("b" * 12, "beta", False, problem)]
+    view = cluster_view(queue, [], nodes, [], [], [], 0, {})
+    assert [node.problem for node in view.nodes] == [None, problem, None]
 
 
 def test_components_that_a_machine_runs_in_pytorch_are_fallbacks() -> None:
