@@ -105,11 +105,15 @@ class DecodedColors:
 
     def add(self, frames: np.ndarray) -> None:
         """Add the next frames, (n, height, width, 3) uint8. The last one of each latent frame is used."""
-        first = -self._received % self._frames_each
-        for number in range(first, len(frames), self._frames_each):
+        for number in self.wanted(len(frames)):
             latents = self._latents[:, (self._received + number) // self._frames_each]
             self._add(latents, torch.from_numpy(frames[number]))
         self._received += len(frames)
+
+    def wanted(self, count: int) -> range:
+        """Return which of the next `count` frames are used."""
+        end = (self._latents.shape[1] - 1) * self._frames_each + 1
+        return range(-self._received % self._frames_each, min(count, end - self._received), self._frames_each)
 
     def _add(self, latents: torch.Tensor, frame: torch.Tensor) -> None:
         channels, height, width = latents.shape
@@ -158,7 +162,15 @@ class LatentColors:
         return F.pixel_shuffle(found, math.isqrt(found.shape[1] // 3)).permute(0, 2, 3, 1)
 
     def learn(self, clip: DecodedColors) -> None:
-        """Add a decoded clip to the fit, and store it."""
+        """Add a decoded clip to the fit, and store it. An error is logged: the video is worth more than its preview."""
+        try:
+            self._learn(clip)
+        except OSError as error:
+            logger.warning("The colors of previews could not be stored: %s", error.strerror or error)
+        except Exception:  # internal error
+            logger.exception("The colors of previews could not be fitted")
+
+    def _learn(self, clip: DecodedColors) -> None:
         if not all(torch.isfinite(part).all().item() for part in clip.sums):
             return
         # Other processes may have added theirs.
@@ -173,13 +185,10 @@ class LatentColors:
         if self._path is None:
             return
         data = safetensors.torch.save(self._sums._asdict(), metadata={_KEY: self._key})
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            remove_partial_files(self._path.parent)
-            replace_file(self._path, data)
-            evict(files_of(self._path.parent), LATENT_COLORS.max_bytes, keep=self._path)
-        except OSError as error:
-            logger.warning("The colors of previews could not be stored: %s", error.strerror or error)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        remove_partial_files(self._path.parent)
+        replace_file(self._path, data)
+        evict(files_of(self._path.parent), LATENT_COLORS.max_bytes, keep=self._path)
 
     def _chosen(self) -> torch.Tensor | None:
         """Return the fitted map, unless the published one was better or is the only one."""
