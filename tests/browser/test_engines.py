@@ -117,6 +117,7 @@ def test_a_build_survives_a_reload_and_is_cancelled(open_page: OpenPage) -> None
     assert "Cancelled." in page.inner_text("#engines-tasks")
 
 
+@pytest.mark.timeout(600)
 def test_a_build_adds_an_engine_and_changes_its_badge(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
@@ -124,7 +125,7 @@ def test_a_build_adds_an_engine_and_changes_its_badge(open_page: OpenPage) -> No
     go(page)
     page.click("#engines-components [data-action=build][data-target=text_encoder]")
     row = "#engines-table li[data-state=ready]:has-text('Text encoder')"
-    page.wait_for_selector(row)
+    page.wait_for_selector(row, timeout=400_000)
     page.click(f"{row} .technical summary")
     assert "any size" in page.inner_text(row)
     builds = page.inner_text("#engines-tasks li[data-kind=build] .builds >> nth=0")

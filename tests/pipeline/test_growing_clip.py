@@ -30,6 +30,11 @@ WIDTH, HEIGHT, FRAMES = 64, 32, 33
 DELIMITER = b"\0\0\0\1\x09"
 
 
+def encoded(stream: Path) -> int:
+    """Return how many frames a stream has."""
+    return stream.read_bytes().count(DELIMITER) if stream.exists() else 0
+
+
 def decode_slowly(job: Path, patch: pytest.MonkeyPatch, *, starving: bool = False) -> None:
     """Let whole frames take minutes a chunk by the clock of clips.
 
@@ -46,7 +51,8 @@ def decode_slowly(job: Path, patch: pytest.MonkeyPatch, *, starving: bool = Fals
                 yield frames
                 if tile is None:
                     count, seconds[0] = count + len(frames), seconds[0] + 100.0
-                    until(lambda count=count: not stream.exists() or stream.read_bytes().count(DELIMITER) >= count)  # type: ignore[misc]  # bound now
+                    # The encoder has been started if there is its folder; it makes its file a little later.
+                    until(lambda count=count: not stream.parent.is_dir() or encoded(stream) >= count)  # type: ignore[misc]  # bound now
                     if count > FRAMES - 9 and not starved[0]:
                         starved[0] = True
                         raise torch.OutOfMemoryError("on purpose")

@@ -14,7 +14,11 @@ from runtime.queue.store import JobStore
 from tests.cluster_machines import Machines
 from tests.queue.test_out_of_memory import limited_group
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="counters are Linux's")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(sys.platform != "linux", reason="counters are Linux's"),
+]
 
 GROUP_BYTES = 4 << 30
 # Allocates memory, in a control group if one is given, until the process of the first argument ends. Ray has the kernel
@@ -55,7 +59,10 @@ def test_a_job_resumes_with_less_memory_after_its_worker_was_killed(tmp_path: Pa
         cluster.wait(lambda: any(values["event"] == "StepDone" for _, _, values in store.events(job)), 180)
         (worker,) = cluster.workers()
         balloon = [sys.executable, "-c", BALLOON, str(worker["pid"]), str(group or "")]
-        assert subprocess.run(balloon, check=False).returncode == 0
+        for _ in range(5):
+            subprocess.run(balloon, check=False)  # the kernel may end it instead
+            if not psutil.pid_exists(worker["pid"]):
+                break
         cluster.wait(lambda: store.deaths(job), 60)
         cluster.wait(cluster.finished, 300)
         (death,) = store.deaths(job)
