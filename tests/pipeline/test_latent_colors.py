@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from runtime.core.disk_caches import LATENT_COLORS
 from runtime.core.events import Cancelled, StepDone, VideoSaved
 from runtime.execution.residency import Residency
 from runtime.models.spec import LatentRgb, ModelSpec
-from runtime.pipeline import latent_colors, previews
+from runtime.pipeline import previews
 from runtime.pipeline.latent_colors import SIDE, DecodedColors, LatentColors
 from runtime.video.preview import resize
 from tests.full_disk import fill
@@ -179,6 +180,4 @@ def test_the_second_job_has_better_previews(
         return
     assert "none" not in found
     assert found["fitted"] > found["constant"] + 3
-    assert latent_colors.LATENT_COLORS.max_bytes > sum(
-        path.stat().st_size for path in (tmp_path / "latent_colors").iterdir()
-    )
+    assert LATENT_COLORS.max_bytes > sum(path.stat().st_size for path in (tmp_path / "latent_colors").iterdir())
