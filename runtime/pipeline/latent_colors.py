@@ -105,15 +105,12 @@ class DecodedColors:
 
     def add(self, frames: np.ndarray) -> None:
         """Add the next frames, (n, height, width, 3) uint8. The last one of each latent frame is used."""
-        for number in self.wanted(len(frames)):
+        end = (self._latents.shape[1] - 1) * self._frames_each + 1
+        first, last = -self._received % self._frames_each, min(len(frames), end - self._received)
+        for number in range(first, last, self._frames_each):
             latents = self._latents[:, (self._received + number) // self._frames_each]
             self._add(latents, torch.from_numpy(frames[number]))
         self._received += len(frames)
-
-    def wanted(self, count: int) -> range:
-        """Return which of the next `count` frames are used."""
-        end = (self._latents.shape[1] - 1) * self._frames_each + 1
-        return range(-self._received % self._frames_each, min(count, end - self._received), self._frames_each)
 
     def _add(self, latents: torch.Tensor, frame: torch.Tensor) -> None:
         channels, height, width = latents.shape

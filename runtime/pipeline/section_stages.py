@@ -158,8 +158,7 @@ def _decoder(context: RunContext, previews: Previews) -> Iterator[Decode]:
 
         def decode(latents: torch.Tensor) -> torch.Tensor:
             frames, decoded = cast("SectionDecoder", decoder).window(latents, tile=tile), DecodedColors(latents, each)
-            for frame in frames:
-                decoded.add(_bytes(context, frame[None]))
+            decoded.add(_bytes(context, frames))
             previews.colors.learn(decoded)
             return frames
 
