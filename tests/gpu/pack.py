@@ -1,13 +1,13 @@
 """Pack Tandem's requirements in small parts for a machine without a package registry.
 
-    python tests/gpu/pack.py FOLDER [--part-mb 35] [--groups base,video,flash4]    with a registry; takes minutes
+    python tests/gpu/pack.py FOLDER [--part-mb 35] [--groups base,video,flash4,cluster]    with a registry; takes minutes
     . FOLDER/unpack.sh                                                             there, in bash
 
 For Linux on x86-64 with Python 3.12 where PyTorch for CUDA 13, transformers and the rest of `THERE` are installed.
 FOLDER then holds GROUP.tar.xz.00, .01, …, none larger than the flag allows. Source `unpack.sh` with all or some of the
 parts in the same folder: parts that arrived earlier are kept in $TANDEM_THERE (/tmp/tandem-there), a group is unpacked
-once it is complete, and PYTHONPATH is set. `base` is what every script in tests/gpu imports, `video` is ffmpeg and
-`flash4` FlashAttention 4. Versions are those of requirements*.txt. Requirements that are neither packed nor known to be
+once it is complete, and PYTHONPATH is set. `base` is what every script in tests/gpu imports, `video` is ffmpeg,
+`flash4` FlashAttention 4 and `cluster` what a cluster's head and nodes need besides. Versions are those of requirements*.txt. Requirements that are neither packed nor known to be
 installed there are listed.
 """
 
@@ -34,11 +34,13 @@ PLATFORMS = "_2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 1"
 # Who wants an exact version of another comes before it.
 GROUPS: Mapping[str, str] = {
     "base": "diffusers importlib_metadata lazy-importer zipp ftfy wcwidth pydantic pydantic_core typing_inspection "
-    "annotated_types typer rich filelock imageio-ffmpeg torchao bitsandbytes nvidia-cudnn-frontend "
+    "annotated_types typer rich filelock imageio-ffmpeg gguf torchao bitsandbytes nvidia-cudnn-frontend "
     "apache-tvm-ffi",
     "video": "imageio-ffmpeg",
     "flash4": "flash-attn-4 quack-kernels torch-c-dlpack-ext nvidia-cutlass-dsl "
     "nvidia-cutlass-dsl-libs-cu13 nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core",
+    "cluster": "ray fastapi starlette uvicorn python-multipart orjson opentelemetry-api jsonschema "
+    "jsonschema-specifications referencing rpds-py msgpack",
 }
 THERE = (
     "torch triton numpy transformers accelerate huggingface-hub safetensors tokenizers onnx onnxruntime onnxscript "
@@ -49,6 +51,7 @@ LEFT_OUT = {
     "base": r"/stubs/|__pycache__|^test/|\.a$|bitsandbytes/lib\w+(?<!_cuda130)(?<!_cpu)\.so|imageio_ffmpeg/binaries/ff",
     "video": r"imageio_ffmpeg/(?!binaries/ff)|dist-info",
     "flash4": r"/stubs/|__pycache__|^test/|\.a$",
+    "cluster": r"__pycache__|^ray/(jars|rllib|dashboard/client|data|serve|train|tune|llm|cpp)/",
 }
 
 UNPACK = """\
