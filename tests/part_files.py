@@ -43,6 +43,26 @@ def original_vae_names(state: Mapping[str, torch.Tensor]) -> State:
     return named
 
 
+def original_vae_22_names(state: Mapping[str, torch.Tensor]) -> State:
+    """Return a residual VAE's parameters under the names of Wan2.2's own code, vae2_2.py.
+
+    There, a level is a list of residual blocks and the module that changes the size.
+    """
+    found = {}
+    for name, tensor in state.items():
+        parts, renamed = name.split("."), name
+        if "_blocks" in parts[1]:
+            samples = parts[1].replace("_blocks", "samples")
+            if parts[3] == "resnets":
+                rest = parts[4:]
+            else:
+                blocks = {one.split(".")[4] for one in state if one.startswith(".".join((*parts[:3], "resnets.")))}
+                rest = [str(len(blocks)), *parts[4:]]
+            renamed = ".".join((parts[0], samples, parts[2], samples, *rest))
+        found[_vae_name(renamed)] = tensor
+    return found
+
+
 def _vae_name(name: str) -> str:
     parts = name.split(".")
     for new, old in (

@@ -156,6 +156,15 @@ class Settings(FrozenModel):
     def _parse_auth(cls, value: Any) -> Any:
         return value.split(":", 1) if isinstance(value, str) else value
 
+    @field_validator("engine_cache_dir", mode="before")
+    @classmethod
+    def _parse_folder(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value.strip() or not value.isprintable():
+            raise ValueError
+        return value.strip()
+
     @field_validator("engine_cache_dir")
     @classmethod
     def _check_folder(cls, path: Path | None) -> Path | None:
@@ -179,9 +188,9 @@ class Settings(FrozenModel):
             return get_args(TensorRTPart) if words == ["all"] else ()
         return [part for part in TENSORRT_PARTS if part in words] if set(words) <= set(TENSORRT_PARTS) else words
 
-    @field_validator("decoder_precision", mode="before")
+    @field_validator("browser", "share", "decoder_tensorrt", "decoder_precision", mode="before")
     @classmethod
-    def _parse_precision(cls, value: Any) -> Any:
+    def _parse_word(cls, value: Any) -> Any:
         return value.strip().lower() if isinstance(value, str) else value
 
     @field_validator("share_size", mode="before")
@@ -195,7 +204,7 @@ class Settings(FrozenModel):
     def _name_switch(cls, value: Any, info: ValidationInfo) -> Any:
         if info.context is None:
             return value
-        return info.context["offline"] if TypeAdapter(bool).validate_python(value) else ""
+        return info.context["offline"] if TypeAdapter(bool).validate_python(cls._parse_word(value)) else ""
 
     @field_validator("hub", mode="before")
     @classmethod

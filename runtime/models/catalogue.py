@@ -71,7 +71,14 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
         raise ModelError("model.file_is_part", file=path.name, **data) from error
     names = first.known.names if first.known else frozenset()
     others = sorted({*installed, *others}, key=lambda folder: (folder.name.lower() not in names, folder))
-    return assemble(path, [*near, *others], weights_dir, configs, _parts(path, first, weights_dir, part_configs))
+    parts, problems = _parts(path, first, weights_dir, part_configs)
+    try:
+        return assemble(path, [*near, *others], weights_dir, configs, parts)
+    except ModelError as error:
+        # A damaged file may be the one that is missing.
+        if problems and error.code == "model.file_unfit" and error.data["cause"].code == "model.weights_missing":
+            raise problems[0] from error
+        raise
 
 
 def _parts(
@@ -79,22 +86,26 @@ def _parts(
     transformer: single_file.TransformerFile,
     weights_dir: Path,
     configs: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> dict[str, WeightFiles]:
-    """Return text encoder and VAE in single files that fit a transformer, by component.
+) -> tuple[dict[str, WeightFiles], list[TandemError]]:
+    """Return text encoder and VAE in single files that fit a transformer, by component, and why files cannot be read.
 
     They are looked for beside it, in folders beside its folder, as ComfyUI has them, and in the weights folder.
     """
     beside = [path.parent.parent / name for name in _PART_FOLDERS]
     places = [path.parent, *beside, weights_dir, *sorted(weights_dir.glob("[!.]*"))]
     found: dict[str, WeightFiles] = {}
+    problems: list[TandemError] = []
     for folder in dict.fromkeys(places):
-        for one in single_file.weight_files_in(folder):
+        for one in single_file.weight_files_in(folder, {*single_file.SUFFIXES, single_file.PICKLED}):
             # Other transformers are large, too, but only headers are read.
-            with contextlib.suppress(TandemError):
+            try:
                 part = single_file.read_part(one, configs)
-                if part is not None and part.family == transformer.family and _fits(part, transformer):
-                    found.setdefault(part.component, part.files)
-    return found
+            except TandemError as error:
+                problems.append(error)
+                continue
+            if part is not None and part.family == transformer.family and _fits(part, transformer):
+                found.setdefault(part.component, part.files)
+    return found, problems
 
 
 def _fits(part: single_file.PartFile, transformer: single_file.TransformerFile) -> bool:

@@ -210,12 +210,12 @@ class PartFiles(NamedTuple):
     Attributes:
         names: returns the library's names of the parameters in a file, by name, without tensors that are none.
         config_of: as `SingleFiles.config_of`; `candidates` are configurations of the component.
-        parameters: returns the shape of every parameter by name; `None` if the library is asked when it is loaded.
+        parameters: returns the shape of every parameter by name.
     """
 
     names: Callable[[Sequence[str]], dict[str, str]]
     config_of: Callable[[Mapping[str, tuple[int, ...]], Sequence[Mapping[str, Any]]], dict[str, Any] | None]
-    parameters: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]] | None = None
+    parameters: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
 
 
 class Family(Protocol):

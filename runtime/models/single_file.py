@@ -8,7 +8,7 @@ files of them. Imports no torch.
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,6 +22,8 @@ from runtime.models.tensor_files import unreadable
 # The folder of LoRAs in the weights folder.
 LORAS = "loras"
 SUFFIXES = frozenset({".safetensors", ".gguf", ".sft"})
+# Of Wan's own text encoder and VAEs, which are pickled.
+PICKLED = ".pth"
 Expert = Literal["high", "low"]
 _COMPONENTS: Mapping[Expert, str] = {"high": "transformer", "low": "transformer_2"}
 # "high_noise", "HighNoise", "-high-"; not "highres".
@@ -68,7 +70,7 @@ def listed(weights_dir: Path) -> dict[str, Path]:
     return found
 
 
-def weight_files_in(folder: Path) -> list[Path]:
+def weight_files_in(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """Return the single files in a folder; none if it cannot be read, or has a component of a model."""
     try:
         entries = sorted(folder.iterdir())
@@ -76,7 +78,7 @@ def weight_files_in(folder: Path) -> list[Path]:
         return []
     if any(path.name == "config.json" for path in entries):
         return []
-    suited = (path for path in entries if path.suffix.lower() in SUFFIXES and path.is_file())
+    suited = (path for path in entries if path.suffix.lower() in suffixes and path.is_file())
     return [path for path in suited if not path.name.startswith(".") and path.name.isprintable()]
 
 
@@ -163,11 +165,7 @@ def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]])
             lacks a parameter, or has one of another shape.
     """
     check_name(path)
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    tensors = file_tensors(path) if found.st_size else {}
+    tensors = file_tensors(path)
     for name in FAMILIES:
         for component, part in family_of(name).part_files.items():
             renamed = part.names(list(tensors))
@@ -178,8 +176,7 @@ def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]])
             config = part.config_of(shapes, candidates.get(component, ()))
             if config is None:
                 continue
-            if part.parameters is not None:
-                _check(path, weights, part.parameters(config))
+            _check(path, weights, part.parameters(config))
             return PartFile(name, component, WeightFiles.of(weights, config, None))
     return None
 

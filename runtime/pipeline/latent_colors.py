@@ -1,9 +1,13 @@
 """Colors of latents for previews: a linear map, fitted to what the model's own VAE decoded in earlier videos.
 
+The colors of a position are a linear function of its latents and of those around it: a convolution. With few positions
+to fit it to, only the latents of the position itself count.
+
     latent_colors/<digest of the VAE's files>.safetensors    sums of all videos, from which the map is computed
 
-A file that is damaged or of another VAE is ignored, and replaced by the next video. A folder that cannot be written to
-is not an error. Of two processes that write at once, one loses the sums of its last video.
+A file that is damaged, of another VAE, or of an earlier version, whose sums had no neighbors, is ignored, and replaced
+by the next video. A folder that cannot be written to is not an error. Of two processes that write at once, one loses
+the sums of its last video.
 """
 
 import hashlib
@@ -29,8 +33,13 @@ from runtime.models.tensor_files import read_tensors
 SIDE = 2
 # Positions that count: earlier videos fade as others are added.
 _MAX_POSITIONS = 200_000
-# Positions per unknown that a map is fitted from, at least.
-_LEAST_POSITIONS = 4
+# The side of the neighborhood; models of more channels have none, since the sums grow with its square.
+_KERNEL, _MOST_CHANNELS = 3, 64
+# Positions per unknown that a map without neighbors is fitted from, at least, and one with them: with fewer, that was
+# worse for other clips of the shipped model.
+_LEAST_POSITIONS, _LEAST_OF_KERNEL = 4, 10
+# Positions of a frame that are used, about: neighbors are much alike.
+_PER_FRAME = 1_024
 # Ridge regression: latents have a variance of about 1.
 _RIDGE = 1e-4
 _VERSION = 1
@@ -41,11 +50,13 @@ logger = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
-    """Normal equations of the fit, float64; the last of the inputs is 1.
+    """Normal equations of the fit, float64.
+
+    The inputs are the latents of a neighborhood, (channels, rows, columns) in one axis, and 1.
 
     Attributes:
-        gram: (channels + 1, channels + 1); its last element is the number of positions.
-        moments: (channels + 1, `SIDE` × `SIDE` × 3).
+        gram: (inputs, inputs); its last element is the number of positions.
+        moments: (inputs, `SIDE` × `SIDE` × 3).
         lead: (), how much smaller the squared error of the fitted map was than that of the model's published one, each
             on clips that the fit did not have yet.
     """
@@ -57,7 +68,7 @@ class Sums(NamedTuple):
     @classmethod
     def zero(cls, channels: int) -> "Sums":
         """Return the sums of no positions."""
-        inputs, outputs = channels + 1, SIDE * SIDE * 3
+        inputs, outputs = channels * _kernel(channels) ** 2 + 1, SIDE * SIDE * 3
         return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in ((inputs, inputs), (inputs, outputs), ())))
 
     @property
@@ -75,18 +86,22 @@ class Sums(NamedTuple):
         factors = factors.double()
         return (factors * (self.gram @ factors - 2 * self.moments)).sum()
 
-    def solve(self) -> torch.Tensor | None:
-        """Return the map, (channels + 1, `SIDE` × `SIDE` × 3) float32, the bias last; `None` if they have too little.
+    def solve(self, channels: int) -> torch.Tensor | None:
+        """Return the map, (inputs, `SIDE` × `SIDE` × 3) float32, the bias last; `None` if they have too little.
 
         Also if they are no sums at all: the matrix of real ones is positive definite.
         """
-        if not self.positions >= _LEAST_POSITIONS * len(self.gram):
+        used = torch.arange(len(self.gram))
+        if not self.positions >= _LEAST_OF_KERNEL * len(used):
+            used = used[_middle(channels)]
+        if not self.positions >= _LEAST_POSITIONS * len(used):
             return None
-        ridge = _RIDGE * self.positions * torch.eye(len(self.gram), dtype=torch.float64)
+        ridge = _RIDGE * self.positions * torch.eye(len(used), dtype=torch.float64)
         ridge[-1, -1] = 0.0
-        factor, failed = torch.linalg.cholesky_ex(self.gram + ridge)
-        found = torch.cholesky_solve(self.moments, factor).float()
-        return None if failed.item() or not torch.isfinite(found).all().item() else found
+        factor, failed = torch.linalg.cholesky_ex(self.gram[used][:, used] + ridge)
+        found = torch.zeros_like(self.moments)
+        found[used] = torch.cholesky_solve(self.moments[used], factor)
+        return None if failed.item() or not torch.isfinite(found).all().item() else found.float()
 
 
 class DecodedColors:
@@ -116,8 +131,11 @@ class DecodedColors:
         channels, height, width = latents.shape
         pixels = frame.permute(2, 0, 1).float() / 127.5 - 1.0
         colors = F.pixel_unshuffle(F.adaptive_avg_pool2d(pixels, (SIDE * height, SIDE * width)), SIDE)
-        inputs = torch.cat([latents, torch.ones(1, height, width)]).reshape(channels + 1, -1).double()
-        outputs = colors.reshape(len(colors), -1).double()
+        step = math.ceil(math.sqrt(height * width / _PER_FRAME))
+        kernel = _kernel(channels)
+        inputs = F.unfold(_padded(latents[None], kernel), kernel, stride=step)[0].double()
+        inputs = torch.cat([inputs, inputs.new_ones(1, inputs.shape[1])])
+        outputs = colors[:, ::step, ::step].reshape(len(colors), -1).double()
         self.sums.gram.addmm_(inputs, inputs.T)
         self.sums.moments.addmm_(inputs, outputs.T)
 
@@ -154,8 +172,10 @@ class LatentColors:
         """
         if self._map is None:
             return None
-        factors = self._map.to(latents.device)
-        found = torch.einsum("cfhw,cr->frhw", latents[0].float(), factors[:-1]) + factors[-1][:, None, None]
+        factors, frames = self._map.to(latents.device), latents[0].float().transpose(0, 1)
+        kernel = math.isqrt((len(factors) - 1) // frames.shape[1])
+        weight = factors[:-1].T.reshape(-1, frames.shape[1], kernel, kernel)
+        found = F.conv2d(_padded(frames, kernel), weight, factors[-1])
         return F.pixel_shuffle(found, math.isqrt(found.shape[1] // 3)).permute(0, 2, 3, 1)
 
     def learn(self, clip: DecodedColors) -> None:
@@ -171,11 +191,13 @@ class LatentColors:
         if not all(torch.isfinite(part).all().item() for part in clip.sums):
             return
         # Other processes may have added theirs.
-        before = self._read() or self._sums or Sums.zero(self._spec.vae.z_dim)
-        fitted, published = before.solve(), self._published
+        channels = self._spec.vae.z_dim
+        before = self._read() or self._sums or Sums.zero(channels)
+        fitted, published = before.solve(channels), self._published
         sums = clip.sums
         if fitted is not None and published is not None:
-            spread = published.repeat_interleave(SIDE * SIDE, dim=1)
+            spread = torch.zeros_like(fitted)
+            spread[_middle(channels)] = published.repeat_interleave(SIDE * SIDE, dim=1)
             sums = sums._replace(lead=sums.error(spread) - sums.error(fitted))
         self._sums = before.plus(sums)
         self._map = self._chosen()
@@ -189,7 +211,7 @@ class LatentColors:
 
     def _chosen(self) -> torch.Tensor | None:
         """Return the fitted map, unless the published one was better or is the only one."""
-        fitted = None if self._sums is None else self._sums.solve()
+        fitted = None if self._sums is None else self._sums.solve(self._spec.vae.z_dim)
         if self._sums is not None and fitted is not None and (self._published is None or self._sums.lead.item() > 0):
             return fitted
         return self._published
@@ -208,7 +230,23 @@ class LatentColors:
             return None
         found = Sums(**tensors)
         finite = torch.isfinite(found.lead).item()
-        return found if finite and found.solve() is not None else None
+        return found if finite and found.solve(self._spec.vae.z_dim) is not None else None
+
+
+def _kernel(channels: int) -> int:
+    """Return the side of the neighborhood in a model whose latents have so many channels."""
+    return _KERNEL if channels <= _MOST_CHANNELS else 1
+
+
+def _middle(channels: int) -> list[int]:
+    """Return which inputs are the latents of the position itself, and 1."""
+    area = _kernel(channels) ** 2
+    return [*range(area // 2, channels * area, area), channels * area]
+
+
+def _padded(frames: torch.Tensor, kernel: int) -> torch.Tensor:
+    """Return latents (frames, channels, height, width) with copies of those at the edges around them."""
+    return F.pad(frames, (kernel // 2,) * 4, mode="replicate")
 
 
 def _types(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

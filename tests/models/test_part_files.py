@@ -4,18 +4,25 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from diffusers import AutoencoderKLWan
+from safetensors.torch import load_file, save_file
 
+from runtime.cli.main import run
 from runtime.core.errors import ModelError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.plan import ComponentPlan
 from runtime.execution.residency import Residency
+from runtime.families.wan import part_files as wan_files
+from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import delete_files, find, own_files, stored_bytes, unusable
+from runtime.models.registry import read_spec
 from runtime.models.single_file import reassemble
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_stored
@@ -82,6 +89,165 @@ def test_parts_in_single_files_are_combined(style: str, weights: Path) -> None:
         with Residency() as residency:
             events = list(events_of(tiny_plan(spec, weights / "x.mp4"), spec, residency))
         assert isinstance(events[-1], VideoSaved), events[-1]
+
+
+WIDE = {"in_channels": 48, "out_channels": 48}
+
+
+@pytest.fixture
+def large(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
+    """A weights folder with Wan2.2-TI2V-5B at tiny size, whose VAE is a file; and the same in diffusers' format."""
+    folder, whole = tmp_path / "weights", tmp_path / "whole"
+    transformer = transformer_files.wide_transformer(**WIDE).half().float()
+    shutil.copytree(tiny("wan2.2-ti2v-5b").directory, whole)
+    vae = AutoencoderKLWan.from_pretrained(whole / "vae")
+    vae.load_state_dict(part_files.weights(vae))
+    for name, module in (("transformer", transformer), ("vae", vae)):
+        shutil.rmtree(whole / name)
+        module.save_pretrained(whole / name)
+    shutil.copytree(whole, folder / "base")
+    shutil.rmtree(folder / "base" / "transformer")
+    (folder / "base" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    transformer_files.save_plain(folder / "wan.safetensors", dict(transformer.state_dict()), torch.float32)
+    save_file(part_files.original_vae_22_names(dict(vae.state_dict())), folder / "Wan2.2_VAE.safetensors")
+    return folder, whole
+
+
+def test_the_vae_of_wan_2_2_in_a_file_encodes_and_decodes_as_its_folder(large: tuple[Path, Path]) -> None:
+    folder, whole = large
+    spec, expected = find("wan", folder), read_spec(whole, "whole")
+    assert spec.single_files["vae"] == folder / "Wan2.2_VAE.safetensors"
+    assert spec.vae == expected.vae
+    assert spec.parameters["vae"] == expected.parameters["vae"]
+    held = dict(AutoencoderKLWan.from_pretrained(whole / "vae").state_dict())
+    assert same(load_module(spec, "vae", FLOAT32), held)
+    modules: list[Any] = [load_module(one, "vae", FLOAT32) for one in (spec, expected)]
+    own, other = modules
+    assert own.config.latents_mean == other.config.latents_mean
+    clip, latents = torch.randn(1, 3, 9, 64, 64), torch.randn(1, 48, 3, 4, 4)
+    with torch.no_grad():
+        encoded = [module.encode(clip).latent_dist.mode() for module in (own, other)]
+        decoded = [module.decode(latents).sample for module in (own, other)]
+    assert torch.equal(*encoded)
+    assert torch.equal(*decoded)
+    assert decoded[0].std() > 0.01
+    frames: list[np.ndarray] = []
+    for model in (spec, replace(expected, image_input=spec.image_input, expand_timesteps=spec.expand_timesteps)):
+        parts: list[np.ndarray] = []
+        with Residency() as residency:
+            plan = tiny_plan(model, whole.parent / f"{model.name}.mp4", seed=5)
+            events = list(events_of(plan, model, residency, on_frames=lambda part: parts.append(part.copy())))  # noqa: B023 - called now
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        frames.append(np.concatenate(parts))
+    assert np.array_equal(frames[0], frames[1])
+
+
+@pytest.mark.parametrize(
+    ("names", "config"),
+    [(part_files.original_vae_names, known.configs["vae"]) for known in KNOWN if known.name == "wan2.1-t2v-14b"]
+    + [(part_files.original_vae_22_names, known.configs["vae"]) for known in KNOWN if known.name == "wan2.2-ti2v-5b"],
+)
+def test_published_vaes_are_recognised_without_a_folder(names: Any, config: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(**config)
+    original = names(dict(vae.state_dict()))
+    assert not set(original) & set(vae.state_dict())
+    renamed = wan_files.vae_names(list(original))
+    shapes = {renamed[name]: tuple(tensor.shape) for name, tensor in original.items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
+    published = [known.configs["vae"] for known in KNOWN]
+    assert wan_files.vae_config(shapes, published) == config
+    assert wan_files.vae_parameters(config) == shapes
+    assert len(config.get("latents_mean", vae.config.latents_mean)) == config["z_dim"]
+
+
+TENSOR = "decoder.upsamples.0.upsamples.0.residual.2.weight"
+
+
+def _change_header(path: Path, change: Callable[[list[int]], object]) -> None:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header[TENSOR]["shape"])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def _turned(shape: list[int]) -> None:
+    shape[0], shape[1] = 2 * shape[0], shape[1] // 2
+
+
+def _larger(shape: list[int]) -> None:
+    shape[0] *= 2
+
+
+def _save_changed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    state = load_file(path)
+    change(state)
+    save_file(state, path)
+
+
+def _pickle(path: Path) -> None:
+    torch.save(load_file(path), path.with_suffix(".pth"))
+    path.unlink()
+
+
+BAD_VAES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "model.file_damaged"),
+    "cut in its header": (lambda path: path.write_bytes(path.read_bytes()[:100]), "model.file_no_format"),
+    "empty": (lambda path: path.write_bytes(b""), "model.file_damaged"),
+    "another shape of the same size": (lambda path: _change_header(path, _turned), "model.file_other_shape"),
+    "a shape that is too large": (lambda path: _change_header(path, _larger), "model.tensors_invalid"),
+    "a tensor less": (
+        lambda path: _save_changed(path, lambda state: state.pop(TENSOR)),
+        "model.file_tensor_missing",
+    ),
+    "a tensor more": (
+        lambda path: _save_changed(path, lambda state: state.update(more=torch.zeros(1))),
+        "model.file_tensor_unknown",
+    ),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps({})), "model.pickled"),
+    "pickle with its own name": (_pickle, "model.pickled"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VAES)
+def test_a_bad_vae_is_refused_before_anything_runs(
+    name: str, large: tuple[Path, Path], cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = large
+    change, code = BAD_VAES[name]
+    change(folder / "Wan2.2_VAE.safetensors")
+    cache_dir.mkdir()
+    folder.rename(cache_dir / "weights")
+    for command in ("plan", "generate"):
+        assert run([command, "a red boat", "--model", "wan", "--json"]) == 2
+        out, err = capsys.readouterr()
+        what, to_do = err.strip().splitlines()
+        assert what.startswith("Error: ") and "Wan2.2_VAE" in what
+        assert to_do.startswith("To do: ")
+        assert json.loads(out.splitlines()[-1])["error"]["code"] == code
+    given = next(path for path in (cache_dir / "weights").glob("Wan2.2_VAE*"))
+    assert run(["plan", "a red boat", "--model", str(given), "--json"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 2
+
+
+def test_a_vae_alone_makes_no_videos(large: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError) as refused:
+        find(str(large[0] / "Wan2.2_VAE.safetensors"), large[0])
+    assert (refused.value.code, refused.value.data["component"]) == ("model.file_is_part", "vae")
+
+
+@pytest.mark.parametrize("wrong", [{"num_res_blocks": 10**9}, {"base_dim": "4"}, {"dim_mult": 3}, {"z_dim": None}, {}])
+def test_invalid_configurations_of_installed_vaes_are_passed_over(
+    wrong: dict[str, Any], large: tuple[Path, Path]
+) -> None:
+    folder, _ = large
+    other = folder / "a"
+    shutil.copytree(folder / "base", other)
+    config = other / "vae" / "config.json"
+    config.write_text(json.dumps((json.loads(config.read_text()) | wrong) if wrong else {}))
+    assert find("wan", folder).files["vae"].config["latents_std"] == [1.5] * 48
 
 
 BAD = {

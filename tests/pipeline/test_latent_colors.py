@@ -1,13 +1,16 @@
 """Colors of latents: the fit, its file, and previews of a tiny real model."""
 
 import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from runtime.core.disk_caches import LATENT_COLORS
@@ -29,13 +32,22 @@ def spec(tiny: Tiny) -> ModelSpec:
     return replace(tiny("wan2.1"), latent_rgb=None)
 
 
-def clip(spec: ModelSpec, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Return latents, the colors that a linear map gives them, and frames whose last of each latent has them."""
+def clip(
+    spec: ModelSpec, seed: int = 0, side: int = 8, kernel: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Return latents, the colors that a linear map gives them, and frames whose last of each latent has them.
+
+    Args:
+        side: positions of a frame in width and in height.
+        kernel: of the map.
+    """
     random = torch.Generator().manual_seed(seed)
     channels, each, scale = spec.vae.z_dim, spec.vae.scale_factor_temporal, 8
-    latents = torch.randn(1, channels, 3, 8, 8, generator=random)
-    factors = torch.randn(channels, 3 * SIDE * SIDE, generator=torch.Generator().manual_seed(9)) * 0.05
-    colors = torch.nn.functional.pixel_shuffle(torch.einsum("cfhw,cr->frhw", latents[0], factors) + 0.1, SIDE)
+    latents = torch.randn(1, channels, 3, side, side, generator=random)
+    shape = (3 * SIDE * SIDE, channels, kernel, kernel)
+    factors = torch.randn(shape, generator=torch.Generator().manual_seed(9)) * 0.2 / channels**0.5 / kernel
+    around = F.pad(latents[0].transpose(0, 1), (kernel // 2,) * 4, mode="replicate")
+    colors = F.pixel_shuffle(F.conv2d(around, factors) + 0.1, SIDE)
     wide = colors.repeat_interleave(scale // SIDE, dim=2).repeat_interleave(scale // SIDE, dim=3)
     frames = np.zeros((2 * each + 1, *wide.shape[2:], 3), np.uint8)
     frames[::each] = ((wide.permute(0, 2, 3, 1) + 1) * 127.5).round().byte().numpy()
@@ -63,6 +75,74 @@ def test_a_linear_map_is_recovered_stored_and_found(chunks: tuple[int, ...], spe
         found = one.colors(other)
         assert found is not None
         torch.testing.assert_close(found, wanted, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("side", [24, 48])
+def test_a_map_of_neighborhoods_is_recovered_stored_and_found(side: int, spec: ModelSpec, tmp_path: Path) -> None:
+    latents, _, frames = clip(spec, side=side, kernel=3)
+    fit, learned = LatentColors(tmp_path, spec), decoded(spec, latents, frames)
+    # Of large frames, every second position in each direction is used.
+    assert learned.sums.positions == 3 * 24 * 24
+    fit.learn(learned)
+    other, wanted, _ = clip(spec, 1, side=12, kernel=3)
+    for one in (fit, LatentColors(tmp_path, spec)):
+        found = one.colors(other)
+        assert found is not None
+        torch.testing.assert_close(found, wanted, atol=0.01, rtol=0)
+    # The colors of one position depend on it and those around it.
+    other[:, :, 1, 5, 5] += 1
+    changed = fit.colors(other)
+    assert changed is not None and found is not None
+    rows = (changed - found)[1].abs().amax(2).amax(1).view(-1, SIDE).amax(1)
+    assert (rows > 1e-5).nonzero().flatten().tolist() == [4, 5, 6]
+
+
+def test_few_positions_give_a_map_without_neighbors(spec: ModelSpec, tmp_path: Path) -> None:
+    latents, _, frames = clip(spec, kernel=3)
+    fit = LatentColors(tmp_path, spec)
+    fit.learn(decoded(spec, latents, frames))
+    before = fit.colors(latents)
+    latents[:, :, 1, 5, 5] += 1
+    after = fit.colors(latents)
+    assert before is not None and after is not None
+    assert (after - before)[1].abs().sum(2).nonzero().tolist() == [[10, 10], [10, 11], [11, 10], [11, 11]]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (33, 2)])
+def test_latents_of_any_size_have_colors(shape: tuple[int, int], spec: ModelSpec, tmp_path: Path) -> None:
+    latents, _, frames = clip(spec, side=24, kernel=3)
+    fit = LatentColors(tmp_path, spec)
+    fit.learn(decoded(spec, latents, frames))
+    found = fit.colors(torch.randn(1, spec.vae.z_dim, 2, *shape))
+    assert found is not None
+    assert found.shape == (2, SIDE * shape[0], SIDE * shape[1], 3)
+
+
+def test_models_of_many_channels_have_no_neighborhoods(spec: ModelSpec, tmp_path: Path) -> None:
+    wide = replace(spec, vae=replace(spec.vae, z_dim=65))
+    latents, colors, frames = clip(wide, side=24)
+    fit = LatentColors(tmp_path, wide)
+    fit.learn(decoded(wide, latents, frames))
+    found = LatentColors(tmp_path, wide).colors(latents)
+    assert found is not None
+    torch.testing.assert_close(found, colors, atol=0.01, rtol=0)
+
+
+def test_sums_of_an_earlier_version_are_replaced(spec: ModelSpec, tmp_path: Path) -> None:
+    latents, colors, frames = clip(spec)
+    LatentColors(tmp_path, spec).learn(decoded(spec, latents, frames))
+    (path,) = (tmp_path / "latent_colors").iterdir()
+    inputs = torch.cat([latents[0], torch.ones(1, *latents.shape[2:])]).flatten(1).double()
+    outputs = torch.randn(inputs.shape[1], 3 * SIDE * SIDE, dtype=torch.float64)
+    old = {"gram": inputs @ inputs.T, "moments": inputs @ outputs, "lead": torch.zeros((), dtype=torch.float64)}
+    safetensors.torch.save_file(old, path, metadata={"vae": path.stem})
+    fit = LatentColors(tmp_path, spec)
+    assert fit.colors(latents) is None
+    fit.learn(decoded(spec, latents, frames))
+    found = LatentColors(tmp_path, spec).colors(latents)
+    assert found is not None
+    torch.testing.assert_close(found, colors, atol=0.01, rtol=0)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_the_published_map_is_used_until_the_fit_is_better(spec: ModelSpec, tmp_path: Path) -> None:
@@ -93,6 +173,13 @@ def _nan(path: Path, data: bytes) -> None:
     path.write_bytes(data[:-64] + np.full(8, np.nan).tobytes())
 
 
+def _negative(path: Path, data: bytes) -> None:
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    first, last = (start + offset for offset in header["gram"]["data_offsets"])
+    path.write_bytes(data[:first] + np.full((last - first) // 8, -0.1).tobytes() + data[last:])
+
+
 def _of_another(path: Path, data: bytes) -> None:
     path.write_bytes(data.replace(path.stem.encode(), b"0" * len(path.stem)))
 
@@ -106,7 +193,7 @@ HOSTILE: dict[str, Callable[[Path, bytes], object]] = {
         data.replace(b"[]", b"[1]")[:8] + data[8:].replace(b"moments", b"momentz")
     ),
     "another VAE": _of_another,
-    "negative": lambda path, data: path.write_bytes(data[: -8 * 400] + b"\xff\xbf" * (4 * 400)),
+    "negative": _negative,
 }
 
 

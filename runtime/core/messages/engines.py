@@ -207,6 +207,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.other_outputs": Message(
         "The engine writes {expected:list}, in other sizes or dtypes than those given for {given:list}.", _REBUILD
     ),
+    "engine.other_frames": Message("The engine returned {given} values instead of {expected}.", _REBUILD),
     "engine.other_shape": Message(
         "The engine expects {tensor} of shape {expected}, not {given}.",
         "Build an engine for this size; the component runs in PyTorch meanwhile.",

@@ -75,8 +75,16 @@ MESSAGES: Mapping[str, Message] = {
         "{model} does not support {option:setting}.", "Omit {option:setting}, or choose another model."
     ),
     "decode.latents_shape": Message(
-        "The latents are {shape} values of {dtype}.",
-        "Give floating-point latents [batch, frames, channels, height, width] with at least one frame.",
+        "The latents are {shape} values of {dtype} on {device}.",
+        "Give values in float16, bfloat16, float32 or float64 as [batch, frames, channels, height, width], "
+        "each at least 1.",
+    ),
+    "decode.latents_channels": Message(
+        "The latents are {shape}, but the decoder takes {channels} channels.",
+        "Give latents [batch, frames, {channels}, height, width].",
+    ),
+    "decode.tensorrt_disabled": Message(
+        "TensorRT is disabled.", "Set TENSORRT_ENABLED to true, and leave use_tensorrt as it is."
     ),
     "decode.batch_size": Message("The batch size is {value}.", "Give at least 1."),
     "decode.fell_back": Message("PyTorch decodes instead of {backend:backend}. {reason:advice}"),

@@ -170,7 +170,7 @@ _FILES: Mapping[str, Message] = {
     "model.file_tensor_missing": Message("{file} lacks {tensor}.", _AGAIN),
     "model.file_tensor_unknown": Message(
         "{file} has {tensor}, which the models that Tandem runs do not have.",
-        "Use a file of a plain Wan transformer, without VACE, controls or other additions.",
+        "Use a file of a plain Wan model, without VACE, controls or other additions.",
     ),
     "model.file_other_shape": Message("{file} has {tensor} of {shape}; its other tensors require {expected}.", _AGAIN),
     "model.file_expert_unknown": Message(

@@ -17,7 +17,7 @@ from torch import nn
 
 from runtime.core import settings as settings_module
 from runtime.core.cancel import Cancel, CancelledError
-from runtime.core.errors import BadResultError, InvalidRequestError, MachineError, first_line, ran_out
+from runtime.core.errors import BadResultError, EngineError, InvalidRequestError, MachineError, first_line, ran_out
 from runtime.core.events import EngineProgress, Event, FellBack
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
@@ -34,12 +34,13 @@ from runtime.engines.frame_decoders import (
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.engine_components import failure_of_engine
-from runtime.families.dcae.sources import decoder_in, spec_of
+from runtime.families.dcae.sources import decoder_in, latent_channels, spec_of
 from runtime.machine.probe import probe
 from runtime.models.spec import FRAME_DECODER, ModelSpec
 
 TENSORRT = "tensorrt"
 _AXES = 5
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +112,15 @@ class BatchedDecoder:
             raise InvalidRequestError("batch_size", "decode.batch_size", value=batch_size)
         self._given = decoder
         self._module = decoder_in(decoder)
+        self._channels = latent_channels(decoder)
         weight = next(self._module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         if self._device == torch.device("cuda"):
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._batch = batch_size
-        self._tensorrt = self._on_gpu and use_tensorrt and settings.decoder_tensorrt
-        self._wanted = self._wanted_backend(backend)
+        enabled = use_tensorrt and settings.decoder_tensorrt
+        self._tensorrt = self._on_gpu and enabled
+        self._wanted = TENSORRT if backend == AUTO and self._tensorrt else backend
         self._settings, self._service = settings, engines
         self._emit, self._cancel = emit, cancel
         self._lock = threading.RLock()
@@ -136,24 +139,26 @@ class BatchedDecoder:
             self._module.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # the stub lacks it
             self._graphs = CudaGraphRunner(lambda latents, *_: self._module(latents), self._say)
             self._no_timestep = torch.zeros(1, device=self._device)
+        if backend == TENSORRT and not enabled:
+            self._fall_back(Fact("decode.tensorrt_disabled"))
+            self._wanted = PYTORCH
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the frames of latents.
 
         Args:
-            latents: [b, n, c, h, w], floating point, on any device, as the decoder takes them.
+            latents: [b, n, c, h, w] in float16, bfloat16, float32 or float64, on any device, as the decoder takes
+                them. A frame whose latents are not finite is not finite either; the others are not changed by it.
 
         Returns:
             [b, n, C, H, W] in the dtype of the latents, on the decoder's device; not clamped.
 
         Raises:
-            InvalidRequestError: if the latents have another shape or dtype, or no frames.
+            InvalidRequestError: if the latents have another shape or dtype, other channels, or no values.
             torch.OutOfMemoryError, MemoryError: if memory is too small for a single frame.
             DeviceLostError: if the GPU cannot be used any more.
         """
-        if latents.dim() != _AXES or not latents.is_floating_point() or latents.numel() == 0:
-            shape = "×".join(map(str, latents.shape))
-            raise InvalidRequestError("latents", "decode.latents_shape", shape=shape, dtype=str(latents.dtype))
+        self._check(latents)
         with self._lock, torch.no_grad():
             rows = latents.flatten(0, 1)
             self._alone = len(rows) < self._batch
@@ -162,6 +167,14 @@ class BatchedDecoder:
             frames = self._frames(rows)
             self._mark_end()
             return frames.unflatten(0, latents.shape[:2])
+
+    def _check(self, latents: torch.Tensor) -> None:
+        shape, dtype = "×".join(map(str, latents.shape)), latents.dtype
+        if latents.dim() != _AXES or dtype not in _DTYPES or latents.numel() == 0 or latents.is_meta:
+            given = {"shape": shape, "dtype": str(dtype), "device": str(latents.device)}
+            raise InvalidRequestError("latents", "decode.latents_shape", **given)
+        if self._channels not in {None, latents.shape[2]}:
+            raise InvalidRequestError("latents", "decode.latents_channels", shape=shape, channels=self._channels)
 
     def prepare(self, height: int, width: int) -> None:
         """Open the engine for latents of a size, and build it if it is missing; a call does so if this was not called.
@@ -209,12 +222,6 @@ class BatchedDecoder:
     @property
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
-
-    def _wanted_backend(self, backend: str) -> str:
-        """Return the backend to open an engine of: a name, `AUTO` for one of those that exist, or `PYTORCH`."""
-        if backend == AUTO:
-            return TENSORRT if self._tensorrt else AUTO
-        return PYTORCH if backend == TENSORRT and self._on_gpu and not self._tensorrt else backend
 
     def _open_engine(self, size: tuple[int, int]) -> None:
         service = self.service
@@ -270,9 +277,8 @@ class BatchedDecoder:
                 frames[start : start + len(part)].copy_(out[: len(part)])
                 done = start + len(part)
             assert frames is not None
-            # Once for all batches: it waits for the GPU. Latents with NaN are no fault of the engine.
-            if not torch.isfinite(frames).all().item() and torch.isfinite(rows).all().item():
-                raise BadResultError("execution.engine_not_finite")
+            # Once for all batches: it waits for the GPU.
+            _check_finite(rows, frames)
         except Exception as error:
             if isinstance(error, BadResultError):
                 reason, done = error.fact, 0
@@ -283,6 +289,8 @@ class BatchedDecoder:
         # Outside of the handler: the exception's frames reference memory that is needed now.
         self._close_engine()
         self._fall_back(reason)
+        if frames is not None and not torch.isfinite(frames[:done]).all().item():
+            done = 0
         return frames, done
 
     def _infer(self, part: torch.Tensor) -> torch.Tensor:
@@ -291,7 +299,13 @@ class BatchedDecoder:
         assert self._current is not None
         if len(part) < self._batch and not (self._current.takes_any and self._alone):
             part = _padded(part, self._batch)
-        return self._open.infer(FRAME_DECODER, latent_frames=part)["decoded_frames"]
+        frames = self._open.infer(FRAME_DECODER, latent_frames=part)["decoded_frames"]
+        assert self._spec is not None
+        decoder: Any = self._spec.vae
+        wanted = (len(part), decoder.channels, *decoder.frame_size(*part.shape[2:]))
+        if frames.shape != wanted:
+            raise EngineError("engine.other_frames", expected=list(wanted), given=list(frames.shape))
+        return frames
 
     def _in_pytorch(self, rows: torch.Tensor, frames: torch.Tensor | None, done: int) -> torch.Tensor:
         """Decode what an engine did not, into `frames` if there are some."""
@@ -364,6 +378,21 @@ class BatchedDecoder:
                 make: Callable[..., Any] = torch.cuda.Event
                 self._done = make()
             self._done.record(torch.cuda.current_stream(self._device))
+
+
+def _check_finite(rows: torch.Tensor, frames: torch.Tensor) -> None:
+    """Set frames of latents that are not finite to NaN: ONNX Runtime's operators return numbers for some.
+
+    Raises:
+        BadResultError: if a frame of finite latents is not finite.
+    """
+    alright = [torch.isfinite(one).all().to(frames.device) for one in (rows, frames)]
+    if torch.stack(alright).all().item():
+        return
+    given, found = (torch.isfinite(one).flatten(1).all(1).to(frames.device) for one in (rows, frames))
+    if (given & ~found).any().item():
+        raise BadResultError("execution.engine_not_finite")
+    frames[~given] = torch.nan
 
 
 def _padded(part: torch.Tensor, count: int) -> torch.Tensor:

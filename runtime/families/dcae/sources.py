@@ -39,6 +39,15 @@ def decoder_in(module: nn.Module) -> nn.Module:
     return module.decoder if isinstance(module, AutoencoderDC) else module
 
 
+def latent_channels(module: nn.Module) -> int | None:
+    """Return the channels of a decoder's latents; `None` for a module that `spec_of` does not know."""
+    known: ModelSpec | None = getattr(module, "tandem_spec", None)
+    if known is not None:
+        return known.vae.z_dim
+    config = _config_of(module)
+    return None if config is None else read_architecture(config).z_dim
+
+
 def spec_of(module: nn.Module, weights_dir: Path) -> ModelSpec | None:
     """Return the model of a decoder; one that was not loaded by `load_decoder` is stored in `weights_dir` first.
 

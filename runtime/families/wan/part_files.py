@@ -1,14 +1,16 @@
 """Wan's text encoder and VAE in single files: names of their tensors, and the configurations that follow from shapes.
 
-UMT5 comes with the names of transformers (ComfyUI), of Wan's own code, or of llama.cpp (GGUF); the VAE of Wan2.1 with
-those of Wan's own code or of diffusers. Imports no torch.
+UMT5 comes with the names of transformers (ComfyUI), of Wan's own code, or of llama.cpp (GGUF); the VAEs of Wan2.1 and
+Wan2.2 with those of Wan's own code or of diffusers. Imports no torch.
 
-Sources of the names: diffusers' loaders/single_file_utils.py (`convert_wan_vae_to_diffusers`); transformers' `UMT5`;
-Wan's modules/t5.py; llama.cpp's gguf-py (`MODEL_ARCH.T5ENCODER`).
+Sources of the names: diffusers' loaders/single_file_utils.py (`convert_wan_vae_to_diffusers`) and
+scripts/convert_wan_to_diffusers.py (`convert_vae_22`); transformers' `UMT5`; Wan's modules/t5.py, vae.py and vae2_2.py;
+llama.cpp's gguf-py (`MODEL_ARCH.T5ENCODER`).
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -56,7 +58,10 @@ _VAE_OUTSIDE = {
 }
 _RESIDUAL = {"residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2"}
 _LEVEL = re.compile(r"(encoder\.down|decoder\.up)samples\.([0-9]{1,3})\.(.+)")
-# Modules of a level of the decoder in one list: residual blocks, and one that doubles the size.
+# Of Wan2.2: each level has a list of its own, of residual blocks and one module that changes the size.
+_IN_LEVEL = re.compile(r"(down|up)samples\.([0-9]{1,3})\.(.+)")
+_RESIZING = ("resample.", "time_conv.")
+# Of Wan2.1: modules of a level of the decoder in one list: residual blocks, and one that doubles the size.
 _RESNETS = 3
 _LEVELS = 4
 # diffusers normalises latents of so many channels as Wan2.1 does, by default.
@@ -135,6 +140,10 @@ def _vae_name(name: str) -> str:
     if level is None:
         return _inside(_renamed(name, _VAE_OUTSIDE))
     side, number, rest = level[1], int(level[2]), _inside(level[3])
+    own = _IN_LEVEL.fullmatch(rest)
+    if own is not None:
+        part = f"{own[1]}sampler" if own[3].startswith(_RESIZING) else f"resnets.{own[2]}"
+        return f"{side}_blocks.{number}.{part}.{own[3]}"
     if side == "encoder.down":
         return f"encoder.down_blocks.{number}.{rest}"
     block, place = divmod(number, _RESNETS + 1)
@@ -153,26 +162,91 @@ def vae_config(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, An
     """Return the configuration of the VAE with parameters of these shapes; `None` if it is none, or of unknown sizes.
 
     Args:
-        candidates: configurations of known and installed VAEs: what latents are normalised with is in no file.
+        candidates: valid configurations of known and installed VAEs: what latents are normalised with is in no file.
     """
+    found: list[dict[str, Any]] = []
     for config in candidates:
-        base, patch = config.get("base_dim"), config.get("patch_size") or 1
+        base, patch = config["base_dim"], config.get("patch_size") or 1
         decoder = config.get("decoder_base_dim") or base
-        multiples: Sequence[int] = config.get("dim_mult") or ()
-        if not (isinstance(base, int) and isinstance(decoder, int) and len(multiples) == _LEVELS):
+        multiples: Sequence[int] = config["dim_mult"]
+        if len(multiples) != _LEVELS or config.get("attn_scales"):
             continue
-        channels, deep, z_dim = 3 * patch**2, multiples[-1], config.get("z_dim")
+        channels, deep, z_dim = 3 * patch**2, multiples[-1], config["z_dim"]
         if z_dim != _DEFAULT_Z_DIM and "latents_mean" not in config:
             continue
-        signs: dict[str, tuple[Any, ...]] = {
+        signs: dict[str, Shape] = {
             "encoder.conv_in.weight": (base, channels, 3, 3, 3),
-            "encoder.conv_out.weight": (2 * (z_dim or 0), base * deep, 3, 3, 3),
+            "encoder.conv_out.weight": (2 * z_dim, base * deep, 3, 3, 3),
             "decoder.conv_in.weight": (decoder * deep, z_dim, 3, 3, 3),
             "decoder.conv_out.weight": (channels, decoder * multiples[0], 3, 3, 3),
         }
         if all(shapes.get(name) == shape for name, shape in signs.items()):
-            return dict(config)
-    return None
+            found.append(dict(config))
+    # Several may have the same sizes at both ends.
+    return next((config for config in found if vae_parameters(config) == shapes), found[0] if found else None)
+
+
+def vae_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shape of every parameter of a VAE, by name."""
+    z_dim, multiples, residual = config["z_dim"], config["dim_mult"], bool(config.get("is_residual"))
+    blocks, channels = config["num_res_blocks"], 3 * (config.get("patch_size") or 1) ** 2
+    base = config["base_dim"]
+    dims = [base * multiple for multiple in (1, *multiples)]
+    found = _layer("encoder.conv_in", (base, channels, 3, 3, 3))
+    number = 0
+    for level, (before, out) in enumerate(pairwise(dims)):
+        for block in range(blocks):
+            name = f"encoder.down_blocks.{level}.resnets.{block}" if residual else f"encoder.down_blocks.{number}"
+            found |= _residual_block(name, out if block else before, out)
+            number += 1
+        if level < len(multiples) - 1:
+            name = f"encoder.down_blocks.{level}.downsampler" if residual else f"encoder.down_blocks.{number}"
+            found |= _layer(f"{name}.resample.1", (out, out, 3, 3))
+            if config["temperal_downsample"][level]:
+                found |= _layer(f"{name}.time_conv", (out, out, 3, 1, 1))
+            number += 1
+    found |= _middle_and_last("encoder", dims[-1], dims[-1], 2 * z_dim)
+    found |= _layer("quant_conv", (2 * z_dim, 2 * z_dim, 1, 1, 1)) | _layer("post_quant_conv", (z_dim, z_dim, 1, 1, 1))
+    dims = [(config.get("decoder_base_dim") or base) * multiple for multiple in (multiples[-1], *reversed(multiples))]
+    found |= _layer("decoder.conv_in", (dims[0], z_dim, 3, 3, 3))
+    for level, (before, out) in enumerate(pairwise(dims)):
+        name, enters = f"decoder.up_blocks.{level}", before if residual or not level else before // 2
+        for block in range(blocks + 1):
+            found |= _residual_block(f"{name}.resnets.{block}", out if block else enters, out)
+        if level < len(multiples) - 1:
+            name = f"{name}.upsampler" if residual else f"{name}.upsamplers.0"
+            found |= _layer(f"{name}.resample.1", (out if residual else out // 2, out, 3, 3))
+            if config["temperal_downsample"][-1 - level]:
+                found |= _layer(f"{name}.time_conv", (2 * out, out, 3, 1, 1))
+    return found | _middle_and_last("decoder", dims[0], dims[-1], channels)
+
+
+def _middle_and_last(side: str, middle: int, last: int, channels: int) -> dict[str, Shape]:
+    """Return the parameters in the middle of an encoder or a decoder, and of its last norm and convolution."""
+    attention = f"{side}.mid_block.attentions.0"
+    return {
+        **_residual_block(f"{side}.mid_block.resnets.0", middle, middle),
+        **_residual_block(f"{side}.mid_block.resnets.1", middle, middle),
+        f"{attention}.norm.gamma": (middle, 1, 1),
+        **_layer(f"{attention}.to_qkv", (3 * middle, middle, 1, 1)),
+        **_layer(f"{attention}.proj", (middle, middle, 1, 1)),
+        f"{side}.norm_out.gamma": (last, 1, 1, 1),
+        **_layer(f"{side}.conv_out", (channels, last, 3, 3, 3)),
+    }
+
+
+def _residual_block(name: str, before: int, out: int) -> dict[str, Shape]:
+    return {
+        f"{name}.norm1.gamma": (before, 1, 1, 1),
+        **_layer(f"{name}.conv1", (out, before, 3, 3, 3)),
+        f"{name}.norm2.gamma": (out, 1, 1, 1),
+        **_layer(f"{name}.conv2", (out, out, 3, 3, 3)),
+        **(_layer(f"{name}.conv_shortcut", (out, before, 1, 1, 1)) if before != out else {}),
+    }
+
+
+def _layer(name: str, shape: Shape) -> dict[str, Shape]:
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str:

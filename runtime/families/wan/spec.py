@@ -9,6 +9,7 @@ folder, or else taken from the model cards: https://huggingface.co/Wan-AI.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -331,6 +332,18 @@ _FLOW_SHIFT = TypeAdapter(Annotated[float, Field(strict=True, gt=0)] | None)
 _BOUNDARY_RATIO = TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=1)] | None)
 
 
+def _vae_config(
+    shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """See `part_files.vae_config`; invalid configurations of installed models are passed over."""
+    valid = []
+    for config in candidates:
+        with suppress(ValueError):
+            vae_spec(config)
+            valid.append(config)
+    return part_files.vae_config(shapes, valid)
+
+
 class WanFamily:
     """See `models.registry.Family`."""
 
@@ -342,7 +355,7 @@ class WanFamily:
         "text_encoder": PartFiles(
             part_files.text_encoder_names, part_files.text_encoder_config, part_files.text_encoder_parameters
         ),
-        "vae": PartFiles(part_files.vae_names, part_files.vae_config),
+        "vae": PartFiles(part_files.vae_names, _vae_config, part_files.vae_parameters),
     }
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)

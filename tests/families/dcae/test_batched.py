@@ -11,14 +11,16 @@ import torch
 
 from runtime.core import settings as settings_module
 from runtime.core.cancel import Cancel, CancelledError
-from runtime.core.errors import EngineError, InvalidRequestError
+from runtime.core.errors import EngineError, InvalidRequestError, SettingsError
 from runtime.core.events import EngineProgress, Event, FellBack
+from runtime.core.facts import render
 from runtime.core.settings import Settings
 from runtime.engines.frame_decoders import BATCH, build_frame_engine, builder_of, frame_engine, usable_engines
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.machine.probe import probe
 from runtime.models.spec import FRAME_DECODER
+from tests import full_disk
 from tests.conftest import build_once
 from tests.families.dcae import decoders
 
@@ -132,6 +134,14 @@ def test_another_size_opens_another_engine(found: Settings, decoder: Any) -> Non
     assert [service.why_stale(record, [decoder.tandem_spec]) for record in service.store.index()] == [[], []]
 
 
+def refuses(caught: Any, code: str) -> None:
+    """Check that an error has a code, one line on what is wrong, and one on what to do."""
+    assert caught.value.code == code
+    for line in (caught.value.what, caught.value.remedy):
+        assert line and len(line.splitlines()) == 1 and line.isprintable()
+        assert "{" not in line
+
+
 def fails(decode: Any, latents: torch.Tensor, decoder: Any, code: str) -> None:
     """Check that PyTorch took over, for a reason, and that later calls run in PyTorch too."""
     for _ in range(2):
@@ -186,6 +196,60 @@ def test_an_engine_that_is_damaged_is_built_again(found: Settings, on_engine: An
     assert on_engine.backend == BACKEND
 
 
+def test_an_engine_that_was_deleted_is_built_again(found: Settings, on_engine: Any, decoder: Any) -> None:
+    service = EngineService.from_settings(found, probe())
+    (record,) = service.store.index()
+    service.store.delete(record.id)
+    latents = decoders.latents(1, 3)
+    assert close(on_engine(latents), expected_of(decoder, latents))
+    assert (on_engine.backend, on_engine.engine, on_engine.fallbacks) == (BACKEND, record.id, ())
+
+
+@pytest.mark.parametrize("what", ["file", "manifest", "shape"])
+def test_engines_in_the_library_that_cannot_be_used_are_reported_or_passed_over(
+    what: str, found: Settings, decoder: Any
+) -> None:
+    """With "auto", nothing is built: an unreadable engine is none, and one that fails to open is reported."""
+    service = EngineService.from_settings(found, probe())
+    (record,) = service.store.index()
+    service.store.record_verification(record, seconds_per_call=record.pytorch_seconds_per_call / 2)
+    folder = service.store.path(record.id)
+    if what == "file":
+        data = bytearray((folder / "engine.onnx").read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / "engine.onnx").write_bytes(data)
+    else:
+        text = (folder / "engine.json").read_text()
+        changed = text[: len(text) // 2] if what == "manifest" else text.replace("3", "5")
+        assert changed != text
+        (folder / "engine.json").write_text(changed)
+    decode = make_batched_decode_fn(decoder, settings=found)
+    if what == "file":
+        fails(decode, decoders.latents(1, 3), decoder, "engine.unusable")
+    else:
+        latents = decoders.latents(1, 3)
+        assert close(decode(latents), expected_of(decoder, latents))
+        assert (decode.backend, decode.engine, decode.fallbacks) == ("pytorch", "", ())
+
+
+def test_an_engine_that_was_built_for_another_size_is_reported(found: Settings, on_engine: Any, decoder: Any) -> None:
+    """An engine whose folder has the files of one for other latents fails in the call, and PyTorch goes on."""
+    with make_batched_decode_fn(decoder, backend=BACKEND, settings=found) as other:
+        other(torch.randn(1, 2, 8, 2, 5))
+    service = EngineService.from_settings(found, probe())
+    real = EngineService.open
+    records = {record.id: record for record in service.store.index()}
+    assert len(records) == 2
+
+    def swapped(self: EngineService, spec: Any, component: str, uses: Any, device: str) -> OpenEngines:
+        (use,) = uses
+        (wrong,) = set(records) - {use.id}
+        return real(self, spec, component, [use.model_copy(update={"id": wrong})], device)
+
+    with mock.patch.object(EngineService, "open", swapped):
+        fails(on_engine, decoders.latents(1, 3), decoder, "engine.other_shape")
+
+
 def test_an_engine_that_is_damaged_without_a_trace(found: Settings, on_engine: Any, decoder: Any) -> None:
     (engine,) = (path for path in found.engines_dir.iterdir() if (path / "engine.json").exists())
     data = bytearray((engine / "engine.onnx").read_bytes())
@@ -226,13 +290,16 @@ def test_an_engine_that_fails_at_a_call(
 @pytest.mark.parametrize(
     ("wrong", "code"),
     [
-        (lambda frames: frames[:, :, :-1], "execution.engine_failed"),
+        (lambda frames: frames[:, :, :-1], "engine.other_frames"),
+        (lambda frames: frames[:-1], "engine.other_frames"),
+        (lambda frames: frames[:, :1], "engine.other_frames"),
         (lambda frames: frames.masked_fill(frames > 0.5, torch.nan), "execution.engine_not_finite"),
         (lambda frames: frames * torch.inf, "execution.engine_not_finite"),
     ],
 )
+@pytest.mark.parametrize("call", [1, 2])
 def test_an_engine_with_wrong_outputs(
-    wrong: Callable[[torch.Tensor], torch.Tensor], code: str, on_engine: Any, decoder: Any
+    call: int, wrong: Callable[[torch.Tensor], torch.Tensor], code: str, on_engine: Any, decoder: Any
 ) -> None:
     real, calls = OpenEngines.infer, 0
 
@@ -240,19 +307,55 @@ def test_an_engine_with_wrong_outputs(
         nonlocal calls
         calls += 1
         outputs = real(self, program, **inputs)
-        return {name: wrong(one) if calls == 2 else one for name, one in outputs.items()}
+        return {name: wrong(one) if calls == call else one for name, one in outputs.items()}
 
     with mock.patch.object(OpenEngines, "infer", infer):
         fails(on_engine, decoders.latents(1, 16), decoder, code)
 
 
-def test_latents_with_nan_are_no_fault_of_the_engine(on_engine: Any) -> None:
+def test_frames_before_a_failure_are_checked_too(on_engine: Any, decoder: Any) -> None:
+    real, calls = OpenEngines.infer, 0
+
+    def infer(self: OpenEngines, program: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError
+        return {name: one * torch.nan for name, one in real(self, program, **inputs).items()}
+
+    with mock.patch.object(OpenEngines, "infer", infer):
+        fails(on_engine, decoders.latents(1, 16), decoder, "execution.engine_failed")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
+def test_latents_that_are_not_finite_are_no_fault_of_the_engine(
+    backend: str, value: float, found: Settings, decoder: Any
+) -> None:
+    latents = decoders.latents(1, 9)
+    expected = expected_of(decoder, latents)
+    latents[0, 3] = value
+    with make_batched_decode_fn(decoder, backend=backend, settings=found) as decode:
+        frames = decode(latents)
+        assert (decode.backend, decode.fallbacks) == (backend, ())
+    others = [number for number in range(9) if number != 3]
+    assert not frames[0, 3].isfinite().all()
+    assert close(frames[:, others], expected[:, others])
+
+
+def test_an_engine_with_nan_is_found_among_latents_with_nan(on_engine: Any, decoder: Any) -> None:
     latents = decoders.latents(1, 9)
     latents[0, 3] = torch.nan
-    frames = on_engine(latents)
-    assert on_engine.backend == BACKEND
-    assert not on_engine.fallbacks
-    assert frames[0, 4].isfinite().all()
+    real = OpenEngines.infer
+
+    def infer(self: OpenEngines, program: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = real(self, program, **inputs)
+        return {name: one * torch.nan for name, one in outputs.items()}
+
+    with mock.patch.object(OpenEngines, "infer", infer):
+        frames = on_engine(latents)
+    assert frames[0].isfinite().flatten(1).all(1).tolist() == [number != 3 for number in range(9)]
+    assert [fact.data["reason"].code for fact in on_engine.fallbacks] == ["execution.engine_not_finite"]
 
 
 def test_memory_that_runs_out_in_pytorch_halves_the_batches(found: Settings, decoder: Any) -> None:
@@ -290,17 +393,90 @@ def test_an_unknown_module_runs_in_pytorch(found: Settings) -> None:
     assert not decode.fallbacks
 
 
-@pytest.mark.parametrize(
-    "latents",
-    [torch.zeros(8, 3, 4), torch.zeros(2, 8, 3, 4), torch.zeros(1, 0, 8, 3, 4), torch.zeros(1, 2, 8, 3, 4).int()],
-)
-def test_other_latents_are_refused(latents: torch.Tensor, found: Settings, decoder: Any) -> None:
-    decode = make_batched_decode_fn(decoder, backend="pytorch", settings=found)
+BAD_LATENTS = {
+    "three axes": torch.zeros(8, 3, 4),
+    "four axes": torch.zeros(2, 8, 3, 4),
+    "six axes": torch.zeros(1, 1, 2, 8, 3, 4),
+    "no axes": torch.tensor(1.0),
+    "no frames": torch.zeros(1, 0, 8, 3, 4),
+    "batch 0": torch.zeros(0, 2, 8, 3, 4),
+    "no channels": torch.zeros(1, 2, 0, 3, 4),
+    "no height": torch.zeros(1, 2, 8, 0, 4),
+    "no width": torch.zeros(1, 2, 8, 3, 0),
+    "int32": torch.zeros(1, 2, 8, 3, 4).int(),
+    "uint8": torch.zeros(1, 2, 8, 3, 4).byte(),
+    "bool": torch.zeros(1, 2, 8, 3, 4).bool(),
+    "complex": torch.zeros(1, 2, 8, 3, 4, dtype=torch.complex64),
+    "float8": torch.zeros(1, 2, 8, 3, 4).to(torch.float8_e4m3fn),
+    "without data": torch.zeros(1, 2, 8, 3, 4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LATENTS)
+@pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
+def test_other_latents_are_refused(backend: str, name: str, found: Settings, decoder: Any) -> None:
+    with make_batched_decode_fn(decoder, backend=backend, settings=found) as decode:
+        with pytest.raises(InvalidRequestError) as caught:
+            decode(BAD_LATENTS[name])
+        refuses(caught, "decode.latents_shape")
+        assert not decode.fallbacks
+
+
+@pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
+@pytest.mark.parametrize("channels", [1, 7, 9, 16])
+def test_latents_of_other_channels_are_refused_and_the_engine_stays(
+    channels: int, backend: str, found: Settings, decoder: Any
+) -> None:
+    with make_batched_decode_fn(decoder, backend=backend, settings=found) as decode:
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError) as caught:
+                decode(torch.zeros(1, 2, channels, 3, 4))
+            refuses(caught, "decode.latents_channels")
+        latents = decoders.latents(1, 2)
+        assert close(decode(latents), expected_of(decoder, latents))
+        assert (decode.backend, decode.fallbacks) == (backend, ())
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderDC", "its decoder", "OWL's decoder"])
+def test_channels_of_decoders_that_others_loaded_are_known(kind: str, found: Settings, tmp_path: Path) -> None:
+    autoencoder: Any = decoders.autoencoder(decoders.DC)
+    if kind == "OWL's decoder":
+        decoders.save_owl(tmp_path / "owl")
+        given: Any = load_decoder(str(tmp_path / "owl"))
+    else:
+        given = autoencoder.decoder if kind == "its decoder" else autoencoder
     with pytest.raises(InvalidRequestError) as caught:
-        decode(latents)
-    assert caught.value.code == "decode.latents_shape"
-    with pytest.raises(InvalidRequestError):
-        make_batched_decode_fn(decoder, 0, settings=found)
+        make_batched_decode_fn(given, backend="pytorch", settings=found)(torch.zeros(1, 2, 9, 4, 4))
+    refuses(caught, "decode.latents_channels")
+
+
+@pytest.mark.parametrize("size", [0, -1, -(2**40)])
+def test_other_batch_sizes_are_refused(size: int, found: Settings, decoder: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make_batched_decode_fn(decoder, size, settings=found)
+    refuses(caught, "decode.batch_size")
+
+
+@pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
+def test_latents_of_any_layout_and_dtype_are_decoded(backend: str, found: Settings, decoder: Any) -> None:
+    latents = decoders.latents(2, 5)
+    expected = expected_of(decoder, latents)
+    views = {
+        "frames first": latents.transpose(0, 1).contiguous().transpose(0, 1),
+        "channels last": latents.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3),
+        "every second": latents.repeat_interleave(2, dim=1)[:, ::2],
+        "float64": latents.double(),
+        "with a gradient": latents.clone().requires_grad_(),
+    }
+    with make_batched_decode_fn(decoder, 4, backend=backend, settings=found) as decode:
+        for name, view in views.items():
+            frames = decode(view)
+            assert frames.dtype == view.dtype
+            assert not frames.requires_grad
+            assert close(frames.float(), expected), name
+        alike = latents[:1, :1].expand(3, 3, -1, -1, -1)
+        assert close(decode(alike), expected[:1, :1].expand(3, 3, -1, -1, -1))
+        assert (decode.backend, decode.fallbacks) == (backend, ())
 
 
 def test_threads_share_a_function(on_engine: Any, decoder: Any) -> None:
@@ -321,20 +497,137 @@ def test_threads_share_a_function(on_engine: Any, decoder: Any) -> None:
     assert not on_engine.fallbacks
 
 
-def test_the_environment_sets_the_library_the_precision_and_the_switch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_dir: Path
-) -> None:
-    monkeypatch.setenv("TENSORRT_CACHE_DIR", str(tmp_path / "elsewhere"))
-    monkeypatch.setenv("TENSORRT_ENABLED", "false")
-    monkeypatch.setenv("TENSORRT_PRECISION", "BF16")
-    found = settings_module.load()
-    assert found.cache_dir == cache_dir
-    assert found.engines_dir == tmp_path / "elsewhere"
-    assert not found.decoder_tensorrt
-    assert found.decoder_precision == "bf16"
-    monkeypatch.setenv("TENSORRT_PRECISION", "int8")
-    with pytest.raises(Exception, match="TENSORRT_PRECISION"):
-        settings_module.load()
+def test_threads_with_other_sizes_and_one_that_closes(found: Settings, decoder: Any) -> None:
+    """Sizes without an engine run in PyTorch, and so does what comes after `close`."""
+    given = [torch.randn(1, 5, 8, 3, width) for width in (4, 5, 4, 6)]
+    expected = [expected_of(decoder, latents) for latents in given]
+    problems: list[object] = []
+    service = EngineService.from_settings(found, probe())
+    (record,) = service.store.index()
+    service.store.record_verification(record, seconds_per_call=record.pytorch_seconds_per_call / 2)
+    decode = make_batched_decode_fn(decoder, settings=found)
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(6):
+                if number == 2 and turn == 3:
+                    decode.close()
+                if not close(decode(given[number]), expected[number]):
+                    problems.append((number, turn))
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (problems, decode.fallbacks, decode.backend) == ([], (), "pytorch")
+
+
+def from_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Settings:
+    """Return the settings with one variable."""
+    monkeypatch.setenv(variable, value)
+    return settings_module.load()
+
+
+NONSENSE = [" ", "-1", "2", "perhaps", "真", "1.0", "true,false", "\x07", "x" * 5000]
+
+
+@pytest.mark.usefixtures("cache_dir")
+class TestEnvironment:
+    """The variables that `make_batched_decode_fn` reads, by name. An empty one is not set."""
+
+    @pytest.mark.parametrize(
+        ("value", "enabled"),
+        [(word, True) for word in ("true", "TRUE", "1", "yes", "on", " true ", "")]
+        + [(word, False) for word in ("false", "False", "0", "no", "off", "false ")],
+    )
+    def test_tensorrt_enabled(self, value: str, enabled: bool, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert from_environment(monkeypatch, "TENSORRT_ENABLED", value).decoder_tensorrt is enabled
+        decode = make_batched_decode_fn(decoder, backend="tensorrt")
+        code = "pipeline.backend_unsupported" if enabled else "decode.tensorrt_disabled"
+        fails(decode, decoders.latents(1, 3), decoder, code)
+        assert decode.fallbacks[0].data["backend"] == "tensorrt"
+
+    @pytest.mark.parametrize("value", NONSENSE)
+    def test_a_bad_tensorrt_enabled(self, value: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TENSORRT_ENABLED", value)
+        with pytest.raises(SettingsError) as caught:
+            make_batched_decode_fn(decoder)
+        refuses(caught, "settings.not_a_switch")
+        assert "TENSORRT_ENABLED" in caught.value.what and "true or false" in caught.value.remedy
+
+    @pytest.mark.parametrize(
+        ("value", "precision"),
+        [("fp16", "fp16"), ("BF16", "bf16"), (" fp32 ", "fp32"), ("", None)],
+    )
+    def test_tensorrt_precision(self, value: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert from_environment(monkeypatch, "TENSORRT_PRECISION", value).decoder_precision == precision
+
+    @pytest.mark.parametrize("value", [*NONSENSE, "float16", "int8", "fp8", "fp16,bf16", "fp\uff11\uff16", "half"])
+    def test_a_bad_tensorrt_precision(self, value: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TENSORRT_PRECISION", value)
+        with pytest.raises(SettingsError) as caught:
+            make_batched_decode_fn(decoder)
+        refuses(caught, "settings.not_a_precision")
+        assert "TENSORRT_PRECISION" in caught.value.what and "fp16, bf16 or fp32" in caught.value.remedy
+
+    @pytest.mark.parametrize("name", ["engines", "with a space", "引擎", "-1", "a/b/c", ""])
+    def test_tensorrt_cache_dir(
+        self, name: str, decoder: Any, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TENSORRT_CACHE_DIR", str(tmp_path / "own" / name) if name else "")
+        with make_batched_decode_fn(decoder, backend=BACKEND) as decode:
+            latents = decoders.latents(1, 3)
+            assert close(decode(latents), expected_of(decoder, latents))
+            assert (decode.backend, decode.fallbacks) == (BACKEND, ())
+            folder = tmp_path / "own" / name if name else cache_dir / "engines"
+            assert (folder / decode.engine / "engine.json").is_file()
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            " ",
+            "\t",
+            "file",
+            "file/below",
+            "/dev/null",
+            "~no-such-user/x",
+            "x" * 300,
+            "/x" * 5000,
+            "a\nb",
+            "a\x07",
+            "\udcff",
+        ],
+    )
+    def test_a_bad_tensorrt_cache_dir(
+        self, value: str, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("TENSORRT_CACHE_DIR", str(tmp_path / value) if value.startswith("file") else value)
+        with pytest.raises(SettingsError) as caught:
+            make_batched_decode_fn(decoder)
+        refuses(caught, "settings.not_a_folder")
+        assert "TENSORRT_CACHE_DIR" in caught.value.what
+
+    @pytest.mark.parametrize("disk", ["ro,size=1m", "size=64k"])
+    def test_a_tensorrt_cache_dir_that_cannot_be_written(
+        self, disk: str, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with full_disk.small_disk(tmp_path / "disk", disk) as folder:
+            if disk != "ro,size=1m":
+                full_disk.fill(folder)
+            monkeypatch.setenv("TENSORRT_CACHE_DIR", str(folder))
+            decode = make_batched_decode_fn(decoder, backend=BACKEND)
+            latents = decoders.latents(1, 3)
+            for _ in range(2):
+                assert close(decode(latents), expected_of(decoder, latents))
+            assert decode.backend == "pytorch"
+            (fact,) = decode.fallbacks
+            shown = render(fact).what
+            assert len(shown.splitlines()) == 1
+            assert str(folder) in shown or "TENSORRT_CACHE_DIR" in shown
 
 
 def test_a_plan_of_tensorrt_has_a_profile_for_full_batches_and_one_for_fewer(home: Path) -> None:
