@@ -120,7 +120,7 @@ def test_queued_jobs_keep_their_plans_as_text(worker: JobQueue, desk: Panels) ->
     plans = sum(isinstance(one, ExecutionPlan) for one in gc.get_objects())
     # Those of the cache, and of the session's fixtures.
     assert plans < 30
-    assert [job.plan.prompt for job in jobs] == [f"boat {n}" for n in range(60)]
+    assert [job.prompt for job in jobs] == [f"boat {n}" for n in range(60)]
 
 
 CALL: dict[str, Any] = {"action": "refresh", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}
@@ -376,7 +376,7 @@ def test_an_edited_or_repeated_job_keeps_its_image(
     filled = {name: shown["value"] for name, shown in form.filled(edited, models).items() if "value" in shown}
     act(desk, "save", first, form=values(**(filled | {"prompt": "a calm sea"})))
     act(desk, "duplicate", first)
-    for job in worker.open_videos():
+    for job in worker.store.queue():
         assert (job.request["prompt"], job.request["image"]) == ("a calm sea", kept)
         assert job.request["image_position"] == 10.0
-    assert len(worker.open_videos()) == 2
+    assert len(worker.store.queue()) == 2
