@@ -451,8 +451,8 @@ class JobStore:
     def queue_owners(self, beginning: str = "", states: Collection[State] = OPEN) -> dict[str, str]:
         """Return the owners of running and queued videos by id: those whose name starts with `beginning`."""
         query = (
-            "SELECT id, owner FROM jobs WHERE owner >= ? AND owner < ? AND kind = 'video' "
-            f"AND state IN ({_marks(states)}) AND unreadable IS NULL"
+            "SELECT id, owner FROM jobs INDEXED BY jobs_by_owner_and_state WHERE owner >= ? AND owner < ? "
+            f"AND kind = 'video' AND state IN ({_marks(states)}) AND unreadable IS NULL"
         )
         with self.database.reading() as connection:
             found = connection.execute(query, (beginning, f"{beginning}\U0010ffff", *states))
