@@ -1,23 +1,29 @@
 """Measure the HTTP API beside the web app under many clients that poll and stream at once.
 
-    python -m bench.api_clients [--clients 200] [--seconds 60] [--keys 10] [--queued 3]
+    python -m bench.api_clients [--clients 200] [--seconds 60] [--keys 10] [--queued 3] [--waiting 0]
 
 Each client is one program with one key and one connection for requests: it polls one of its key's videos each second,
 and lists its key's videos every ten seconds. Every second client also follows that video's events on a second
 connection. A worker makes videos of a tiny model all the time. Meanwhile the page of the web app is requested ten times
-a second. Prints a JSON object: what was answered, times, and processor time of the clients, the web process and the
-worker. The exit code is 1 if anything failed.
+a second, and what an open page asks for once a second: the states of jobs, and changes of the panels Queue and Results.
+Prints a JSON object: what was answered, times, and processor time of the clients, the web process and the worker. The
+exit code is 1 if anything failed.
+
+With `--waiting 5000`, so many more videos of the owner wait behind those of the keys.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import secrets
+import sqlite3
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from contextlib import closing
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -29,6 +35,8 @@ from runtime.server.api_keys import ApiKeys, KeyLimits
 from tests.app_server import Server, make_cache, serving
 
 _POLL_SECONDS, _LIST_EVERY, _PAGE_SECONDS = 1.0, 10, 0.1
+_PANELS = {"queue": "tandem/panels/queue", "results": "tandem/panels/results"}
+_CALL: dict[str, Any] = {"action": "refresh", "target": "", "values": {}, "view": {}, "form": []}
 _TIMEOUT_SECONDS = 30.0
 _BODY = {"prompt": "a red boat", "steps": 900, "frames": 9, "size": "64x32"}
 
@@ -171,7 +179,39 @@ async def _page(port: int, end: float, found: Found) -> None:
         await asyncio.sleep(max(0.0, began + _PAGE_SECONDS - time.monotonic()))
 
 
-async def _measure(server: Server, keys: list[str], clients: int, seconds: float, queued: int) -> dict[str, Any]:
+async def _open_page(port: int, end: float, found: Found) -> None:
+    """Ask for what an open page asks for."""
+    connection = Connection(port, found)
+    drawn: dict[str, dict[str, str]] = {panel: {} for panel in _PANELS}
+    while time.monotonic() < end:
+        began = time.monotonic()
+        await connection.ask("states", "GET", "/tandem/now")
+        for panel, path in _PANELS.items():
+            body = await connection.ask(f"panel {panel}", "POST", f"/{path}", {**_CALL, "drawn": drawn[panel]})
+            drawn[panel] |= json.loads(body)["digests"] if body else {}
+        await asyncio.sleep(max(0.0, began + _POLL_SECONDS - time.monotonic()))
+    connection.close()
+
+
+def _add_waiting(path: Path, video: str, count: int) -> None:
+    """Add copies of a video to the end of the queue."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.row_factory = sqlite3.Row
+        row = dict(connection.execute("SELECT * FROM jobs WHERE id = ?", (video,)).fetchone())
+        (last,) = connection.execute("SELECT max(position) FROM jobs").fetchone()
+        del row["number"]
+        row |= {"state": "queued", "owner": None, "instance": None, "started": None, "live": None, "begun": 0}
+        row["lane"] = json.dumps([None, *json.loads(row["lane"])[1:]])
+        for number in range(count):
+            values = {**row, "id": secrets.token_hex(4), "position": last + 1 + number}
+            connection.execute(
+                f"INSERT INTO jobs ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()]
+            )
+
+
+async def _measure(
+    server: Server, keys: list[str], clients: int, seconds: float, queued: int, waiting: int
+) -> dict[str, Any]:
     port = int(server.url.rstrip("/").rpartition(":")[2])
     found, web = Found(), psutil.Process(server.process.pid)
     videos = []
@@ -180,11 +220,14 @@ async def _measure(server: Server, keys: list[str], clients: int, seconds: float
         made = [json.loads(await connection.ask("create", "POST", "/v1/videos", _BODY))["id"] for _ in range(queued)]
         videos.append(made)
         connection.close()
+    if waiting:
+        _add_waiting(server.cache_dir / "jobs.sqlite", videos[-1][-1], waiting)
     idle = Found()
-    await _page(port, time.monotonic() + 5, idle)
+    end = time.monotonic() + 5
+    await asyncio.gather(_page(port, end, idle), _open_page(port, end, idle))
     before, own, began = _cpu(web), sum(os.times()[:2]), time.monotonic()
     end = began + seconds
-    tasks = [_page(port, end, found)]
+    tasks = [_page(port, end, found), _open_page(port, end, found)]
     for number in range(clients):
         place = number % len(keys)
         key, video = keys[place], videos[place][number // len(keys) % queued]
@@ -196,12 +239,12 @@ async def _measure(server: Server, keys: list[str], clients: int, seconds: float
     after, took = _cpu(web), time.monotonic() - began
     return {
         "clients": clients,
-        "streams": len(tasks) - 1 - clients,
+        "streams": len(tasks) - 2 - clients,
         "seconds": round(took, 1),
         "answers": dict(sorted(found.statuses.items())),
         "events": dict(found.events),
         "errors": dict(found.errors),
-        "page before, s": _described(idle.seconds["page"]),
+        "times before, s": {kind: _described(times) for kind, times in idle.seconds.items()},
         "times, s": {kind: _described(times) for kind, times in found.seconds.items()},
         "processors": {
             "web process": round((after[0] - before[0]) / took, 2),
@@ -245,12 +288,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--keys", type=int, default=10)
     parser.add_argument("--queued", type=int, default=3, help="videos of each key")
+    parser.add_argument("--waiting", type=int, default=0, help="further videos in the queue")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cache = make_cache(Path(folder))
         keys = [ApiKeys(cache).add(f"key{number}", KeyLimits()) for number in range(options.keys)]
         with serving(cache) as server:
-            found = asyncio.run(_measure(server, keys, options.clients, options.seconds, options.queued))
+            counts = options.clients, options.seconds, options.queued, options.waiting
+            found = asyncio.run(_measure(server, keys, *counts))
         log = (cache / "logs" / "tandem.log").read_text(encoding="utf-8") + (cache / "server.txt").read_text("utf-8")
         if "Traceback" in log:
             found["errors"]["logged"] = log.count("Traceback")

@@ -14,8 +14,8 @@
   const { read, write } = tandem;
   const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
 
-  // Of the history, and whether the panel Cluster shows the key.
-  const view = { search: "", state: "all", pages: 1, open: "", pair: [], key: false };
+  // Of the history; whether the panel Cluster shows the key; and how many parts of the queue are shown.
+  const view = { search: "", state: "all", pages: 1, open: "", pair: [], key: false, rows: 1 };
 
   // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
   let readers = [];
@@ -134,6 +134,7 @@
     use: (target) => { tandem.useModel(target); goTo(TITLES.make); },
     dismiss: () => notify(""),
     leave: () => leave(),
+    "more-rows": () => { view.rows += 1; request("queue"); },
     key: () => { view.key = !view.key; request("cluster"); },
   };
   const ask = (question, title, then) => {

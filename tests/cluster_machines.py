@@ -33,7 +33,12 @@ class Machines:
     def start_head(self) -> None:
         """Start the head, also again."""
         self.head = self._start("head", [*self._command, "--port", str(self.port)], **self._head_variables)
-        self.wait(lambda: self.get("healthz") is not None, 180)
+        self.wait(self._answers, 180)
+
+    def _answers(self) -> bool:
+        output = self.folder / "head" / "output.txt"
+        assert self.head.poll() is None, f"the head ended: {output.read_text(encoding='utf-8')[-2000:]}"
+        return self.get("healthz") is not None
 
     def add_node(self, *flags: str, **variables: str) -> None:
         """Start a node."""

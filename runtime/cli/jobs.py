@@ -16,6 +16,7 @@ from runtime.queue import recovery, storage
 from runtime.queue.records import STATES, JobRecord, State, event_from_json, task_progress
 from runtime.queue.store import JobStore, open_store
 from runtime.queue.support_report import report
+from runtime.server.cluster.problems import problems_of
 
 _PROMPT_SHOWN = 60
 _OPEN: tuple[State, ...] = ("running", "queued")
@@ -24,7 +25,8 @@ _DAYS_KEPT = round(storage.KEPT_SECONDS / 86_400)
 
 def listing(states: Sequence[str], search: str) -> dict[str, Any]:
     """Print and return jobs, newest first."""
-    store = _store(settings.load())
+    loaded = settings.load()
+    store = _store(loaded)
     # So that each damaged row is named, also one that the list would not have.
     store.check()
     jobs = store.list(states=_states(states) or None, search=search)
@@ -45,7 +47,11 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
     unreadable = store.unreadable
     if unreadable is not None:
         terminal.warning(" ".join(render(unreadable)))
+    problems = [(one.host, render(one.fact)) for one in problems_of(loaded.cache_dir, store.path)]
+    for host, (what, remedy) in problems:
+        terminal.warning(f"{host}: {what} {remedy}")
     return {
+        "cluster": [{"host": host, "what": what, "remedy": remedy} for host, (what, remedy) in problems],
         "unreadable": [] if unreadable is None else unreadable.data["jobs"],
         "jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs],
         "builds": [_build_row(build) for build in builds],

@@ -6,8 +6,8 @@ to fit it to, only the latents of the position itself count.
     latent_colors/<digest of the VAE's files>.safetensors    sums of all videos, from which the map is computed
 
 A file that is damaged, of another VAE, or of an earlier version, whose sums had no neighbors, is ignored, and replaced
-by the next video. A folder that cannot be written to is not an error. Of two processes that write at once, one loses
-the sums of its last video.
+by the next video. Processes add their videos one at a time, with a lock. A folder that cannot be written to is not an
+error.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from runtime.core.disk_caches import LATENT_COLORS, evict, files_of
 from runtime.core.errors import ModelError
 from runtime.core.files import remove_partial_files, replace_file
+from runtime.core.locks import held
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_tensors
 
@@ -45,6 +47,7 @@ _RIDGE = 1e-4
 _VERSION = 1
 _MAX_BYTES = 4 << 20
 _KEY = "vae"
+_LOCK, _LOCK_SECONDS = ".lock", 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -190,24 +193,36 @@ class LatentColors:
     def _learn(self, clip: DecodedColors) -> None:
         if not all(torch.isfinite(part).all().item() for part in clip.sums):
             return
-        # Other processes may have added theirs.
+        if self._path is None:
+            self._add(clip.sums, self._sums)
+            return
+        with ExitStack() as stack:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(held(self._path.with_suffix(_LOCK), seconds=_LOCK_SECONDS))
+            except OSError:  # this job's previews still improve
+                self._add(clip.sums, self._read() or self._sums)
+                raise
+            # Other processes may have added theirs.
+            sums = self._add(clip.sums, self._read() or self._sums)
+            data = safetensors.torch.save(sums._asdict(), metadata={_KEY: self._key})
+            remove_partial_files(self._path.parent)
+            replace_file(self._path, data)
+            files = [one for one in files_of(self._path.parent) if one.path.suffix != _LOCK]
+            evict(files, LATENT_COLORS.max_bytes, keep=self._path)
+
+    def _add(self, sums: Sums, earlier: Sums | None) -> Sums:
+        """Add the sums of a clip to earlier ones, and use them from now on."""
         channels = self._spec.vae.z_dim
-        before = self._read() or self._sums or Sums.zero(channels)
+        before = earlier or Sums.zero(channels)
         fitted, published = before.solve(channels), self._published
-        sums = clip.sums
         if fitted is not None and published is not None:
             spread = torch.zeros_like(fitted)
             spread[_middle(channels)] = published.repeat_interleave(SIDE * SIDE, dim=1)
             sums = sums._replace(lead=sums.error(spread) - sums.error(fitted))
         self._sums = before.plus(sums)
         self._map = self._chosen()
-        if self._path is None:
-            return
-        data = safetensors.torch.save(self._sums._asdict(), metadata={_KEY: self._key})
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial_files(self._path.parent)
-        replace_file(self._path, data)
-        evict(files_of(self._path.parent), LATENT_COLORS.max_bytes, keep=self._path)
+        return self._sums
 
     def _chosen(self) -> torch.Tensor | None:
         """Return the fitted map, unless the published one was better or is the only one."""

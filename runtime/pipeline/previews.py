@@ -45,14 +45,20 @@ class Previews:
 
         return self._timed(draw)
 
-    def of_frames(self, frames: np.ndarray) -> bytes | None:
+    def of_frames(self, frames: np.ndarray, *, last: bool) -> bytes | None:
         """Return an animated WebP of the frames so far, if it is time for one.
 
         Args:
             frames: the next ones, (n, height, width, 3) uint8.
+            last: whether the video is complete. The result becomes its poster: if it is not time for a preview, it is
+                the frame in the middle, which takes a millisecond.
         """
         self._frames.extend(resize(frames))
-        return self._timed(lambda: encode_frames(self._frames, round(1000 / self._plan.fps)))
+        duration = round(1000 / self._plan.fps)
+        preview = self._timed(lambda: encode_frames(self._frames, duration))
+        if preview is None and last:
+            return encode_frames([self._frames[len(self._frames) // 2]], duration)
+        return preview
 
     def forget_frames(self) -> None:
         """Forget the frames, because decoding starts again."""
@@ -63,6 +69,7 @@ class Previews:
         if started < self._next:
             return None
         preview = draw()
-        ended = time.monotonic()
-        self._next = ended + max(_SECONDS, (ended - started) / _SHARE)
+        if preview is not None:
+            ended = time.monotonic()
+            self._next = ended + max(_SECONDS, (ended - started) / _SHARE)
         return preview

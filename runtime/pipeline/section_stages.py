@@ -98,7 +98,7 @@ def make_sections(context: RunContext, previews: Previews, files: SectionFiles) 
                     files.grow(_parts(sections, one.section.index + 1), _bytes(context, pending))
             # The first of several that are made from the end has none that are final.
             shown = frames if len(frames) else _bytes(context, one.pending)
-            _report(context, sections, previews.of_frames(shown))
+            _report(context, sections, previews.of_frames(shown, last=one.section.last))
             if cancel.finishing:
                 break
             del one, frames, shown

@@ -210,7 +210,7 @@ def decode_and_save(
                 if on_frames is not None:
                     on_frames(frames)
                 written += len(frames)
-                playable, preview = clip.add(frames), previews.of_frames(frames)
+                playable, preview = clip.add(frames), previews.of_frames(frames, last=written == plan.frames)
                 context.emit(FramesDecoded(frames=written, of=plan.frames, playable=playable, preview=preview))
         saved = finish_video(context, writer, detector, job_id)
     previews.colors.learn(decoded)

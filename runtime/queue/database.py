@@ -468,6 +468,21 @@ def _needs_of_videos(connection: sqlite3.Connection) -> None:
             connection.execute(query, {**values, "number": row["number"]})
 
 
+def _long_queues(connection: sqlite3.Connection) -> None:
+    """Version 13: what lists show of thousands of queued videos, from an index alone, and ended videos by time."""
+    connection.execute("ALTER TABLE jobs ADD COLUMN seconds REAL")
+    connection.execute(
+        "UPDATE jobs SET seconds = json_extract(needs, '$.seconds') "
+        "WHERE kind = 'video' AND state IN ('running', 'queued') AND json_valid(needs)"
+    )
+    connection.execute("DROP INDEX jobs_in_queue")
+    connection.execute(
+        "CREATE INDEX jobs_in_queue ON jobs (state, idle, position, held, kind, owner, id, seconds, unreadable) "
+        "WHERE state IN ('running', 'queued') AND unreadable IS NULL"
+    )
+    connection.execute("CREATE INDEX jobs_by_end ON jobs (ended, owner, kind) WHERE ended IS NOT NULL")
+
+
 # Migration n upgrades a file from version n to n + 1.
 MIGRATIONS: tuple[Migration, ...] = (
     _create,
@@ -482,4 +497,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     _many_jobs,
     _leases,
     _needs_of_videos,
+    _long_queues,
 )

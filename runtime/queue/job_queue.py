@@ -36,6 +36,8 @@ from runtime.queue.worker import WorkerConfig, memory_for_new_job
 # Ended jobs and tasks that stay in memory.
 _ENDED_JOBS = 10
 _ENDED_TASKS = 8
+# Queued jobs of which the first with a readable plan is shown.
+_FIRST = 10
 # Intervals at which views are refreshed, jobs of dead processes are recovered, and old files are removed.
 _REFRESH_SECONDS = 0.1
 # At most this late after `look`; many events of a cluster are then read at once.
@@ -160,7 +162,7 @@ class JobQueue:
             TandemError: if it cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self._add([(request, self._plan(request, decode=decode))], owner)[0]
+        return self._job_of(self.store.add(request, self._plan(request, decode=decode), owner=owner))
 
     def submit_once(
         self,
@@ -190,17 +192,14 @@ class JobQueue:
         check(plan)
         return self.store.add_once(request, plan, owner=owner, admit=admit, submission=submission)
 
-    def submit_all(self, requests: Sequence[GenerationRequest], owner: str | None = None) -> list[Job]:
+    def submit_all(self, requests: Sequence[GenerationRequest], owner: str | None = None) -> list[JobRecord]:
         """Plan requests and queue them in order; several are one batch.
 
         Raises:
             TandemError: if one of them cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self._add([(request, self._plan(request)) for request in requests], owner)
-
-    def _add(self, planned: Sequence[tuple[GenerationRequest, ExecutionPlan]], owner: str | None) -> list[Job]:
-        return [self._job_of(record) for record in self.store.add_all(planned, owner=owner)]
+        return self.store.add_all([(request, self._plan(request)) for request in requests], owner=owner)
 
     def redo_second_half(self, job_id: str, changes: Mapping[str, Any], owner: str | None = None) -> Job:
         """Queue a job that reruns the low-noise steps of another job with other settings.
@@ -299,10 +298,6 @@ class JobQueue:
             return None
         return None if record.kind != "video" or record.plan is None else self._job_of(record)
 
-    def open_videos(self) -> list[JobRecord]:
-        """Return running and queued videos of every owner, in order."""
-        return [record for record in self.store.queue() if record.kind == "video"]
-
     def tasks(self) -> list[Task]:
         """Return queued, running and recently ended tasks in the order of submission."""
         with self._lock:
@@ -314,7 +309,7 @@ class JobQueue:
 
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
-        own = (record for record in self.open_videos() if record.owner == owner and not record.held)
+        own = self.store.queue(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
         return next((self._job_of(record) for record in own if record.plan), None)
 
     def latest(self, owner: str | None = None) -> Job | None:
@@ -361,7 +356,7 @@ class JobQueue:
             self._watcher.join()
             return
         if self.store.temporary:
-            self.cancel([one.id for one in self.store.queue()])
+            self.cancel(self.store.queue_ids())
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()

@@ -26,6 +26,7 @@ Control = Literal["", "cancel", "pause"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 VIDEOS: tuple[Kind, ...] = ("video",)
 STATES: tuple[State, ...] = get_args(State)
+OPEN: tuple[State, ...] = ("running", "queued")
 RESUMABLE: tuple[State, ...] = ("failed", "cancelled", "interrupted")
 
 # The store's events after which a job's earlier deaths do not count.
@@ -195,10 +196,14 @@ class Needs(FrozenModel):
         )
 
 
-def needs_columns(owner: str | None, plan: ExecutionPlan) -> dict[str, str]:
-    """Return the columns that a scheduler reads: the needs as JSON, and the lane, see `JobStore.waiting`."""
+def needs_columns(owner: str | None, plan: ExecutionPlan) -> dict[str, str | float]:
+    """Return the columns that a scheduler and lists read without the plan.
+
+    They are the needs as JSON, the lane, see `JobStore.waiting`, and the seconds of the needs.
+    """
     needs = Needs.of(plan)
-    return {"needs": needs.model_dump_json(), "lane": json.dumps([owner, needs.model, needs.gpus])}
+    lane = json.dumps([owner, needs.model, needs.gpus])
+    return {"needs": needs.model_dump_json(), "lane": lane, "seconds": needs.seconds}
 
 
 @lru_cache(maxsize=1024)
@@ -218,6 +223,22 @@ class Waiting(NamedTuple):
     owner: str | None
     created: float
     needs: Needs
+
+
+class Line(NamedTuple):
+    """How much is in the queue.
+
+    Attributes:
+        jobs: videos, builds and tasks that run or wait.
+        videos: of these.
+        waiting: those that wait and have a place in the order: not idle builds.
+        going: videos that wait and are not paused.
+    """
+
+    jobs: int
+    videos: int
+    waiting: int
+    going: int
 
 
 @lru_cache(maxsize=16)

@@ -53,7 +53,7 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
     for app in registry.apps() - {own}:
         if not is_alive(store.path, app):
             registry.remove_app(app)
-    for job in store.queue():
+    for job in store.queue(states=["running"]):
         if job.instance is None:
             continue
         app = app_of(job.instance)

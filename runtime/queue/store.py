@@ -30,12 +30,14 @@ from runtime.queue.instances import Instance, app_of
 from runtime.queue.records import (
     KINDS,
     LAST_SECOND,
+    OPEN,
     RESUMABLE,
     STARTS_OVER,
     VIDEOS,
     Control,
     JobRecord,
     Kind,
+    Line,
     State,
     Waiting,
     event_to_json,
@@ -47,10 +49,15 @@ from runtime.queue.records import (
 )
 
 NAME = "jobs.sqlite"
+_QUEUED: tuple[State, ...] = ("queued",)
 
-# Running jobs first. Queries for several jobs leave out rows that were set aside.
+# Queries for several jobs leave out rows that were set aside.
 _IN_QUEUE = "FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL"
-_IN_ORDER = "ORDER BY state = 'queued', idle, position"
+# The same from an index that has what lists show, with the same words; SQLite would choose another one.
+_INDEXED = "FROM jobs INDEXED BY jobs_in_queue WHERE state IN ('running', 'queued') AND unreadable IS NULL"
+_OF_STATE = f"{_INDEXED} AND state = '{{}}'{{}} ORDER BY idle, position"
+# What has a place in the order.
+_PLACED = f"{_INDEXED} AND state = 'queued' AND idle = 0"
 # What a scheduler may start; the index of these rows has the same words. SQLite would choose another one.
 _WAITING = (
     "FROM jobs INDEXED BY jobs_waiting WHERE state = 'queued' AND NOT held AND kind = 'video' AND unreadable IS NULL"
@@ -170,11 +177,11 @@ class JobStore:
                 query = "UPDATE jobs SET unreadable = NULL WHERE number = ?"
                 connection.executemany(query, [(number,) for number in repaired])
 
-    def _records(self, query: str, values: Sequence[Any] = ()) -> Sequence[JobRecord]:
-        """Return the jobs that a query finds; rows that cannot be read are set aside."""
+    def _records(self, *queries: tuple[str, Sequence[Any]]) -> Sequence[JobRecord]:
+        """Return the jobs that queries with their values find; rows that cannot be read are set aside."""
         while True:
             with self.database.reading() as connection:
-                rows = connection.execute(query, values).fetchall()
+                rows = [row for query in queries for row in connection.execute(*query)]
             jobs, problems = _read_all(rows)
             # Again if rows were set aside: the query may have a limit.
             if not self._set_aside(problems):
@@ -407,16 +414,90 @@ class JobStore:
         values = [*chain.from_iterable(where.values()), limit, offset]
         order = "ASC" if oldest_first else "DESC"
         query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY number {order} LIMIT ? OFFSET ?"
-        return self._records(query, values)
+        return self._records((query, values))
 
-    def queue(self) -> Sequence[JobRecord]:
-        """Return running and then queued jobs in order: videos, builds and tasks."""
-        return self._records(f"SELECT * {_IN_QUEUE} {_IN_ORDER}")
+    def queue(
+        self,
+        *,
+        states: Collection[State] = OPEN,
+        kinds: Collection[Kind] = KINDS,
+        owner: str | EllipsisType | None = ...,
+        paused: bool = True,
+        limit: int = -1,
+    ) -> Sequence[JobRecord]:
+        """Return running and then queued jobs in order: videos, builds and tasks.
 
-    def queue_states(self) -> dict[str, State]:
-        """Return the states of running and queued jobs by id, without reading the jobs."""
+        Args:
+            states, kinds: only jobs in one of these states, and of these kinds.
+            owner: only jobs of this owner; `...` for all owners.
+            paused: whether queued jobs may be paused.
+            limit: maximum number in each state; negative for all.
+        """
+        queries = _in_order("*", kinds, owner, states, "" if paused else " AND NOT held")
+        found = [(f"{query} LIMIT ?", (*values, limit)) for query, values in queries]
+        return self._records(*found)
+
+    def queue_ids(
+        self, *, kinds: Collection[Kind] = KINDS, owner: str | EllipsisType | None = ..., limit: int = -1
+    ) -> dict[str, State]:
+        """Return the states of the jobs of `queue` by id, without reading the jobs."""
         with self.database.reading() as connection:
-            return {row["id"]: row["state"] for row in connection.execute(f"SELECT id, state {_IN_QUEUE}")}
+            return {
+                row["id"]: row["state"]
+                for query, values in _in_order("id, state", kinds, owner)
+                for row in connection.execute(f"{query} LIMIT ?", (*values, limit))
+            }
+
+    def queue_owners(self, beginning: str = "", states: Collection[State] = OPEN) -> dict[str, str]:
+        """Return the owners of running and queued videos by id: those whose name starts with `beginning`."""
+        query = (
+            "SELECT id, owner FROM jobs INDEXED BY jobs_by_owner_and_state WHERE owner >= ? AND owner < ? "
+            f"AND kind = 'video' AND state IN ({_marks(states)}) AND unreadable IS NULL"
+        )
+        with self.database.reading() as connection:
+            found = connection.execute(query, (beginning, f"{beginning}\U0010ffff", *states))
+            return {row["id"]: row["owner"] for row in found}
+
+    def queue_line(self, owner: str | EllipsisType | None = ...) -> Line:
+        """Return how much is in the queue, without reading the jobs."""
+        query = (
+            "SELECT count(*), total(kind = 'video'), total(state = 'queued' AND NOT idle), "
+            f"total(state = 'queued' AND kind = 'video' AND NOT held) {_INDEXED}"
+        )
+        where, values = _owned(owner)
+        with self.database.reading() as connection:
+            return Line(*map(int, connection.execute(f"{query}{where}", values).fetchone()))
+
+    def queue_seconds(self, after: int, owner: str | EllipsisType | None = ...) -> tuple[int, int, float]:
+        """Return how many queued videos that are not paused follow the first `after` queued jobs, and their seconds.
+
+        In between is the number of those whose duration is known.
+        """
+        ((query, values),) = _in_order("seconds, kind, held", KINDS, owner, _QUEUED)
+        query = f"SELECT * FROM ({query} LIMIT -1 OFFSET ?) WHERE kind = 'video' AND NOT held"
+        with self.database.reading() as connection:
+            row = connection.execute(
+                f"SELECT count(*), count(seconds), total(seconds) FROM ({query})", (*values, after)
+            ).fetchone()
+            return int(row[0]), int(row[1]), float(row[2])
+
+    def ended_since(self, seconds: float, owner: str | None, limit: int) -> dict[str, State]:
+        """Return the states of an owner's videos that ended in the last `seconds`, by id, the newest first."""
+        query = (
+            "SELECT id, state FROM jobs INDEXED BY jobs_by_end WHERE ended > ? AND owner IS ? AND kind = 'video' "
+            "AND state NOT IN ('running', 'queued') AND deleted IS NULL AND unreadable IS NULL "
+            "ORDER BY ended DESC LIMIT ?"
+        )
+        with self.database.reading() as connection:
+            found = connection.execute(query, (time.time() - seconds, owner, limit))
+            return {row["id"]: row["state"] for row in found}
+
+    def count_with_model(self, model: str) -> int:
+        """Return how many running and queued jobs have requests for a model."""
+        named = "CASE WHEN json_valid(request) THEN json_extract(request, '$.model') END = ?"
+        with self.database.reading() as connection:
+            (count,) = connection.execute(f"SELECT count(*) {_IN_QUEUE} AND {named}", (model,)).fetchone()
+            return int(count)
 
     def queue_counts(self) -> dict[tuple[Kind, str], int]:
         """Return how many jobs of each kind are "running", "queued" and "paused", without reading them."""
@@ -676,7 +757,7 @@ class JobStore:
     def running_on(self, instance: str) -> Sequence[JobRecord]:
         """Return the jobs that a worker runs."""
         query = "SELECT * FROM jobs WHERE state = 'running' AND instance = ? AND unreadable IS NULL"
-        return self._records(query, (instance,))
+        return self._records((query, (instance,)))
 
     def restart(self, job_id: str, instance: str, death: Mapping[str, Any]) -> bool:
         """Put a job whose worker died back in its place in the queue; held if a pause was requested.
@@ -731,21 +812,29 @@ class JobStore:
             StoreError: if one of them is no longer queued.
         """
         with self.database.writing() as connection:
-            queued = connection.execute(
-                "SELECT id, position FROM jobs WHERE state = 'queued' AND unreadable IS NULL ORDER BY position"
-            )
-            positions = {row["id"]: row["position"] for row in queued}
-            for one in (job_id, before):
-                if one is not None and one not in positions:
-                    _find(connection, one)
-                    raise StoreError("queue.job_not_queued", job=one)
-            if job_id == before:
-                return
-            order = [one for one in positions if one != job_id]
-            order.insert(len(order) if before is None else order.index(before), job_id)
-            # The set of positions stays the same: a running job that is put back has its old place.
-            for one, position in zip(order, sorted(positions.values()), strict=True):
-                _update(connection, one, position=position)
+            _move(connection, job_id, before)
+
+    def rearrange(self, job_id: str, place: Callable[[int], int]) -> tuple[int, int]:
+        """Move a queued job to another place among the waiting ones; return the new place, and their number.
+
+        Args:
+            place: returns the new place for the old one; places count from 0, and end at the last one.
+
+        Raises:
+            StoreError: if it is no longer queued, or is an idle build.
+        """
+        with self.database.writing() as connection:
+            position, idle = _position(connection, job_id)
+            if idle:
+                raise StoreError("queue.job_not_queued", job=job_id)
+            (old,) = connection.execute(f"SELECT count(*) {_PLACED} AND position < ?", (position,)).fetchone()
+            (count,) = connection.execute(f"SELECT count(*) {_PLACED}").fetchone()
+            new = min(max(place(old), 0), count - 1)
+            if new != old:
+                query = f"SELECT id {_PLACED} ORDER BY position LIMIT 1 OFFSET ?"
+                other = connection.execute(query, (new if new < old else new + 1,)).fetchone()
+                _move(connection, job_id, None if other is None else other["id"])
+            return new, count
 
     def edit(self, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
         """Change a queued video; it keeps its place, and starts over if it had started.
@@ -940,6 +1029,58 @@ def _is_held(connection: sqlite3.Connection, job_id: str, lease: int | None) -> 
     return bool(row["state"] == "running" and lease in {None, row["lease"]})
 
 
+def _owned(owner: str | EllipsisType | None) -> tuple[str, Sequence[Any]]:
+    """Return a condition for the jobs of an owner, and its values; `...` stands for all owners."""
+    return ("", ()) if isinstance(owner, EllipsisType) else (" AND owner IS ?", (owner,))
+
+
+def _in_order(
+    columns: str,
+    kinds: Collection[Kind],
+    owner: str | EllipsisType | None,
+    states: Collection[State] = OPEN,
+    also: str = "",
+) -> Sequence[tuple[str, Sequence[Any]]]:
+    """Return a query, with its values, for running and one for queued jobs, each in order.
+
+    Args:
+        also: a further condition.
+    """
+    where, values = _owned(owner)
+    where = f"{where} AND kind IN ({_marks(kinds)}){also}"
+    return [
+        (f"SELECT {columns} {_OF_STATE.format(state, where)}", (*values, *kinds)) for state in OPEN if state in states
+    ]
+
+
+def _position(connection: sqlite3.Connection, job_id: str) -> tuple[Any, bool]:
+    """Return the position of a queued job, and whether it is an idle build.
+
+    Raises:
+        StoreError: if it is not queued.
+    """
+    row = _find(connection, job_id)
+    if row["state"] != "queued" or row["unreadable"] is not None:
+        raise StoreError("queue.job_not_queued", job=job_id)
+    return row["position"], bool(row["idle"])
+
+
+def _move(connection: sqlite3.Connection, job_id: str, before: str | None) -> None:
+    """Move a queued job before another one, or to the end; see `JobStore.move`."""
+    ends = [_position(connection, one)[0] for one in (job_id, before) if one is not None]
+    if job_id == before:
+        return
+    query = "SELECT id, position FROM jobs WHERE state = 'queued' AND unreadable IS NULL AND position >= ?"
+    query, values = (f"{query} AND position <= ?", (min(ends), max(ends))) if before is not None else (query, ends)
+    rows = connection.execute(f"{query} ORDER BY position", values).fetchall()
+    order = [row["id"] for row in rows if row["id"] != job_id]
+    order.insert(len(order) if before is None else order.index(before), job_id)
+    # The set of positions stays the same: a running job that is put back has its old place.
+    places = zip(order, rows, strict=True)
+    changed = [(row["position"], one) for one, row in places if one != row["id"]]
+    connection.executemany("UPDATE jobs SET position = ? WHERE id = ?", changed)
+
+
 def _record(connection: sqlite3.Connection, job_id: str) -> JobRecord:
     return read_row(dict(_find(connection, job_id)))
 
@@ -986,7 +1127,7 @@ def _read_event(row: sqlite3.Row) -> Mapping[str, Any] | None:
     return values if known and dated else None
 
 
-def _video(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str]:
+def _video(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str | float]:
     """Return the columns that define a video."""
     return {
         **needs_columns(owner, plan),

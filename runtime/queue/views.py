@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from runtime.core.events import Event, Planned
 from runtime.core.facts import Fact
+from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.files import PREVIEW, checkpoint_step, finished_clip
@@ -32,6 +33,7 @@ class PlanSummary:
 
     Attributes:
         width, height: in pixels.
+        images: by the request's field.
         seconds: the likely time until the video is saved, if it is known.
     """
 
@@ -43,6 +45,7 @@ class PlanSummary:
     frames: int
     sections: int
     fps: int
+    images: Mapping[str, ImageUse]
     seconds: float | None
 
     @classmethod
@@ -57,6 +60,7 @@ class PlanSummary:
             frames=plan.frames,
             sections=plan.sections,
             fps=plan.fps,
+            images=plan.images,
             seconds=plan.seconds["total"].likely if plan.seconds else None,
         )
 

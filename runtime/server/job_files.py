@@ -21,7 +21,7 @@ from runtime.core.errors import StoreError, TandemError
 from runtime.core.settings import Settings
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.records import JobRecord
+from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.support_report import report
 from runtime.server.gradio_requests import FILE, OWN
 from runtime.video.mp4 import copy_without_metadata
@@ -31,7 +31,8 @@ from runtime.video.preview import still
 _TYPES = {".mp4": "video/mp4"}
 _RANGE = re.compile(rb"bytes=(?:[0-9]{1,18}-[0-9]{0,18}|-[0-9]{1,18})")
 _ID = re.compile(r"[0-9a-f]{8}")
-# The page reports the end of this many recent jobs.
+# The page reports the end of jobs within this time, and follows so many that run, wait or ended.
+_RECENT_SECONDS = 60.0
 _RECENT_JOBS = 30
 _PRIVATE = {"Cache-Control": "private, no-store"}
 # Another picture of a job has another address.
@@ -106,12 +107,14 @@ class _JobFiles:
             return PlainTextResponse(error.what, 503, _PRIVATE)
 
     def _now(self) -> dict[str, Any]:
-        running = next(iter(self._store.list(states=["running"], owner=None, limit=1, oldest_first=True)), None)
-        job = None if running is None else self._worker.job(running.id)
-        queue = self._store.queue_states()
-        states = {job.id: job.state for job in self._store.list(owner=None, limit=_RECENT_JOBS)} | queue
+        running = self._store.queue(states=["running"], kinds=VIDEOS, owner=None, limit=1)
+        job = self._worker.job(running[0].id) if running else None
+        # Pages ask every two seconds: what ends now has run, or was next.
+        states = self._store.ended_since(_RECENT_SECONDS, None, _RECENT_JOBS) | self._store.queue_ids(
+            limit=_RECENT_JOBS
+        )
         percent = None if job is None else round(100 * job.progress.fraction)
-        return {"queue": len(queue), "percent": percent, "jobs": states}
+        return {"queue": self._store.queue_line().jobs, "percent": percent, "jobs": states}
 
     async def poster(self, request: Request) -> Response:
         """Send a still image of a finished video, or of another job's last preview.

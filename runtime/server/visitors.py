@@ -23,7 +23,6 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import clip_of
 from runtime.queue.instances import is_alive
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
@@ -96,7 +95,7 @@ class Visitors:
         # One at a time, so that two simultaneous requests cannot both take the last place in the queue.
         with self._submitting:
             now = time.monotonic()
-            waiting = [job.owner for job in visitor_jobs(self._worker)]
+            waiting = [*visitor_jobs(self._worker).values()]
             times = self._submitted.get(visitor, deque())
             check_queue(limits, waiting.count(visitor), len(waiting), tuple(times), now)
             job = self._worker.submit(request, owner=visitor, decode=False)
@@ -189,19 +188,18 @@ class Visitors:
             return len(self._requests)
 
 
-def visitor_jobs(worker: JobQueue) -> list[JobRecord]:
-    """Return the queued and running videos of this app's visitors; other apps may have visitors too."""
+def visitor_jobs(worker: JobQueue) -> Mapping[str, str]:
+    """Return the owners of queued and running videos by id: this app's visitors; other apps may have visitors too."""
     try:
-        jobs = worker.open_videos()
+        return worker.store.queue_owners(f"{worker.instance}-")
     except StoreError:  # submitting a video reports it
-        return []
-    return [job for job in jobs if (job.owner or "").startswith(f"{worker.instance}-")]
+        return {}
 
 
 def stop_videos(worker: JobQueue) -> int:
     """Cancel all queued and running videos of visitors; return their number."""
     jobs = visitor_jobs(worker)
-    worker.cancel([job.id for job in jobs])
+    worker.cancel(jobs)
     return len(jobs)
 
 
@@ -210,8 +208,10 @@ def cancel_orphaned(store: JobStore) -> None:
     path = store.path
     if path is None:
         return
-    queued = [(job.id, _VISITOR.fullmatch(job.owner or "")) for job in store.queue() if job.state == "queued"]
-    store.request_cancel([job for job, found in queued if found is not None and not is_alive(path, found[1])])
+    owners = store.queue_owners(states=["queued"])
+    apps = {owner: found[1] for owner in {*owners.values()} if (found := _VISITOR.fullmatch(owner)) is not None}
+    ended = {app for app in {*apps.values()} if not is_alive(path, app)}
+    store.request_cancel([job for job, owner in owners.items() if apps.get(owner) in ended])
 
 
 def visitors_models(models: Mapping[str, ModelSpec], folders: Mapping[str, Path]) -> dict[str, ModelSpec]:

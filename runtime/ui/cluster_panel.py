@@ -15,7 +15,7 @@ from runtime.ui import formatting
 from runtime.ui.formatting import WORDS, page_text, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
-_STATES = {"ready": "", "starting": "Starting…", "lost": "Disconnected"}
+_STATES = {"ready": "", "starting": "Starting…", "lost": "Disconnected", "refused": "Refused"}
 
 
 @dataclass(frozen=True)

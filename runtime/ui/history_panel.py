@@ -275,7 +275,7 @@ class HistoryPanel(JobsPanel):
             job=job,
             request=job.request if saved is None else saved.request,
             rows=rows,
-            images=used_images(job.plan),
+            images=used_images({} if job.plan is None else job.plan.images),
             card=self._card(job),
             warning_lines=[]
             if saved is None

@@ -16,7 +16,6 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.images import PREFIX, ImageUse
-from runtime.core.plan import ExecutionPlan
 from runtime.core.request import FIELDS
 from runtime.core.settings import ROOT, Settings
 from runtime.models.catalogue import EMBEDDED
@@ -156,13 +155,13 @@ class UsedImage:
     picture: str
 
 
-def used_images(plan: ExecutionPlan | None, *, pictures: bool = True) -> list[UsedImage]:
+def used_images(given: Mapping[str, ImageUse], *, pictures: bool = True) -> list[UsedImage]:
     """Return the images of a job.
 
     Args:
+        given: by the request's field.
         pictures: whether this process may decode them.
     """
-    given = {} if plan is None else plan.images
     return [
         UsedImage(FIELDS[field].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
         for field, use in given.items()

@@ -423,7 +423,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         ],
         summary=_summary(saved),
         rows=rows,
-        images=used_images(job.plan, pictures=audience.panels),
+        images=used_images(job.summary.images, pictures=audience.panels),
         reasons=backend_reasons(saved),
     )
 

@@ -151,7 +151,7 @@ class ModelsPanel:
         title = spec.title if spec else name
         if not (files or _in_folder(self._weights_dir, name)):
             raise ModelError("model.not_deletable", model=title, folder=EMBEDDED)
-        jobs = sum(record.request.get("model") == name for record in self._worker.store.queue())
+        jobs = self._worker.store.count_with_model(name)
         if jobs:
             raise ModelError("model.in_use", model=title, jobs=jobs)
         self._tasks.forget(name)

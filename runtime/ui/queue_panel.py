@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, StoreError
@@ -11,7 +12,7 @@ from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO, Auto
 from runtime.core.units import about, counted
 from runtime.queue.job_queue import combined
-from runtime.queue.records import JobRecord, State
+from runtime.queue.records import VIDEOS, JobRecord, Line, State
 from runtime.ui import form, formatting
 from runtime.ui.formatting import paragraph, render
 from runtime.ui.image_places import used_images
@@ -21,6 +22,8 @@ from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
 MAX_VARIATIONS = 100
 _MAX_RESUMABLE = 10
+# Rows that are shown at first and with each "Show more".
+_PAGE, _MAX_PAGES = 50, 1000
 _RESUMABLE: tuple[State, ...] = ("interrupted", "failed")
 
 
@@ -69,9 +72,9 @@ class Row:
 class QueuePanel(JobsPanel):
     """The panel; see `panels.Panel`."""
 
-    def draw(self, _call: Call, _reply: Reply) -> dict[str, str]:
+    def draw(self, call: Call, _reply: Reply) -> dict[str, str]:
         """Return the queue and the resumable jobs."""
-        return drawn({"list": self._list, "resumable": self._resumable})
+        return drawn({"list": lambda: self._list(_shown_rows(call.view)), "resumable": self._resumable})
 
     def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
         return {
@@ -98,9 +101,10 @@ class QueuePanel(JobsPanel):
             "save": self._save,
         }
 
-    def jobs(self) -> list[JobRecord]:
-        """Return what runs and waits, in order."""
-        return [job for job in self._store.queue() if self._owner is None or job.owner == self._owner]
+    @property
+    def _shown_owner(self) -> str | EllipsisType:
+        """Whose jobs are in the queue that the panel shows."""
+        return ... if self._owner is None else self._owner
 
     def _add(self, call: Call) -> Reply:
         lines = call.values.get("prompts", "")
@@ -116,33 +120,31 @@ class QueuePanel(JobsPanel):
         }
 
     def _hold_all(self, held: bool) -> Reply:
-        self._worker.hold([job.id for job in self.jobs() if job.kind == "video"], held)
+        self._worker.hold(self._store.queue_ids(kinds=VIDEOS, owner=self._shown_owner), held)
         return {"message": "Paused." if held else "Resumed."}
 
     def _cancel_all(self, _call: Call) -> Reply:
-        ids = [job.id for job in self.jobs()]
+        ids = self._store.queue_ids(owner=self._shown_owner)
         self._worker.cancel(ids)
         return {"message": f"Cancelled: {len(ids)}."}
 
     def _move(self, job: JobRecord, call: Call) -> Reply:
         """Move a waiting job: by one place, to the front, or to a place that counts from 1."""
-        waiting = [one.id for one in self._store.queue() if one.state == "queued" and not one.idle]
-        old = waiting.index(job.id) if job.id in waiting else 0
-        places = {"up": old - 1, "down": old + 1, "front": 0}
-        new = places[call.action] if call.action in places else _place(call.values.get("place")) - 1
-        others = [one for one in waiting if one != job.id]
-        new = min(max(new, 0), len(others))
-        if job.id not in waiting or new != old:
-            self._store.move(job.id, others[new] if new < len(others) else None)
-        return {"announce": f"{title(job)} is number {new + 1} of {len(waiting)}."}
+        places: dict[str, Callable[[int], int]] = {
+            "up": lambda old: old - 1,
+            "down": lambda old: old + 1,
+            "front": lambda _: 0,
+        }
+        given = 0 if call.action in places else _place(call.values.get("place"))
+        place, count = self._store.rearrange(job.id, places.get(call.action, lambda _: given - 1))
+        return {"announce": f"{title(job)} is number {place + 1} of {count}."}
 
     def _duplicate(self, job: JobRecord, _call: Call) -> Reply:
         """Queue the same video with a new seed, behind the job."""
         reply = self._add_again(job, 1)
-        waiting = [one.id for one in self._store.queue() if one.state == "queued" and not one.idle]
-        if job.id in waiting:
-            with suppress(StoreError):  # it has started meanwhile
-                self._store.move(reply["watch"], waiting[waiting.index(job.id) + 1])
+        with suppress(StoreError):  # it has started
+            following, _ = self._store.rearrange(job.id, lambda old: old)
+            self._store.rearrange(reply["watch"], lambda _: following + 1)
         return reply
 
     def _hold(self, job: JobRecord, call: Call) -> Reply:
@@ -167,11 +169,16 @@ class QueuePanel(JobsPanel):
         self._worker.edit(job.id, request.replace(seed=seed))
         return {"message": "Saved. The job keeps its place in the queue.", "saved": job.id}
 
-    def _list(self) -> str:
-        rows = [self._row(job) for job in self.jobs()]
+    def _list(self, most: int = _PAGE) -> str:
+        owner = self._shown_owner
+        jobs = self._store.queue(owner=owner, limit=most)
+        line = self._store.queue_line(owner)
+        rows = [self._row(job) for job in jobs]
+        rest = self._store.queue_seconds(sum(not row.runs for row in rows), owner)
         problems = (self._store.problem, self._store.unreadable if self._owner is None else None)
         workers = max(self._worker.videos_at_once(), 1)
-        return queue_html(rows, workers, " ".join(paragraph(problem) for problem in problems if problem is not None))
+        problem = " ".join(paragraph(problem) for problem in problems if problem is not None)
+        return queue_html(rows, line, rest, workers, problem)
 
     def _row(self, record: JobRecord) -> Row:
         state = {"cancel": "stopping", "pause": "pausing"}.get(record.pending, "running")
@@ -205,7 +212,7 @@ class QueuePanel(JobsPanel):
             plan = job.summary
             size = formatting.size(plan.width, plan.height)
             facts = f"Seed {plan.seed} · {size} · {plan.frames / plan.fps:.1f} s"
-        images = used_images(record.plan, pictures=record.owner is None)
+        images = [] if job is None else used_images(job.summary.images, pictures=record.owner is None)
         facts = " · ".join(filter(None, (facts, *(image.name for image in images))))
         width, height = proportions(record) if job is None else (job.summary.width, job.summary.height)
         return Row(
@@ -231,38 +238,44 @@ class QueuePanel(JobsPanel):
         return resumable_html([(job, self._resume_status(job)) for job in found])
 
 
-def queue_html(rows: Sequence[Row], workers: int = 1, problem: str = "") -> str:
+def queue_html(
+    rows: Sequence[Row], line: Line, rest: tuple[int, int, float] = (0, 0, 0.0), workers: int = 1, problem: str = ""
+) -> str:
     """Return the queue, what runs first.
 
     Args:
+        rows: what is shown: what runs, and what runs next.
+        line: how much is in the queue.
+        rest: videos that are not shown: see `JobStore.queue_seconds`.
         workers: how many run at once.
         problem: why jobs cannot be stored or read.
     """
-    videos = [row for row in rows if row.video]
-    paused = bool(videos) and all(row.state in {"paused", "pausing"} for row in videos)
-    waiting = [row.id for row in rows if not row.runs and not row.idle]
+    going = line.going or any(row.video and row.state in {"running", "stopping"} for row in rows)
+    places = {row.id: place for place, row in enumerate((row for row in rows if not (row.runs or row.idle)), 1)}
     return render(
         "queue_list.html",
         rows=rows,
-        waiting=waiting,
+        line=line,
+        places=places,
+        more=line.jobs - len(rows),
         problem=problem,
-        videos=bool(videos),
-        paused=paused,
-        total=_total(rows, workers),
+        paused=bool(line.videos) and not going,
+        total=_total(rows, line, rest, workers),
     )
 
 
-def _total(rows: Sequence[Row], workers: int) -> str:
+def _total(rows: Sequence[Row], line: Line, rest: tuple[int, int, float], workers: int) -> str:
     """Return how much is in the queue and how long it takes, without what is paused."""
-    if not rows:
+    if not line.jobs:
         return ""
-    count = counted(len(rows), "video" if all(row.video for row in rows) else "job")
+    count = counted(line.jobs, "video" if line.videos == line.jobs else "job")
     seconds = [row.seconds for row in rows if row.video and row.state in {"running", "waiting"}]
     known = [one for one in seconds if one is not None]
-    if not known:
+    others, known_others, further = rest
+    if not known and not known_others:
         return count
-    rest = "" if len(known) == len(seconds) else " or more"
-    return f"{count}, {about(sum(known) / workers)}{rest} in total"
+    more = "" if len(known) == len(seconds) and known_others == others else " or more"
+    return f"{count}, {about((sum(known) + further) / workers)}{more} in total"
 
 
 def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:
@@ -275,6 +288,13 @@ def _variations(given: Any) -> int:
     if not text_given.isascii() or not text_given.isdigit() or not 1 <= int(text_given[:9]) <= MAX_VARIATIONS:
         raise InvalidRequestError("variations", "ui.variations", given=text_given[:20], maximum=MAX_VARIATIONS)
     return int(text_given)
+
+
+def _shown_rows(view: Mapping[str, Any]) -> int:
+    """Return how many rows of each state a page shows; it may send anything."""
+    pages = view.get("rows")
+    valid = isinstance(pages, int) and not isinstance(pages, bool) and 1 <= pages <= _MAX_PAGES
+    return _PAGE * (pages if valid and isinstance(pages, int) else 1)
 
 
 def _place(given: Any) -> int:

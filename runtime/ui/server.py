@@ -1,7 +1,9 @@
 """Serves a page, behind the security middleware."""
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from http import HTTPStatus
 
 import gradio as gr
 from starlette.datastructures import MutableHeaders
@@ -61,7 +63,7 @@ def start(
     collect_garbage_as_usual()
     server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
     url = address_of(host, port)
-    middleware = [*security.middleware(names, visitors, submissions), Middleware(HeadMiddleware, head=theme.head())]
+    middleware = [*security.middleware(names, visitors, submissions), Middleware(PageMiddleware, head=theme.head())]
     if api is not None:
         middleware.insert(0, Middleware(ApiMiddleware, api=api))
     try:
@@ -102,13 +104,16 @@ def stop(page: gr.Blocks) -> None:
 
 
 _END_OF_HEAD = b"</head>"
+# Copies of the page, of 0.3 MB: one for each address and user.
+_MOST_PAGES = 16
 
 
-class HeadMiddleware:
-    """ASGI middleware that adds title, style and script to every HTML page before it leaves the server.
+class PageMiddleware:
+    """ASGI middleware that adds title, style and script to every HTML page before it leaves the server, and keeps it.
 
     Gradio adds them only once its own script has started and the user has logged in; until then the page would be
-    unstyled.
+    unstyled. It renders its page anew for each request, which takes most of the time of an answer; the page is the same
+    for all requests with the same `upstream.gradio.page_key`.
 
     Args:
         head: HTML for the end of each page's head.
@@ -117,27 +122,44 @@ class HeadMiddleware:
     def __init__(self, app: ASGIApp, head: str) -> None:
         self._app = app
         self._head = head.encode()
+        self._pages: OrderedDict[Hashable, tuple[Message, bytes]] = OrderedDict()
+        self._config: object = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
         if scope["type"] != "http" or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        start: Message | None = None
+        config, key = private.page_key(scope)
+        if config is not self._config:
+            self._config, self._pages = config, OrderedDict()
+        pages = self._pages
+        if key is not None and key in pages:
+            pages.move_to_end(key)
+            start, page = pages[key]
+            await send({**start, "headers": list(start["headers"])})
+            await send({"type": "http.response.body", "body": page})
+            return
+        begun: Message | None = None
         body = b""
 
         async def collect(message: Message) -> None:
-            nonlocal start, body
+            nonlocal begun, body
             if message["type"] == "http.response.start" and _is_page(message):
-                start = message
-            elif start is None:
+                begun = message
+            elif begun is None:
                 await send(message)
             else:
                 body += message.get("body", b"")
                 if not message.get("more_body", False):
                     page = body.replace(_END_OF_HEAD, self._head + _END_OF_HEAD, 1)
-                    MutableHeaders(scope=start)["content-length"] = str(len(page))
-                    await send(start)
+                    headers = MutableHeaders(scope=begun)
+                    headers["content-length"] = str(len(page))
+                    if key is not None and begun["status"] == HTTPStatus.OK and "set-cookie" not in headers:
+                        pages[key] = {**begun, "headers": list(begun["headers"])}, page
+                        if len(pages) > _MOST_PAGES:
+                            pages.popitem(last=False)
+                    await send(begun)
                     await send({"type": "http.response.body", "body": page})
 
         await self._app(scope, receive, collect)

@@ -13,13 +13,17 @@ import os
 import re
 import sys
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from starlette.requests import Request
+
+# From these headers, a page's addresses are built.
+_ADDRESS_HEADERS = ("x-forwarded-host", "x-forwarded-proto", "x-gradio-server")
 # The session of a call without one: its own name.
 _CALL = re.compile(r"[0-9a-f]{32}")
 
@@ -130,6 +134,26 @@ def login_token(app: Any, cookies: Mapping[str, str]) -> str | None:
     """
     names = (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}")
     return next((cookies[name] for name in names if cookies.get(name) in app.tokens), None)
+
+
+def page_key(scope: MutableMapping[str, Any]) -> tuple[object, Hashable | None]:
+    """Return the configuration that a page is made of, and all that a request changes of it; `None` if it is no page.
+
+    These are the address that the request names and the user who is logged in. Session, language and theme are chosen
+    in the browser.
+
+    Reason: gradio renders its page for each request, which takes 13 ms or more, and has no cache. What it reads of the
+    request, `Blocks.config` and `App.tokens` are undocumented.
+    """
+    app = scope["app"]
+    blocks = app.get_blocks()
+    if scope["path"] != "/" or scope["query_string"]:
+        return blocks.config, None
+    request = Request(scope)
+    token = request.cookies.get(f"access-token-{app.cookie_id}")
+    user = app.tokens.get(token or request.cookies.get(f"access-token-unsecure-{app.cookie_id}"))
+    forwarded = tuple(request.headers.get(name) for name in _ADDRESS_HEADERS)
+    return blocks.config, (str(request.url), scope.get("root_path"), forwarded, user)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,22 @@ def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None
     assert page.complaints == []
 
 
+def test_a_long_queue_is_shown_in_parts(open_page: OpenPage) -> None:
+    page = open_page()
+    ask(page, "a red boat", long=True)
+    go(page)
+    empty(page)
+    add(page, "a red boat", variations=60)
+    page.wait_for_selector("#queue-list .aside:has-text('60 videos')")
+    page.click("#queue-list [data-action=pause-all]")
+    page.wait_for_selector("#queue-list [data-action=unpause-all]")
+    assert page.locator("#queue-list li").count() in {50, 51}  # one may run
+    page.click("#queue-list [data-action=more-rows]")
+    page.wait_for_function("() => document.querySelectorAll('#queue-list li').length === 60")
+    page.wait_for_selector("#queue-list [data-action=more-rows]", state="detached")
+    cancel_all(page)
+
+
 def test_variations_have_different_seeds(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "a red ball", long=True)

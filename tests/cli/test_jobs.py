@@ -49,7 +49,10 @@ def stream(video: Path) -> bytes:
 
 
 def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(["jobs", "list"], capsys) == ({"unreadable": [], "jobs": [], "builds": []}, "No jobs.\n")
+    assert answer(["jobs", "list"], capsys) == (
+        {"cluster": [], "unreadable": [], "jobs": [], "builds": []},
+        "No jobs.\n",
+    )
     store = open_store(cache_dir)
     boat, kite = add_job(store, "a red boat"), add_job(store, "a blue kite")
     store.request_cancel([boat.id])
@@ -128,7 +131,7 @@ def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
     deleted, text = answer(["jobs", "delete", *ids, "--yes"], capsys)
     assert deleted == {"deleted": ids}
     assert f"jobs undelete {' '.join(ids)}" in text
-    assert answer(["jobs", "list"], capsys)[0] == {"unreadable": [], "jobs": [], "builds": []}
+    assert answer(["jobs", "list"], capsys)[0] == {"cluster": [], "unreadable": [], "jobs": [], "builds": []}
     assert answer(["jobs", "undelete", ids[1]], capsys)[0] == {"undeleted": [ids[1]]}
     assert [job.id for job in store.list()] == [ids[1]]
     assert "They can be restored" in text

@@ -475,7 +475,7 @@ def lost(setup: Setup) -> None:
         }
     )
     try:
-        job = queue.submit_all([request])[0]
+        job = queue.submit(request)
         until(lambda: not job.open)
         end = job.progress.end
         say(

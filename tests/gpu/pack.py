@@ -1,14 +1,14 @@
 """Pack Tandem's requirements in small parts for a machine without a package registry.
 
-    python tests/gpu/pack.py FOLDER [--part-mb 35] [--groups base,video,flash4,cluster]    with a registry; takes minutes
-    . FOLDER/unpack.sh                                                             there, in bash
+    python tests/gpu/pack.py FOLDER [--part-mb 35] [--groups base,video]    with a registry; takes minutes
+    . FOLDER/unpack.sh                                                      there, in bash
 
 For Linux on x86-64 with Python 3.12 where PyTorch for CUDA 13, transformers and the rest of `THERE` are installed.
 FOLDER then holds GROUP.tar.xz.00, .01, …, none larger than the flag allows. Source `unpack.sh` with all or some of the
 parts in the same folder: parts that arrived earlier are kept in $TANDEM_THERE (/tmp/tandem-there), a group is unpacked
 once it is complete, and PYTHONPATH is set. `base` is what every script in tests/gpu imports, `video` is ffmpeg,
-`flash4` FlashAttention 4 and `cluster` what a cluster's head and nodes need besides. Versions are those of requirements*.txt. Requirements that are neither packed nor known to be
-installed there are listed.
+`flash4` FlashAttention 4 and `cluster` what a cluster's head and nodes need besides. All are packed by default, in the
+versions of requirements*.txt. Requirements that are neither packed nor known to be installed there are listed.
 """
 
 import argparse

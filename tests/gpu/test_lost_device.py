@@ -32,7 +32,7 @@ def test_an_illegal_access_replaces_the_worker_and_the_job_resumes(
     queue.start_workers(tmp_path / "log.txt")
     request = GenerationRequest.from_mapping({"prompt": "a red boat sails left", "seed": 7, "frames": 9, "steps": 8})
     try:
-        first, second = queue.submit_all([request, request])
+        first, second = (queue.submit(request) for _ in range(2))
         until(lambda: not first.open and not second.open)
         assert isinstance(first.progress.end, VideoSaved), first.progress.end
         assert [death["how"]["code"] for death in store.deaths(first.id)] == ["queue.exit_device_lost"]

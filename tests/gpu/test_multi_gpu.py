@@ -43,7 +43,7 @@ def request(**values: object) -> GenerationRequest:
 
 def test_every_gpu_has_a_worker(queue: JobQueue) -> None:
     def run(count: int, steps: int) -> list[Job]:
-        jobs = queue.submit_all([request(steps=steps)] * count)
+        jobs = [queue.submit(request(steps=steps)) for _ in range(count)]
         for job in jobs:
             assert isinstance(list(watch(job))[-1], VideoSaved), job.events[-1]
         return jobs
@@ -68,7 +68,8 @@ def test_every_gpu_has_a_worker(queue: JobQueue) -> None:
 
 def test_a_job_can_use_several_gpus(queue: JobQueue) -> None:
     requests = [request(steps=4, gpus=gpus) for gpus in (1, 2, 1, GPUS, 2, 1)]
-    for job, asked in zip(queue.submit_all(requests), requests, strict=True):
+    jobs = [queue.submit(one) for one in requests]
+    for job, asked in zip(jobs, requests, strict=True):
         saved = list(watch(job))[-1]
         assert isinstance(saved, VideoSaved), saved
         assert job.plan.gpus == asked.gpus

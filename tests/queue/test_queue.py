@@ -137,7 +137,7 @@ def test_a_job_of_another_process_is_visible(start: Make, tmp_path: Path, monkey
         note = Fact("pipeline.text_cut", {"field": "prompt"})
         store.record(record.id, Warned(fact=note))
         until(lambda: seen.progress.warnings == (note,))
-        assert {job.id for job in queue.open_videos()} == {busy.id, record.id}
+        assert {job.id for job in queue.store.queue()} == {busy.id, record.id}
     until(lambda: seen.state == "interrupted")
     assert queue.resume(record.id) is seen
     busy.request_cancel()
@@ -192,7 +192,7 @@ def test_queued_jobs_are_edited_and_moved(start: Make) -> None:
 def test_an_invalid_batch_queues_nothing(start: Make) -> None:
     queue = start()
     jobs = queue.submit_all(combined(small(), ["a boat", "a kite"], [1, 2, 3]), owner="guest")
-    assert [(job.plan.prompt, job.plan.seed) for job in jobs] == [
+    assert [(job.prompt, job.request["seed"]) for job in jobs] == [
         (prompt, seed) for prompt in ("a boat", "a kite") for seed in (1, 2, 3)
     ]
     records = queue.store.list()
@@ -200,12 +200,12 @@ def test_an_invalid_batch_queues_nothing(start: Make) -> None:
     assert [job.id for job in jobs] == [record.id for record in queue.store.list(owner="guest")][::-1]
     assert not queue.store.list(owner=None)
     assert queue.active() is None and queue.active("guest") is not None
-    assert queue.latest("guest") is jobs[-1]
+    assert queue.latest("guest") is queue.job(jobs[-1].id)
     with pytest.raises(InvalidRequestError):
         queue.submit_all([small(), small(width=33)])
     assert len(queue.store.list()) == 6
     queue.cancel([job.id for job in jobs])
-    until(lambda: not queue.open_videos())
+    until(lambda: not queue.store.queue())
 
 
 def test_the_low_noise_steps_are_rerun(start: Make) -> None:
@@ -351,7 +351,7 @@ print(count)
 def test_jobs_that_two_processes_move_pause_and_cancel_end_once_each(start: Make, tmp_path: Path) -> None:
     queue, chosen = start(), random.Random(3)
     command = [sys.executable, "-c", MEDDLER, str(tmp_path / "jobs.sqlite"), "7"]
-    jobs = queue.submit_all([small(steps=1, seed=n) for n in range(MANY)])
+    jobs = [queue.submit(small(steps=1, seed=n)) for n in range(MANY)]
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:

@@ -439,10 +439,10 @@ def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, mo
     before = store.get(batch[0].id)
     there = ids(store.list())
 
-    def full(*_: object) -> dict[str, str]:
+    def full(*_: object) -> dict[str, str | float]:
         raise sqlite3.OperationalError("database or disk is full")
 
-    def third(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str]:
+    def third(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str | float]:
         return full() if request.prompt == "boat 2" else columns(request, plan, owner)
 
     columns = store_module._video
@@ -484,6 +484,99 @@ def test_queries_of_each_request_and_claim_do_not_read_all_jobs(store: JobStore)
         steps = [row["detail"] for query in reads for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert len(reads) > 20
     assert not [step for step in steps if step.startswith("SCAN jobs")]
+
+
+def test_what_pages_ask_of_a_long_queue_is_read_from_indexes(store: JobStore) -> None:
+    """Else each poll of a page would read the plans of thousands of jobs."""
+    jobs = [add_job(store) for _ in range(4)]
+    queries: list[str] = []
+    with store.database.reading() as connection:
+        connection.set_trace_callback(queries.append)
+    for owner in (None, "ann", ...):
+        store.queue(owner=owner, kinds=["video"], paused=False, limit=2)
+        store.queue_ids(owner=owner, limit=2)
+        store.queue_line(owner)
+        store.queue_seconds(2, owner)
+    store.queue(states=["running"])
+    store.queue_owners("app-")
+    store.ended_since(60.0, None, 5)
+    store.list(states=["done"], owner=None, limit=12)
+    store.rearrange(jobs[0].id, lambda place: place + 2)
+    with store.database.reading() as connection:
+        connection.set_trace_callback(None)
+        reads = [query for query in queries if query.startswith("SELECT") and " jobs" in query]
+        plans = [(query, row["detail"]) for query in reads for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
+    assert len(reads) > 20
+    steps = [(query, step) for query, step in plans if " jobs " in step]
+    assert not [step for step in steps if step[1].startswith("SCAN jobs") and " INDEX " not in step[1]]
+    assert not [step for step in plans if "TEMP B-TREE" in step[1]]
+    # These read nothing but the index.
+    for columns in ("count(*), total(", "id, state FROM jobs INDEXED BY jobs_in_queue", "seconds, kind, held"):
+        found = [step for query, step in steps if columns in query]
+        assert found and all("USING COVERING INDEX" in step for step in found), found
+
+
+def test_the_queue_is_filtered_in_order(store: JobStore) -> None:
+    def add(prompt: str, owner: str | None) -> str:
+        return store.add(sample_request(prompt=prompt), sample_plan(), owner=owner).id
+
+    first, second, third = add("a", None), add("b", "ann"), add("c", None)
+    task = store.add_work("task", "Prune", Path("/engines"), {})
+    store.add_idle_build("Build", Path("/engines"), {"model": "m"}, ["one"])
+    store.claim_job(third, "app.0")
+    store.hold([first], True)
+    assert ids(store.queue())[:4] == [third, first, second, task.id]
+    assert ids(store.queue(owner=None, kinds=["video"])) == [third, first]
+    assert ids(store.queue(kinds=["video"], paused=False)) == [third, second]
+    assert ids(store.queue(states=["queued"], limit=1)) == [first]
+    assert ids(store.queue(limit=1)) == [third, first]
+    assert [*store.queue_ids(owner="ann").items()] == [(second, "queued")]
+    assert [*store.queue_ids()][:4] == [third, first, second, task.id]
+    assert store.queue_owners() == store.queue_owners("an") == {second: "ann"}
+    assert store.queue_owners("b") == store.queue_owners(states=["running"]) == {}
+    assert store.queue_line() == (5, 3, 3, 1)
+    assert store.queue_line("ann") == (1, 1, 1, 1)
+    seconds = sample_plan().seconds["total"].likely
+    assert store.queue_seconds(0)[:2] == (1, 1) and store.queue_seconds(0)[2] == pytest.approx(max(seconds, 1.0))
+    assert store.queue_seconds(2) == (0, 0, 0.0) and store.queue_seconds(0, None)[0] == 0
+    assert store.count_with_model("m") == 1
+    assert store.count_with_model(sample_plan().model) == 3
+
+
+def test_jobs_are_moved_to_places(store: JobStore) -> None:
+    jobs = [add_job(store).id for _ in range(5)]
+    store.add_idle_build("Build", Path("/engines"), {}, ["one"])
+
+    def order() -> list[int]:
+        return [jobs.index(one.id) for one in store.queue(states=["queued"]) if not one.idle]
+
+    assert store.rearrange(jobs[3], lambda place: place - 1) == (2, 5)
+    assert order() == [0, 1, 3, 2, 4]
+    assert store.rearrange(jobs[0], lambda place: place + 1) == (1, 5)
+    assert order() == [1, 0, 3, 2, 4]
+    assert store.rearrange(jobs[4], lambda _: -7) == (0, 5)
+    assert store.rearrange(jobs[1], lambda _: 99) == (4, 5)
+    assert order() == [4, 0, 3, 2, 1]
+    assert store.rearrange(jobs[3], lambda place: place) == (2, 5)
+    store.claim_job(jobs[4], "app.0")
+    with pytest.raises(StoreError):
+        store.rearrange(jobs[4], lambda _: 1)
+    assert store.rearrange(jobs[0], lambda _: 3) == (3, 4)
+    assert order() == [3, 2, 1, 0]
+
+
+def test_videos_that_ended_lately_are_found(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, theirs = add_job(store), add_job(store), store.add(sample_request(), sample_plan(), owner="ann")
+    now = time.time()
+    monkeypatch.setattr("runtime.queue.store.time.time", lambda: now - 100)
+    store.request_cancel([old.id])
+    monkeypatch.setattr("runtime.queue.store.time.time", lambda: now)
+    store.request_cancel([new.id, theirs.id])
+    assert store.ended_since(60, None, 9) == {new.id: "cancelled"}
+    assert store.ended_since(600, None, 9) == {new.id: "cancelled", old.id: "cancelled"}
+    assert [*store.ended_since(600, None, 1)] == [new.id]
+    store.resume(new.id)
+    assert [*store.ended_since(600, None, 9)] == [old.id]
 
 
 def test_a_scheduler_reads_the_first_videos_of_each_lane(store: JobStore) -> None:

@@ -265,15 +265,16 @@ def test_queued_videos_of_version_11_are_found_by_a_scheduler(path: Path) -> Non
     store.record(jobs[0].id, Cancelled())
     store.close()
     with closing(sqlite3.connect(path)) as connection:
-        for index in ("jobs_waiting", "jobs_in_queue"):
+        for index in ("jobs_waiting", "jobs_in_queue", "jobs_by_end"):
             connection.execute(f"DROP INDEX {index}")
-        for column in ("needs", "lane"):
+        for column in ("needs", "lane", "seconds"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         connection.execute("UPDATE jobs SET plan = '{' WHERE id = ?", (jobs[2].id,))
         connection.execute("PRAGMA user_version = 11")
         connection.commit()
     again = JobStore(path)
     assert again.waiting(9) == [before[1]]
+    assert again.queue_seconds(0) == (2, 1, before[1].needs.seconds)
     again.resume(jobs[0].id)
     assert [one.id for one in again.waiting(9)] == [jobs[1].id, jobs[0].id]
 

@@ -167,7 +167,7 @@ class TwoStores(RuleBasedStateMachine):
         queue = store.queue()
         free = [job for job in queue if job.state == "queued" and not job.held]
         assert [one.id for one in store.waiting(len(queue))] == [job.id for job in free]
-        assert store.queue_states() == {job.id: job.state for job in queue}
+        assert store.queue_ids() == {job.id: job.state for job in queue}
         shown = Counter(("video", "paused" if job.held else job.state) for job in queue)
         assert store.queue_counts() == shown
         for place, job in enumerate(queue):

@@ -155,7 +155,7 @@ def test_the_app_and_the_command_line_start_and_name_the_row(
     spec = read_spec(EMBEDDED / "diorama", "diorama")
     worker = JobQueue(cache_dir / "weights", cache_dir / "outputs", no_engines(cache_dir), None, JobStore(path))
     try:
-        assert [job.id for job in worker.open_videos()] == [good.id]
+        assert [job.id for job in worker.store.queue()] == [good.id]
         panel = QueuePanel(worker, {"diorama": spec}, cache_dir / "outputs")
         html = panel.draw(Call("refresh", "", {}, {}, [], {}), {})["list"]
         assert bad.id in html and running.id in html and f'data-key="{good.id}"' in html

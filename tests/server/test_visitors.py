@@ -97,7 +97,7 @@ def test_a_visitor_waits_for_their_own_video(visitors: Visitors, worker: JobQueu
         visitors.submit(long(), visitors.name_of("cleo"))
     # The limits do not apply to the owner.
     own = worker.submit(long(steps=1))
-    assert {job.id for job in visitor_jobs(worker)} == {first.id, second.id}
+    assert {*visitor_jobs(worker)} == {first.id, second.id}
     assert (
         visitors.job(first.id, visitors.name_of("anna")),
         visitors.job(first.id, visitors.name_of("ben")),
@@ -172,7 +172,7 @@ def test_on_a_full_disk_nothing_is_queued(
     monkeypatch.setattr("runtime.server.visitors.free_disk_bytes", lambda folder: 4096)
     with pytest.raises(LimitError, match="disk of this server is nearly full"):
         visitors.submit(long(), "a visitor")
-    assert worker.open_videos() == []
+    assert worker.store.queue() == []
 
 
 @pytest.fixture

@@ -10,10 +10,13 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.core.errors import StoreError
+from runtime.core.facts import Fact
 from runtime.core.settings import Settings
+from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue
 from runtime.server.cluster.cluster_key import make_key
-from runtime.server.cluster.views import ClusterView
+from runtime.server.cluster.problems import Problem, Problems, problems_of
+from runtime.server.cluster.views import ClusterView, RayNode, cluster_view
 from runtime.ui.cluster_panel import ClusterPanel
 from runtime.ui.panels import Call, respond
 from tests.cluster_views import queue_in, sample_view
@@ -52,6 +55,35 @@ def test_machines_and_queue_are_shown(queue: JobQueue, settings: Settings) -> No
     assert "the head sends Diorama to it" in queued
     assert "It needs 2 GPUs; the largest worker has 1." in queued and "It needs 100.0 GiB of memory" in queued
     assert "Paused." in queued and "more video" in queued
+
+
+def test_machines_that_run_nothing_say_why(queue: JobQueue, settings: Settings) -> None:
+    refused = Fact("server.cluster_refused", {"found": "Tandem <1>", "wanted": "Tandem 2"})
+    failed = RayNode("b" * 12, "beta", True, Fact("server.cluster_start_failed", {"reason": "No module named 'x'"}))
+    view = cluster_view(queue, [], [failed], [], [], [], 0, {}, [Problem(host="<gamma>", fact=refused)])
+    machines = parts(queue, view, settings)["machines"]
+    assert "The worker does not start: No module named &#39;x&#39;. Install the requirements there" in machines
+    assert "&lt;gamma&gt;" in machines and '<span class="tag">Refused</span>' in machines
+    line = "It was refused: it has Tandem &lt;1&gt;; the head has Tandem 2. Install Tandem 2 there, then start"
+    assert line in machines
+
+
+def test_problems_are_stored_for_the_head_that_runs(tmp_path: Path) -> None:
+    store = tmp_path / "jobs.sqlite"
+    found = (Problem(host="beta", fact=Fact("server.cluster_start_died")),)
+    with Instance(store) as head:
+        assert problems_of(tmp_path, store) == ()
+        Problems(head=head.id, machines=found).write(tmp_path)
+        assert problems_of(tmp_path, store) == found
+        assert problems_of(tmp_path, None) == ()
+    assert problems_of(tmp_path, store) == ()  # the head ended
+    with Instance(store) as head:
+        Problems(head=head.id, machines=found).write(tmp_path)
+        Problems(head=head.id).write(tmp_path)
+        assert problems_of(tmp_path, store) == () and list((tmp_path / "cluster").iterdir()) == []
+        for damaged in (b"", b"{", b'{"head": 5}', b"\xff", b"[" * 10_000):
+            (tmp_path / "cluster" / "problems.json").write_bytes(damaged)
+            assert problems_of(tmp_path, store) == ()
 
 
 def test_prompts_and_names_are_escaped(queue: JobQueue, settings: Settings) -> None:

@@ -140,10 +140,10 @@ def test_the_images_of_a_job_are_shown_while_their_copies_exist(
 ) -> None:
     use = keep_image(encoded(picture()), "boat.png", "image", tmp_path)
     plan = tiny_plan(replace(taking_images(tiny("wan2.1")), image=use), tmp_path / "a.mp4", image=use.reference)
-    (shown,) = used_images(plan)
+    (shown,) = used_images(plan.images)
     assert (shown.label, shown.name) == ("Image", "boat.png")
     assert shown.picture.startswith("data:image/webp;base64,")
-    assert used_images(plan, pictures=False)[0].picture == ""
+    assert used_images(plan.images, pictures=False)[0].picture == ""
     use.path.unlink()
-    assert used_images(plan)[0].picture == ""
-    assert used_images(None) == []
+    assert used_images(plan.images)[0].picture == ""
+    assert used_images({}) == []

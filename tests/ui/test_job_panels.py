@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def test_queued_jobs_keep_their_plans_as_text(worker: JobQueue, desk: Panels) ->
     plans = sum(isinstance(one, ExecutionPlan) for one in gc.get_objects())
     # Those of the cache, and of the session's fixtures.
     assert plans < 30
-    assert [job.plan.prompt for job in jobs] == [f"boat {n}" for n in range(60)]
+    assert [job.prompt for job in jobs] == [f"boat {n}" for n in range(60)]
 
 
 CALL: dict[str, Any] = {"action": "refresh", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}
@@ -240,6 +241,28 @@ def test_a_duplicate_follows_its_job_with_a_new_seed(desk: Panels, worker: JobQu
     assert prompts(worker) == ["a red boat", "a red boat", "a blue ball"]
     seeds = [job.request["seed"] for job in worker.store.queue()]
     assert seeds[0] == 1 != seeds[1]
+
+
+def test_a_long_queue_is_shown_in_parts(worker: JobQueue, desk: Panels) -> None:
+    jobs = worker.submit_all(combined(small(seed=1), [f"boat {n}" for n in range(120)], []))
+    first = act(desk, "refresh")[0]["list"]
+    assert first.count("<li data-key=") == 50 and "boat 49" in first and "boat 50" not in first
+    assert "70 further jobs" in first and "Cancel 120 queued and running jobs?" in first
+    assert re.search("120 videos, about [^<]* in total", first)
+    assert act(desk, "refresh", rows=3)[0]["list"].count("<li data-key=") == 120
+    for hostile in (0, -1, True, 10**9, "2", None, [2]):
+        assert act(desk, "refresh", rows=hostile)[0]["list"] == first
+    # A job that is shown moves past those that are not, and the total is that of all.
+    assert act(desk, "move", jobs[0].id, values={"place": 100})[1]["announce"].endswith("is number 100 of 120.")
+    assert "boat 0<" not in act(desk, "refresh")[0]["list"]
+    act(desk, "pause", jobs[110].id)
+    paused = act(desk, "refresh")[0]["list"]
+    assert "Pause all" in paused
+    act(desk, "pause-all")
+    assert "Resume all" in act(desk, "refresh")[0]["list"]
+    assert len(worker.store.queue(paused=False)) == 0
+    act(desk, "cancel-all")
+    assert worker.store.queue() == []
 
 
 def test_an_edited_job_keeps_its_place_and_seed(desk: Panels, worker: JobQueue) -> None:
@@ -376,7 +399,7 @@ def test_an_edited_or_repeated_job_keeps_its_image(
     filled = {name: shown["value"] for name, shown in form.filled(edited, models).items() if "value" in shown}
     act(desk, "save", first, form=values(**(filled | {"prompt": "a calm sea"})))
     act(desk, "duplicate", first)
-    for job in worker.open_videos():
+    for job in worker.store.queue():
         assert (job.request["prompt"], job.request["image"]) == ("a calm sea", kept)
         assert job.request["image_position"] == 10.0
-    assert len(worker.open_videos()) == 2
+    assert len(worker.store.queue()) == 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runtime.queue.records import Line
 from runtime.queue.storage import DiskUsage
 from runtime.ui.formatting import render
 from runtime.ui.history_panel import (
@@ -27,6 +28,15 @@ from runtime.ui.queue_panel import Row, queue_html, resumable_html
 from runtime.video.similarity import Similarity
 
 HOSTILE = "<img src=x onerror=hit()> \" ' & “"
+
+
+def listed(rows: list[Row], workers: int = 1, problem: str = "") -> str:
+    """Return the queue that has these rows only."""
+    waiting = [row for row in rows if not row.runs]
+    videos = [row for row in rows if row.video]
+    going = sum(row.video and row.state == "waiting" for row in rows)
+    line = Line(len(rows), len(videos), len([row for row in waiting if not row.idle]), going)
+    return queue_html(rows, line, workers=workers, problem=problem)
 
 
 def detail(job: Any, text: str = "", request: Any = None) -> str:
@@ -52,13 +62,13 @@ def test_only_waiting_jobs_move_within_the_queue() -> None:
         Row(letter * 8, letter, state, True)
         for letter, state in zip("abc", ("running", "waiting", "paused"), strict=True)
     ]
-    shown = queue_html(rows)
+    shown = listed(rows)
     moves = [(act, part.split('data-target="')[1][0], 'aria-disabled="true"' in part.split(">")[0])
              for act in ("up", "down") for part in shown.split(f'data-action="{act}"')[1:]]  # fmt: skip
     assert moves == [("up", "b", True), ("up", "c", False), ("down", "b", False), ("down", "c", True)]
     assert 'data-action="unpause"' in shown and "Pause all" in shown
-    assert "Resume all" in queue_html(rows[2:])
-    assert "The queue is empty." in queue_html([])
+    assert "Resume all" in listed(rows[2:])
+    assert "The queue is empty." in listed([])
 
 
 def test_the_queue_shows_what_each_job_and_all_of_them_take() -> None:
@@ -67,16 +77,16 @@ def test_the_queue_shows_what_each_job_and_all_of_them_take() -> None:
         Row("b" * 8, "b", "waiting", True, "takes about 2 min", seconds=130.0),
         Row("c" * 8, "c", "paused", True, seconds=1000.0),
     ]
-    assert "3 videos, about 3 min in total" in queue_html(rows)
-    assert "3 videos, about 2 min in total" in queue_html(rows, 2)
+    assert "3 videos, about 3 min in total" in listed(rows)
+    assert "3 videos, about 2 min in total" in listed(rows, 2)
     unknown = Row("d" * 8, "d", "waiting", True)
-    assert "about 3 min or more in total" in queue_html([*rows, unknown])
-    assert "4 jobs, about 3 min in total" in queue_html([*rows, Row("e" * 8, "Build", "waiting", False)])
-    assert "Seed 1 · Denoising" in queue_html(rows)
+    assert "about 3 min or more in total" in listed([*rows, unknown])
+    assert "4 jobs, about 3 min in total" in listed([*rows, Row("e" * 8, "Build", "waiting", False)])
+    assert "Seed 1 · Denoising" in listed(rows)
 
 
 def test_visitors_jobs_cannot_be_edited_and_builds_cannot_be_paused() -> None:
-    shown = queue_html([Row("a" * 8, "x", "waiting", True, visitor=True), Row("b" * 8, "Build", "waiting", False)])
+    shown = listed([Row("a" * 8, "x", "waiting", True, visitor=True), Row("b" * 8, "Build", "waiting", False)])
     assert 'data-action="edit"' not in shown and 'data-action="duplicate"' not in shown
     assert shown.count('data-action="pause"') == 1 and "visitor" in shown
 
@@ -101,7 +111,7 @@ def test_all_text_is_escaped() -> None:
     gallery: dict[str, Any] = {"more": False, "filtered": False, "searched": False, "state": "all", "titles": FILTERS}
     card = Card(job, HOSTILE, HOSTILE, 16, 9, 5, HOSTILE)
     for shown in (
-        queue_html([Row("a" * 8, HOSTILE, "running", True, HOSTILE, picture=HOSTILE, facts=HOSTILE)], 1, HOSTILE),
+        listed([Row("a" * 8, HOSTILE, "running", True, HOSTILE, picture=HOSTILE, facts=HOSTILE)], 1, HOSTILE),
         resumable_html([(job, status)]),
         render("history_gallery.html", cards=[card], problem=HOSTILE, **gallery),
         detail(job, HOSTILE),
@@ -216,7 +226,7 @@ def test_settings_are_complete_on_the_page() -> None:
 
 def test_text_does_not_turn_what_follows_it() -> None:
     turned = "a\u202e red\u2066 boat\u061c"
-    shown = queue_html([Row("a" * 8, turned, "running", True, turned)])
+    shown = listed([Row("a" * 8, turned, "running", True, turned)])
     assert "<bdi>a red boat</bdi>" in shown
     assert not set(shown) & set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
     # The settings that the page restores keep every character.

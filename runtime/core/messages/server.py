@@ -160,6 +160,10 @@ MESSAGES: Mapping[str, Message] = {
     "server.cluster_version": Message(
         "The head has {name} {theirs}, this machine {own}.", "Install the same version on both."
     ),
+    "server.cluster_refused": Message(
+        "It was refused: it has {found}; the head has {wanted}.",
+        "Install {wanted} there, then start `worker --join` there again.",
+    ),
     "server.cluster_place_loaded": Message("{model} is loaded on {host}."),
     "server.cluster_place_stored": Message("{model} is on the disk of {host}."),
     "server.cluster_place_sent": Message("{host} is the next to be free; the head sends {model} to it."),

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import Request
+
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, cut
 from runtime.core.settings import Settings
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
@@ -31,6 +33,7 @@ from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Described, NodeWorker, memory_kills
 from runtime.server.cluster.placement import Placement
+from runtime.server.cluster.problems import Problem, Problems, refusal
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
 from runtime.server.cluster.sending import Sender
 from runtime.server.cluster.transfer import Digests
@@ -58,6 +61,8 @@ _COUNT_SECONDS = 30.0
 _CLOSING_SECONDS = 20.0
 # Until a worker that was started has to answer.
 _START_SECONDS = 120.0
+# Machines that were refused, and characters of their names, which they state themselves.
+_MOST_REFUSED, _LONGEST_NAME = 20, 64
 # Queued videos of each owner, model and number of GPUs that the scheduler is given.
 _MOST_WAITING = 40
 
@@ -111,6 +116,9 @@ class ClusterHead:
         self._numbers = itertools.count()
         self._starting: list[_Starting] = []
         self._retry_at: dict[str, float] = {}
+        self._refused: dict[str, Problem] = {}
+        self._problems = Problems(head=jobs.instance)
+        self._problems.write(settings.cache_dir)
         self._lock = threading.RLock()
         self._sending: dict[str, threading.Lock] = {}
         self.closing = threading.Event()
@@ -136,13 +144,25 @@ class ClusterHead:
         waiting = self.placement.jobs(self.store.waiting(_MOST_WAITING), offers)
         with self._lock:
             working = [proxy.working(offer) for proxy, offer in zip(proxies.values(), offers, strict=True)]
-            nodes = list(self._nodes.values())
+            nodes, refused = list(self._nodes.values()), list(self._refused.values())
         used = self.placement.used(time.time())
-        return cluster_view(self.jobs, running, nodes, working, waiting, paused, queued, used)
+        return cluster_view(self.jobs, running, nodes, working, waiting, paused, queued, used, refused)
 
-    def joining(self) -> dict[str, Any]:
-        """Return what a machine needs to join: the port of Ray, this start of the head, and the versions."""
-        return {"port": self.port, "session": self.jobs.instance, "versions": versions()}
+    def joining(self, request: Request) -> dict[str, Any]:
+        """Return what a machine needs to join: the port of Ray, this start of the head, and the versions.
+
+        The query has the machine's name as "host", and its versions. It does not join with others.
+        """
+        own, theirs = versions(), dict(request.query_params)
+        host = cut(theirs.get("host", ""), _LONGEST_NAME)
+        problem = refusal(own, theirs)
+        if host and problem is not None:
+            with self._lock:
+                self._refused.pop(host, None)
+                self._refused[host] = Problem(host=host, fact=problem)
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+        return {"port": self.port, "session": self.jobs.instance, "versions": own}
 
     def machine(self) -> Machine | None:
         """Return the machine with the most memory, for which new requests are planned; `None` without nodes."""
@@ -165,6 +185,7 @@ class ClusterHead:
             proxy.thread.join(max(end - time.monotonic(), 0.0))
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.1))
+        Problems(head=self.jobs.instance).write(self.settings.cache_dir)
         self._stack.close()
         import ray
 
@@ -226,15 +247,29 @@ class ClusterHead:
                 wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
             for _ in range(0 if wait else int(resources[WORKERS]) - running):
                 self._start(node["NodeID"], int(resources.get("GPU", 0) // resources[WORKERS]))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Store the problems of machines for the command `jobs`, if they have changed."""
+        with self._lock:
+            found = [
+                Problem(host=one.host, fact=one.problem) for one in self._nodes.values() if one.problem is not None
+            ]
+            found += self._refused.values()
+        problems = Problems(head=self.jobs.instance, machines=tuple(found))
+        if problems != self._problems:
+            self._problems = problems
+            problems.write(self.settings.cache_dir)
 
     def _know(self, node: str, host: str, alive: bool, *, joined: bool) -> None:
-        """Keep what is shown of a machine; one that was lost is shown until a machine of that name joins."""
+        """Keep what is shown of a machine; one that was lost or refused is shown until one of that name joins."""
         with self._lock:
             if alive and joined:
                 if node not in self._nodes:
                     lost = [one.id for one in self._nodes.values() if not one.alive and one.host == host]
                     for other in lost[:1]:
                         del self._nodes[other]
+                    self._refused.pop(host, None)
                 before = self._nodes.get(node)
                 self._nodes[node] = RayNode(node, host, True, before.problem if before else None)
             elif node in self._nodes and not alive:

@@ -2,8 +2,10 @@
 
 import json
 import re
+import socket
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,8 +76,10 @@ def ask(address: str, key: str) -> dict[str, Any]:
         MachineError: if it cannot be reached, does not accept the key, or is no head.
     """
     host, port = _parts_of(address)
+    # With the name and the versions of this machine, so that the head can show why it does not join.
+    own = urllib.parse.urlencode({"host": socket.gethostname(), **versions()})
     request = urllib.request.Request(
-        f"http://{host}:{port}/v1/cluster/join", headers={"Authorization": f"Bearer {key}"}
+        f"http://{host}:{port}/v1/cluster/join?{own}", headers={"Authorization": f"Bearer {key}"}
     )
     # The key is for the head only, not for a proxy of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -18,6 +18,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.server.cluster.forecast import Expected, Why, forecast
 from runtime.server.cluster.node_worker import Described
+from runtime.server.cluster.problems import Problem
 from runtime.server.scheduling import IdleWorker, WaitingJob
 
 # Of the queue: videos among which paused ones are searched, and those that are shown.
@@ -99,22 +100,26 @@ class GpuView(FrozenModel):
     total_bytes: int
 
 
+NodeState = Literal["ready", "starting", "lost", "refused"]
+
+
 class NodeView(FrozenModel):
     """A machine of the cluster.
 
     Attributes:
         id: of Ray; `HEAD` for the head.
         name: its host name, with a part of the id if several have the same.
-        state: "starting" until its workers can be used, "lost" if Ray does not reach it any more.
+        state: "starting" until its workers can be used, "lost" if Ray does not reach it any more, "refused" if its
+            versions are not those of the head.
         cpu, ram_bytes: processor and memory; empty and 0 until they are known.
         workers: none on a head without GPUs, which makes no videos.
-        problem: why a worker does not start.
+        problem: why a worker does not start, or why the machine was refused.
     """
 
     id: str
     name: str
     head: bool
-    state: Literal["ready", "starting", "lost"]
+    state: NodeState
     cpu: str
     ram_bytes: int
     gpus: tuple[GpuView, ...]
@@ -232,6 +237,7 @@ def cluster_view(
     paused: Sequence[str],
     queued: int,
     used: Mapping[str | None, float],
+    refused: Sequence[Problem] = (),
 ) -> ClusterView:
     """Return what is shown of a cluster.
 
@@ -243,6 +249,7 @@ def cluster_view(
         paused: ids of the first paused videos.
         queued: the number of queued videos.
         used: see `scheduling.assign`.
+        refused: machines that may not join.
     """
     host, machine = socket.gethostname(), jobs.own_machine
     names = _names([RayNode(HEAD, host, True), *nodes])
@@ -251,10 +258,13 @@ def cluster_view(
     views = [_node(HEAD, names[HEAD], "ready", [machine], own, head=True)]
     for node in nodes:
         here = [one for one in working if one.offer.node == node.id]
-        state: Literal["ready", "starting", "lost"] = "lost" if not node.alive else "ready" if here else "starting"
+        state: NodeState = "lost" if not node.alive else "ready" if here else "starting"
         workers = [_worker(one, progress) for one in here] if node.alive else []
         view = _node(node.id, names[node.id], state, [one.described.machine for one in here], workers)
         views.append(view.model_copy(update={"problem": node.problem if node.alive else None}))
+    for one in refused:
+        view = _node(f"refused-{one.host}", one.host, "refused", (), ())
+        views.append(view.model_copy(update={"problem": one.fact}))
     offers = [one.offer for one in working] + [_own_offer(worker, machine) for worker in own]
     busy = [worker for view in views for worker in view.workers if worker.job is not None]
     ends = {worker.id: _seconds_left(worker.progress) for worker in busy}
@@ -278,7 +288,7 @@ def _names(nodes: Sequence[RayNode]) -> dict[str, str]:
 def _node(
     node: str,
     name: str,
-    state: Literal["ready", "starting", "lost"],
+    state: NodeState,
     machines: Sequence[Machine],
     workers: Sequence[WorkerView],
     *,

@@ -4,7 +4,11 @@ import base64
 import hashlib
 import json
 import os
+import signal
+import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,13 +17,16 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from runtime import __version__
 from runtime.core.errors import MachineError, ModelError, OutputError, SettingsError, StoreError
 from runtime.core.events import Cancelled, StepDone
 from runtime.queue.store import JobStore
 from runtime.server.api_keys import ApiKeys, KeyLimits
 from runtime.server.cluster import node, transfer
 from runtime.server.cluster.cluster_key import VARIABLE, given_key, make_key
+from runtime.server.cluster.problems import problems_of
 from runtime.server.cluster.ray_process import versions
+from tests.app_server import ROOT, environment
 from tests.cluster_machines import Machines, machines
 from tests.families import framepack_models
 from tests.fuzz.examples import try_many
@@ -164,7 +171,55 @@ def test_requests_reach_the_worker_and_keys_are_checked(tmp_path: Path) -> None:
         sections = [values["section"] for values in happened(early, "SectionDone")]
         assert sections == [1, 2, 3, 4]  # none twice: the second run has those of the first
 
+        check_problems(cluster)
         check_access(cluster)
+    assert problems_of(tmp_path / "head", store.path) == ()
+
+
+def check_problems(cluster: Machines) -> None:
+    """Check that the head and `jobs` show a machine of another version, and one whose worker does not start."""
+    joining = "import sys, runtime; runtime.__version__ = '0.0.1'; from runtime.cli import main; main()"
+    command = [sys.executable, "-c", joining, "worker", "--join", f"127.0.0.1:{cluster.port}"]
+    variables = {
+        "TANDEM_CACHE_DIR": str(cluster.folder / "old"),
+        "TANDEM_CLUSTER_KEY": make_key(cluster.folder / "head"),
+    }
+    tried = subprocess.run(
+        command, cwd=ROOT, env=environment() | variables, capture_output=True, text=True, check=False
+    )
+    assert tried.returncode == 2 and "0.0.1" in tried.stderr and __version__ in tried.stderr, tried
+
+    # The disk of a node is gone: the next process of its worker cannot start.
+    (cluster.folder / "node0").rename(cluster.folder / "gone")
+    (cluster.folder / "node0").touch()
+    os.kill(cluster.workers()[0]["pid"], signal.SIGKILL)
+
+    def shown() -> dict[str, Any]:
+        view = cluster.get("v1/cluster")
+        return {node["state"]: node["problem"] for node in view["nodes"] if node["problem"] is not None}
+
+    cluster.wait(lambda: "starting" in shown(), 120)
+    problems = shown()
+    assert problems["refused"]["code"] == "server.cluster_refused"
+    assert problems["refused"]["data"] == {"found": "Tandem 0.0.1", "wanted": f"Tandem {__version__}"}
+    assert problems["starting"]["code"] == "server.cluster_start_failed", problems
+
+    def listed() -> list[dict[str, str]]:
+        command = [sys.executable, "app.py", "jobs", "list", "--json"]
+        variables = {"TANDEM_CACHE_DIR": str(cluster.folder / "head")}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment() | variables, capture_output=True, text=True, check=True
+        )
+        found = json.loads(done.stdout.splitlines()[-1])["cluster"]
+        assert all(f"{one['host']}: {one['what']} {one['remedy']}" in done.stderr for one in found), done
+        return list(found)
+
+    cluster.wait(lambda: len(listed()) == 2, 60)
+    failed, refused = listed()
+    assert failed["host"] == refused["host"] == socket.gethostname()
+    assert "The worker does not start: " in failed["what"] and "tries again" in failed["remedy"]
+    assert f"it has Tandem 0.0.1; the head has Tandem {__version__}." in refused["what"]
+    assert f"Install Tandem {__version__} there" in refused["remedy"]
 
 
 def check_access(cluster: Machines) -> None:

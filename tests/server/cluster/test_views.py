@@ -9,6 +9,8 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
 from runtime.queue.job_queue import JobQueue
 from runtime.server.cluster.forecast import Expected, forecast
+from runtime.server.cluster.problems import Problem, refusal
+from runtime.server.cluster.ray_process import versions
 from runtime.server.cluster.views import HEAD, RayNode, cluster_view, fallbacks_in, why_not_started
 from tests.cluster_views import H100, NODES, queue_in, run_on, sample_view, waiting, working
 from tests.queue.samples import add_job, sample_plan
@@ -135,8 +137,12 @@ def test_why_a_worker_does_not_start(error: Exception | None, seconds: float, fa
 def test_a_machine_whose_worker_does_not_start_says_why(queue: JobQueue) -> None:
     problem = Fact("server.cluster_start_died")
     nodes = [RayNode("a" * 12, "alpha", True, problem), RayNode("b" * 12, "beta", False, problem)]
-    view = cluster_view(queue, [], nodes, [], [], [], 0, {})
-    assert [node.problem for node in view.nodes] == [None, problem, None]
+    refused = refusal(versions(), {"Tandem": "0.0.1", "Python": "2.7", "host": "gamma"})
+    assert refused is not None and refused.data["found"] == "Tandem 0.0.1, Python 2.7"
+    assert refusal(versions(), {**versions(), "host": "gamma"}) is refusal(versions(), {}) is None
+    view = cluster_view(queue, [], nodes, [], [], [], 0, {}, [Problem(host="gamma", fact=refused)])
+    assert [node.problem for node in view.nodes] == [None, problem, None, refused]
+    assert [node.state for node in view.nodes] == ["ready", "starting", "lost", "refused"]
 
 
 def test_components_that_a_machine_runs_in_pytorch_are_fallbacks() -> None:
