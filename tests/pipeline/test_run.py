@@ -1,6 +1,7 @@
 """Jobs on tiny real models: the video, the last event, and the files that are left."""
 
 import gc
+import io
 import json
 import os
 import shutil
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import imageio_ffmpeg
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from runtime.core.cancel import Cancel
@@ -39,6 +42,7 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Conditioning, SamplingState
 from runtime.video.mp4 import read_metadata
+from runtime.video.preview import resize
 from tests.full_disk import fill
 from tests.pipeline.runs import Choice, events_of, never
 from tests.plans import tiny_plan, with_strategy
@@ -247,6 +251,14 @@ def test_previews_have_a_minimum_interval(
     monkeypatch.setattr("runtime.pipeline.previews._SHARE", 1e6)
     events = run(find("diorama", tmp_path), tmp_path / "x.mp4", steps=3, frames=5)
     assert [event.preview is not None for event in events if isinstance(event, StepDone)] == drawn
+    # The last one becomes the poster, however fast the job was.
+    poster = [event.preview for event in events if isinstance(event, FramesDecoded)][-1]
+    assert poster is not None
+    middle = np.frombuffer(frames_of(tmp_path / "x.mp4"), np.uint8).reshape(5, 32, 64, 3)[2:3]
+    with Image.open(io.BytesIO(poster)) as image:
+        image.seek(image.n_frames // 2)  # type: ignore[attr-defined]  # of animations
+        apart = np.asarray(image.convert("RGB"), np.float32) - resize(middle)[0]
+    assert np.abs(apart).mean() < 12
 
 
 @pytest.mark.parametrize("stop", [never, lambda event: isinstance(event, StepDone)], ids=["saved", "cancelled"])
