@@ -170,6 +170,8 @@ def main() -> None:
         shutil.rmtree(folder_of(arguments).parent / "cache", ignore_errors=True)
     for number in range(arguments.starts):
         environment = {**os.environ, "TANDEM_STARTED_AT": str(time.time())}
+        # As on people's machines: the first start leaves the bytecode of its libraries.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, __file__, *sys.argv[1:], "--number", str(number)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
