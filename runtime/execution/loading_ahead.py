@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from runtime.upstream.torch import import_compiler
+
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.1
@@ -78,7 +80,7 @@ class LoadingAhead:
 
 
 class CompilerImport:
-    """Imports what `torch.compile` needs on a thread: it takes about a second."""
+    """Imports what `torch.compile` needs on a thread: it takes one or two seconds."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -97,6 +99,6 @@ class CompilerImport:
 
 def _import_compiler() -> None:
     try:
-        import torch._inductor.compile_fx  # noqa: F401
+        import_compiler()
     except Exception as error:  # compiling reports it
         logger.info("The compiler could not be imported", exc_info=error)

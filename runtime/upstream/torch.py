@@ -141,6 +141,20 @@ def compile_package(exported: Any, path: Path, options: dict[str, Any]) -> None:
         raise PackageError(str(error).strip().splitlines()[-1]) from error
 
 
+def import_compiler() -> None:
+    """Import what `torch.compile` needs, and compute the digests of its source that are part of its cache's keys.
+
+    Reason: otherwise the first compilation does both, in private functions. The digests are kept in memory.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    torch_key()
+    if HAS_TRITON:
+        triton_key()
+
+
 def inductor_cache() -> Path:
     """Return the folder in which Inductor keeps compiled code.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import codecache
 from torch.utils import cpp_extension
 
 from runtime.upstream import torch as private
@@ -27,6 +28,12 @@ def test_hitting_the_recompile_limit_is_recognised() -> None:
     assert private.hit_recompile_limit(full.value)
     assert not private.hit_recompile_limit(RuntimeError("RecompileLimit"))
     torch.compiler.reset()
+
+
+def test_the_digests_of_the_compilers_source_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    private.import_compiler()
+    monkeypatch.setattr(codecache, "build_code_hash", None)
+    assert codecache.torch_key()
 
 
 def test_page_locked_memory_can_be_returned() -> None:
