@@ -7,11 +7,13 @@ JSON object per format: seconds to load, seconds of a pass (of three, the least)
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,19 +33,27 @@ from tests.transformer_files import random_blocks
 
 
 def write(path: Path, kind: str, config: dict[str, object]) -> None:
-    """Write a transformer with random weights."""
-    writer = gguf.GGUFWriter(path, "wan", use_temp_file=True) if path.suffix == ".gguf" else None
+    """Write a transformer with random weights, the same in all parameters of a shape: 14 billion take minutes."""
+    writer = gguf.GGUFWriter(path, "wan") if path.suffix == ".gguf" else None
     tensors, random = {}, np.random.default_rng(0)
+
+    @functools.cache
+    def blocks(shape: tuple[int, ...]) -> Any:
+        return random_blocks(kind, shape, random)
+
+    @functools.cache
+    def values(shape: tuple[int, ...]) -> torch.Tensor:
+        return 0.02 * torch.randn(shape)
+
     for name, shape in file_names.parameters(config):
         matrix = "blocks." in name and len(shape) == 2
         if writer is not None and matrix:
             number = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(name, random_blocks(kind, shape, random), raw_dtype=number)
+            writer.add_tensor(name, blocks(shape), raw_dtype=number)
         elif writer is not None:
-            writer.add_tensor(name, (0.02 * random.standard_normal(shape)).astype(np.float16))
+            writer.add_tensor(name, values(shape).numpy().astype(np.float16))
         else:
-            value = 0.02 * torch.randn(shape)
-            tensors[name] = value.to(torch.float8_e4m3fn if matrix and kind == "FP8" else torch.bfloat16)
+            tensors[name] = values(shape).to(torch.float8_e4m3fn if matrix and kind == "FP8" else torch.bfloat16)
             if matrix and kind == "FP8":
                 tensors[f"{name.removesuffix('.weight')}.scale_weight"] = torch.ones(1)
     if writer is None:
