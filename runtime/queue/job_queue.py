@@ -456,7 +456,7 @@ class JobQueue:
             with suppress(StoreError):  # it was purged
                 views[job_id].refresh()
         self._forget_old()
-        for record in self.store.list(kinds=["build"], states=["queued", "running"]):
+        for record in self.store.queue(kinds=["build"]):
             self._task_of(record)
 
     def _forget_old(self) -> None:

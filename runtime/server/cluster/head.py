@@ -27,7 +27,7 @@ from runtime.pipeline.files import BOUNDARY
 from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.job_runner import ControlPoller, JobRecorder
-from runtime.queue.records import JobRecord
+from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.recovery import MemoryKills
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
@@ -135,8 +135,8 @@ class ClusterHead:
         """Return the machines, what runs where, and where waiting videos will run."""
         counts = self.store.queue_counts()
         queued = sum(counts.get(("video", one), 0) for one in ("queued", "paused"))
-        running = self.store.list(states=["running"])
-        first = self.store.list(states=["queued"], oldest_first=True, limit=MOST_PAUSED)
+        running = self.store.queue(states=["running"], kinds=VIDEOS)
+        first = self.store.queue(states=["queued"], kinds=VIDEOS, limit=MOST_PAUSED)
         paused = [job.id for job in first if job.held]
         with self._lock:
             proxies = dict(self._workers)
