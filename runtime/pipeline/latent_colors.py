@@ -194,27 +194,27 @@ class LatentColors:
         if not all(torch.isfinite(part).all().item() for part in clip.sums):
             return
         if self._path is None:
-            self._add(clip.sums, self._sums)
+            self._add(clip.sums)
             return
         with ExitStack() as stack:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(held(self._path.with_suffix(_LOCK), seconds=_LOCK_SECONDS))
             except OSError:  # this job's previews still improve
-                self._add(clip.sums, self._read() or self._sums)
+                self._add(clip.sums)
                 raise
-            # Other processes may have added theirs.
-            sums = self._add(clip.sums, self._read() or self._sums)
+            sums = self._add(clip.sums)
             data = safetensors.torch.save(sums._asdict(), metadata={_KEY: self._key})
             remove_partial_files(self._path.parent)
             replace_file(self._path, data)
             files = [one for one in files_of(self._path.parent) if one.path.suffix != _LOCK]
             evict(files, LATENT_COLORS.max_bytes, keep=self._path)
 
-    def _add(self, sums: Sums, earlier: Sums | None) -> Sums:
+    def _add(self, sums: Sums) -> Sums:
         """Add the sums of a clip to earlier ones, and use them from now on."""
         channels = self._spec.vae.z_dim
-        before = earlier or Sums.zero(channels)
+        # Other processes may have added theirs.
+        before = self._read() or self._sums or Sums.zero(channels)
         fitted, published = before.solve(channels), self._published
         if fitted is not None and published is not None:
             spread = torch.zeros_like(fitted)

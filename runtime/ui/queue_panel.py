@@ -293,8 +293,9 @@ def _variations(given: Any) -> int:
 def _shown_rows(view: Mapping[str, Any]) -> int:
     """Return how many rows of each state a page shows; it may send anything."""
     pages = view.get("rows")
-    valid = isinstance(pages, int) and not isinstance(pages, bool) and 1 <= pages <= _MAX_PAGES
-    return _PAGE * (pages if valid and isinstance(pages, int) else 1)
+    if isinstance(pages, bool) or not isinstance(pages, int) or not 1 <= pages <= _MAX_PAGES:
+        return _PAGE
+    return _PAGE * pages
 
 
 def _place(given: Any) -> int:

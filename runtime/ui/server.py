@@ -112,8 +112,8 @@ class PageMiddleware:
     """ASGI middleware that adds title, style and script to every HTML page before it leaves the server, and keeps it.
 
     Gradio adds them only once its own script has started and the user has logged in; until then the page would be
-    unstyled. It renders its page anew for each request, which takes most of the time of an answer; the page is the same
-    for all requests with the same `upstream.gradio.page_key`.
+    unstyled. It renders its page for each request, which takes most of the time of an answer; the page is the same for
+    all requests with the same `upstream.gradio.page_key`.
 
     Args:
         head: HTML for the end of each page's head.

@@ -132,8 +132,12 @@ def login_token(app: Any, cookies: Mapping[str, str]) -> str | None:
 
     Reason: `App.tokens` and the cookie names are undocumented; gradio checks them in its own routes only.
     """
-    names = (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}")
-    return next((cookies[name] for name in names if cookies.get(name) in app.tokens), None)
+    return next((cookies[name] for name in _login_cookies(app) if cookies.get(name) in app.tokens), None)
+
+
+def _login_cookies(app: Any) -> tuple[str, str]:
+    """Return the names of the cookies that may have a login token, for HTTPS and for HTTP."""
+    return f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}"
 
 
 def page_key(scope: MutableMapping[str, Any]) -> tuple[object, Hashable | None]:
@@ -150,8 +154,9 @@ def page_key(scope: MutableMapping[str, Any]) -> tuple[object, Hashable | None]:
     if scope["path"] != "/" or scope["query_string"]:
         return blocks.config, None
     request = Request(scope)
-    token = request.cookies.get(f"access-token-{app.cookie_id}")
-    user = app.tokens.get(token or request.cookies.get(f"access-token-unsecure-{app.cookie_id}"))
+    # As gradio looks for the user of a page: only the first token counts, even if it has ended.
+    tokens = (request.cookies.get(name) for name in _login_cookies(app))
+    user = app.tokens.get(next(filter(None, tokens), None))
     forwarded = tuple(request.headers.get(name) for name in _ADDRESS_HEADERS)
     return blocks.config, (str(request.url), scope.get("root_path"), forwarded, user)
 
