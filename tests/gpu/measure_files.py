@@ -33,7 +33,7 @@ from tests.transformer_files import random_blocks
 
 
 def write(path: Path, kind: str, config: dict[str, object]) -> None:
-    """Write a transformer with random weights, the same in all parameters of a shape: 14 billion take minutes."""
+    """Write a transformer with random weights, the same in all parameters of a shape: to draw all takes minutes."""
     writer = gguf.GGUFWriter(path, "wan") if path.suffix == ".gguf" else None
     tensors, random = {}, np.random.default_rng(0)
 

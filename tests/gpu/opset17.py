@@ -7,6 +7,8 @@ exported, 8.6.0 has a plugin only, which needs another cuDNN: it is spelt out. S
 thousands of channels: with them, a DC-AE of 443 operators was not built within nine minutes.
 """
 
+import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,24 @@ def to_opset_17(path: Path) -> None:
     path.write_bytes(model.SerializeToString())
 
 
+def _made(nodes: list[Any], out: str, operator: str, inputs: list[str], name: str, **attributes: Any) -> str:
+    """Append an operator on the way to the tensor `out`; return its tensor: `out` itself without a name."""
+    import onnx
+
+    name = f"{out}_{name}" if name else out
+    nodes.append(onnx.helper.make_node(operator, inputs, [name], name=f"{name}_{operator}", **attributes))
+    return name
+
+
+def _integers(graph: Any, out: str, name: str, values: list[int]) -> str:
+    """Add a constant for an operator on the way to the tensor `out`; return its name."""
+    import onnx
+
+    name = f"{out}_{name}"
+    graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [len(values)], values))
+    return name
+
+
 def _slice_shapes(graph: Any) -> None:
     """Replace each `Shape` of some axes by the `Slice` of all."""
     import onnx
@@ -75,10 +95,8 @@ def _slice_shapes(graph: Any) -> None:
         if node.op_type != "Shape" or not bounds:
             continue
         out = node.output[0]
-        limits = (bounds.get("start", 0), bounds.get("end", _ALL_AXES))
-        names = [f"{out}_start", f"{out}_end"]
-        for name, value in zip(names, limits, strict=True):
-            graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]))
+        limits = {"start": bounds.get("start", 0), "end": bounds.get("end", _ALL_AXES)}
+        names = [_integers(graph, out, name, [value]) for name, value in limits.items()]
         del node.attribute[:]
         node.output[0] = f"{out}_full"
         nodes.append(onnx.helper.make_node("Slice", [node.output[0], *names], [out], name=f"{node.name}_slice"))
@@ -97,15 +115,9 @@ def _spell_out_norms(graph: Any, constants: dict[str, Any]) -> None:
             continue
         (x, *affine), (out,) = node.input, node.output
         (epsilon,) = [attribute.f for attribute in node.attribute if attribute.name == "epsilon"]
-        shape, least = f"{out}_shape", f"{out}_epsilon"
-        graph.initializer.append(onnx.helper.make_tensor(shape, onnx.TensorProto.INT64, [3], [1, -1, 1]))
+        shape, least = _integers(graph, out, "shape", [1, -1, 1]), f"{out}_epsilon"
         graph.initializer.append(onnx.helper.make_tensor(least, constants[affine[0]].data_type, [], [epsilon]))
-
-        def made(operator: str, inputs: list[str], name: str, before: str = out, **attributes: Any) -> str:
-            name = before if not name else f"{before}_{name}"
-            nodes.append(onnx.helper.make_node(operator, inputs, [name], name=f"{name}_{operator}", **attributes))
-            return name
-
+        made = partial(_made, nodes, out)
         scale, bias = (made("Reshape", [one, shape], name) for one, name in zip(affine, ("scale", "bias"), strict=True))
         centered = made("Sub", [x, made("ReduceMean", [x], "mean", axes=[2], keepdims=1)], "centered")
         squares = made("Mul", [centered, centered], "squares")
@@ -121,12 +133,9 @@ def _spell_out_depthwise(graph: Any, constants: dict[str, Any]) -> None:
     """Replace each wide depthwise `Conv` of stride 1 in two dimensions by products of shifted inputs, and their sum."""
     import onnx
 
-    def attributes_of(node: Any) -> dict[str, Any]:
-        return {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
-
     nodes: list[Any] = []
     for node in graph.node:
-        given = attributes_of(node)
+        given = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
         if node.op_type != "Conv" or given["group"] <= _MOST_GROUPS:
             nodes.append(node)
             continue
@@ -136,34 +145,20 @@ def _spell_out_depthwise(graph: Any, constants: dict[str, Any]) -> None:
         if per_group != 1 or given["group"] != channels or not plain or given.get("auto_pad", b"NOTSET") != b"NOTSET":
             raise ValueError(f"{node.name}: not a depthwise convolution of stride 1")
         (out,) = node.output
-
-        def made(operator: str, inputs: list[str], name: str, before: str = out) -> str:
-            name = f"{before}_{name}" if name else before
-            nodes.append(onnx.helper.make_node(operator, inputs, [name], name=f"{name}_{operator}"))
-            return name
-
-        def integers(name: str, values: list[int], before: str = out) -> str:
-            name = f"{before}_{name}"
-            graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [len(values)], values))
-            return name
-
+        made, integers = partial(_made, nodes, out), partial(_integers, graph, out)
         top, left, bottom, right = given["pads"]
         padded = made("Pad", [x, integers("pads", [0, 0, top, left, 0, 0, bottom, right])], "padded")
-        axes, rows = integers("axes", [2, 3]), integers("rows", [2, 3])
+        axes = integers("axes", [2, 3])
         # (channels, 1, height, width) to (1, channels, height, width).
-        nodes.append(
-            onnx.helper.make_node("Transpose", [weight], [f"{out}_taps"], name=f"{out}_taps", perm=[1, 0, 2, 3])
-        )
+        taps = made("Transpose", [weight], "taps", perm=[1, 0, 2, 3])
         total = ""
-        for y in range(height):
-            for x_shift in range(width):
-                one = f"tap_{y}_{x_shift}"
-                start, tap_end = integers(f"{one}_start", [y, x_shift]), integers(f"{one}_next", [y + 1, x_shift + 1])
-                ends = [-distance or _ALL_AXES for distance in (height - 1 - y, width - 1 - x_shift)]
-                shifted = made("Slice", [padded, start, integers(f"{one}_end", ends), axes], f"{one}_shifted")
-                tap = made("Slice", [f"{out}_taps", start, tap_end, rows], one)
-                product = made("Mul", [shifted, tap], f"{one}_product")
-                total = made("Add", [total, product], f"{one}_sum") if total else product
+        for y, x_offset in itertools.product(range(height), range(width)):
+            one = f"tap_{y}_{x_offset}"
+            start, following = integers(f"{one}_start", [y, x_offset]), integers(f"{one}_next", [y + 1, x_offset + 1])
+            ends = [-distance or _ALL_AXES for distance in (height - 1 - y, width - 1 - x_offset)]
+            shifted = made("Slice", [padded, start, integers(f"{one}_end", ends), axes], f"{one}_shifted")
+            product = made("Mul", [shifted, made("Slice", [taps, start, following, axes], one)], f"{one}_product")
+            total = made("Add", [total, product], f"{one}_sum") if total else product
         if bias:
             shape = integers("bias_shape", [1, channels, 1, 1])
             total = made("Add", [total, made("Reshape", [bias[0], shape], "bias")], "biased")

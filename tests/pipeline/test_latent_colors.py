@@ -132,21 +132,28 @@ def test_models_of_many_channels_have_no_neighborhoods(spec: ModelSpec, tmp_path
     torch.testing.assert_close(found, colors, atol=0.01, rtol=0)
 
 
-def test_sums_of_an_earlier_version_are_replaced(spec: ModelSpec, tmp_path: Path) -> None:
+def is_ignored_and_replaced(path: Path, spec: ModelSpec) -> None:
+    """Check that a file gives no colors, and is replaced by the next video's, whose map is that of `clip`."""
     latents, colors, frames = clip(spec)
+    folder = path.parents[1]
+    fit = LatentColors(folder, spec)
+    assert fit.colors(latents) is None
+    fit.learn(decoded(spec, latents, frames))
+    found = LatentColors(folder, spec).colors(latents)
+    assert found is not None
+    torch.testing.assert_close(found, colors, atol=0.01, rtol=0)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+def test_sums_of_an_earlier_version_are_replaced(spec: ModelSpec, tmp_path: Path) -> None:
+    latents, _, frames = clip(spec)
     LatentColors(tmp_path, spec).learn(decoded(spec, latents, frames))
     (path,) = (tmp_path / "latent_colors").iterdir()
     inputs = torch.cat([latents[0], torch.ones(1, *latents.shape[2:])]).flatten(1).double()
     outputs = torch.randn(inputs.shape[1], 3 * SIDE * SIDE, dtype=torch.float64)
     old = {"gram": inputs @ inputs.T, "moments": inputs @ outputs, "lead": torch.zeros((), dtype=torch.float64)}
     safetensors.torch.save_file(old, path, metadata={"vae": path.stem})
-    fit = LatentColors(tmp_path, spec)
-    assert fit.colors(latents) is None
-    fit.learn(decoded(spec, latents, frames))
-    found = LatentColors(tmp_path, spec).colors(latents)
-    assert found is not None
-    torch.testing.assert_close(found, colors, atol=0.01, rtol=0)
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    is_ignored_and_replaced(path, spec)
 
 
 def test_the_published_map_is_used_until_the_fit_is_better(spec: ModelSpec, tmp_path: Path) -> None:
@@ -203,19 +210,13 @@ HOSTILE: dict[str, Callable[[Path, bytes], object]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_ignored_and_replaced(name: str, spec: ModelSpec, tmp_path: Path) -> None:
-    latents, colors, frames = clip(spec)
+    latents, _, frames = clip(spec)
     LatentColors(tmp_path, spec).learn(decoded(spec, latents, frames))
     (path,) = (tmp_path / "latent_colors").iterdir()
     good = path.read_bytes()
     HOSTILE[name](path, good)
     assert path.read_bytes() != good
-    fit = LatentColors(tmp_path, spec)
-    assert fit.colors(latents) is None
-    fit.learn(decoded(spec, latents, frames))
-    found = LatentColors(tmp_path, spec).colors(latents)
-    assert found is not None
-    torch.testing.assert_close(found, colors, atol=0.01, rtol=0)
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    is_ignored_and_replaced(path, spec)
 
 
 def test_a_full_disk_and_a_folder_that_cannot_be_made_are_no_errors(

@@ -233,7 +233,7 @@ def test_engines_in_the_library_that_cannot_be_used_are_reported_or_passed_over(
 
 
 def test_an_engine_that_was_built_for_another_size_is_reported(found: Settings, on_engine: Any, decoder: Any) -> None:
-    """An engine whose folder has the files of one for other latents fails in the call, and PyTorch goes on."""
+    """An engine whose folder has the files of one for other latents fails in the call, and PyTorch continues."""
     with make_batched_decode_fn(decoder, backend=BACKEND, settings=found) as other:
         other(torch.randn(1, 2, 8, 2, 5))
     service = EngineService.from_settings(found, probe())
@@ -479,6 +479,15 @@ def test_latents_of_any_layout_and_dtype_are_decoded(backend: str, found: Settin
         assert (decode.backend, decode.fallbacks) == (backend, ())
 
 
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call a function with each number, in threads at once."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_threads_share_a_function(on_engine: Any, decoder: Any) -> None:
     given = [decoders.latents(1, 11, seed=number) for number in range(4)]
     frames: dict[int, torch.Tensor] = {}
@@ -487,11 +496,7 @@ def test_threads_share_a_function(on_engine: Any, decoder: Any) -> None:
         for _ in range(3):
             frames[number] = on_engine(given[number])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, len(given))
     for number, latents in enumerate(given):
         assert close(frames[number], expected_of(decoder, latents))
     assert not on_engine.fallbacks
@@ -517,11 +522,7 @@ def test_threads_with_other_sizes_and_one_that_closes(found: Settings, decoder: 
         except BaseException as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, len(given))
     assert (problems, decode.fallbacks, decode.backend) == ([], (), "pytorch")
 
 
@@ -529,6 +530,16 @@ def from_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str)
     """Return the settings with one variable."""
     monkeypatch.setenv(variable, value)
     return settings_module.load()
+
+
+def refuses_variable(monkeypatch: pytest.MonkeyPatch, decoder: Any, variable: str, value: str, code: str) -> Any:
+    """Check that a function is refused because of one variable, which is named; return the error."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError) as caught:
+        make_batched_decode_fn(decoder)
+    refuses(caught, code)
+    assert variable in caught.value.what
+    return caught.value
 
 
 NONSENSE = [" ", "-1", "2", "perhaps", "真", "1.0", "true,false", "\x07", "x" * 5000]
@@ -552,11 +563,8 @@ class TestEnvironment:
 
     @pytest.mark.parametrize("value", NONSENSE)
     def test_a_bad_tensorrt_enabled(self, value: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TENSORRT_ENABLED", value)
-        with pytest.raises(SettingsError) as caught:
-            make_batched_decode_fn(decoder)
-        refuses(caught, "settings.not_a_switch")
-        assert "TENSORRT_ENABLED" in caught.value.what and "true or false" in caught.value.remedy
+        error = refuses_variable(monkeypatch, decoder, "TENSORRT_ENABLED", value, "settings.not_a_switch")
+        assert "true or false" in error.remedy
 
     @pytest.mark.parametrize(
         ("value", "precision"),
@@ -567,11 +575,8 @@ class TestEnvironment:
 
     @pytest.mark.parametrize("value", [*NONSENSE, "float16", "int8", "fp8", "fp16,bf16", "fp\uff11\uff16", "half"])
     def test_a_bad_tensorrt_precision(self, value: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TENSORRT_PRECISION", value)
-        with pytest.raises(SettingsError) as caught:
-            make_batched_decode_fn(decoder)
-        refuses(caught, "settings.not_a_precision")
-        assert "TENSORRT_PRECISION" in caught.value.what and "fp16, bf16 or fp32" in caught.value.remedy
+        error = refuses_variable(monkeypatch, decoder, "TENSORRT_PRECISION", value, "settings.not_a_precision")
+        assert "fp16, bf16 or fp32" in error.remedy
 
     @pytest.mark.parametrize("name", ["engines", "with a space", "引擎", "-1", "a/b/c", ""])
     def test_tensorrt_cache_dir(
@@ -605,11 +610,8 @@ class TestEnvironment:
         self, value: str, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "file").write_text("")
-        monkeypatch.setenv("TENSORRT_CACHE_DIR", str(tmp_path / value) if value.startswith("file") else value)
-        with pytest.raises(SettingsError) as caught:
-            make_batched_decode_fn(decoder)
-        refuses(caught, "settings.not_a_folder")
-        assert "TENSORRT_CACHE_DIR" in caught.value.what
+        path = str(tmp_path / value) if value.startswith("file") else value
+        refuses_variable(monkeypatch, decoder, "TENSORRT_CACHE_DIR", path, "settings.not_a_folder")
 
     @pytest.mark.parametrize("disk", ["ro,size=1m", "size=64k"])
     def test_a_tensorrt_cache_dir_that_cannot_be_written(
