@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from runtime.core.untrusted_files import open_file, read_json
 
 _FILE = "weights.json"
 _BLOCK = 1 << 20
+_THREADS = 8
 
 
 def sha256(path: Path) -> str:
@@ -29,21 +31,24 @@ def sha256(path: Path) -> str:
 def file_digests(paths: Sequence[Path], folder: Path | None) -> list[str]:
     """Return the digests of files; a file is read, at about 1 GB/s, if its path, size or time of modification is new.
 
+    Several files are read at once.
+
     Args:
         folder: that stores them; `None` to read every file.
 
     Raises:
         OSError: if a file cannot be read.
     """
-    stored, found = read_stored(folder), []
-    before = dict(stored)
-    for path in paths:
-        digest = _stored(stored, path) or sha256(path)
-        stored[str(path.resolve())] = [*_stamp(path), digest]
-        found.append(digest)
-    if stored != before:
-        _write(folder, stored)
-    return found
+    stored = read_stored(folder)
+    found = {path: digest for path in paths if (digest := _stored(stored, path)) is not None}
+    unread = [path for path in dict.fromkeys(paths) if path not in found]
+    if unread:
+        # Of before a file is read: it may change meanwhile.
+        stamps = [_stamp(path) for path in unread]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            found |= zip(unread, threads.map(sha256, unread), strict=True)
+        _write(folder, {str(path.resolve()): [*stamp, found[path]] for path, stamp in zip(unread, stamps, strict=True)})
+    return [found[path] for path in paths]
 
 
 def known_digests(paths: Sequence[Path], folder: Path) -> list[str] | None:
@@ -79,11 +84,12 @@ def read_stored(folder: Path | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _write(folder: Path | None, digests: dict[str, Any]) -> None:
+def _write(folder: Path | None, new: dict[str, Any]) -> None:
+    """Add digests to those that are stored now: other processes may have added some."""
     if folder is None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / _FILE, json.dumps(digests).encode())
+        replace_file(folder / _FILE, json.dumps(read_stored(folder) | new).encode())
     except OSError:
         return  # the files are read again next time

@@ -36,7 +36,6 @@ from runtime.server.cluster.placement import Placement
 from runtime.server.cluster.problems import Problem, Problems, refusal
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
 from runtime.server.cluster.sending import Sender
-from runtime.server.cluster.transfer import Digests
 from runtime.server.cluster.views import (
     MOST_PAUSED,
     ClusterView,
@@ -108,7 +107,6 @@ class ClusterHead:
         self.settings = settings
         self.store = jobs.store
         self.poller = ControlPoller(self.store)
-        self.digests = Digests(settings.cache_dir / "cluster" / "digests.json")
         self.library = library
         self.placement = Placement()
         self._workers: dict[str, _Proxy] = {}
@@ -384,7 +382,7 @@ class _Proxy:
         self._head, self._actor, self._store = head, actor, head.store
         self._record: JobRecord | None = None
         self._job: WaitingJob | None = None
-        self._sender = Sender(self, head.settings, head.digests, head.library, described.models, described.engines)
+        self._sender = Sender(self, head.settings, head.library, described.models, described.engines)
         self._loaded: str | None = None
         self._done = 0
         self._fallbacks: dict[tuple[str, str], Fallback] = {}

@@ -43,7 +43,7 @@ from runtime.queue.job_runner import Planner
 from runtime.queue.records import JobRecord
 from runtime.queue.recovery import MemoryKills
 from runtime.server.cluster import transfer
-from runtime.server.cluster.transfer import Digests, FileEntry
+from runtime.server.cluster.transfer import FileEntry
 
 if TYPE_CHECKING:
     from runtime.execution.residency import Residency
@@ -115,7 +115,6 @@ class NodeWorker:
         self._engines = EngineService.from_settings(loaded, probe())
         self._history = HistoryFile(self._cache, self._engines.machine)
         self._planner = Planner(self._weights, self._engines, self._history, builds_later=True)
-        self._digests = Digests(self._cache / _FOLDER / f"digests-{os.getpid()}.json")
         self._residency: Residency | None = None
         self._stack = ExitStack()
         self._running: tuple[str, Cancel] | None = None
@@ -158,10 +157,16 @@ class NodeWorker:
         there = next((one for one in (shipped, self._weights / name) if one is not None and one.is_dir()), None)
         for entry in entries:
             self._check(kind, entry.name)
-            path = (there if kind == "model" and there is not None else folder) / entry.name
-            with contextlib.suppress(OSError):
-                if self._digests.entry(path, entry.name) == entry:
-                    continue
+        base = there if kind == "model" and there is not None else folder
+        paths = {entry: base / entry.name for entry in entries}
+        # Another size is another content.
+        here = {entry.name: path for entry, path in paths.items() if _size(path) == entry.size}
+        same: Mapping[FileEntry, Path] = {}
+        with contextlib.suppress(OSError):
+            same = transfer.entries(here, None if kind in {"image", "job"} else self._cache)
+        for entry, path in paths.items():
+            if entry in same:
+                continue
             if kind == "model" and there is not None:
                 raise ModelError("server.cluster_other_model", model=name, file=entry.name, host=socket.gethostname())
             found[entry.name] = transfer.received(path)
@@ -347,6 +352,13 @@ def _send_files(
     if seen.keys() != now.keys() or files:
         waiting.put(("files", sorted(now)))
     return now
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _send(name: str, path: Path, waiting: "queue.Queue[Sent | None]") -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from runtime.core.digests import sha256
 from runtime.core.errors import EngineError, OutputError
 from runtime.core.settings import Settings
 from runtime.engines import manifest
@@ -19,7 +18,7 @@ from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Order
-from runtime.server.cluster.transfer import Digests, FileEntry
+from runtime.server.cluster.transfer import FileEntry
 
 # Parts of a file that are sent and not written yet.
 _MOST_PENDING = 2
@@ -49,13 +48,12 @@ class Sender:
         self,
         remote: Remote,
         settings: Settings,
-        digests: Digests,
         library: EngineStore,
         models: frozenset[str],
         engines: frozenset[str],
     ) -> None:
         self.models, self.engines = models, engines
-        self._remote, self._settings, self._digests, self._library = remote, settings, digests, library
+        self._remote, self._settings, self._library = remote, settings, library
         # Models with the engines that the node was asked about.
         self._offered: set[tuple[str, frozenset[str]]] = set()
 
@@ -72,16 +70,12 @@ class Sender:
         try:
             with sharing:
                 model = self._send_model(spec)
-                loras = {self._lora(use.path, use.digest): use.path for use in spec.loras}
+                loras = self._entries({f"{use.digest[:16]}/{use.path.name}": use.path for use in spec.loras})
                 self._send("lora", "loras", loras)
                 images = [one for one in (spec.image, spec.last_image) if one is not None]
-                self._send("image", "images", {self._entry(one.path, one.digest): one.path for one in images})
+                self._send("image", "images", transfer.entries({one.digest: one.path for one in images}, None))
                 self._send_engines(spec, model)
-            files = transfer.job_files(store.folder(record.id))
-            entries = {
-                FileEntry(name=one, size=path.stat().st_size, digest=sha256(path)): path for one, path in files.items()
-            }
-            self._send("job", record.id, entries)
+            self._send("job", record.id, transfer.entries(transfer.job_files(store.folder(record.id)), None))
         except OSError as error:
             raise OutputError("server.cluster_not_sent", error=error.strerror or str(error)) from error
         return Order(
@@ -96,12 +90,11 @@ class Sender:
         """Send a model; return its name on the node: of its folder, or of a file in `transfer.BUNDLES`."""
         name = spec.location.name
         if not spec.single_files:
-            model = {self._entry(path, one): path for one, path in transfer.model_files(spec.directory).items()}
-            if self._send("model", name, model):
+            if self._send("model", name, self._entries(transfer.model_files(spec.directory))):
                 self._call("install", name)
         else:
             files = transfer.bundle_files(spec)
-            self._send("bundle", name, {self._entry(path, one): path for one, path in files.items()})
+            self._send("bundle", name, self._entries(files))
             name = next(f"{transfer.BUNDLES}/{name}/{one}" for one, path in files.items() if path == spec.location)
         self.models |= {spec.location.name}
         return name
@@ -121,7 +114,7 @@ class Sender:
                         FileEntry(name=one.name, size=one.bytes, digest=one.sha256): folder / one.name
                         for one in record.files
                     }
-                    files[self._entry(folder / manifest.NAME, manifest.NAME)] = folder / manifest.NAME
+                    files |= self._entries({manifest.NAME: folder / manifest.NAME})
                     self._send("engine", name, files)
                 self._call("install_engine", name)
             except (EngineError, OutputError, OSError) as error:
@@ -129,11 +122,8 @@ class Sender:
             else:
                 self.engines |= {name}
 
-    def _lora(self, path: Path, digest: str) -> FileEntry:
-        return self._entry(path, f"{digest[:16]}/{path.name}")
-
-    def _entry(self, path: Path, name: str) -> FileEntry:
-        return self._digests.entry(path, name)
+    def _entries(self, files: Mapping[str, Path]) -> dict[FileEntry, Path]:
+        return transfer.entries(files, self._settings.cache_dir)
 
     def _send(self, kind: str, name: str, files: Mapping[FileEntry, Path]) -> bool:
         """Send the files that the node lacks; return whether there were any."""

@@ -3,18 +3,14 @@
 A file is written under another name in its folder, and renamed once it is complete and its digest matches.
 """
 
-import json
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.core.digests import sha256
+from runtime.core.digests import file_digests, sha256
 from runtime.core.errors import ModelError, OutputError
-from runtime.core.files import replace_file
 from runtime.core.frozen import FrozenModel
-from runtime.core.untrusted_files import read_json
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
 from runtime.pipeline.files import BOUNDARY, CLIP, LATEST, SECTIONS
 
@@ -43,38 +39,20 @@ class FileEntry(FrozenModel):
     digest: str
 
 
-class Digests:
-    """SHA-256 of files, kept in a file by path, size and time. Safe between threads.
+def entries(files: Mapping[str, Path], folder: Path | None) -> dict[FileEntry, Path]:
+    """Return the entries of files, which are given by name.
 
     Args:
-        path: of the file.
+        folder: that stores digests, see `file_digests`.
+
+    Raises:
+        OSError: if a file cannot be read.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._known: dict[str, list[object]] = {}
-        with suppress(OSError, ValueError):
-            found = read_json(path)
-            self._known = found if isinstance(found, dict) else {}
-
-    def entry(self, path: Path, name: str) -> FileEntry:
-        """Return a file's entry; it is read only if it has changed.
-
-        Raises:
-            OSError: if it cannot be read.
-        """
-        found = path.stat()
-        stamp = [found.st_size, found.st_mtime_ns]
-        with self._lock:
-            known = self._known.get(str(path))
-        if not isinstance(known, list) or known[:2] != stamp:
-            known = [*stamp, sha256(path)]
-            with self._lock:
-                self._known[str(path)] = known
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path, json.dumps(self._known).encode())
-        return FileEntry(name=name, size=found.st_size, digest=str(known[2]))
+    digests = file_digests(list(files.values()), folder)
+    return {
+        FileEntry(name=name, size=path.stat().st_size, digest=digest): path
+        for (name, path), digest in zip(files.items(), digests, strict=True)
+    }
 
 
 def model_files(folder: Path) -> dict[str, Path]:

@@ -31,7 +31,6 @@ from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import NodeWorker
 from runtime.server.cluster.sending import Sender
-from runtime.server.cluster.transfer import Digests
 from tests import lora_files, part_files
 from tests.engines import engine_files
 from tests.transformer_files import save_gguf, wide_transformer
@@ -89,7 +88,7 @@ class Head:
         self.store = JobStore(cache / "jobs.sqlite")
         self.library = EngineStore(cache / "engines", 10**9)
         empty: frozenset[str] = frozenset()
-        self.sender = Sender(node, self.settings, Digests(cache / "digests.json"), self.library, empty, empty)
+        self.sender = Sender(node, self.settings, self.library, empty, empty)
 
     def job(self, **fields: object) -> JobRecord:
         """Queue a tiny video and claim it."""
