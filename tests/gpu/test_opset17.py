@@ -39,15 +39,15 @@ def test_a_rewritten_file_computes_the_same(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_wide_depthwise_convolutions_are_spelt_out(bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opset17, "_MOST_GROUPS", 4)
+def test_wide_depthwise_convolutions_are_split(bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opset17, "_MOST_GROUPS", 3)
     torch.manual_seed(0)
-    layers = [torch.nn.Conv2d(8, 8, (3, 5), padding=(1, 2), groups=8, bias=bias), torch.nn.Conv2d(8, 4, 1, groups=4)]
+    layers = [torch.nn.Conv2d(8, 8, (3, 5), padding=(1, 2), groups=8, bias=bias), torch.nn.Conv2d(8, 4, 1, groups=2)]
     module, x, path = torch.nn.Sequential(*layers).eval(), torch.randn(2, 8, 5, 6), tmp_path / "x.onnx"
     torch.onnx.export(module, (x,), path, dynamo=True, opset_version=18, input_names=["x"], verbose=False)
     to_opset_17(path)
     check_structure(path)
     convolutions = [node for node in onnx.load(str(path)).graph.node if node.op_type == "Conv"]
-    assert len(convolutions) == 1
+    assert len(convolutions) == 4
     (found,) = onnxruntime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
     assert relative_error(torch.from_numpy(found), module(x)) < 1e-6
