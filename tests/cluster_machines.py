@@ -66,7 +66,7 @@ class Machines:
             f"http://127.0.0.1:{self.port}/{path}", data=data, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return json.loads(answer.read())
         except OSError:
             return None

@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--frames", type=int, default=33)
     parser.add_argument("--small", action="store_true", help="a tiny model, without a GPU")
+    parser.add_argument("--both", action="store_true", help="only the job on both GPUs")
     parser.add_argument("--make", action="store_true", help="only save the model, in TANDEM_CHECKS")
     arguments = parser.parse_args()
     fields: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "compile": "never", "quantization": "none"}
@@ -107,19 +108,20 @@ def main() -> None:
         began = time.monotonic()
         cluster = Machines(folder, CUDA_VISIBLE_DEVICES="")
         with contextlib.closing(cluster):
-            cluster.add_node()
-            if arguments.small:
+            if not arguments.both:
                 cluster.add_node()
-            cluster.wait(lambda: len(cluster.workers()) == 2, 240)
-            say(joined_seconds=round(time.monotonic() - began, 1))
-            together(cluster, [0, 0], warm)
-            say(jobs="alone", made=together(cluster, [1], fields))
-            say(jobs="two at once", made=together(cluster, [1, 1], fields))
-            if arguments.small:
-                return
-            cluster.nodes[0].send_signal(signal.SIGINT)
-            cluster.nodes[0].wait(60)
-            cluster.wait(lambda: not cluster.workers(), 60)
+                if arguments.small:
+                    cluster.add_node()
+                cluster.wait(lambda: len(cluster.workers()) == 2, 240)
+                say(joined_seconds=round(time.monotonic() - began, 1))
+                together(cluster, [0, 0], warm)
+                say(jobs="alone", made=together(cluster, [1], fields))
+                say(jobs="two at once", made=together(cluster, [1, 1], fields))
+                if arguments.small:
+                    return
+                cluster.nodes[0].send_signal(signal.SIGINT)
+                cluster.nodes[0].wait(60)
+                cluster.wait(lambda: not cluster.workers(), 60)
             cluster.add_node("--gpus-per-worker", "2")
             cluster.wait(lambda: len(cluster.workers()) == 1, 240)
             together(cluster, [0], warm | {"gpus": 2})

@@ -263,11 +263,13 @@ class Measurement:
         """Measure an engine, which is built if it is missing."""
         found = settings.load().replace(engine_cache_dir=HOME / "engines", decoder_precision=precision or None)
         build = partial(build_engine, entry=build_child_opset17.run_job)
+        profiled = frozenset[str]() if self.arguments.static else frame_decoders._PROFILED
         started = time.perf_counter()
         with (
             mock.patch.object(frame_decoders, "build_engine", build),
             # The level is part of the key.
             mock.patch.object(tensorrt, "_OPTIMIZATION_LEVEL", self.arguments.level),
+            mock.patch.object(frame_decoders, "_PROFILED", profiled),
             make_batched_decode_fn(self.placed(torch.float32), backend=backend, settings=found) as decode,
         ):
             decode.prepare(*self.latents.shape[3:])
@@ -325,7 +327,8 @@ def command_of(arguments: argparse.Namespace, model: str, size: str, way: str, l
         "device": arguments.device,
     }
     options |= {"repeats": arguments.repeats, "endurance": arguments.endurance, "level": arguments.level}
-    return [python, __file__, "--here", *(f"--{name}={value}" for name, value in options.items())]
+    flags = ["--here", *(["--static"] if arguments.static else [])]
+    return [python, __file__, *flags, *(f"--{name}={value}" for name, value in options.items())]
 
 
 def environment_of(python: str, compiled: Path) -> dict[str, str]:
@@ -372,6 +375,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240, help="of all ways together")
     parser.add_argument("--way-seconds", type=float, default=70, help="of a way")
     parser.add_argument("--level", type=int, default=3, help="TensorRT's optimization level, 0 to 5")
+    parser.add_argument("--static", action="store_true", help="engines for full batches alone, which build faster")
     parser.add_argument(
         "--compiler", default="python3", help="the Python of ways that compile, if this one has no Triton"
     )
