@@ -217,7 +217,7 @@ def download(
         raise InvalidRequestError("revision", "cli.revision_unreadable")
     line = _Line()
     source = replace(source_of(name, revision), without_transformers=without_transformers)
-    with Download(source, loaded.weights_dir, hub, line.update) as transfer:
+    with Download(source, loaded.weights_dir, hub, line.update, loaded.cache_dir) as transfer:
         with cancel_on_signals() as cancel, line.shown():
             plan = transfer.plan(cancel)
         terminal.line(_summary(plan))

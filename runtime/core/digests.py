@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,15 @@ def file_digests(paths: Sequence[Path], folder: Path | None) -> list[str]:
             found |= zip(unread, threads.map(sha256, unread), strict=True)
         _write(folder, {str(path.resolve()): [*stamp, found[path]] for path, stamp in zip(unread, stamps, strict=True)})
     return [found[path] for path in paths]
+
+
+def store_digests(digests: Mapping[Path, str], folder: Path) -> None:
+    """Store the digests of files that were just verified.
+
+    Raises:
+        OSError: if a file does not exist.
+    """
+    _write(folder, {str(path.resolve()): [*_stamp(path), digest] for path, digest in digests.items()})
 
 
 def known_digests(paths: Sequence[Path], folder: Path) -> list[str] | None:

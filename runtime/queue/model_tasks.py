@@ -187,7 +187,9 @@ class ModelTasks:
         def report(progress: DownloadProgress) -> None:
             task.line, task.share = progress.line, progress.share
 
-        with Download(source, self._settings.weights_dir, hub_of(self._settings), report) as fetching:
+        with Download(
+            source, self._settings.weights_dir, hub_of(self._settings), report, self._settings.cache_dir
+        ) as fetching:
             plan = fetching.plan(task.cancel)
             if task.kind == "look":
                 task.plan = plan

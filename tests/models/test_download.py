@@ -15,6 +15,7 @@ import pytest
 from filelock import FileLock
 
 from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.digests import file_digests, known_digests
 from runtime.core.errors import DownloadError, ModelError, OutputError
 from runtime.core.facts import Fact
 from runtime.models.catalogue import folders
@@ -121,6 +122,17 @@ def test_a_download_holds_the_models_files_only_and_can_be_used(
     before = hub.sent.copy()
     again, plan = download(hub, weights)
     assert (again, plan.fetched_bytes, hub.sent) == (spec, 0, before)
+
+
+def test_the_digests_of_weights_are_known_after_a_download(hub: LoopbackHub, weights: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for _ in ("fetched", "verified"):
+        with Download(source_of(REPOSITORY, None), weights, Hub(hub.address, QUICK), Reports(), cache) as fetching:
+            spec = fetching.run(fetching.plan(Cancel()), Cancel())
+        assert spec is not None
+        paths = [path for component in spec.component_names for path in spec.weight_paths(component)]
+        assert known_digests(paths, cache) == file_digests(paths, None)
+        shutil.rmtree(cache)
 
 
 @pytest.mark.parametrize("how", ["break", "stall"])

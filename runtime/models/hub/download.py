@@ -17,6 +17,7 @@ from stat import S_ISREG
 from typing import Any
 
 from runtime.core.cancel import Cancel
+from runtime.core.digests import store_digests
 from runtime.core.errors import DownloadError, InvalidRequestError, ModelError, OutputError
 from runtime.core.facts import Fact, render
 from runtime.core.locks import held
@@ -200,11 +201,15 @@ class Download:
 
     Args:
         report: called with the progress, a few times a second.
+        cache_dir: stores the digests of weights, so that they need not be read again; see `core.digests`.
     """
 
-    def __init__(self, source: Source, weights_dir: Path, hub: Hub, report: ReportProgress) -> None:
+    def __init__(
+        self, source: Source, weights_dir: Path, hub: Hub, report: ReportProgress, cache_dir: Path | None = None
+    ) -> None:
         self._source = source
         self._hub = hub
+        self._cache_dir = cache_dir
         self._folder = weights_dir / source.folder
         self._partial = _partial_of(weights_dir, source.folder)
         self._previous = weights_dir / f".{source.folder}.before"
@@ -283,6 +288,9 @@ class Download:
             if not self._is_complete(listing):
                 self._fetch_all(listing, cancel)
                 self._finish(listing)
+            if self._cache_dir is not None:
+                verified = {self._folder / file.path: file.sha256 for file in listing.files if file.is_weights}
+                store_digests({path: digest for path, digest in verified.items() if digest}, self._cache_dir)
         return None if self._source.without_transformers else read_spec(self._folder, self._folder.name)
 
     def _check_place(self) -> None:

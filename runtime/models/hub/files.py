@@ -80,6 +80,12 @@ class RemoteFile(BaseModel):
     origin: Origin | None = None
 
     @property
+    def sha256(self) -> str | None:
+        """The SHA-256 of its content; `None` if only the hash of its git object is known."""
+        kind, _, value = self.digest.partition(":")
+        return value if kind == "sha256" else None
+
+    @property
     def is_weights(self) -> bool:
         """Whether the file holds weights."""
         return self.path.endswith(".safetensors")
