@@ -20,6 +20,8 @@ from tests.execution.test_image_components import Engines, no_fallback, opened
 from tests.families.framepack_models import pipeline as framepack
 
 Tiny = Callable[[str], ModelSpec]
+# In float32, either is up to 1.5e-5 from diffusers in float64, depending on the CPU; values reach 4.
+ROUNDING = 4e-5
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +50,10 @@ def test_a_decoder_on_engines_equals_diffusers(
     latents, engines = noise(count), Engines(programs)
     decoded = vae.decode(latents / vae.config.scaling_factor).sample[0].permute(1, 2, 3, 0)
     decoder = EngineGroupDecoder(opened(engines), no_fallback)
-    torch.testing.assert_close(decoder.window(latents), decoded, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(decoder.window(latents), decoded, rtol=1e-5, atol=ROUNDING)
     assert len(engines.calls) == len(groups_of(count))
     found = torch.cat(list(decoder.frames(latents, 1)))
-    torch.testing.assert_close(found, decoded.clamp(-1, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, decoded.clamp(-1, 1), rtol=1e-5, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
