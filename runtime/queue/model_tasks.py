@@ -187,9 +187,8 @@ class ModelTasks:
         def report(progress: DownloadProgress) -> None:
             task.line, task.share = progress.line, progress.share
 
-        with Download(
-            source, self._settings.weights_dir, hub_of(self._settings), report, self._settings.cache_dir
-        ) as fetching:
+        known = self._settings
+        with Download(source, known.weights_dir, hub_of(known), report, known.cache_dir) as fetching:
             plan = fetching.plan(task.cancel)
             if task.kind == "look":
                 task.plan = plan

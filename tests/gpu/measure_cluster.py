@@ -31,6 +31,8 @@ HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 MODEL = "measured"
 SIZE = {"width": 832, "height": 480}
 PROMPT = "a boat at sunset"
+# Of the job that loads the model.
+WARM = {"steps": 2}
 say = partial(results.say, "cluster.jsonl")
 
 
@@ -83,6 +85,33 @@ def together(cluster: Machines, seeds: list[int], fields: dict[str, Any]) -> lis
     ]
 
 
+def apart(cluster: Machines, fields: dict[str, Any], nodes: int, began: float) -> None:
+    """Measure a job alone and two at once on two workers, which then leave.
+
+    Args:
+        began: when the head was started, by `time.monotonic`.
+    """
+    for _ in range(nodes):
+        cluster.add_node()
+    cluster.wait(lambda: len(cluster.workers()) == 2, 240)
+    say(joined_seconds=round(time.monotonic() - began, 1))
+    together(cluster, [0, 0], fields | WARM)
+    say(jobs="alone", made=together(cluster, [1], fields))
+    say(jobs="two at once", made=together(cluster, [1, 1], fields))
+    for node in cluster.nodes:
+        node.send_signal(signal.SIGINT)
+        node.wait(60)
+    cluster.wait(lambda: not cluster.workers(), 60)
+
+
+def on_both(cluster: Machines, fields: dict[str, Any]) -> None:
+    """Measure a job on a worker that has both GPUs."""
+    cluster.add_node("--gpus-per-worker", "2")
+    cluster.wait(lambda: len(cluster.workers()) == 1, 240)
+    together(cluster, [0], fields | WARM)
+    say(jobs="one on both", made=together(cluster, [1], fields))
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -95,7 +124,6 @@ def main() -> None:
     fields: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "compile": "never", "quantization": "none"}
     fields |= {"steps": arguments.steps, "frames": 9 if arguments.small else arguments.frames}
     fields |= {"width": 64, "height": 32} if arguments.small else SIZE
-    warm = fields | {"steps": 2}
     model = HOME / f"cluster{'-small' if arguments.small else ''}"
     model.parent.mkdir(parents=True, exist_ok=True)
     make(model, small=arguments.small)
@@ -109,23 +137,9 @@ def main() -> None:
         cluster = Machines(folder, CUDA_VISIBLE_DEVICES="")
         with contextlib.closing(cluster):
             if not arguments.both:
-                cluster.add_node()
-                if arguments.small:
-                    cluster.add_node()
-                cluster.wait(lambda: len(cluster.workers()) == 2, 240)
-                say(joined_seconds=round(time.monotonic() - began, 1))
-                together(cluster, [0, 0], warm)
-                say(jobs="alone", made=together(cluster, [1], fields))
-                say(jobs="two at once", made=together(cluster, [1, 1], fields))
-                if arguments.small:
-                    return
-                cluster.nodes[0].send_signal(signal.SIGINT)
-                cluster.nodes[0].wait(60)
-                cluster.wait(lambda: not cluster.workers(), 60)
-            cluster.add_node("--gpus-per-worker", "2")
-            cluster.wait(lambda: len(cluster.workers()) == 1, 240)
-            together(cluster, [0], warm | {"gpus": 2})
-            say(jobs="one on both", made=together(cluster, [1], fields | {"gpus": 2}))
+                apart(cluster, fields, 2 if arguments.small else 1, began)
+            if not arguments.small:
+                on_both(cluster, fields | {"gpus": 2})
 
 
 if __name__ == "__main__":

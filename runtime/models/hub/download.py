@@ -289,8 +289,8 @@ class Download:
                 self._fetch_all(listing, cancel)
                 self._finish(listing)
             if self._cache_dir is not None:
-                verified = {self._folder / file.path: file.sha256 for file in listing.files if file.is_weights}
-                store_digests({path: digest for path, digest in verified.items() if digest}, self._cache_dir)
+                weights = [file for file in listing.files if file.is_weights]
+                store_digests({self._folder / one.path: one.sha256 for one in weights if one.sha256}, self._cache_dir)
         return None if self._source.without_transformers else read_spec(self._folder, self._folder.name)
 
     def _check_place(self) -> None:

@@ -294,7 +294,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def hasher_of(file: RemoteFile) -> Hasher:
     """Return a hasher that hashes a file as its hub does; git prefixes an object with its size."""
-    if file.digest.startswith("git:"):
+    if file.sha256 is None:
         hasher = hashlib.sha1(usedforsecurity=False)
         hasher.update(f"blob {file.size}\0".encode())
         return hasher

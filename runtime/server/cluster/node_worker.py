@@ -159,10 +159,10 @@ class NodeWorker:
             self._check(kind, entry.name)
         base = there if kind == "model" and there is not None else folder
         paths = {entry: base / entry.name for entry in entries}
-        # Another size is another content.
-        here = {entry.name: path for entry, path in paths.items() if _size(path) == entry.size}
         same: Mapping[FileEntry, Path] = {}
         with contextlib.suppress(OSError):
+            # Files of another size need not be read.
+            here = {one.name: path for one, path in paths.items() if path.is_file() and path.stat().st_size == one.size}
             same = transfer.entries(here, None if kind in {"image", "job"} else self._cache)
         for entry, path in paths.items():
             if entry in same:
@@ -352,13 +352,6 @@ def _send_files(
     if seen.keys() != now.keys() or files:
         waiting.put(("files", sorted(now)))
     return now
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _send(name: str, path: Path, waiting: "queue.Queue[Sent | None]") -> None:
