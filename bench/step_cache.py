@@ -1,6 +1,9 @@
 """Measure a step cache on the shipped model: forward passes, seconds, and similarity to the video without it.
 
     python -m bench.step_cache --caches first-block:0.1 magcache:0.06 taylorseer:2 --steps 40 --out videos
+    python -m bench.step_cache --prompts 48 --judges weights
+
+With `--judges`, the folder of `python -m tools.diorama.judge --out`, the judges also grade each saved video.
 
 Every video is the default clip, made by the job that the app runs, in PyTorch; likeness is between the saved videos as
 ffmpeg measures it. The last line is JSON. The table of a run: bench/step_cache.md.
@@ -9,11 +12,13 @@ ffmpeg measures it. The last line is JSON. The table of a run: bench/step_cache.
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.models.activations import GELU
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -28,8 +33,9 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
+from runtime.video.mp4 import find_ffmpeg
 from runtime.video.similarity import similarity
-from tools.diorama import grade
+from tools.diorama import grade, judge
 
 PROMPTS = (
     "a red boat sails to the right on a calm sea at sunset",
@@ -59,6 +65,11 @@ def blocks_computed(work: Any) -> int:
     return count
 
 
+def video_of(folder: Path, number: int, step_cache: str) -> Path:
+    """Return the file of a prompt's video."""
+    return folder / f"{number}-{step_cache.replace(':', '-')}.mp4"
+
+
 def make(
     spec: ModelSpec, residency: Residency, prompt: str, step_cache: str, steps: int, out: Path
 ) -> dict[str, float]:
@@ -75,6 +86,22 @@ def make(
     return {"blocks": blocks, "seconds": end.timings["denoise"]}
 
 
+def rgb_of(video: Path) -> bytes:
+    """Return the frames of a video, three bytes a pixel."""
+    command = [find_ffmpeg(), "-v", "error", "-i", str(video), "-f", "rawvideo", "-pix_fmt", "rgb24", "pipe:1"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+
+
+def grades(judges: Path, videos: list[Path], spec: ModelSpec) -> dict[str, float]:
+    """Return the shares of videos in which the judges find an attribute right, of `grade.requests` as many."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = (-1, spec.defaults.frames, spec.defaults.height, spec.defaults.width, 3)
+    data = b"".join(rgb_of(video) for video in videos)
+    shown = torch.from_numpy(np.frombuffer(data, np.uint8).reshape(size)).movedim(-1, 1).float() / 127.5 - 1
+    scenes, _ = grade.requests(len(videos))
+    return grade.table(grade.read(judge.load(judges, device), shown, scenes, device), {})["all"]
+
+
 def main() -> None:
     """Make the videos, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,7 +112,10 @@ def main() -> None:
         "--prompts", type=int, default=len(PROMPTS), help="more than six are captions of tools.diorama.grade"
     )
     parser.add_argument("--out", type=Path, default=None, help="folder for the videos")
+    parser.add_argument("--judges", type=Path, default=None, help="folder of the judges, for more than six prompts")
     arguments = parser.parse_args()
+    if arguments.judges and arguments.prompts <= len(PROMPTS):
+        parser.error("--judges: scenes are known of more than six --prompts only")
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="step-cache-"))
     folder.mkdir(parents=True, exist_ok=True)
     spec = find("diorama", Path("none"))
@@ -97,12 +127,12 @@ def main() -> None:
     with Residency() as residency:
         for number, prompt in enumerate(prompts):
             for setting in settings:
-                out = folder / f"{number}-{setting.replace(':', '-')}.mp4"
+                out = video_of(folder, number, setting)
                 made = make(spec, residency, prompt, setting, steps, out)
-                result = similarity(folder / f"{number}-{NONE}.mp4", out)
+                result = similarity(video_of(folder, number, NONE), out)
                 found[setting].append(made | {"psnr": result.psnr, "ssim": result.ssim, "same": result.identical})
                 sys.stderr.write(f"{number} {setting} {found[setting][-1]}\n")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for setting in settings:
         runs = found[setting]
         blocks = sum(run["blocks"] for run in runs) / sum(run["blocks"] for run in found[NONE])
@@ -117,6 +147,9 @@ def main() -> None:
                 "ssim_least": round(min(run["ssim"] for run in runs), 4),
             }
         )
+        if arguments.judges:
+            videos = [video_of(folder, number, setting) for number in range(len(prompts))]
+            rows[-1]["grades"] = grades(arguments.judges, videos, spec)
     lines = ["| step cache | blocks computed | denoising | PSNR, mean | least | SSIM, mean | least |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     lines += [

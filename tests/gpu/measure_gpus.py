@@ -9,7 +9,7 @@ Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and 
 at full size in `TANDEM_CHECKS`; only a step cache's seconds depend on their values. Each variant loads its own
 processes, prints a JSON object and appends it to $OUT/gpus.jsonl. `--asked` overrides fields of the request. Errors
 are ‖out - one‖ / ‖one‖ relative to one GPU, next to the differences between two equal runs on one GPU and with another
-attention kernel. `clip` needs ffmpeg.
+attention kernel, which are left out at 720p. `clip` needs ffmpeg.
 wan2.2-i2v-a14b starts from examples/boat.png.
 """
 
@@ -185,7 +185,7 @@ def passes(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) ->
                 found: dict[str, Any] = {}
                 if step is None:
                     step, one = made, statistics.median(seconds)
-                    found = floors(denoiser, given, step, plan, arguments)
+                    found = {} if arguments.large else floors(denoiser, given, step, plan, arguments)
             median = statistics.median(seconds)
             say(
                 part="step",
@@ -299,10 +299,11 @@ def clip(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> N
     vars(stages)["Detector"] = Unjudged  # random weights show noise
     one = 0.0
     for name, split in variants(arguments):
-        if split is not None and split.guidance == 1:
+        plan = planned(spec, computer, arguments, steps=arguments.clip_steps).replace(split=split)
+        # As the planner splits: with guidance, processes take one pass each first.
+        if split is not None and (split.guidance == 2) != (plan.guidance_scale > 1):
             continue
         with reporting_failure("clip", name, arguments), Residency() as residency:
-            plan = planned(spec, computer, arguments, steps=arguments.clip_steps).replace(split=split)
             events: list[Event] = []
             # The first run loads, tries kernels and compiles: one step of each expert is enough.
             for turn, run_plan in (("first", plan.replace(steps=2)), ("second", plan)):
