@@ -36,6 +36,7 @@ from runtime.planner.resolve import resolve
 from runtime.video.mp4 import find_ffmpeg
 from runtime.video.similarity import similarity
 from tools.diorama import grade, judge
+from tools.diorama.world import Scenes
 
 PROMPTS = (
     "a red boat sails to the right on a calm sea at sunset",
@@ -46,6 +47,7 @@ PROMPTS = (
     "an orange balloon floats up over the snow at sunset",
 )
 SEED = 7
+JUDGES_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CACHES = {FIRST_BLOCK: (0.05, 0.1, 0.2), MAGCACHE: (0.03, 0.06, 0.12), TAYLORSEER: (2, 3, 4)}
 
 
@@ -92,14 +94,12 @@ def rgb_of(video: Path) -> bytes:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
 
 
-def grades(judges: Path, videos: list[Path], spec: ModelSpec) -> dict[str, float]:
-    """Return the shares of videos in which the judges find an attribute right, of `grade.requests` as many."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def grades(judges: dict[str, judge.Judge], scenes: Scenes, videos: list[Path], spec: ModelSpec) -> dict[str, float]:
+    """Return the shares of videos in which the judges find an attribute of their scenes right."""
     size = (-1, spec.defaults.frames, spec.defaults.height, spec.defaults.width, 3)
     data = b"".join(rgb_of(video) for video in videos)
     shown = torch.from_numpy(np.frombuffer(data, np.uint8).reshape(size)).movedim(-1, 1).float() / 127.5 - 1
-    scenes, _ = grade.requests(len(videos))
-    return grade.table(grade.read(judge.load(judges, device), shown, scenes, device), {})["all"]
+    return grade.table(grade.read(judges, shown, scenes, JUDGES_DEVICE), {})["all"]
 
 
 def main() -> None:
@@ -120,7 +120,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     spec = find("diorama", Path("none"))
     few = arguments.prompts <= len(PROMPTS)
-    prompts = PROMPTS[: arguments.prompts] if few else grade.requests(arguments.prompts)[1]
+    scenes, captions = grade.requests(arguments.prompts)
+    prompts = PROMPTS[: arguments.prompts] if few else captions
+    judges = judge.load(arguments.judges, JUDGES_DEVICE) if arguments.judges else {}
     settings = [NONE, *arguments.caches]
     steps = arguments.steps or spec.defaults.steps
     found: dict[str, list[dict[str, float]]] = {setting: [] for setting in settings}
@@ -147,9 +149,9 @@ def main() -> None:
                 "ssim_least": round(min(run["ssim"] for run in runs), 4),
             }
         )
-        if arguments.judges:
+        if judges:
             videos = [video_of(folder, number, setting) for number in range(len(prompts))]
-            rows[-1]["grades"] = grades(arguments.judges, videos, spec)
+            rows[-1]["grades"] = grades(judges, scenes, videos, spec)
     lines = ["| step cache | blocks computed | denoising | PSNR, mean | least | SSIM, mean | least |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     lines += [

@@ -298,12 +298,13 @@ def clip(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> N
     """Measure jobs and extrapolate to `STEPS` steps; this process plans, decodes and writes an MP4."""
     vars(stages)["Detector"] = Unjudged  # random weights show noise
     one = 0.0
+    asked_plan = planned(spec, computer, arguments, steps=arguments.clip_steps)
     for name, split in variants(arguments):
-        plan = planned(spec, computer, arguments, steps=arguments.clip_steps).replace(split=split)
         # As the planner splits: with guidance, processes take one pass each first.
-        if split is not None and (split.guidance == 2) != (plan.guidance_scale > 1):
+        if split is not None and (split.guidance == 2) != (asked_plan.guidance_scale > 1):
             continue
         with reporting_failure("clip", name, arguments), Residency() as residency:
+            plan = asked_plan.replace(split=split)
             events: list[Event] = []
             # The first run loads, tries kernels and compiles: one step of each expert is enough.
             for turn, run_plan in (("first", plan.replace(steps=2)), ("second", plan)):
