@@ -44,11 +44,12 @@ from runtime.execution.loading_ahead import CompilerImport, LoadingAhead
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoiser, shared_speed
-from runtime.execution.prompt_cache import PromptCache
+from runtime.execution.prompt_cache import PROMPTS, PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder
 from runtime.models.quantization import NONE
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_text_encoder, is_transformer
+from runtime.models.tensor_stream import discard_early_reads
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.models.weights import beside_others, load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module
@@ -58,8 +59,6 @@ Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 # How long the end of a process waits until quantized weights are on the disk.
 _FINISH_SECONDS = 30.0
 
-# In the cache folder.
-_PROMPTS = "prompts"
 # With these placements hooks reference the module, as in bitsandbytes' layers: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 # The name in the key of block engines, which serve all transformers.
@@ -149,7 +148,7 @@ class Residency:
         self.load_seconds = 0.0
         self.group_manager = GroupManager()
         self.compile_seconds = 0.0
-        self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
+        self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / PROMPTS)
         self._compiled = None if folder is None else folder / COMPILED.name
         self._compiler = CompilerImport()
         self._compiles = False
@@ -168,6 +167,7 @@ class Residency:
 
     def free(self) -> None:
         """Free everything."""
+        discard_early_reads()
         self._ahead.close()
         for key in list(self._held):
             self._drop(key)

@@ -108,7 +108,7 @@ class Sums(NamedTuple):
 
 
 class DecodedColors:
-    """The sums of one clip that is being decoded.
+    """The latents and colors of one clip that is being decoded.
 
     Args:
         latents: (1, channels, frames, height, width), as the transformer sees them.
@@ -119,28 +119,42 @@ class DecodedColors:
         self._latents = latents[0].float().cpu()
         self._frames_each = frames_each
         self._received = 0
-        self.sums = Sums.zero(len(self._latents))
+        # Of positions in each direction, so many are used as one.
+        self._step = math.ceil(math.sqrt(math.prod(self._latents.shape[2:]) / _PER_FRAME))
+        self._used: list[int] = []
+        self._colors: list[np.ndarray] = []
 
     def add(self, frames: np.ndarray) -> None:
-        """Add the next frames, (n, height, width, 3) uint8. The last one of each latent frame is used."""
+        """Add the next frames, (n, height, width, 3) uint8. The last one of each latent frame is used.
+
+        Takes little time: decoding waits for it.
+        """
         end = (self._latents.shape[1] - 1) * self._frames_each + 1
         first, last = -self._received % self._frames_each, min(len(frames), end - self._received)
         for number in range(first, last, self._frames_each):
-            latents = self._latents[:, (self._received + number) // self._frames_each]
-            self._add(latents, torch.from_numpy(frames[number]))
+            self._used.append((self._received + number) // self._frames_each)
+            self._colors.append(self._colors_of(frames[number]))
         self._received += len(frames)
 
-    def _add(self, latents: torch.Tensor, frame: torch.Tensor) -> None:
-        channels, height, width = latents.shape
-        pixels = frame.permute(2, 0, 1).float() / 127.5 - 1.0
-        colors = F.pixel_unshuffle(F.adaptive_avg_pool2d(pixels, (SIDE * height, SIDE * width)), SIDE)
-        step = math.ceil(math.sqrt(height * width / _PER_FRAME))
-        kernel = _kernel(channels)
-        inputs = F.unfold(_padded(latents[None], kernel), kernel, stride=step)[0].double()
-        inputs = torch.cat([inputs, inputs.new_ones(1, inputs.shape[1])])
-        outputs = colors[:, ::step, ::step].reshape(len(colors), -1).double()
-        self.sums.gram.addmm_(inputs, inputs.T)
-        self.sums.moments.addmm_(inputs, outputs.T)
+    def _colors_of(self, frame: np.ndarray) -> np.ndarray:
+        """Return the colors of a frame at the positions that are used, (3 × `SIDE` × `SIDE`, positions), -1 to 1."""
+        _, _, height, width = self._latents.shape
+        cells = frame.reshape(height, SIDE, -1, width, SIDE, frame.shape[1] // (SIDE * width), 3)
+        means = cells[:: self._step, :, :, :: self._step].mean(axis=(2, 5))
+        return means.transpose(4, 1, 3, 0, 2).reshape(3 * SIDE * SIDE, -1) / 127.5 - 1.0
+
+    def sums(self) -> Sums:
+        """Return the sums of the frames so far."""
+        channels = len(self._latents)
+        sums, kernel = Sums.zero(channels), _kernel(channels)
+        if self._used:
+            latents = _padded(self._latents[:, self._used].transpose(0, 1), kernel)
+            inputs = F.unfold(latents, kernel, stride=self._step).transpose(0, 1).flatten(1).double()
+            inputs = torch.cat([inputs, inputs.new_ones(1, inputs.shape[1])])
+            outputs = torch.from_numpy(np.concatenate(self._colors, axis=1))
+            sums.gram.addmm_(inputs, inputs.T)
+            sums.moments.addmm_(inputs, outputs.T)
+        return sums
 
 
 class LatentColors:
@@ -191,19 +205,20 @@ class LatentColors:
             logger.exception("The colors of previews could not be fitted")
 
     def _learn(self, clip: DecodedColors) -> None:
-        if not all(torch.isfinite(part).all().item() for part in clip.sums):
+        added = clip.sums()
+        if not all(torch.isfinite(part).all().item() for part in added):
             return
         if self._path is None:
-            self._add(clip.sums)
+            self._add(added)
             return
         with ExitStack() as stack:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(held(self._path.with_suffix(_LOCK), seconds=_LOCK_SECONDS))
             except OSError:  # this job's previews still improve
-                self._add(clip.sums)
+                self._add(added)
                 raise
-            sums = self._add(clip.sums)
+            sums = self._add(added)
             data = safetensors.torch.save(sums._asdict(), metadata={_KEY: self._key})
             remove_partial_files(self._path.parent)
             replace_file(self._path, data)

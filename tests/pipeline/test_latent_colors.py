@@ -86,7 +86,7 @@ def test_a_map_of_neighborhoods_is_recovered_stored_and_found(side: int, spec: M
     latents, _, frames = clip(spec, side=side, kernel=3)
     fit, learned = LatentColors(tmp_path, spec), decoded(spec, latents, frames)
     # Of large frames, every second position in each direction is used.
-    assert learned.sums.positions == 3 * 24 * 24
+    assert learned.sums().positions == 3 * 24 * 24
     fit.learn(learned)
     other, wanted, _ = clip(spec, 1, side=12, kernel=3)
     for one in (fit, LatentColors(tmp_path, spec)):
@@ -263,7 +263,7 @@ for _ in range(25):
         one.communicate(timeout=120)
     assert [one.returncode for one in started] == [0, 0]
     latents, _, frames = clip(spec)
-    each = decoded(spec, latents, frames).sums.positions
+    each = decoded(spec, latents, frames).sums().positions
     (file,) = (tmp_path / LATENT_COLORS.name).iterdir()
     gram = load_file(file)["gram"]
     assert float(gram[-1, -1]) == 50 * each
