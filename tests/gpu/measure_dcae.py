@@ -262,7 +262,8 @@ class Measurement:
     def engine(self, backend: str, precision: str) -> None:
         """Measure an engine, which is built if it is missing."""
         found = settings.load().replace(engine_cache_dir=HOME / "engines", decoder_precision=precision or None)
-        build = partial(build_engine, entry=build_child_opset17.run_job)
+        entry = build_child_opset17.run_typed_job if self.arguments.typed else build_child_opset17.run_job
+        build = partial(build_engine, entry=entry)
         profiled = frozenset[str]() if self.arguments.static else frame_decoders._PROFILED
         started = time.perf_counter()
         with (
@@ -327,7 +328,7 @@ def command_of(arguments: argparse.Namespace, model: str, size: str, way: str, l
         "device": arguments.device,
     }
     options |= {"repeats": arguments.repeats, "endurance": arguments.endurance, "level": arguments.level}
-    flags = ["--here", *(["--static"] if arguments.static else [])]
+    flags = ["--here", *(["--static"] if arguments.static else []), *(["--typed"] if arguments.typed else [])]
     return [python, __file__, *flags, *(f"--{name}={value}" for name, value in options.items())]
 
 
@@ -376,6 +377,7 @@ def main() -> int:
     parser.add_argument("--way-seconds", type=float, default=70, help="of a way")
     parser.add_argument("--level", type=int, default=3, help="TensorRT's optimization level, 0 to 5")
     parser.add_argument("--static", action="store_true", help="engines for full batches alone, which build faster")
+    parser.add_argument("--typed", action="store_true", help="with TensorRT 8.6: layers in the file's own precisions")
     parser.add_argument(
         "--compiler", default="python3", help="the Python of ways that compile, if this one has no Triton"
     )

@@ -23,6 +23,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ScatterElements": {"reduction": b"none"},
 }
 _PAD_INPUTS = 3
+# Operators whose results have one type, as ONNX numbers it, and those whose precision matters.
+_OF_TYPE = {"Shape": 7, "Size": 7, "Equal": 9, "Greater": 9, "Less": 9, "Not": 9, "And": 9}
+_COMPUTING = REDUCTIONS | {"MatMul", "Gemm", "Conv", "Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Reciprocal", "Softmax"}
 # Depthwise convolutions of more channels are split.
 _MOST_GROUPS = 1024
 # TensorRT 8.6 counts in 32 bits.
@@ -65,6 +68,32 @@ def to_opset_17(path: Path) -> None:
     # Newer formats of the file itself are unknown to 8.6; nothing in these files needs one.
     model.ir_version = min(model.ir_version, _IR_VERSION)
     path.write_bytes(model.SerializeToString())
+
+
+def float32_nodes(path: Path) -> set[str]:
+    """Return the names of a file's nodes that compute in float32: not casts, and not those that only move values."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    types |= {given.name: given.type.tensor_type.elem_type for given in graph.input}
+    found = set()
+    for node in graph.node:
+        given = {one.name: one for one in node.attribute}
+        if node.op_type == "Cast":
+            kind = given["to"].i
+        elif node.op_type == "Constant":
+            kind = given["value"].t.data_type if "value" in given else onnx.TensorProto.INT64
+        elif node.op_type == "ConstantOfShape":
+            kind = given["value"].t.data_type if "value" in given else onnx.TensorProto.FLOAT
+        elif node.op_type in _OF_TYPE:
+            kind = _OF_TYPE[node.op_type]
+        else:
+            kind = types[node.input[node.op_type == "Where"]]
+        types |= dict.fromkeys(node.output, kind)
+        if kind == onnx.TensorProto.FLOAT and node.op_type in _COMPUTING:
+            found.add(node.name)
+    return found
 
 
 def _made(nodes: list[Any], out: str, operator: str, inputs: list[str], name: str, **attributes: Any) -> str:
