@@ -1,5 +1,6 @@
 """Entry points of a build's child process that rewrites models to opset 17 for TensorRT 8.6."""
 
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,6 +63,7 @@ def _keep_types(trt: Any, network: Any, config: Any, float32: set[str]) -> None:
         layer.precision = kind
         for output in range(layer.num_outputs):
             layer.set_output_type(output, kind)
-    print(f"{counts[0]} layers in float32 of {len(float32)}, {counts[1]} in float16, {network.num_layers} in all")
+    text = f"{counts[0]} layers in float32 of {len(float32)}, {counts[1]} in float16, {network.num_layers} in all\n"
+    sys.stderr.write(text)
     config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
     config.set_tactic_sources(sum(1 << int(getattr(trt.TacticSource, name)) for name in _TACTIC_SOURCES))
