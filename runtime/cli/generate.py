@@ -4,7 +4,7 @@ The job is added to the store as claimed by this process, so it does not wait in
 """
 
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,21 +166,7 @@ def _run(
     *,
     as_json: bool,
 ) -> int:
-    # They import torch, which takes seconds that a refused request does not need.
-    from runtime.execution.early_reads import early_reads
-
-    new = not record.resumable and record.parent is None
-    with early_reads(spec, plan, environment.settings.cache_dir) if new else nullcontext():
-        job = _follow(environment, store, record, spec, plan)
-    if isinstance(job.end, VideoSaved) and environment.settings.outputs_dir not in job.end.video.parents:
-        give_usual_permissions(job.end.video)
-    return _report_end(job, store, plan, _resume_hint(record, store), as_json=as_json)
-
-
-def _follow(
-    environment: _Environment, store: JobStore, record: JobRecord, spec: ModelSpec, plan: ExecutionPlan
-) -> JobRecorder:
-    """Run a job, show its progress, and return what was recorded of it."""
+    # It imports torch, which takes seconds that a refused request does not need.
     from runtime.execution.residency import Residency
 
     progress = terminal.ProgressLine()
@@ -197,7 +183,9 @@ def _follow(
 
         with poller.following(job), Residency(environment.engines) as residency, progress.shown():
             run(record, plan, spec, emit, cancel, residency, environment.history, store.folder(record.id))
-    return job
+    if isinstance(job.end, VideoSaved) and environment.settings.outputs_dir not in job.end.video.parents:
+        give_usual_permissions(job.end.video)
+    return _report_end(job, store, plan, _resume_hint(record, store), as_json=as_json)
 
 
 def _resume_hint(job: JobRecord, store: JobStore) -> str:

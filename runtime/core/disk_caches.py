@@ -3,7 +3,7 @@
 What was used least recently goes first.
 
     quantized/      weights after quantization, an entry for each transformer
-    compiled/       code that Inductor and Triton compiled
+    compiled/       code that Inductor, Triton and FlashAttention 4 compiled
     latent_colors/  the map from latents to colors of previews, a file for each VAE
 
 They can be deleted at any time. Engines have a limit of their own, which is a setting.

@@ -26,6 +26,7 @@ from runtime.execution.fp8_attention import attend_fp8
 from runtime.upstream.torch import cudnn_attention, flash_attention
 
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
+OF_PACKAGES = frozenset(_MODULES)
 _TEST_TOKENS, _TEST_TOLERANCE = 2048, 0.1
 _TIMED_CALLS = 2
 FP8 = "fp8"

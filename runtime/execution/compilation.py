@@ -24,6 +24,7 @@ OnDegraded = Callable[[Fact], None]
 
 _LOCK = ".lock"
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_FLASH4, _USE_FLASH4 = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 # Dynamo recompiles a function for each new size or memory layout. After this many, all compiled code is discarded.
 _RECOMPILE_LIMIT = 32
 # Signatures of the inputs that each function was compiled for in this process.
@@ -33,9 +34,19 @@ logger = logging.getLogger(__name__)
 
 
 def cache_compiled_code_in(folder: Path) -> None:
-    """Cache compiled code of Inductor and Triton in a folder, unless environment variables name another one."""
+    """Cache compiled code in a folder, unless environment variables name another one.
+
+    That of Inductor, of Triton, and of FlashAttention 4, which compiles its kernels for the GPU and reads the variables
+    when it is imported. It fails if it cannot write to its folder: then its kernels are not cached.
+    """
     os.environ.setdefault(_INDUCTOR, str(folder))
     os.environ.setdefault(_TRITON, str(folder / "triton"))
+    kernels = folder / "flash4"
+    with contextlib.suppress(OSError):
+        kernels.mkdir(parents=True, exist_ok=True)
+        if os.access(kernels, os.W_OK):
+            os.environ.setdefault(_FLASH4, str(kernels))
+            os.environ.setdefault(_USE_FLASH4, "1")
 
 
 def limit_compiled_code(folder: Path, max_bytes: int = COMPILED.max_bytes) -> None:

@@ -6,11 +6,9 @@ load of several threads reaches (`models.tensor_stream`).
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
-
-from runtime.upstream.torch import import_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -79,26 +77,27 @@ class LoadingAhead:
             self._pool = None
 
 
-class CompilerImport:
-    """Imports what `torch.compile` needs on a thread: it takes one or two seconds."""
+class Preparation:
+    """What the first step needs besides weights, such as imports, on a thread while weights are loaded."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin, unless it has begun before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_import_compiler, name="import-compiler", daemon=True)
+    def start(self, work: Sequence[Callable[[], object]]) -> None:
+        """Begin, unless it has begun before. What fails is done again, and reported, where it is needed."""
+        if self._thread is None and work:
+            self._thread = threading.Thread(target=_run, args=(work,), name="preparation", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until it is imported: of modules that import each other, two threads may find some half made."""
+        """Wait until it is done: of modules that import each other, two threads may find some half made."""
         if self._thread is not None:
             self._thread.join()
 
 
-def _import_compiler() -> None:
-    try:
-        import_compiler()
-    except Exception as error:  # compiling reports it
-        logger.info("The compiler could not be imported", exc_info=error)
+def _run(work: Sequence[Callable[[], object]]) -> None:
+    for one in work:
+        try:
+            one()
+        except Exception as error:
+            logger.info("The first step could not be prepared", exc_info=error)

@@ -22,8 +22,6 @@ from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_tensors
 
-# In the cache folder.
-PROMPTS = "prompts"
 # An entry of UMT5-XXL takes 4 MB in bfloat16.
 _MOST_IN_MEMORY = 8
 _MOST_ON_DISK = 64

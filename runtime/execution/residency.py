@@ -18,7 +18,7 @@ from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.engines.service import EngineService, OpenEngines
-from runtime.execution.attention import with_usable_attention
+from runtime.execution.attention import OF_PACKAGES, problem, with_usable_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
@@ -40,25 +40,26 @@ from runtime.execution.engine_components import (
     EngineVideoEncoder,
     failure_of_engine,
 )
-from runtime.execution.loading_ahead import CompilerImport, LoadingAhead
+from runtime.execution.loading_ahead import LoadingAhead, Preparation
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoiser, shared_speed
-from runtime.execution.prompt_cache import PROMPTS, PromptCache
+from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder
 from runtime.models.quantization import NONE
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_text_encoder, is_transformer
-from runtime.models.tensor_stream import discard_early_reads
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.models.weights import beside_others, load_image_processor, load_module, load_tokenizer
-from runtime.upstream.torch import clear_module
+from runtime.upstream.torch import clear_module, import_compiler
 
 # Model, component, its plan, and the device for its weights if it is not the plan's; see `load_module`.
 Loader = Callable[[ModelSpec, str, ComponentPlan, str | None], torch.nn.Module]
 # How long the end of a process waits until quantized weights are on the disk.
 _FINISH_SECONDS = 30.0
 
+# In the cache folder.
+_PROMPTS = "prompts"
 # With these placements hooks reference the module, as in bitsandbytes' layers: only the garbage collector frees it.
 _HOOKED: tuple[Placement, ...] = ("blocks", "leaves")
 # The name in the key of block engines, which serve all transformers.
@@ -148,9 +149,9 @@ class Residency:
         self.load_seconds = 0.0
         self.group_manager = GroupManager()
         self.compile_seconds = 0.0
-        self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / PROMPTS)
+        self.prompts = None if folder is None or not keep_prompts else PromptCache(folder / _PROMPTS)
         self._compiled = None if folder is None else folder / COMPILED.name
-        self._compiler = CompilerImport()
+        self._preparation = Preparation()
         self._compiles = False
 
     def __enter__(self) -> "Residency":
@@ -167,7 +168,6 @@ class Residency:
 
     def free(self) -> None:
         """Free everything."""
-        discard_early_reads()
         self._ahead.close()
         for key in list(self._held):
             self._drop(key)
@@ -190,9 +190,7 @@ class Residency:
         The plan's forecast has their memory. What cannot be loaded there is loaded when it is used.
         """
         plan = job.plan
-        if plan.speed.compiled and any(plan.components[name].backend == PYTORCH for name in names):
-            self._keep_compiled(job)
-            self._compiler.start()
+        self._prepare(spec, job, [name for name in names if plan.components[name].backend == PYTORCH])
         if plan.strategy.offload != "none" or not plan.strategy.keep_loaded:
             return
         self._free_all_but(spec, plan)
@@ -209,6 +207,17 @@ class Residency:
             for one, load in loads.items():
                 if one not in self._held:
                     self._ahead.start(one, partial(_beside_others, part.device, load))
+
+    def _prepare(self, spec: ModelSpec, job: Watch, names: Sequence[str]) -> None:
+        """Import the compiler and the attention kernel's package on a thread, if components in PyTorch need them."""
+        plan, width = job.plan, spec.transformer.attention_head_dim
+        work: list[Callable[[], object]] = [import_compiler] if plan.speed.compiled and names else []
+        if plan.speed.attention in OF_PACKAGES and plan.split is None:
+            parts = [plan.components[name] for name in names if is_transformer(name)]
+            work += [partial(_problem, plan.speed.attention, part.device, part.dtype, width) for part in parts[:1]]
+        if work:
+            self._keep_compiled(job)
+            self._preparation.start(work)
 
     def _open(self, spec: ModelSpec, name: str, part: ComponentPlan) -> OpenEngines:
         return self.engines.open(spec, name, part.engines, part.device)
@@ -319,9 +328,10 @@ class Residency:
         self.load_seconds += time.perf_counter() - started
 
     def _keep_compiled(self, job: Watch) -> None:
-        """Wait until the compiler is imported, and let it use the cache on disk."""
-        self._compiler.wait()
-        if job.plan.speed.compiled and self._compiled is not None:
+        """Wait until the first step is prepared, and let compilers use the cache on disk."""
+        self._preparation.wait()
+        speed = job.plan.speed
+        if (speed.compiled or speed.attention in OF_PACKAGES) and self._compiled is not None:
             cache_compiled_code_in(self._compiled)
             self._compiles = True
 
@@ -468,6 +478,12 @@ def compute_as_planned(
     if reason is not None:
         job.on_degraded(name, "attention", reason)
     denoiser.compute(speed, partial(job.on_degraded, name), engines)
+
+
+def _problem(kind: str, device: str, dtype: str, width: int) -> None:
+    """Run an attention kernel once, on a thread of its own, so that `compute_as_planned` finds the result."""
+    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+        problem(kind, device, getattr(torch, dtype), width)
 
 
 def _fall_back(job: Watch, name: str, reason: Fact) -> None:

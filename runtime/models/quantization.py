@@ -44,20 +44,12 @@ def loading_arguments(part: ComponentPlan, kept: Sequence[str]) -> dict[str, Any
     if kind == FP8 and capability < _FP8_CAPABILITY:
         actual, needed = (".".join(map(str, numbers)) for numbers in (capability, _FP8_CAPABILITY))
         raise MachineError("quantization.needs_newer_gpu", kind=kind, needed=needed, capability=actual)
-    dtype = computed_in(part)
+    dtype = getattr(torch, compute_dtype(part, bfloat16=capability >= _BF16_CAPABILITY))
     return {
         "torch_dtype": dtype,
         "quantization_config": diffusers_config(kind, dtype, kept),
         "device_map": {"": part.device},
     }
-
-
-def computed_in(part: ComponentPlan) -> Any:
-    """Return the torch dtype in which a part that is quantized when it is loaded computes on its GPU."""
-    import torch
-
-    capability = torch.cuda.get_device_capability(part.device)
-    return getattr(torch, compute_dtype(part, bfloat16=capability >= _BF16_CAPABILITY))
 
 
 def compute_dtype(part: ComponentPlan, *, bfloat16: bool) -> str:

@@ -39,7 +39,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.quantization import is_quantized, package_of
 from runtime.models.quantized_tensors import flatten, prepare, unflatten
 from runtime.models.spec import ModelSpec, folder_of
-from runtime.models.stored_weights import FileTensor, file_tensors
+from runtime.models.stored_weights import file_tensors
 from runtime.models.tensor_stream import checksum, stream_tensors, write_tensors
 
 # What stays free on the disk.
@@ -131,18 +131,6 @@ class QuantizedCache:
         taken, self._reports = self._reports, []
         return taken
 
-    def has(self, key: Key) -> bool:
-        """Whether there is an entry for a key, damaged or not."""
-        return "unread" not in key and (self.folder / _digest(key) / _MANIFEST).is_file()
-
-    def tensors(self, key: Key) -> dict[str, FileTensor]:
-        """Return the tensors that `read` reads from an entry.
-
-        Raises:
-            ModelError: if the file is damaged.
-        """
-        return file_tensors(self.folder / _digest(key) / _WEIGHTS)
-
     def read(self, key: Key, empty: Callable[[], torch.nn.Module], device: str) -> torch.nn.Module | None:
         """Return a module with cached weights on a device; `None` if there are none, or they were damaged.
 
@@ -152,9 +140,9 @@ class QuantizedCache:
         Raises:
             Exception: if memory runs out.
         """
-        if not self.has(key):
-            return None
         entry = self.folder / _digest(key)
+        if "unread" in key or not (entry / _MANIFEST).is_file():
+            return None
         try:
             manifest = parse_json(read_file(entry / _MANIFEST, _MAX_MANIFEST_BYTES), max_values=_MAX_MANIFEST_VALUES)
             if manifest["key"] != key:

@@ -1,4 +1,4 @@
-"""Files of gigabytes: read onto a device by several threads, also before they are asked for, and written in pieces.
+"""Files of gigabytes: read onto a device by several threads, and written without blocking other threads.
 
 On a GPU each thread reads a piece of the file into page-locked memory and copies it from there on a stream of its own.
 Tensors that are mapped from a file and copied one by one, as libraries do, pass through pageable memory on one thread.
@@ -6,13 +6,12 @@ For a CPU tensors are mapped: those that are used as they are take no memory of 
 """
 
 import json
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,8 +20,6 @@ from runtime.models.stored_weights import FileTensor
 from runtime.models.tensor_files import unreadable
 
 Key = TypeVar("Key", bound=Hashable)
-
-logger = logging.getLogger(__name__)
 
 # torch's dtypes by safetensors' names.
 DTYPES = {
@@ -77,84 +74,6 @@ def read_tensors(files: Mapping[Key, FileTensor], device: str | torch.device) ->
         yield key, mapped.tensor(tensor)
 
 
-class EarlyReads:
-    """Reads tensors onto a device on threads before `stream_tensors` is asked for them, which then yields these.
-
-    Use as a context manager: leaving it frees what was not asked for. One at a time.
-
-    Args:
-        find: yields the tensors and their devices, in the order in which they will be needed; called on a thread.
-    """
-
-    def __init__(self, find: Callable[[], Iterable[tuple[FileTensor, str]]]) -> None:
-        self._find = find
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._begun: dict[tuple[FileTensor, torch.device], _Read] = {}
-        # What was asked for, so that nothing is read twice.
-        self._asked: set[tuple[FileTensor, torch.device]] = set()
-        self._readers: dict[torch.device, _Reader] = {}
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="read-early")
-        self._thread = threading.Thread(target=self._run, name="early-reads", daemon=True)
-
-    def __enter__(self) -> "EarlyReads":
-        """Begin."""
-        _EARLY.append(self)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop."""
-        self.discard()
-        _EARLY.remove(self)
-        self._thread.join()
-        self._pool.shutdown()
-        for reader in self._readers.values():
-            reader.close()
-
-    def take(self, stored: FileTensor, device: torch.device) -> "_Read | None":
-        """Return a tensor that is being read, or was; `None` if it is not, and it will not be."""
-        with self._lock:
-            self._asked.add((stored, device))
-            return self._begun.pop((stored, device), None)
-
-    def discard(self) -> None:
-        """Read no more, and free what was read."""
-        with self._lock:
-            self._stopped = True
-            self._begun.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _run(self) -> None:
-        try:
-            for stored, name in self._find():
-                device = torch.device(name)
-                with self._lock:
-                    if self._stopped:
-                        return
-                    if (stored, device) not in self._asked and (stored, device) not in self._begun:
-                        self._begun[stored, device] = self._begin(stored, device)
-        except Exception as error:  # it is raised where the tensor is asked for
-            logger.info("Weights could not be read early: %s", first_line(error))
-
-    def _begin(self, stored: FileTensor, device: torch.device) -> "_Read":
-        reader = self._readers.get(device)
-        if reader is None:
-            reader = self._readers[device] = _Reader(device, _PIECE_BYTES)
-        made = _allocate(stored, device)
-        return _Read(made, reader.submit(self._pool, made, stored))
-
-
-# The one that reads, if any.
-_EARLY: list[EarlyReads] = []
-
-
-def discard_early_reads() -> None:
-    """Free what was read early and not asked for; nothing more is."""
-    for one in _EARLY:
-        one.discard()
-
-
 def stream_tensors(
     files: Mapping[Key, FileTensor],
     device: str | torch.device,
@@ -175,45 +94,29 @@ def stream_tensors(
     target = torch.device(device)
     reader = _Reader(target, piece_bytes)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="read-tensors")
-    waiting: deque[tuple[Key, _Read]] = deque()
+    waiting: deque[tuple[Key, torch.Tensor, list[Future[None]]]] = deque()
     ahead = 0
     try:
         for key, stored in files.items():
-            read = _EARLY[0].take(stored, target) if _EARLY else None
-            if read is None:
-                made = _allocate(stored, target)
-                read = _Read(made, reader.submit(pool, made, stored))
-            waiting.append((key, read))
-            ahead += stored.nbytes
+            dtype = DTYPES.get(stored.dtype)
+            shape = (stored.nbytes,) if dtype is None else stored.shape
+            made = torch.empty(shape, dtype=dtype or torch.uint8, device=target)
+            waiting.append((key, made, reader.submit(pool, made, stored)))
+            ahead += made.nbytes
             while ahead > _AHEAD_BYTES:
-                first, read = waiting.popleft()
-                yield first, read.finished()
-                ahead -= read.tensor.nbytes
+                yield _finished(*waiting[0])
+                ahead -= waiting.popleft()[1].nbytes
         while waiting:
-            first, read = waiting.popleft()
-            yield first, read.finished()
+            yield _finished(*waiting.popleft())
     finally:
         pool.shutdown(cancel_futures=True)
         reader.close()
 
 
-class _Read(NamedTuple):
-    """A tensor that is being read."""
-
-    tensor: torch.Tensor
-    pieces: list[Future[None]]
-
-    def finished(self) -> torch.Tensor:
-        """Wait for it."""
-        for piece in self.pieces:
-            piece.result()
-        return self.tensor
-
-
-def _allocate(stored: FileTensor, device: torch.device) -> torch.Tensor:
-    dtype = DTYPES.get(stored.dtype)
-    shape = (stored.nbytes,) if dtype is None else stored.shape
-    return torch.empty(shape, dtype=dtype or torch.uint8, device=device)
+def _finished(key: Key, tensor: torch.Tensor, pieces: list[Future[None]]) -> tuple[Key, torch.Tensor]:
+    for piece in pieces:
+        piece.result()
+    return key, tensor
 
 
 def _damaged(path: Path) -> ModelError:

@@ -28,6 +28,7 @@ from tests.pipeline.runs import events_of
 from tests.plans import Alone, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
+FLASH4, USE_FLASH4 = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +46,41 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.compiler
-def test_inductor_caches_compiled_code_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "compiled", "TRITON_CACHE_DIR": tmp_path / "compiled" / "triton"}
-    for name in places:
+def places_of(folder: Path) -> dict[str, Path]:
+    """Return where compilers cache code, by environment variable."""
+    return {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton", FLASH4: folder / "flash4"}
+
+
+def forget_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset these variables until the end of the test."""
+    for name in (*places_of(Path()), USE_FLASH4):
         monkeypatch.setenv(name, "")  # so that what is there now comes back
         monkeypatch.delenv(name)
+
+
+@pytest.mark.compiler
+def test_inductor_caches_compiled_code_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = places_of(tmp_path / "compiled")
+    forget_places(monkeypatch)
     cache_compiled_code_in(tmp_path / "compiled")
     step = CompiledStep(torch.nn.functional.silu)
     x = torch.linspace(-3, 3, 64)
     with torch.no_grad():
         assert (step(x) - torch.nn.functional.silu(x)).abs().max() < 1e-6
     assert step.seconds > 0
-    assert any((tmp_path / "compiled").iterdir())
+    assert len(list((tmp_path / "compiled").iterdir())) > 1
     cache_compiled_code_in(tmp_path / "other")
     assert {name: os.environ[name] for name in places} == {name: str(place) for name, place in places.items()}
+    assert os.environ[USE_FLASH4] == "1"
+
+
+def test_kernels_of_flash_attention_are_not_cached_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_places(monkeypatch)
+    (tmp_path / "compiled").touch()
+    cache_compiled_code_in(tmp_path / "compiled")
+    assert not {FLASH4, USE_FLASH4} & os.environ.keys()
 
 
 @pytest.mark.usefixtures("traced")

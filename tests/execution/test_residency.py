@@ -2,10 +2,13 @@
 
 import gc
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import MachineError, ModelError
-from runtime.core.events import Event, Failed, StageStarted, VideoSaved
+from runtime.core.events import Event, Failed, StageStarted, VideoSaved, Warned
 from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.execution.attention import attention, problem
 from runtime.execution.residency import Residency
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
@@ -182,6 +186,35 @@ def test_components_that_stay_loaded_are_loaded_while_the_prompt_is_encoded(tiny
             assert sorted(loads) == sorted([("text_encoder", ""), *on_thread, ("transformer_2", "")])
     assert frames_of(videos[0]) == frames_of(videos[1])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("load-ahead")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_package_for_attention_is_imported_while_weights_are_loaded(
+    fails: bool, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.1")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
+    plan = plan.replace(speed=plan.speed.replace(attention="flash4"))
+    threads: list[str] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        if fails:
+            raise RuntimeError("No kernel for this GPU")
+        return attention("native")(q, k, v)
+
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cast("Any", SimpleNamespace(flash_attn_func=attend)))
+    problem.cache_clear()
+    events: list[Event] = []
+    with Residency() as residency:
+        run_job(plan, spec, events.append, Cancel(), residency)
+    problem.cache_clear()
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    # Once before the first step, and in every step if it runs.
+    assert threads[0] == "preparation"
+    assert threads.count("preparation") == 1
+    assert (len(threads) == 1) is fails
+    assert [event.fact.code for event in events if isinstance(event, Warned)].count("pipeline.degraded") == fails
 
 
 @pytest.mark.timeout(60)

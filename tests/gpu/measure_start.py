@@ -5,8 +5,7 @@
 
 Random weights at full size in `TANDEM_CHECKS`, best a folder in memory, such as /dev/shm/start; both experts share the
 same files. Each start is a process of its own that makes a clip as `generate` does, with another prompt, in FP8 on a
-GPU. The first start quantizes and compiles, and writes both caches; later ones load them. `--read-late` reads weights
-only when their modules are loaded. Prints a JSON object per
+GPU. The first start quantizes and compiles, and writes both caches; later ones load them. Prints a JSON object per
 start and appends it to $OUT/start.jsonl: the seconds since the process was started at which its parts began, and the
 seconds that loading and compiling took. The cache folder is `cache` in `TANDEM_CHECKS`; `--fresh` empties it first.
 """
@@ -18,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +53,6 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     mark("torch imported")
-    from runtime.execution.early_reads import early_reads
-
     end: list[Event] = []
     warned: list[str] = []
 
@@ -72,18 +68,17 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     cache = folder_of(arguments).parent / "cache"
     cache.mkdir(exist_ok=True)
     service = EngineService(EngineStore(cache / "engines", 1), machine, cache)
-    with nullcontext() if arguments.read_late else early_reads(spec, plan, cache):
-        from runtime.execution.residency import Residency
-        from runtime.pipeline import stages
-        from runtime.pipeline.run import run_job
+    from runtime.execution.residency import Residency
+    from runtime.pipeline import stages
+    from runtime.pipeline.run import run_job
 
-        mark("imported")
-        # Random weights may well show one colour.
-        vars(stages)["Detector"].inspect = lambda *_: None
-        with Residency(service) as residency:
-            run_job(plan, spec, emit, Cancel(), residency)
-            mark("job ended")
-            seconds = {"load": round(residency.load_seconds, 2), "compile": round(residency.compile_seconds, 2)}
+    mark("imported")
+    # Random weights may well show one colour.
+    vars(stages)["Detector"].inspect = lambda *_: None
+    with Residency(service) as residency:
+        run_job(plan, spec, emit, Cancel(), residency)
+        mark("job ended")
+        seconds = {"load": round(residency.load_seconds, 2), "compile": round(residency.compile_seconds, 2)}
     mark("caches written")
     failed = end[-1].what if isinstance(end[-1], Failed) else None
     assert failed or isinstance(end[-1], VideoSaved)
@@ -145,7 +140,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="one for each expert")
     parser.add_argument("--asked", default="{}", help="fields of the request, as JSON")
     parser.add_argument("--small", action="store_true", help="a tiny model: for a rehearsal on a CPU")
-    parser.add_argument("--read-late", action="store_true", help="read no weights while libraries are imported")
     parser.add_argument("--fresh", action="store_true", help="empty the caches first")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)

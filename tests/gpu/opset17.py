@@ -25,7 +25,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PAD_INPUTS = 3
 # Operators whose results have one type, as ONNX numbers it, and those whose precision matters.
 _OF_TYPE = {"Shape": 7, "Size": 7, "Equal": 9, "Greater": 9, "Less": 9, "Not": 9, "And": 9}
-_COMPUTING = REDUCTIONS | {"MatMul", "Gemm", "Conv", "Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Reciprocal", "Softmax"}
+_COMPUTING = REDUCTIONS | {
+    "ReduceSum",
+    "MatMul",
+    "Gemm",
+    "Conv",
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Pow",
+    "Sqrt",
+    "Reciprocal",
+    "Softmax",
+}
 # Depthwise convolutions of more channels are split.
 _MOST_GROUPS = 1024
 # TensorRT 8.6 counts in 32 bits.

@@ -14,7 +14,7 @@ from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.models.spec import ModelSpec
 from tests.gpu import opset17
 from tests.gpu.check_common import profile_of, relative_error
-from tests.gpu.opset17 import to_opset_17
+from tests.gpu.opset17 import float32_nodes, to_opset_17
 
 # Operators that 8.6.0 has in plugins only, of which those of its wheel need libraries that are not there.
 PLUGINS = {"InstanceNormalization"}
@@ -51,3 +51,35 @@ def test_wide_depthwise_convolutions_are_split(bias: bool, tmp_path: Path, monke
     assert len(convolutions) == 4
     (found,) = onnxruntime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
     assert relative_error(torch.from_numpy(found), module(x)) < 1e-6
+
+
+class Mixed(torch.nn.Module):
+    """A convolution in float16 and a product of large sums in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x (n, 4, h, w) plus a product of its convolution; float16."""
+        y = self.conv(x).flatten(2).float()
+        scores = torch.relu(y @ y.transpose(1, 2)) @ y
+        return x + (scores / (1 + scores.abs().sum(1, keepdim=True))).half().view_as(x)
+
+
+def test_nodes_that_compute_in_float32_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "x.onnx"
+    x = torch.randn(1, 4, 5, 6).half()
+    torch.onnx.export(Mixed().half().eval(), (x,), path, dynamo=True, opset_version=18, verbose=False)
+    to_opset_17(path)
+    nodes = onnx.load(str(path)).graph.node
+    names, found = [node.name for node in nodes], float32_nodes(path)
+    assert len(set(names)) == len(names)
+    assert sorted(node.op_type for node in nodes if node.name in found) == [
+        "Add",
+        "Div",
+        "MatMul",
+        "MatMul",
+        "ReduceSum",
+    ]
+    assert {node.op_type for node in nodes if node.name not in found} >= {"Conv", "Add", "Cast", "Relu"}
