@@ -89,10 +89,15 @@ class Preparation:
             self._thread = threading.Thread(target=_run, args=(work,), name="preparation", daemon=True)
             self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until it is done: of modules that import each other, two threads may find some half made."""
-        if self._thread is not None:
-            self._thread.join()
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until it is done: of modules that import each other, two threads may find some half made.
+
+        Args:
+            check: called several times a second; if it raises, the work goes on, for the next job.
+        """
+        while self._thread is not None and self._thread.is_alive():
+            check()
+            self._thread.join(_CHECK_SECONDS)
 
 
 def _run(work: Sequence[Callable[[], object]]) -> None:

@@ -214,7 +214,9 @@ class Residency:
         work: list[Callable[[], object]] = [import_compiler] if plan.speed.compiled and names else []
         if plan.speed.attention in OF_PACKAGES and plan.split is None:
             parts = [plan.components[name] for name in names if is_transformer(name)]
-            work += [partial(_problem, plan.speed.attention, part.device, part.dtype, width) for part in parts[:1]]
+            work += [
+                partial(_check_attention, plan.speed.attention, part.device, part.dtype, width) for part in parts[:1]
+            ]
         if work:
             self._keep_compiled(job)
             self._preparation.start(work)
@@ -329,7 +331,7 @@ class Residency:
 
     def _keep_compiled(self, job: Watch) -> None:
         """Wait until the first step is prepared, and let compilers use the cache on disk."""
-        self._preparation.wait()
+        self._preparation.wait(job.cancel.check)
         speed = job.plan.speed
         if (speed.compiled or speed.attention in OF_PACKAGES) and self._compiled is not None:
             cache_compiled_code_in(self._compiled)
@@ -480,7 +482,7 @@ def compute_as_planned(
     denoiser.compute(speed, partial(job.on_degraded, name), engines)
 
 
-def _problem(kind: str, device: str, dtype: str, width: int) -> None:
+def _check_attention(kind: str, device: str, dtype: str, width: int) -> None:
     """Run an attention kernel once, on a thread of its own, so that `compute_as_planned` finds the result."""
     with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
         problem(kind, device, getattr(torch, dtype), width)

@@ -129,7 +129,10 @@ class DecodedColors:
 
         Takes little time: decoding waits for it.
         """
-        end = (self._latents.shape[1] - 1) * self._frames_each + 1
+        _, count, height, width = self._latents.shape
+        if frames.shape[1] % (SIDE * height) or frames.shape[2] % (SIDE * width):
+            return  # of a VAE whose latents have fewer pixels
+        end = (count - 1) * self._frames_each + 1
         first, last = -self._received % self._frames_each, min(len(frames), end - self._received)
         for number in range(first, last, self._frames_each):
             self._used.append((self._received + number) // self._frames_each)

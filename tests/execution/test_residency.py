@@ -241,6 +241,35 @@ def test_a_cancelled_job_does_not_wait_for_a_part_that_is_loaded_ahead(tiny: Tin
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("load-ahead")]
 
 
+@pytest.mark.timeout(60)
+def test_a_cancelled_job_does_not_wait_for_what_its_first_step_needs(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny("wan2.1")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
+    plan = plan.replace(speed=plan.speed.replace(attention="flash4"))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(60)
+        return attention("native")(q, k, v)
+
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cast("Any", SimpleNamespace(flash_attn_func=attend)))
+    problem.cache_clear()
+    with Residency() as residency:
+        job = Alone(plan)
+        residency.load_ahead(spec, job, ["transformer"])
+        assert begun.wait(60)
+        threading.Timer(0.3, job.cancel.request).start()
+        with pytest.raises(CancelledError), residency.denoiser(spec, job, "transformer"):
+            pass
+        go_on.set()
+        with residency.denoiser(spec, Alone(plan), "transformer"):
+            assert not [thread for thread in threading.enumerate() if thread.name == "preparation"]
+    problem.cache_clear()
+
+
 def test_parts_loaded_ahead_for_another_plan_are_freed(tiny: Tiny, tmp_path: Path) -> None:
     spec, other = tiny("wan2.2-a14b"), tiny("wan2.1")
     plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)

@@ -81,6 +81,15 @@ def test_a_linear_map_is_recovered_stored_and_found(chunks: tuple[int, ...], spe
         torch.testing.assert_close(found, wanted, atol=0.01, rtol=0)
 
 
+def test_frames_with_fewer_pixels_than_colors_are_ignored(spec: ModelSpec, tmp_path: Path) -> None:
+    small = DecodedColors(torch.randn(1, spec.vae.z_dim, 2, 24, 24), 4)
+    small.add(np.zeros((5, 24, 24, 3), np.uint8))
+    assert small.sums().positions == 0
+    fit = LatentColors(tmp_path, spec)
+    fit.learn(small)
+    assert fit.colors(torch.randn(1, spec.vae.z_dim, 2, 24, 24)) is None
+
+
 @pytest.mark.parametrize("side", [24, 48])
 def test_a_map_of_neighborhoods_is_recovered_stored_and_found(side: int, spec: ModelSpec, tmp_path: Path) -> None:
     latents, _, frames = clip(spec, side=side, kernel=3)
