@@ -85,7 +85,7 @@ class Preparation:
 
     def start(self, work: Sequence[Callable[[], object]]) -> None:
         """Begin, unless it has begun before. What fails is done again, and reported, where it is needed."""
-        if self._thread is None and work:
+        if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(work,), name="preparation", daemon=True)
             self._thread.start()
 
@@ -93,7 +93,7 @@ class Preparation:
         """Wait until it is done: of modules that import each other, two threads may find some half made.
 
         Args:
-            check: called several times a second; if it raises, the work goes on, for the next job.
+            check: called several times a second; if it raises, the work continues, for the next job.
         """
         while self._thread is not None and self._thread.is_alive():
             check()

@@ -5,7 +5,7 @@ The plan's `offload` decides whether a kept component's weights are on the devic
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -484,7 +484,7 @@ def compute_as_planned(
 
 def _check_attention(kind: str, device: str, dtype: str, width: int) -> None:
     """Run an attention kernel once, on a thread of its own, so that `compute_as_planned` finds the result."""
-    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+    with _current(device):
         problem(kind, device, getattr(torch, dtype), width)
 
 
@@ -518,8 +518,13 @@ def _build(spec: ModelSpec, name: str, module: Any, part: ComponentPlan) -> Any:
 
 def _beside_others(device: str, load: Callable[[], Any]) -> Any:
     """Load on a thread of its own, which has a current device of its own."""
-    with beside_others(), torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+    with beside_others(), _current(device):
         return load()
+
+
+def _current(device: str) -> AbstractContextManager[object]:
+    """Make a GPU this thread's current one in a `with` block; nothing for a CPU."""
+    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
 
 def _keys(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> list[_Key]:

@@ -5,7 +5,8 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,6 +37,30 @@ OFFLOADS = ("model", "group", "sequential")
 def offloaded(spec: ModelSpec, output: Path, offload: str, *, keep: bool = False) -> ExecutionPlan:
     """Return a tiny plan whose weights wait as `offload` says."""
     return with_strategy(tiny_plan(spec, output, negative_prompt="blue ball"), offload=offload, keep_loaded=keep)
+
+
+def with_flash4(plan: ExecutionPlan) -> ExecutionPlan:
+    """Return a plan with FlashAttention 4."""
+    return plan.replace(speed=plan.speed.replace(attention="flash4"))
+
+
+@contextmanager
+def flash4_is(attend: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a function stand for FlashAttention 4."""
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cast("Any", SimpleNamespace(flash_attn_func=attend)))
+    problem.cache_clear()
+    yield
+    problem.cache_clear()
+
+
+def cancel_once(begun: threading.Event, residency: Residency, spec: ModelSpec, plan: ExecutionPlan) -> None:
+    """Cancel a job that waits for what has begun to be loaded ahead."""
+    job = Alone(plan)
+    residency.load_ahead(spec, job, ["transformer"])
+    assert begun.wait(60)
+    threading.Timer(0.3, job.cancel.request).start()
+    with pytest.raises(CancelledError), residency.denoiser(spec, job, "transformer"):
+        pass
 
 
 def parameters() -> int:
@@ -193,8 +218,7 @@ def test_a_package_for_attention_is_imported_while_weights_are_loaded(
     fails: bool, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.1")
-    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
-    plan = plan.replace(speed=plan.speed.replace(attention="flash4"))
+    plan = with_flash4(offloaded(spec, tmp_path / "x.mp4", "none", keep=True))
     threads: list[str] = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -203,12 +227,9 @@ def test_a_package_for_attention_is_imported_while_weights_are_loaded(
             raise RuntimeError("No kernel for this GPU")
         return attention("native")(q, k, v)
 
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", cast("Any", SimpleNamespace(flash_attn_func=attend)))
-    problem.cache_clear()
     events: list[Event] = []
-    with Residency() as residency:
+    with flash4_is(attend, monkeypatch), Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency)
-    problem.cache_clear()
     assert isinstance(events[-1], VideoSaved), events[-1]
     # Once before the first step, and in every step if it runs.
     assert threads[0] == "preparation"
@@ -229,12 +250,7 @@ def test_a_cancelled_job_does_not_wait_for_a_part_that_is_loaded_ahead(tiny: Tin
         return load_module(spec, name, part, device)
 
     with Residency(load=load) as residency:
-        job = Alone(plan)
-        residency.load_ahead(spec, job, ["transformer"])
-        assert begun.wait(60)
-        threading.Timer(0.3, job.cancel.request).start()
-        with pytest.raises(CancelledError), residency.denoiser(spec, job, "transformer"):
-            pass
+        cancel_once(begun, residency, spec, plan)
         # It is loaded on, for the next job, and freed at the end.
         assert residency.holds(spec, plan, "transformer")
         go_on.set()
@@ -246,8 +262,7 @@ def test_a_cancelled_job_does_not_wait_for_what_its_first_step_needs(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny("wan2.1")
-    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
-    plan = plan.replace(speed=plan.speed.replace(attention="flash4"))
+    plan = with_flash4(offloaded(spec, tmp_path / "x.mp4", "none", keep=True))
     begun, go_on = threading.Event(), threading.Event()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -255,19 +270,11 @@ def test_a_cancelled_job_does_not_wait_for_what_its_first_step_needs(
         assert go_on.wait(60)
         return attention("native")(q, k, v)
 
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", cast("Any", SimpleNamespace(flash_attn_func=attend)))
-    problem.cache_clear()
-    with Residency() as residency:
-        job = Alone(plan)
-        residency.load_ahead(spec, job, ["transformer"])
-        assert begun.wait(60)
-        threading.Timer(0.3, job.cancel.request).start()
-        with pytest.raises(CancelledError), residency.denoiser(spec, job, "transformer"):
-            pass
+    with flash4_is(attend, monkeypatch), Residency() as residency:
+        cancel_once(begun, residency, spec, plan)
         go_on.set()
         with residency.denoiser(spec, Alone(plan), "transformer"):
             assert not [thread for thread in threading.enumerate() if thread.name == "preparation"]
-    problem.cache_clear()
 
 
 def test_parts_loaded_ahead_for_another_plan_are_freed(tiny: Tiny, tmp_path: Path) -> None:

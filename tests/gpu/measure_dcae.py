@@ -261,7 +261,9 @@ class Measurement:
 
     def engine(self, backend: str, precision: str) -> None:
         """Measure an engine, which is built if it is missing."""
-        found = settings.load().replace(engine_cache_dir=HOME / "engines", decoder_precision=precision or None)
+        # An engine's key does not tell whether it was built so.
+        folder = HOME / ("engines-typed" if self.arguments.typed else "engines")
+        found = settings.load().replace(engine_cache_dir=folder, decoder_precision=precision or None)
         entry = build_child_opset17.run_typed_job if self.arguments.typed else build_child_opset17.run_job
         build = partial(build_engine, entry=entry)
         profiled = frozenset[str]() if self.arguments.static else frame_decoders._PROFILED

@@ -23,8 +23,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ScatterElements": {"reduction": b"none"},
 }
 _PAD_INPUTS = 3
-# Operators whose results have one type, as ONNX numbers it, and those whose precision matters.
+# Operators whose results have one type, as ONNX numbers it, at least without the attribute `value`, and those whose
+# precision matters.
 _OF_TYPE = {"Shape": 7, "Size": 7, "Equal": 9, "Greater": 9, "Less": 9, "Not": 9, "And": 9}
+_OF_TYPE |= {"Constant": 7, "ConstantOfShape": 1}
 _COMPUTING = REDUCTIONS | {
     "ReduceSum",
     "MatMul",
@@ -89,16 +91,14 @@ def float32_nodes(path: Path) -> set[str]:
 
     graph = onnx.load(str(path), load_external_data=False).graph
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    types |= {given.name: given.type.tensor_type.elem_type for given in graph.input}
+    types |= {one.name: one.type.tensor_type.elem_type for one in graph.input}
     found = set()
     for node in graph.node:
         given = {one.name: one for one in node.attribute}
         if node.op_type == "Cast":
             kind = given["to"].i
-        elif node.op_type == "Constant":
-            kind = given["value"].t.data_type if "value" in given else onnx.TensorProto.INT64
-        elif node.op_type == "ConstantOfShape":
-            kind = given["value"].t.data_type if "value" in given else onnx.TensorProto.FLOAT
+        elif "value" in given:
+            kind = given["value"].t.data_type
         elif node.op_type in _OF_TYPE:
             kind = _OF_TYPE[node.op_type]
         else:
