@@ -15,6 +15,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from runtime.core.errors import ModelError, TandemError
 from runtime.core.files import remove_partial_files, replace_file
@@ -98,17 +99,52 @@ def largest_list(form: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None
 
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Disable TF32 in a `with` block; by default, cuDNN rounds the inputs of convolutions to 10 bits of mantissa."""
+    """Compute exactly in a `with` block: without TF32, and with `ExactConvolutions`.
+
+    By default, cuDNN rounds the inputs of convolutions to 10 bits of mantissa.
+    """
+    if device.type != "cuda":
+        yield
+        return
     backends: Any = torch.backends
-    settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
+    settings = (backends.cudnn.conv, backends.cuda.matmul)
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"
     try:
-        yield
+        with ExactConvolutions():
+            yield
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
+
+
+class ExactConvolutions(TorchFunctionMode):
+    """Computes two-dimensional convolutions without cuDNN in a `with` block.
+
+    Without TF32, cuDNN 9.19 takes FFTs for large ones, with tens of gigabytes of workspace, and 16 of 1,024 channels
+    are wrong: 8 × 512 × 64 × 64 with a 3 × 3 kernel, on an H100. PyTorch's own kernels need memory for the inputs of
+    one image, times the size of the kernel. Where that is missing, cuDNN has none for FFTs either, and is used.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of PyTorch; see `torch.overrides`."""
+        del types
+        kwargs = kwargs or {}
+        if func is not torch.conv2d:
+            return func(*args, **kwargs)
+        backends: Any = torch.backends
+        before = backends.cudnn.enabled
+        backends.cudnn.enabled = False
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            backends.cudnn.enabled = before
+            return func(*args, **kwargs)
+        finally:
+            backends.cudnn.enabled = before
 
 
 def _weights(module: nn.Module) -> int:

@@ -4,17 +4,20 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from runtime.core.errors import ModelError
 from runtime.core.loras import Lora
 from runtime.engines import reference
 from runtime.engines.programs import load_program
-from runtime.engines.reference import PROMPT, BlocksOnDevice, encoded_prompt, load_reference
+from runtime.engines.reference import PROMPT, BlocksOnDevice, ExactConvolutions, encoded_prompt, load_reference
 from runtime.models.catalogue import find
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
@@ -159,3 +162,39 @@ def test_a_model_without_its_text_encoder_has_no_prompt(deep: ModelSpec, tmp_pat
     with pytest.raises(ModelError):
         load_reference(spec, "text_encoder", "text_encoder", "cpu")
     assert encoded_prompt(spec, "cpu") is None
+
+
+class Seen(TorchFunctionMode):
+    """Records whether convolutions may use cuDNN; one without it runs out of memory if `full`."""
+
+    def __init__(self, *, full: bool = False) -> None:
+        super().__init__()
+        self.cudnn: list[bool] = []
+        self.full = full
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in {torch.conv2d, torch.conv3d}:
+            self.cudnn.append(torch.backends.cudnn.enabled)
+            if self.full and not torch.backends.cudnn.enabled:
+                raise torch.OutOfMemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("layer", "full", "cudnn"),
+    [(nn.Conv2d, False, [False]), (nn.Conv2d, True, [False, True]), (nn.Conv3d, False, [True])],
+)
+def test_exact_convolutions_use_cudnn_in_three_dimensions_or_if_memory_runs_out(
+    layer: type[nn.Conv2d | nn.Conv3d], full: bool, cudnn: list[bool]
+) -> None:
+    convolution = layer(2, 3, 3, padding=1)
+    given = torch.randn(1, 2, *[4] * (convolution.weight.dim() - 2))
+    expected = convolution(given)
+    seen = Seen(full=full)
+    with seen, ExactConvolutions():
+        found = convolution(given)
+        assert torch.backends.cudnn.enabled
+    assert seen.cudnn == cudnn
+    assert torch.equal(found, expected)

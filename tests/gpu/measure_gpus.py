@@ -9,7 +9,7 @@ Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and 
 at full size in `TANDEM_CHECKS`; only a step cache's seconds depend on their values. Each variant loads its own
 processes, prints a JSON object and appends it to $OUT/gpus.jsonl. `--asked` overrides fields of the request. Errors
 are ‖out - one‖ / ‖one‖ relative to one GPU, next to the differences between two equal runs on one GPU and with another
-attention kernel, which are left out at 720p. `clip` needs ffmpeg.
+attention kernel, which are left out at 720p. `clip` needs ffmpeg; set GOMP_SPINCOUNT=1000 for it, as the app does.
 wan2.2-i2v-a14b starts from examples/boat.png.
 """
 

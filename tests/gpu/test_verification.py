@@ -45,6 +45,15 @@ def test_the_reference_equals_the_program_on_the_gpu(tiny: Callable[[str], Model
         assert all(errors(case.expected[key], expected[key])[0] < 1e-6 for key in expected)
 
 
+def test_large_convolutions_are_exact_in_float32() -> None:
+    torch.manual_seed(0)
+    given, weight = torch.randn(8, 512, 64, 64), torch.randn(1024, 512, 3, 3) / 68
+    expected = torch.conv2d(given, weight, padding=1)
+    with full_float32(torch.device(DEVICE)):
+        found = torch.conv2d(given.to(DEVICE), weight.to(DEVICE), padding=1)
+    assert errors(found.cpu(), expected)[0] < 1e-5
+
+
 def test_the_reference_takes_the_memory_of_one_block(tmp_path: Path) -> None:
     spec = find(str(wide_models.build("wan2.1-1.3b", tmp_path / "wide", BLOCKS)), tmp_path)
     program = load_reference(spec, "transformer", "transformer", DEVICE)
