@@ -15,7 +15,7 @@ hooks, and with them offloading, caching, LoRAs and quantized layers, still work
 enough, because the order of operations changes in the whole block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -263,15 +263,27 @@ class EngineStep:
 
 
 class TextState:
-    """A text in one transformer: its projection, and optionally every block's keys and values of it."""
+    """A text in one transformer: its projection, and optionally each block's keys and values of it.
 
-    def __init__(self, projected: torch.Tensor, per_block: list[tuple[torch.Tensor, ...]] | None) -> None:
+    A block's are computed when it first asks: the GPU then still computes the block before it, and launching their
+    kernels takes no time.
+
+    Args:
+        blocks: whose keys and values are kept; `None` keeps none. Their weights must be on the device.
+    """
+
+    def __init__(self, projected: torch.Tensor, blocks: Sequence[Any] | None) -> None:
         self._projected = projected
-        self._per_block = per_block
+        self._blocks = blocks
+        self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def for_block(self, index: int) -> BlockText:
         """Return the text as block `index` takes it."""
-        return self._projected if self._per_block is None else self._per_block[index]
+        if self._blocks is None:
+            return self._projected
+        if index not in self._kept:
+            self._kept[index] = keys_and_values(self._blocks[index].attn2, self._projected)
+        return self._kept[index]
 
 
 def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> TextState:
@@ -279,7 +291,7 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
 
     Args:
         embeds: for a transformer that attends to images, with their tokens before those of the text, see `Denoiser`.
-        keys_values: whether to compute every block's keys and values too; all weights must be on the device.
+        keys_values: whether each block's keys and values are kept; see `TextState`.
     """
     embedder = module.condition_embedder
     text = embeds[:, -MAX_SEQUENCE_LENGTH:]
@@ -289,8 +301,7 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
         if embedder.image_embedder.pos_embed is not None:
             image = image.unflatten(1, (2, -1)).flatten(0, 1)  # as diffusers takes two images
         projected = torch.cat([embedder.image_embedder(image), projected], dim=1)
-    per_block = [keys_and_values(block.attn2, projected) for block in module.blocks] if keys_values else None
-    return TextState(projected, per_block)
+    return TextState(projected, module.blocks if keys_values else None)
 
 
 def install(module: Any, kind: str = "native", step: BlockStep = block_step, *, wide: bool = False) -> None:
