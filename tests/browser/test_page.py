@@ -51,6 +51,8 @@ CUT_OFF = """
 PLAYING = (
     "() => { const v = document.querySelector('#picture video'); return v && v.videoWidth > 0 && v.currentTime > 0.2 }"
 )
+# The mark of a picture that is not of the refused request.
+EARLIER = "() => getComputedStyle(document.querySelector('#picture .blank span'), '::before').content"
 
 
 def choose_diorama(page: Any) -> None:
@@ -168,6 +170,8 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     # The picture of an earlier job comes after the error.
     alert, picture = (page.locator(name).bounding_box() for name in ("#status", "#picture"))
     assert alert["y"] + alert["height"] <= picture["y"] and alert["y"] == earlier["y"]
+    # There is none yet.
+    assert page.evaluate(EARLIER) == "none"
     assert page.inner_text("#status [role=alert]").split("\n") == [
         "The prompt is empty.",
         "Describe the video in a sentence.",
@@ -287,12 +291,11 @@ def test_the_last_preview_stays_after_a_cancellation(open_page: OpenPage) -> Non
     assert page.is_visible("#picture img.preview") and "Cancelled: last preview" in page.inner_text("#picture")
     assert page.is_visible("#status [data-action=resume]")
     # After a refused request it is marked as that of an earlier video.
-    mark = "() => getComputedStyle(document.querySelector('#picture .blank span'), '::before').content"
-    assert "Earlier" not in page.evaluate(mark)
+    assert page.evaluate(EARLIER) == "none"
     page.fill("#field-prompt textarea", "")
     page.click("#generate")
     wait_for_state(page, "failed")
-    assert "Earlier video." in page.evaluate(mark)
+    assert "Earlier video." in page.evaluate(EARLIER)
 
 
 def test_the_first_seconds_play_while_others_are_decoded(open_page: OpenPage) -> None:
