@@ -99,21 +99,14 @@ def largest_list(form: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None
 
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Compute exactly in a `with` block: without TF32, and with `ExactConvolutions`.
-
-    By default, cuDNN rounds the inputs of convolutions to 10 bits of mantissa.
-    """
-    if device.type != "cuda":
-        yield
-        return
+    """Disable TF32 in a `with` block; by default, cuDNN rounds the inputs of convolutions to 10 bits of mantissa."""
     backends: Any = torch.backends
-    settings = (backends.cudnn.conv, backends.cuda.matmul)
+    settings = (backends.cudnn.conv, backends.cuda.matmul) if device.type == "cuda" else ()
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"
     try:
-        with ExactConvolutions():
-            yield
+        yield
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision

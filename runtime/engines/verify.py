@@ -17,7 +17,7 @@ import torch
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
 from runtime.engines.component_programs import Program
-from runtime.engines.reference import full_float32
+from runtime.engines.reference import ExactConvolutions, full_float32
 from runtime.engines.sessions import Session
 from runtime.models.spec import FRAME_DECODER
 from runtime.planner.engine_index import ShapeProfile
@@ -132,7 +132,7 @@ def cases_of(program: Program, profile: ShapeProfile, text: torch.Tensor | None 
             continue
         try:
             inputs = program.inputs(size)
-            with full_float32(program.device):
+            with full_float32(program.device), ExactConvolutions():
                 expected = program.run(**inputs)
         except _OUT_OF_MEMORY:
             # The float32 reference may need more memory than the engine.

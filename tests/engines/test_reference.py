@@ -18,10 +18,12 @@ from runtime.core.loras import Lora
 from runtime.engines import reference
 from runtime.engines.programs import load_program
 from runtime.engines.reference import PROMPT, BlocksOnDevice, ExactConvolutions, encoded_prompt, load_reference
+from runtime.engines.verify import cases_of
 from runtime.models.catalogue import find
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_stored
+from runtime.planner.engine_index import ShapeProfile
 from tests import lora_files
 from tests.hostile_files import HOSTILE
 from tests.planner.test_live_bytes import Counted
@@ -165,36 +167,45 @@ def test_a_model_without_its_text_encoder_has_no_prompt(deep: ModelSpec, tmp_pat
 
 
 class Seen(TorchFunctionMode):
-    """Records whether convolutions may use cuDNN; one without it runs out of memory if `full`."""
+    """Records convolutions and whether they may use cuDNN; those without it run out of memory if `full`."""
 
     def __init__(self, *, full: bool = False) -> None:
         super().__init__()
-        self.cudnn: list[bool] = []
+        self.found: list[tuple[str, bool]] = []
         self.full = full
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in {torch.conv2d, torch.conv3d}:
-            self.cudnn.append(torch.backends.cudnn.enabled)
+            self.found.append((func.__name__, torch.backends.cudnn.enabled))
             if self.full and not torch.backends.cudnn.enabled:
                 raise torch.OutOfMemoryError
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    ("layer", "full", "cudnn"),
-    [(nn.Conv2d, False, [False]), (nn.Conv2d, True, [False, True]), (nn.Conv3d, False, [True])],
+    ("layer", "full", "expected"),
+    [
+        (nn.Conv2d, False, [("conv2d", False)]),
+        (nn.Conv2d, True, [("conv2d", False), ("conv2d", True)]),
+        (nn.Conv3d, False, [("conv3d", True)]),
+    ],
 )
 def test_exact_convolutions_use_cudnn_in_three_dimensions_or_if_memory_runs_out(
-    layer: type[nn.Conv2d | nn.Conv3d], full: bool, cudnn: list[bool]
+    layer: type[nn.Conv2d | nn.Conv3d], full: bool, expected: list[tuple[str, bool]]
 ) -> None:
     convolution = layer(2, 3, 3, padding=1)
     given = torch.randn(1, 2, *[4] * (convolution.weight.dim() - 2))
-    expected = convolution(given)
-    seen = Seen(full=full)
-    with seen, ExactConvolutions():
+    with Seen(full=full) as seen, ExactConvolutions():
         found = convolution(given)
         assert torch.backends.cudnn.enabled
-    assert seen.cudnn == cudnn
-    assert torch.equal(found, expected)
+    assert seen.found == expected
+    assert torch.equal(found, convolution(given))
+
+
+def test_decoders_are_verified_with_exact_convolutions(tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.1"), "vae", "vae_first", device="cpu", dtype="float32")
+    with Seen() as seen:
+        list(cases_of(program, ShapeProfile.fixed((1, 4, 4))))
+    assert set(seen.found) == {("conv2d", False), ("conv3d", True)}

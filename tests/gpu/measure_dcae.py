@@ -59,7 +59,7 @@ from runtime.engines import frame_decoders
 from runtime.engines.build import build_engine
 from runtime.engines.builders import tensorrt
 from runtime.engines.frame_decoders import BATCH
-from runtime.engines.reference import full_float32
+from runtime.engines.reference import ExactConvolutions, full_float32
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.families.dcae.owl_programs import OwlDecoder
 from runtime.families.dcae.sources import spec_of
@@ -138,7 +138,7 @@ class Measurement:
         self.facts = {"model": arguments.models, "wanted": arguments.sizes, "frames": f"{BATCH}x{height}x{width}"}
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         reference = self.placed(torch.float32)
-        with torch.no_grad(), full_float32(self.device):
+        with torch.no_grad(), full_float32(self.device), ExactConvolutions():
             self.expected = reference(self.latents[0]).cpu()
         del reference
         self.free()

@@ -8,7 +8,7 @@ import torch
 
 from runtime.engines.block_reference import compare_blocks
 from runtime.engines.programs import load_program
-from runtime.engines.reference import encoded_prompt, full_float32, load_reference
+from runtime.engines.reference import ExactConvolutions, encoded_prompt, full_float32, load_reference
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.engines.verify import cases_of, errors
@@ -49,7 +49,7 @@ def test_large_convolutions_are_exact_in_float32() -> None:
     torch.manual_seed(0)
     given, weight = torch.randn(8, 512, 64, 64), torch.randn(1024, 512, 3, 3) / 68
     expected = torch.conv2d(given, weight, padding=1)
-    with full_float32(torch.device(DEVICE)):
+    with full_float32(torch.device(DEVICE)), ExactConvolutions():
         found = torch.conv2d(given.to(DEVICE), weight.to(DEVICE), padding=1)
     assert errors(found.cpu(), expected)[0] < 1e-5
 
