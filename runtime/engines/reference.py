@@ -118,6 +118,8 @@ class ExactConvolutions(TorchFunctionMode):
     Without TF32, cuDNN 9.19 takes FFTs for large ones, with tens of gigabytes of workspace, and 16 of 1,024 channels
     are wrong: 8 × 512 × 64 × 64 with a 3 × 3 kernel, on an H100. PyTorch's own kernels need memory for the inputs of
     one image, times the size of the kernel. Where that is missing, cuDNN has none for FFTs either, and is used.
+
+    `full_float32` does not include it, because compilers would trace it with the code that they compile.
     """
 
     def __torch_function__(
@@ -126,18 +128,15 @@ class ExactConvolutions(TorchFunctionMode):
         """Call a function of PyTorch; see `torch.overrides`."""
         del types
         kwargs = kwargs or {}
-        if func is not torch.conv2d:
-            return func(*args, **kwargs)
-        backends: Any = torch.backends
-        before = backends.cudnn.enabled
-        backends.cudnn.enabled = False
-        try:
-            return func(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            backends.cudnn.enabled = before
-            return func(*args, **kwargs)
-        finally:
-            backends.cudnn.enabled = before
+        if func is torch.conv2d:
+            cudnn: Any = torch.backends.cudnn
+            before, cudnn.enabled = cudnn.enabled, False
+            try:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    return func(*args, **kwargs)
+            finally:
+                cudnn.enabled = before
+        return func(*args, **kwargs)
 
 
 def _weights(module: nn.Module) -> int:

@@ -25,9 +25,6 @@ OnDegraded = Callable[[Fact], None]
 _LOCK = ".lock"
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _FLASH4, _USE_FLASH4 = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-# No second round of kernels for reductions: PyTorch 2.11 measures them in each process, although the cache has the one
-# that was chosen. Compiling from the cache then takes 2.7 s instead of 1.1 s on an H100; steps take as long.
-_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"dynamic_scale_rblock": False}
 # Dynamo recompiles a function for each new size or memory layout. After this many, all compiled code is discarded.
 _RECOMPILE_LIMIT = 32
 # Signatures of the inputs that each function was compiled for in this process.
@@ -114,7 +111,9 @@ class CompiledStep(WithFallback):
     def __init__(self, function: Callable[..., Any], on_degraded: OnDegraded | None = None) -> None:
         super().__init__("execution.compilation_failed", on_degraded)
         self._function = function
-        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, options=_OPTIONS)
+        # By default, PyTorch 2.11 measures kernels of reductions in each process, although the chosen one is cached.
+        # Compiling from the cache takes 1.1 s without that, 2.7 s with it (H100); steps take as long.
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, options={"dynamic_scale_rblock": False})
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the result of the function."""
