@@ -40,7 +40,14 @@ _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transfo
 # What the programs of block engines are made from.
 _OF_BLOCKS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
 # Modules beside this one with code that is exported.
-_EXPORTED_MODULES = ("programs.py", "component_programs.py", "block_programs.py", "signatures.py", "fp8.py")
+_EXPORTED_MODULES = (
+    "programs.py",
+    "component_programs.py",
+    "block_programs.py",
+    "signatures.py",
+    "fp8.py",
+    "tensorrt_operators.py",
+)
 _REVISION_LENGTH = 16
 # Python 3.11 counts the depth of syntax trees for all threads together, and fails if two of them parse at once.
 _PARSING = threading.Lock()

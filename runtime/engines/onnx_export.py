@@ -6,7 +6,7 @@ exceeded.
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,14 @@ class Exported:
         return {**vars(self), "path": str(self.path)}
 
 
-def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: bool = False) -> None:
+def export_onnx(
+    program: Program,
+    profile: ShapeProfile,
+    path: Path,
+    *,
+    cut: bool = False,
+    operators: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> None:
     """Write `path`, and its weights as `path` + ".data" if they are large.
 
     The file's tensors have the program's names, except those in `TENSOR_NAMES`.
@@ -66,6 +73,7 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
         program: of any dtype and device; its tensors are the file's.
         profile: sizes are dynamic where its minimum and maximum differ.
         cut: whether the transformer's text is cut (`programs.cut_text`).
+        operators: translations of PyTorch's operators to ONNX, instead of the exporter's.
 
     Raises:
         torch.onnx.errors.OnnxExporterError: if torch cannot translate an operator.
@@ -77,7 +85,7 @@ def export_onnx(program: Program, profile: ShapeProfile, path: Path, *, cut: boo
             program.export(profile, cut=cut),
             dynamo=True,
             opset_version=FP8_OPSET if isinstance(program.module, Fp8Part) else OPSET,
-            custom_translation_table={torch.ops.tandem.fp8_product.default: _fp8_product},
+            custom_translation_table={torch.ops.tandem.fp8_product.default: _fp8_product, **(operators or {})},
             input_names=[tensor.name for tensor in signature.inputs],
             output_names=[_output_name(name) for name in program.output_names],
             external_data=large,

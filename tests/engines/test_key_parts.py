@@ -180,7 +180,14 @@ def test_export_revision_covers_the_programs_of_shared_families(monkeypatch: pyt
     export_revision.cache_clear()
 
 
-CODE = ("programs.py", "component_programs.py", "block_programs.py", "signatures.py", "fp8.py")
+CODE = (
+    "programs.py",
+    "component_programs.py",
+    "block_programs.py",
+    "signatures.py",
+    "fp8.py",
+    "tensorrt_operators.py",
+)
 
 
 @pytest.mark.parametrize("module", CODE)

@@ -53,6 +53,36 @@ def test_wide_depthwise_convolutions_are_split(bias: bool, tmp_path: Path, monke
     assert relative_error(torch.from_numpy(found), module(x)) < 1e-6
 
 
+class Residual(torch.nn.Module):
+    """Sums of convolutions: with the input, of two, and with the input of one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (n, 4, h, w) of `x`, of the same shape."""
+        first, second, third, fourth = self.layers
+        x = first(x) + x
+        x = second(x) + third(x)
+        y = fourth(x)
+        return (y + x) * y
+
+
+def test_sums_of_convolutions_become_differences(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, x, path = Residual().eval(), torch.randn(2, 4, 5, 6), tmp_path / "x.onnx"
+    exported = torch.onnx.export(module, (x,), dynamo=True, opset_version=18, input_names=["x"], verbose=False)
+    assert exported is not None
+    exported.save(path, external_data=False)
+    to_opset_17(path)
+    check_structure(path)
+    kinds = [node.op_type for node in onnx.load(str(path)).graph.node]
+    assert (kinds.count("Sub"), kinds.count("Add")) == (1, 2)
+    (found,) = onnxruntime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
+    assert relative_error(torch.from_numpy(found), module(x)) < 1e-6
+
+
 class Mixed(torch.nn.Module):
     """A convolution in float16 and a product of large sums in float32."""
 

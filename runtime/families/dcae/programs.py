@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_dc import DCUpBlock2d
 from torch import nn
 
 # The least divisor in attention. Where diffusers divides 0 by 1e-15, exporters drop that summand and float16 has no
@@ -80,6 +81,18 @@ class ChannelsFirstAttention(nn.Module):
         return value @ weights.to(value.dtype)
 
 
+class UpBlock(nn.Module):
+    """A diffusers `DCUpBlock2d` with a shortcut, whose two pixel shuffles are one: that of the sum."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.conv, self.repeats = block.conv, block.repeats
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, channels_out, 2 · height, 2 · width)."""
+        return F.pixel_shuffle(self.conv(x) + x.repeat_interleave(self.repeats, dim=1), 2)
+
+
 class ChannelsFirstFeedForward(nn.Module):
     """A diffusers `GLUMBConv` with RMSNorm and a residual."""
 
@@ -96,6 +109,8 @@ class ChannelsFirstFeedForward(nn.Module):
 
 def channels_first(block: Any) -> nn.Module:
     """Return a block of an `AutoencoderDC` that normalizes channels in place; one of another kind as it is."""
+    if isinstance(block, DCUpBlock2d) and block.shortcut and not block.interpolate:
+        return UpBlock(block)
     if getattr(block, "norm_type", "") == "rms_norm":
         return ChannelsFirstBlock(block)
     attention = getattr(block, "attn", None)

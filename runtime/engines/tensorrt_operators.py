@@ -1,0 +1,80 @@
+"""Translations to ONNX of operators that TensorRT computes slowly, for decoders of single frames.
+
+TensorRT moves the values of pixel shuffles and repeated channels, and interpolates, without tensor cores and in another
+memory layout than convolutions. As transposed convolutions, 1×1 convolutions and matrix products the results are the
+same: their factors are 0 and 1, or those of the interpolation. Measured in `bench/h200.md`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops import core, nn
+
+_op: Any = opset18
+_IMAGE_AXES = 4
+# Tensor cores take channels in eights.
+_CHANNELS = 8
+
+
+def _pixel_shuffle(x: Any, upscale_factor: int) -> Any:
+    """Translate `torch.pixel_shuffle`: a transposed convolution moves each channel to its pixel."""
+    sizes, factor = _sizes(x), upscale_factor
+    if len(sizes) != _IMAGE_AXES or sizes[1] is None or sizes[1] % (factor**2 * _CHANNELS):
+        return core.aten_pixel_shuffle(x, upscale_factor)
+    weight = np.eye(sizes[1]).reshape(sizes[1], -1, factor, factor)
+    return _op.ConvTranspose(x, _constant(x, weight), strides=[factor, factor])
+
+
+def _repeat_interleave(x: Any, repeats: Any, dim: int | None = None, output_size: Any = None) -> Any:
+    """Translate `torch.repeat_interleave`: a 1×1 convolution copies channels."""
+    sizes = _sizes(x)
+    if dim != 1 or len(sizes) != _IMAGE_AXES or sizes[1] is None or not isinstance(repeats, int):
+        return core.aten_repeat_interleave_self_int(x, repeats, dim, output_size)
+    weight = np.eye(sizes[1]).repeat(repeats, axis=0)[:, :, None, None]
+    return _op.Conv(x, _constant(x, weight))
+
+
+def _bicubic(x: Any, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
+    """Translate bicubic `torch.nn.functional.interpolate`: matrix products, if the dtype has their factors exactly."""
+    sizes, scales = _sizes(x)[2:], scale_factors or (None, None)
+    known = scale_factors or all(isinstance(size, int) for size in output_size)
+    if known and None not in sizes:
+        wanted = output_size or (None, None)
+        rows, columns = (
+            _bicubic_matrix(size or 0, to, scale, align_corners)
+            for size, to, scale in zip(sizes, wanted, scales, strict=True)
+        )
+        if all((one.astype(x.dtype.numpy()) == one).all() for one in (rows, columns)):
+            return _op.MatMul(_constant(x, rows), _op.MatMul(x, _constant(x, columns.T)))
+    return nn.aten_upsample_bicubic2d_vec(x, output_size, align_corners, scale_factors)
+
+
+def _bicubic_matrix(size: int, wanted: int | None, scale: float | None, align_corners: bool) -> np.ndarray:
+    """Return the factors of bicubic interpolation along an axis, (new size, size): the results of unit vectors."""
+    units = torch.eye(size)[:, None, :, None]
+    to = None if wanted is None else (wanted, 1)
+    by = None if scale is None else (scale, 1.0)
+    found = F.interpolate(units, size=to, scale_factor=by, mode="bicubic", align_corners=align_corners)
+    return found[:, 0, :, 0].T.numpy()
+
+
+def _sizes(x: Any) -> list[int | None]:
+    """Return a tensor's shape, with None for each dynamic size."""
+    return [size if isinstance(size, int) else None for size in x.shape]
+
+
+def _constant(x: Any, values: np.ndarray) -> Any:
+    """Return a constant of the dtype of `x`."""
+    return _op.Constant(value=ir.tensor(values.astype(x.dtype.numpy())))
+
+
+FRAME_DECODER_OPERATORS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.pixel_shuffle.default: _pixel_shuffle,
+    torch.ops.aten.repeat_interleave.self_int: _repeat_interleave,
+    torch.ops.aten.upsample_bicubic2d.vec: _bicubic,
+}
