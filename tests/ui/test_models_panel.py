@@ -139,6 +139,8 @@ def test_a_model_that_fills_the_disk_is_marked(shown: Shown, monkeypatch: pytest
 
 
 def test_a_model_is_downloaded_and_can_be_chosen(shown: Shown) -> None:
+    # Else it may be complete before the panel is drawn.
+    shown.hub.faults[VAE] = Fault("slow")
     view = shown.view("download", NAME)
     assert 'data-state="queued"' in view or 'data-state="running"' in view
     view = shown.settle()
