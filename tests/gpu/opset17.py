@@ -211,6 +211,7 @@ def _subtract_convolutions(graph: Any) -> None:
 
     inline = {one.name: one for one in graph.initializer if one.data_location != onnx.TensorProto.EXTERNAL}
     uses = Counter(name for node in graph.node for name in node.input)
+    uses.update(one.name for one in graph.output)
     convolutions = {node.output[0]: node for node in graph.node if node.op_type == "Conv"}
     for node in graph.node:
         summed = [name for name in node.input if name in convolutions]

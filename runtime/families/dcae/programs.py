@@ -108,7 +108,7 @@ class ChannelsFirstFeedForward(nn.Module):
 
 
 def channels_first(block: Any) -> nn.Module:
-    """Return a block of an `AutoencoderDC` that normalizes channels in place; one of another kind as it is."""
+    """Return the faster form of a block of an `AutoencoderDC`, or the block itself if it has none."""
     if isinstance(block, DCUpBlock2d) and block.shortcut and not block.interpolate:
         return UpBlock(block)
     if getattr(block, "norm_type", "") == "rms_norm":
