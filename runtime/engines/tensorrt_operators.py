@@ -17,39 +17,34 @@ from onnxscript.function_libs.torch_lib.ops import core, nn
 
 _op: Any = opset18
 _IMAGE_AXES = 4
-_DYNAMIC = -1
 # Tensor cores take channels in eights.
-_CHANNELS = 8
+_EIGHT = 8
 
 
 def _pixel_shuffle(x: Any, upscale_factor: int) -> Any:
     """Translate `torch.pixel_shuffle`: a transposed convolution moves each channel to its pixel."""
-    sizes = _sizes(x)
-    if len(sizes) != _IMAGE_AXES or sizes[1] == _DYNAMIC or sizes[1] % (upscale_factor**2 * _CHANNELS):
+    channels = _channels(x)
+    if not channels or channels % (upscale_factor**2 * _EIGHT):
         return core.aten_pixel_shuffle(x, upscale_factor)
-    weight = np.eye(sizes[1]).reshape(sizes[1], -1, upscale_factor, upscale_factor)
+    weight = np.eye(channels).reshape(channels, -1, upscale_factor, upscale_factor)
     return _op.ConvTranspose(x, _constant(x, weight), strides=[upscale_factor, upscale_factor])
 
 
 def _repeat_interleave(x: Any, repeats: Any, dim: int | None = None, output_size: Any = None) -> Any:
     """Translate `torch.repeat_interleave`: a 1×1 convolution copies channels."""
-    sizes = _sizes(x)
-    if dim != 1 or len(sizes) != _IMAGE_AXES or sizes[1] == _DYNAMIC or not isinstance(repeats, int):
+    channels = _channels(x)
+    if dim != 1 or not channels or not isinstance(repeats, int):
         return core.aten_repeat_interleave_self_int(x, repeats, dim, output_size)
-    weight = np.eye(sizes[1]).repeat(repeats, axis=0)[:, :, None, None]
+    weight = np.eye(channels).repeat(repeats, axis=0)[:, :, None, None]
     return _op.Conv(x, _constant(x, weight))
 
 
 def _bicubic(x: Any, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
     """Translate bicubic `torch.nn.functional.interpolate`: matrix products, if the dtype has their factors exactly."""
-    sizes, scales = _sizes(x)[2:], scale_factors or (None, None)
-    known = scale_factors or all(isinstance(size, int) for size in output_size)
-    if known and _DYNAMIC not in sizes:
-        wanted = output_size or (None, None)
-        rows, columns = (
-            _bicubic_matrix(size, to, scale, align_corners)
-            for size, to, scale in zip(sizes, wanted, scales, strict=True)
-        )
+    sizes = x.shape[2:]
+    if all(isinstance(size, int) for size in (*sizes, *(output_size or ()))):
+        axes = zip(sizes, output_size or (None, None), scale_factors or (None, None), strict=True)
+        rows, columns = (_bicubic_matrix(size, wanted, scale, align_corners) for size, wanted, scale in axes)
         if all((one.astype(x.dtype.numpy()) == one).all() for one in (rows, columns)):
             return _op.MatMul(_constant(x, rows), _op.MatMul(x, _constant(x, columns.T)))
     return nn.aten_upsample_bicubic2d_vec(x, output_size, align_corners, scale_factors)
@@ -64,9 +59,9 @@ def _bicubic_matrix(size: int, wanted: int | None, scale: float | None, align_co
     return found[:, 0, :, 0].T.numpy()
 
 
-def _sizes(x: Any) -> list[int]:
-    """Return a tensor's shape, with `_DYNAMIC` for each dynamic size."""
-    return [size if isinstance(size, int) else _DYNAMIC for size in x.shape]
+def _channels(x: Any) -> int:
+    """Return the channels of images (batch, channels, height, width); 0 for other tensors, or if they are dynamic."""
+    return x.shape[1] if len(x.shape) == _IMAGE_AXES and isinstance(x.shape[1], int) else 0
 
 
 def _constant(x: Any, values: np.ndarray) -> Any:

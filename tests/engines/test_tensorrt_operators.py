@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.engines.onnx_export import check_structure, export_onnx
+from runtime.engines.onnx_export import OPSET, check_structure, export_onnx
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.tensorrt_operators import FRAME_DECODER_OPERATORS
@@ -23,6 +23,26 @@ from tests.families.dcae import decoders
 
 USUAL = ("DepthToSpace", "Resize", "Expand")
 BATCHES = {"1 to 8": (1, 8), "8": (8, 8)}
+
+
+def kinds_of(path: Path) -> Counter[str]:
+    """Return how many operators of each kind a file has."""
+    return Counter(node.op_type for node in onnx.load(str(path)).graph.node)
+
+
+def exported(module: nn.Module, x: torch.Tensor, path: Path) -> Counter[str]:
+    """Export a module of one tensor with the translations; return how many operators of each kind it has."""
+    torch.onnx.export(
+        module,
+        (x,),
+        path,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=["x"],
+        verbose=False,
+        custom_translation_table=dict(FRAME_DECODER_OPERATORS),
+    )
+    return kinds_of(path)
 
 
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
@@ -48,7 +68,7 @@ def test_frame_decoders_compute_the_same(
     profile, path = ShapeProfile(low, high, high), tmp_path / "x.onnx"
     export_onnx(program, profile, path, operators=FRAME_DECODER_OPERATORS)
     check_structure(path)
-    found = Counter(node.op_type for node in onnx.load(str(path)).graph.node)
+    found = kinds_of(path)
     assert {kind: found[kind] for kind in USUAL if found[kind]} == left
     assert found["ConvTranspose"] > 0
     with OnnxRuntimeSession(path, provider="cpu", precision="float32", device="cpu") as session:
@@ -77,17 +97,7 @@ class Operators(nn.Module):
 def test_operators_compute_the_same(translated: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, x, path = Operators(translated=translated).eval(), torch.randn(2, 32, 5, 6), tmp_path / "x.onnx"
-    torch.onnx.export(
-        module,
-        (x,),
-        path,
-        dynamo=True,
-        opset_version=18,
-        input_names=["x"],
-        verbose=False,
-        custom_translation_table=dict(FRAME_DECODER_OPERATORS),
-    )
-    kinds = {node.op_type for node in onnx.load(str(path)).graph.node}
+    kinds = set(exported(module, x, path))
     assert bool(kinds & {"DepthToSpace", "Resize"}) is not translated
     assert ({"ConvTranspose", "Conv", "MatMul"} <= kinds) is translated
     found = onnxruntime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
@@ -100,16 +110,5 @@ def test_bicubic_factors_that_the_dtype_lacks_stay_an_interpolation(tmp_path: Pa
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return F.interpolate(x, scale_factor=2.0, mode="bicubic"), F.interpolate(x, size=(7, 7), mode="bicubic")
 
-    path = tmp_path / "x.onnx"
-    x = torch.randn(1, 8, 10, 10).half()
-    torch.onnx.export(
-        Resized().eval(),
-        (x,),
-        path,
-        dynamo=True,
-        opset_version=18,
-        verbose=False,
-        custom_translation_table=dict(FRAME_DECODER_OPERATORS),
-    )
-    kinds = Counter(node.op_type for node in onnx.load(str(path)).graph.node)
+    kinds = exported(Resized().eval(), torch.randn(1, 8, 10, 10).half(), tmp_path / "x.onnx")
     assert (kinds["Resize"], kinds["MatMul"]) == (1, 2)

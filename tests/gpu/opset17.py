@@ -4,8 +4,9 @@ Between the two opsets, of the operators that our forms export to, these differ:
 input, `Split` has `num_outputs`, `Resize` and `ScatterND` have new attributes, `Pad` a new input. `Shape` has `start`
 and `end` in both, and 8.6 does not look at them: a slice does it. For `InstanceNormalization`, to which group norms are
 exported, 8.6.0 has a plugin only, which needs another cuDNN: it is spelt out. Depthwise convolutions of thousands of
-channels are split: 8.6 took up to 79 s to time one float32 kernel for 16,384 channels. A sum of a convolution becomes
-a difference: 8.6 fuses sums into convolutions, for which it has no kernel for Hopper (0.35 instead of 0.20 ms).
+channels are split: 8.6 took up to 79 s to time one float32 kernel for 16,384 channels. The sum of a convolution and
+another tensor becomes a difference: 8.6 computes such a sum in the convolution's kernel, and has none for Hopper that
+does so (0.35 instead of 0.20 ms).
 """
 
 import itertools
@@ -217,17 +218,17 @@ def _subtract_convolutions(graph: Any) -> None:
         summed = [name for name in node.input if name in convolutions]
         if node.op_type != "Add" or len(summed) != 1:
             continue
-        parameters = convolutions[summed[0]].input[1:]
-        (group,) = [one.i for one in convolutions[summed[0]].attribute if one.name == "group"]
-        shared = any(uses[name] > 1 for name in (*summed, *parameters))
+        (out,), (other,) = summed, [name for name in node.input if name not in summed]
+        parameters = convolutions[out].input[1:]
+        (group,) = [one.i for one in convolutions[out].attribute if one.name == "group"]
+        shared = any(uses[name] > 1 for name in (out, *parameters))
         if group > 1 or shared or not inline.keys() >= set(parameters) or inline[parameters[0]].dims[2:] != [3, 3]:
             continue
         for name in parameters:
             negative = -onnx.numpy_helper.to_array(inline[name])
             inline[name].CopyFrom(onnx.numpy_helper.from_array(negative, name))
-        others = [name for name in node.input if name not in convolutions]
         node.op_type = "Sub"
-        node.input[:] = [*others, *summed]
+        node.input[:] = [other, out]
 
 
 def _rows(graph: Any, tensor: Any, start: int, end: int) -> str:

@@ -107,7 +107,7 @@ class ChannelsFirstFeedForward(nn.Module):
         return self.norm(self.conv_point(inner * F.silu(gate))) + x
 
 
-def channels_first(block: Any) -> nn.Module:
+def block_form(block: Any) -> nn.Module:
     """Return the faster form of a block of an `AutoencoderDC`, or the block itself if it has none."""
     if isinstance(block, DCUpBlock2d) and block.shortcut and not block.interpolate:
         return UpBlock(block)
@@ -132,7 +132,7 @@ class ChannelsFirstDecoder(nn.Module):
         self.norm_out = ChannelNorm(decoder.norm_out)
         self.copies = decoder.in_shortcut_repeats if decoder.in_shortcut else 0
         blocks = [module for level in reversed(decoder.up_blocks) for module in level]
-        self.blocks = nn.ModuleList(map(channels_first, blocks))
+        self.blocks = nn.ModuleList(map(block_form, blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return frames, (batch, channels, height, width), unclamped."""
