@@ -19,12 +19,14 @@ _op: Any = opset18
 _IMAGE_AXES = 4
 # Tensor cores take channels in eights.
 _EIGHT = 8
+# Input channels of a pixel shuffle. With more, which small images have, TensorRT takes minutes to select kernels.
+_MOST_SHUFFLED = 1024
 
 
 def _pixel_shuffle(x: Any, upscale_factor: int) -> Any:
     """Translate `torch.pixel_shuffle`: a transposed convolution moves each channel to its pixel."""
     channels = _channels(x)
-    if not channels or channels % (upscale_factor**2 * _EIGHT):
+    if not 0 < channels <= _MOST_SHUFFLED or channels % (upscale_factor**2 * _EIGHT):
         return core.aten_pixel_shuffle(x, upscale_factor)
     weight = np.eye(channels).reshape(channels, -1, upscale_factor, upscale_factor)
     return _op.ConvTranspose(x, _constant(x, weight), strides=[upscale_factor, upscale_factor])

@@ -10,6 +10,7 @@ import torch
 from runtime.core.errors import first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.execution.compilation import OnDegraded
+from runtime.upstream.torch import RECORDING, recording_stream
 
 # Calls before recording, in which libraries select kernels and allocate workspaces.
 _WARM_UP_CALLS = 2
@@ -50,7 +51,8 @@ class CudaGraphRunner:
             if known is state and size == key[1]:
                 return recorded.replay(latents, timestep)
         try:
-            recorded = _Recorded(self._function, latents, timestep, lambda: state)
+            with RECORDING:
+                recorded = _Recorded(self._function, latents, timestep, lambda: state)
         except Exception as error:
             if ran_out(error) is not None:
                 raise
@@ -70,7 +72,7 @@ class CudaGraphRunner:
 @cache
 def _recording_stream(device: torch.device) -> Any:
     """Return a GPU's stream for recording, always the same: libraries keep a workspace per stream."""
-    return torch.cuda.Stream(device)
+    return recording_stream(device)
 
 
 class _Recorded:

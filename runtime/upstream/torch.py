@@ -3,12 +3,16 @@
 `tests/upstream/test_torch.py` fails if a release of PyTorch changes one of them. Imports torch on use.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import ran_out
+
+# Held while a CUDA graph is recorded: PyTorch records one at a time in a process.
+RECORDING = threading.RLock()
 
 
 def recompile_limit(count: int) -> AbstractContextManager[None]:
@@ -40,6 +44,21 @@ def empty_host_cache() -> None:
     empty: Any = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
     if empty is not None:
         empty()
+
+
+def recording_stream(device: Any) -> Any:
+    """Return a stream for recording CUDA graphs, which `torch.cuda.Stream` gives to nothing else in this process.
+
+    Args:
+        device: a CUDA device, or its index.
+
+    Reason: PyTorch has 32 streams of each priority and hands them out again and again, so that another thread may get
+    the one that records. What it starts then becomes part of the graph and does not run, such as copies of weights.
+    Nothing else asks for this priority.
+    """
+    import torch
+
+    return torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]  # torch has no annotation
 
 
 def cuda_failure(device: Any) -> Exception | None:

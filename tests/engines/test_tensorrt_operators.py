@@ -89,8 +89,8 @@ class Operators(nn.Module):
             doubled = F.interpolate(x, scale_factor=2.0, mode="bicubic")
             resized = F.interpolate(x, size=(10, 4), mode="bicubic")
             return F.pixel_shuffle(x, 2), x.repeat_interleave(3, dim=1), doubled, resized
-        few = F.pixel_shuffle(x[:, :12], 2)
-        return few, x.repeat_interleave(2, dim=2), x[0].repeat_interleave(2, dim=1)
+        few, many = F.pixel_shuffle(x[:, :12], 2), F.pixel_shuffle(x.repeat(1, 64, 1, 1), 2)
+        return few, many, x.repeat_interleave(2, dim=2), x[0].repeat_interleave(2, dim=1)
 
 
 @pytest.mark.parametrize("translated", [True, False])

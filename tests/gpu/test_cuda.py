@@ -1,6 +1,7 @@
 """Results on a CUDA device compared with the CPU's. Skipped without a GPU."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, StepDone, VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
@@ -19,6 +22,7 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.planner.resolve import resolve
+from runtime.upstream.torch import recording_stream
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, tiny_plan
 from tests.tiny_models import ARCHITECTURES
@@ -99,3 +103,33 @@ def test_the_default_clip_is_made_on_the_gpu(tmp_path: Path) -> None:
     assert out.stat().st_size > 1000
     assert os.listdir(tmp_path) == ["x.mp4"]  # noqa: PTH208 - names, hidden ones too
     assert 0 < saved.peak_memory_bytes < 8 << 30
+
+
+def test_a_graph_records_nothing_of_other_threads() -> None:
+    source, targets = torch.arange(1024.0).pin_memory(), torch.zeros(64, 1024, device="cuda")
+    streams: set[int] = set()
+
+    def copy() -> None:
+        # PyTorch has 32 streams of the usual priority.
+        for target in targets:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                stream.synchronize()
+            streams.add(stream.cuda_stream)
+
+    def double(latents: torch.Tensor, *_: object) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            thread = threading.Thread(target=copy)
+            thread.start()
+            thread.join()
+        return 2 * latents
+
+    failed: list[Fact] = []
+    runner = CudaGraphRunner(double, failed.append)
+    latents = torch.randn(4, device="cuda")
+    for _ in range(2):
+        assert torch.equal(runner(latents, torch.ones(1), lambda: None), 2 * latents)
+    assert not failed
+    assert torch.equal(targets.cpu(), source.expand(64, -1))
+    assert len(streams) == 32 and recording_stream("cuda").cuda_stream not in streams

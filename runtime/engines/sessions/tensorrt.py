@@ -21,6 +21,7 @@ from runtime.engines import tensorrt_library
 from runtime.engines.manifest import Content
 from runtime.engines.sessions import BlockSession, Session, Weights
 from runtime.planner.engine_index import EngineRecord
+from runtime.upstream.torch import RECORDING, recording_stream
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class PlanSession(Session):
             self._device = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(self._device), tensorrt_library.listen() as messages:
             with tensorrt_library.failures(self._device, "engine.tensorrt_plan_refused"):
-                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own
+                self._stream = recording_stream(self._device)
                 # TensorRT cannot use memory that torch's allocator caches.
                 torch.cuda.empty_cache()
                 self._runtime = self._trt.Runtime(tensorrt_library.logger(self.library))
@@ -347,7 +348,7 @@ class TensorRTSession(PlanSession):
         """Capture one call without running it. If that fails, return None and use no graphs in this session."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(self._stream):
+            with RECORDING, torch.cuda.stream(self._stream):
                 # Other threads may allocate during the capture.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:

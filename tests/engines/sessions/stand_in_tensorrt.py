@@ -194,7 +194,7 @@ def engines(found: Mapping[bytes, Engine]) -> Iterator[None]:
         patch.setattr(tensorrt, "_ALIGNMENT", 64)
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream())
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "current_stream", lambda *_: Stream(0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
