@@ -27,6 +27,7 @@ from runtime.engines.service import EngineService
 from runtime.execution import components
 from runtime.execution.decoded_frames import fetched
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
+from runtime.models.catalogue import add_usable, decoders
 from runtime.models.latent_files import RGB, LatentFile
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -121,6 +122,7 @@ def decode_file(
     """
     with LatentFile(request.latents) as file:
         source = (_Frames if request.spec.only_decodes else _Clips)(file, request.spec)
+        source.check_channels(settings.weights_dir)
         height, width = source.frame_size
         panels = _panels(request, source.channels)
         width *= len(panels)
@@ -199,16 +201,27 @@ class _Source:
         self.clips = file.shape[0] if len(file.shape) > 4 else 1  # noqa: PLR2004 - [b, …]
         self.axes = file.shape[-4:]
         self.outcome: dict[str, Any] = {"backend": PYTORCH}
-        if self.axes[self.channel_axis] != spec.vae.z_dim:
-            raise InvalidRequestError(
-                "latents",
-                "latents.channels",
-                model=spec.title,
-                wanted=spec.vae.z_dim,
-                found=self.axes[self.channel_axis],
-                layout=self.layout,
-                shape="×".join(map(str, file.shape)),
-            )
+
+    def check_channels(self, weights_dir: Path) -> None:
+        """Check that the model takes the latents.
+
+        Args:
+            weights_dir: has the models that the error names if they take them.
+
+        Raises:
+            InvalidRequestError: if they have other channels.
+        """
+        found, wanted = self.axes[self.channel_axis], self.spec.vae.z_dim
+        if found == wanted:
+            return
+        names = [one.name for one in decoders(weights_dir) if one.vae.z_dim == self.axes[_Frames.channel_axis]]
+        videos = add_usable({}, weights_dir).items()
+        names += [name for name, one in videos if one.vae.z_dim == self.axes[_Clips.channel_axis]]
+        shape = "×".join(map(str, self.file.shape))
+        facts = {"model": self.spec.title, "wanted": wanted, "found": found, "shape": shape}
+        if names:
+            raise InvalidRequestError("latents", "latents.of_another_model", models=names, **facts)
+        raise InvalidRequestError("latents", "latents.channels", layout=self.layout, **facts)
 
     def dtype_on(self, device: str) -> str:
         """Return the dtype that the decoder computes in."""

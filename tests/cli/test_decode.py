@@ -296,6 +296,18 @@ def test_bad_arguments_are_refused(
     assert says in f"{what} {to_do}"
 
 
+@pytest.mark.parametrize(
+    ("shape", "given", "takes_it"),
+    [((4, 32, 3, 4), "diorama", "diorama-dcae"), ((16, 3, 4, 4), "diorama-dcae", "diorama")],
+)
+def test_models_that_take_the_latents_are_named(
+    shape: tuple[int, ...], given: str, takes_it: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "z.npy", values(*shape))
+    _, to_do = refused(["decode", str(tmp_path / "z.npy"), "--model", given, "--out", str(tmp_path / "z.mp4")], capsys)
+    assert f"models here, {takes_it} can" in to_do
+
+
 def test_other_files_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "z.pt").write_bytes(pickle.dumps(3))
     (tmp_path / "folder.npy").mkdir()

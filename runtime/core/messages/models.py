@@ -360,6 +360,10 @@ _LATENTS: Mapping[str, Message] = {
         "The latents ({shape}) have {found:n channel}; {model} takes {wanted}.",
         "Give latents of this model as {layout}, or select the model that made them.",
     ),
+    "latents.of_another_model": Message(
+        "The latents ({shape}) have {found:n channel}; {model} takes {wanted}.",
+        "Select the model that made them. Of the models here, {models:list} can decode them.",
+    ),
     "latents.not_finite": Message(
         "Frame {frame} of the latents in {file} contains NaN or Inf.",
         "Make the latents again, or cut the file before that frame.",
