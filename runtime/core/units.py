@@ -1,4 +1,6 @@
-"""Byte counts and durations as text."""
+"""Byte counts, durations and shapes as text."""
+
+from collections.abc import Sequence
 
 _MIB, _GIB = 1 << 20, 1 << 30
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -24,6 +26,11 @@ def duration(seconds: float) -> str:
     if whole < _HOUR:
         return f"{whole // _MINUTE} min {whole % _MINUTE} s"
     return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a tensor's shape: "49×32×7×12"; "one value" without axes."""
+    return "×".join(map(str, shape)) or "one value"
 
 
 def counted(number: int, noun: str) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
+from runtime.core.units import shape_text
 from runtime.engines.component_programs import Program
 from runtime.engines.reference import ExactConvolutions, full_float32
 from runtime.engines.sessions import Session
@@ -138,9 +139,9 @@ def cases_of(program: Program, profile: ShapeProfile, text: torch.Tensor | None 
             # The float32 reference may need more memory than the engine.
             if size == profile.opt:
                 raise
-            yield Case(_size_text(size), required=False, inputs={}, expected=None)
+            yield Case(shape_text(size), required=False, inputs={}, expected=None)
         else:
-            yield Case(_size_text(size), size == profile.opt, inputs, expected)
+            yield Case(shape_text(size), size == profile.opt, inputs, expected)
 
 
 def _trajectory(program: Program, size: LatentSize, text: torch.Tensor | None) -> Iterator[Case]:
@@ -157,7 +158,7 @@ def _trajectory(program: Program, size: LatentSize, text: torch.Tensor | None) -
         inputs = inputs | {"timestep": timestep}
         with full_float32(program.device):
             expected = program.run(**inputs)
-        yield Case(f"{_size_text(size)}, t = {now:g}", required=True, inputs=inputs, expected=expected)
+        yield Case(f"{shape_text(size)}, t = {now:g}", required=True, inputs=inputs, expected=expected)
         own, given = inputs["latents"].tensor_split([expected["velocity"].shape[1]], dim=1)
         moved = own + (after - now) / TRAINING_STEPS * expected["velocity"]
         inputs = inputs | {"latents": torch.cat([moved, given], dim=1)}
@@ -328,7 +329,3 @@ def _detail(worst: _Worst, tolerance: float, largest: _Worst, largest_tolerance:
         data = {"largest": largest.error, "where": largest.where, "tolerance": largest_tolerance}
         return Fact("engine.compared_largest", {"compared": found, **data})
     return found
-
-
-def _size_text(size: LatentSize) -> str:
-    return "×".join(map(str, size))

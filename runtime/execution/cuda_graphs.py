@@ -69,10 +69,8 @@ class CudaGraphRunner:
         self._recorded.clear()
 
 
-@cache
-def _recording_stream(device: torch.device) -> Any:
-    """Return a GPU's stream for recording, always the same: libraries keep a workspace per stream."""
-    return recording_stream(device)
+# Always the same for a GPU: libraries keep a workspace per stream.
+_recording_stream = cache(recording_stream)
 
 
 class _Recorded:

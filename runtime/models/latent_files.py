@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from runtime.core.errors import InvalidRequestError, ModelError, first_line
+from runtime.core.units import shape_text
 from runtime.core.untrusted_files import open_file
 from runtime.models.tensor_files import read_header
 
@@ -51,9 +52,9 @@ class LatentFile(AbstractContextManager["LatentFile"]):
         else:
             self.dtype, self.shape, self._start = _safetensors_header(path)
         if len(self.shape) not in _AXES:
-            raise InvalidRequestError(_NAME, "latents.axes", file=path.name, shape=_text(self.shape))
+            raise InvalidRequestError(_NAME, "latents.axes", file=path.name, shape=shape_text(self.shape))
         if min(self.shape) < 1:
-            raise InvalidRequestError(_NAME, "latents.none", file=path.name, shape=_text(self.shape))
+            raise InvalidRequestError(_NAME, "latents.none", file=path.name, shape=shape_text(self.shape))
         self._item = np.dtype(_TYPES[self.dtype])
         self._file: BinaryIO = open_file(path)
         size = os.fstat(self._file.fileno()).st_size
@@ -152,7 +153,3 @@ def _numpy_header(path: Path) -> tuple[str, tuple[int, ...], int]:
 
 def _unreadable(path: Path, error: OSError) -> InvalidRequestError:
     return InvalidRequestError(_NAME, "latents.unreadable", file=path, reason=error.strerror or str(error))
-
-
-def _text(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape)) or "one value"

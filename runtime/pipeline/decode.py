@@ -22,6 +22,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, default_crf
 from runtime.core.request import AUTO, MAX_SIDE
 from runtime.core.settings import Settings
+from runtime.core.units import shape_text
 from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
 from runtime.execution import components
@@ -214,13 +215,10 @@ class _Source:
         found, wanted = self.axes[self.channel_axis], self.spec.vae.z_dim
         if found == wanted:
             return
-        names = [one.name for one in decoders(weights_dir) if one.vae.z_dim == self.axes[_Frames.channel_axis]]
-        videos = add_usable({}, weights_dir).items()
-        names += [name for name, one in videos if one.vae.z_dim == self.axes[_Clips.channel_axis]]
-        shape = "×".join(map(str, self.file.shape))
-        facts = {"model": self.spec.title, "wanted": wanted, "found": found, "shape": shape}
-        if names:
-            raise InvalidRequestError("latents", "latents.of_another_model", models=names, **facts)
+        facts = {"model": self.spec.title, "wanted": wanted, "found": found, "shape": shape_text(self.file.shape)}
+        models = _models_for(self.axes, weights_dir)
+        if models:
+            raise InvalidRequestError("latents", "latents.of_another_model", models=models, **facts)
         raise InvalidRequestError("latents", "latents.channels", layout=self.layout, **facts)
 
     def dtype_on(self, device: str) -> str:
@@ -423,6 +421,13 @@ class _ClipInFile:
             values = source.tensor(values, self._number * self.shape[2] + start)
             parts.append(values[:, self._rows, self._columns])
         return torch.stack(parts)[None].float()
+
+
+def _models_for(axes: Sequence[int], weights_dir: Path) -> list[str]:
+    """Return the names of the usable models whose latents have these last four axes."""
+    names = [spec.name for spec in decoders(weights_dir) if spec.vae.z_dim == axes[_Frames.channel_axis]]
+    videos = add_usable({}, weights_dir).items()
+    return names + [name for name, spec in videos if spec.vae.z_dim == axes[_Clips.channel_axis]]
 
 
 class _Opened:

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
 from runtime.core.plan import LatentSize, is_block_program
+from runtime.core.units import shape_text
 from runtime.models.spec import IMAGE_ENCODER, is_text_encoder
 from runtime.models.vae_groups import IMAGE_PROGRAM
 
@@ -91,7 +92,7 @@ class ShapeProfile:
     def __str__(self) -> str:
         """Return "9×14×24", or "1×14×24 to 21×60×104": frames × height × width in latent units."""
         sizes = [self.min] if self.min == self.max else [self.min, self.max]
-        return " to ".join("×".join(map(str, size)) for size in sizes)
+        return " to ".join(shape_text(size) for size in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from runtime.core.errors import ran_out
 
-# Held while a CUDA graph is recorded: PyTorch records one at a time in a process.
+# Held while a CUDA graph is recorded: PyTorch records one at a time in a process. Reentrant, so that recording within
+# recording fails instead of waiting for itself.
 RECORDING = threading.RLock()
 
 

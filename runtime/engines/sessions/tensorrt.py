@@ -16,6 +16,7 @@ import torch
 
 from runtime.core.errors import EngineError
 from runtime.core.plan import is_block_program
+from runtime.core.units import shape_text
 from runtime.core.untrusted_files import read_json
 from runtime.engines import tensorrt_library
 from runtime.engines.manifest import Content
@@ -251,7 +252,7 @@ class TensorRTSession(PlanSession):
             self._profile = profile
         for name, shape in shapes.items():
             if not self._context.set_input_shape(self._inputs[name].name, shape):
-                raise messages.failure("engine.tensorrt_shape_refused", tensor=name, shape=_shape_text(shape))
+                raise messages.failure("engine.tensorrt_shape_refused", tensor=name, shape=shape_text(shape))
         for name, output in self._outputs.items():
             shape = tuple(self._context.get_tensor_shape(output.name))
             if min(shape, default=0) < 0:
@@ -286,7 +287,7 @@ class TensorRTSession(PlanSession):
             raise EngineError(
                 "engine.no_profile_fits",
                 profiles=" or ".join(self._range(index) for index in range(self._engine.num_optimization_profiles)),
-                given=", ".join(f"{name} {_shape_text(shape)}" for name, shape in shapes.items()),
+                given=", ".join(f"{name} {shape_text(shape)}" for name, shape in shapes.items()),
             )
         return min(found)[1]
 
@@ -294,9 +295,7 @@ class TensorRTSession(PlanSession):
         """Return the tensors of a profile whose shapes vary, with minimum and maximum, as text."""
         ranges = {name: self._profile_shapes(name, profile) for name in self._inputs}
         varying = {name: shapes for name, shapes in ranges.items() if shapes[0] != shapes[2]} or ranges
-        return ", ".join(
-            f"{name} {_shape_text(low)} to {_shape_text(high)}" for name, (low, _, high) in varying.items()
-        )
+        return ", ".join(f"{name} {shape_text(low)} to {shape_text(high)}" for name, (low, _, high) in varying.items())
 
     def _bind_inputs(self, given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
         """Return the tensors that the engine reads, and whether a CUDA graph of the call can be used again.
@@ -449,7 +448,7 @@ class TensorRTBlockSession(PlanSession, BlockSession):
         for name, tensor in self._inputs.items() if self._is_dynamic else ():
             shape = tensor.shape_for(tokens)
             if tensor.dynamic_axes and not bound.set_shape(tensor.name, shape):
-                raise messages.failure("engine.tensorrt_shape_refused", tensor=name, shape=_shape_text(shape))
+                raise messages.failure("engine.tensorrt_shape_refused", tensor=name, shape=shape_text(shape))
         self._contexts[tokens] = bound
         return bound
 
@@ -474,8 +473,8 @@ class TensorRTBlockSession(PlanSession, BlockSession):
             for axis in kind.dynamic_axes if len(shape) == len(kind.shape) else ():
                 tokens = tokens or shape[axis]
             if shape != kind.shape_for(tokens or 1) or not 1 <= (tokens or 1) <= self._most:
-                expected = f"{_shape_text(kind.shape_for(1))} to {_shape_text(kind.shape_for(self._most))}"
-                raise EngineError("engine.other_shape", tensor=name, expected=expected, given=_shape_text(shape))
+                expected = f"{shape_text(kind.shape_for(1))} to {shape_text(kind.shape_for(self._most))}"
+                raise EngineError("engine.other_shape", tensor=name, expected=expected, given=shape_text(shape))
             if (
                 tensor.dtype != kind.dtype
                 or tensor.device != self._device
@@ -596,7 +595,3 @@ def read_names(folder: Path) -> Mapping[str, str]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _shape_text(shape: Shape) -> str:
-    return "×".join(map(str, shape)) or "one value"
