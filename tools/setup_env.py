@@ -11,6 +11,8 @@ Runs on any Python from 3.10 with the standard library only, before anything is 
    is never mistaken for a finished one.
 2. Otherwise, under a lock: make `.venv` (again, if its Python does not run), install the PyTorch build for the machine,
    then the requirement files.
+3. If Python may not write bytecode (PYTHONDONTWRITEBYTECODE), compile Tandem after each change of it, because Python
+   would compile it at every start. pip compiles the packages. Tests always write bytecode.
 
 Messages go to standard error; standard input and output belong to the program, which replaces this process (on Windows,
 its exit code is returned). Exit codes: 2 for errors, with one line for the problem and one for the fix; 130 for Ctrl-C.
@@ -41,11 +43,13 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 STAMP = VENV / "tandem-install.json"
 LOG = VENV / "install.log"
+COMPILED = VENV / "tandem-compiled.json"
 LOCK = ROOT / ".install.lock"  # not in .venv, which may be deleted while the lock is held
 
 # Tests often wait for child processes and for the browser: four processes keep two cores busy. Each runs neighbouring
 # tests, which share fixtures, and takes over tests of another process when it has none left.
 _PARALLEL = ("--numprocesses=3", "--dist=worksteal")
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 APP, GPU, DEV = "requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"
 TORCH = "2.13.0"
 TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt
@@ -81,8 +85,11 @@ def main(args: Sequence[str]) -> int:
             with install_lock():
                 if not is_current(testing):  # another set-up may have done it while this one waited
                     install(testing)
+        if os.environ.get(NO_BYTECODE):
+            compile_sources()
         if testing:
             os.chdir(ROOT)
+            os.environ.pop(NO_BYTECODE, None)  # hundreds of processes import the same tests
             return start([str(PYTHON), "-m", "pytest", *_PARALLEL, *args[1:]])
         return start([str(PYTHON), str(ROOT / "app.py"), *args])
     except SetupError as error:
@@ -170,6 +177,22 @@ def try_lock(fd: int) -> bool:
     except OSError:
         say("this file system has no locks; do not start another set-up here before this one has finished")
     return True
+
+
+def compile_sources() -> None:
+    """Compile Tandem for the Python of `.venv` if a file has changed since the last time. Takes milliseconds otherwise.
+
+    A folder that cannot be written is left as it is: Python then compiles at each start.
+    """
+    files = [ROOT / "app.py", *(ROOT / "runtime").rglob("*.py")]
+    now = [read_stamp().get("python"), len(files), max(path.stat().st_mtime_ns for path in files)]
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(COMPILED.read_text("utf-8")) == now:
+            return
+    command = [str(PYTHON), "-I", "-m", "compileall", "-q", str(ROOT / "app.py"), str(ROOT / "runtime")]
+    with contextlib.suppress(OSError):
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        COMPILED.write_text(json.dumps(now), "utf-8")
 
 
 # The machine.
@@ -460,7 +483,11 @@ def run_pip(args: list[str]) -> tuple[int, str]:
     """Run pip, log its output, and show the last line on a terminal. Return its exit code and output."""
     scratch = VENV / "tmp"  # pip unpacks gigabytes here, on the checked disk, not in /tmp
     scratch.mkdir(exist_ok=True)
-    kept = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_NO_COMPILE")
+    }
     captured: list[str] = []
     with (
         LOG.open("a", encoding="utf-8") as log,

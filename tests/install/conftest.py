@@ -34,7 +34,10 @@ arguments = [os.fsencode(argument).hex() for argument in sys.argv[1:]]
 print(json.dumps({"arguments": arguments, "cwd": os.getcwd(), "prefix": sys.prefix, "tinydep": tinydep.VERSION,
     "program": os.environ.get("TANDEM_PROGRAM")}))
 """
-PYTEST = 'import json, os, sys\nprint(json.dumps({"pytest": sys.argv[1:], "cwd": os.getcwd()}))\n'
+PYTEST = """
+import json, os, sys
+print(json.dumps({"pytest": sys.argv[1:], "cwd": os.getcwd(), "writes_bytecode": not sys.dont_write_bytecode}))
+"""
 
 
 def make_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:

@@ -86,9 +86,33 @@ def test_changed_requirements_are_installed(repo: Repo) -> None:
 def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Repo, tmp_path: Path) -> None:
     done = repo.run("test", "--all", "-k", "a b", cwd=tmp_path)
     parallel = ["--numprocesses=3", "--dist=worksteal"]
-    assert report(done) == {"pytest": [*parallel, "--all", "-k", "a b"], "cwd": str(repo.root)}
+    assert report(done) == {
+        "pytest": [*parallel, "--all", "-k", "a b"],
+        "cwd": str(repo.root),
+        "writes_bytecode": True,
+    }
     repo.require("tinydep==2.0")
     assert "requirements-dev.txt" in repo.run().stderr, "installed test tools are kept up to date"
+
+
+def test_tandem_is_compiled_where_python_may_not_write_bytecode(repo: Repo) -> None:
+    package = repo.root / "runtime"
+    package.mkdir()
+    (package / "part.py").write_text("VALUE = 1\n")
+    report(repo.run())
+    assert not (package / "__pycache__").exists()
+    report(repo.run(PYTHONDONTWRITEBYTECODE="1"))
+    (compiled,) = (package / "__pycache__").iterdir()
+    before = compiled.read_bytes()
+    (package / "part.py").write_text("VALUE = 2\n")
+    os.utime(package / "part.py", (2e9, 2e9))
+    report(repo.run(PYTHONDONTWRITEBYTECODE="1"))
+    after = compiled.read_bytes()
+    assert after != before
+    compiled.unlink()  # nothing has changed: it is not made again
+    report(repo.run(PYTHONDONTWRITEBYTECODE="1"))
+    assert not compiled.exists()
+    assert report(repo.run("test", PYTHONDONTWRITEBYTECODE="1"))["writes_bytecode"]
 
 
 def test_works_through_a_link(shared: Repo, tmp_path: Path) -> None:
