@@ -17,7 +17,8 @@ from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from runtime.planner.resolve import resolve
-from tests.gpu.check_common import HOME, Checks, relative_error
+from tests.gpu.check_common import HOME, Checks
+from tests.gpu.errors import relative_error
 from tests.plans import Alone
 
 ANY_SIZE = ShapeProfile.fixed((1, 1, 1))

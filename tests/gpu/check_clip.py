@@ -20,7 +20,8 @@ from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.resolve import resolve
-from tests.gpu.check_common import CHUNK, CLIP, Checks, profile_of, programs_of, psnr, relative_error, ssim
+from tests.gpu.check_common import CHUNK, CLIP, Checks, profile_of, programs_of, psnr, ssim
+from tests.gpu.errors import relative_error
 from tests.plans import with_strategy
 from tests.wan_pipeline import load_pipeline, run_pipeline
 

@@ -174,12 +174,6 @@ class Checks:
         return gpu, psutil.Process().memory_info().rss
 
 
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ‖out - reference‖ / ‖reference‖."""
-    out, reference = out.detach().double().cpu(), reference.detach().double().cpu()
-    return float((out - reference).norm() / reference.norm())
-
-
 def psnr(frames: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the peak signal-to-noise ratio of 8-bit frames, in dB."""
     error = (frames.double() - reference.double()).square().mean()

@@ -44,7 +44,8 @@ from runtime.planner.engine_index import ShapeProfile
 from runtime.planner.resolve import resolve
 from tests.gpu import build_child_opset17, tensorrt_8_6
 from tests.gpu.check_clip import PROMPT
-from tests.gpu.check_common import HOME, Checks, psnr, relative_error, ssim
+from tests.gpu.check_common import HOME, Checks, psnr, ssim
+from tests.gpu.errors import relative_error
 from tests.gpu.opset17 import to_opset_17
 from tests.pipeline.test_run import frames_of
 

@@ -35,10 +35,11 @@ from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6, wide_models
 from tests.gpu.check_blocks import blocks
 from tests.gpu.check_clip import clip
-from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, programs_of, relative_error
+from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, programs_of
 from tests.gpu.check_damage import case, damage
 from tests.gpu.check_job import job
 from tests.gpu.check_sections import sections as compare_sections
+from tests.gpu.errors import relative_error
 
 
 def build(checks: Checks) -> None:

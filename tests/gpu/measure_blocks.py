@@ -60,7 +60,8 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from tests import tiny_models
 from tests.gpu import build_child_opset17, results, wide_models
-from tests.gpu.check_common import psnr, relative_error, ssim
+from tests.gpu.check_common import psnr, ssim
+from tests.gpu.errors import relative_error
 from tests.gpu.measure_speed import TEXT_TOKENS, as_diffusers, random_module, reference
 from tests.lora_files import factors, peft
 from tests.pipeline.test_run import frames_of

@@ -55,7 +55,7 @@ def large(folder: Path) -> None:
 
     from tests.gpu.measure_gpus import TEXT
     from tests.gpu.measure_jobs import save
-    from tests.gpu.measure_memory import TRANSFORMERS
+    from tests.published_specs import TRANSFORMERS
 
     save(lambda: UMT5EncoderModel(UMT5Config(**TEXT)), folder / "text_encoder", "cuda:0")
     save(partial(WanTransformer3DModel, **TRANSFORMERS["wan2.2-a14b"]), folder / "transformer", "cuda:0")

@@ -65,7 +65,7 @@ from runtime.families.dcae.owl_programs import OwlDecoder
 from runtime.families.dcae.sources import spec_of
 from runtime.families.dcae.spec import read_architecture
 from tests.gpu import build_child_opset17, results, tensorrt_8_6
-from tests.gpu.check_common import relative_error
+from tests.gpu.errors import relative_error
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 F64C128: dict[str, Any] = {

@@ -55,11 +55,11 @@ from runtime.pipeline.sampling import decode
 from runtime.planner.resolve import resolve
 from tests import tiny_models
 from tests.gpu import results
-from tests.gpu.check_common import relative_error
+from tests.gpu.errors import relative_error
 from tests.gpu.measure_jobs import HOME, MODELS, Unjudged, save
-from tests.gpu.measure_memory import TRANSFORMERS, VAES
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, with_strategy
+from tests.published_specs import TRANSFORMERS, VAES
 
 PARTS = ("passes", "cache", "kill", "clip")
 # Strengths at which random weights leave out some passes, and the steps and frames of a clip that is soon made.

@@ -64,8 +64,8 @@ from runtime.planner.resolve import resolve
 from tests import tiny_models
 from tests.families import framepack_models
 from tests.gpu import results
-from tests.gpu.measure_memory import TRANSFORMERS, UMT5, VAES
 from tests.gpu.measure_residency import measured
+from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 # Architecture, width, height, frames.

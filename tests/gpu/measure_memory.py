@@ -26,50 +26,8 @@ from runtime.execution.text_encoder import PyTorchTextModel
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from tests.gpu import results
+from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
-# From the models' configurations, https://huggingface.co/Wan-AI.
-TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "wan2.1-1.3b": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-    "wan2.2-a14b": {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-    "wan2.2-i2v-a14b": {
-        "num_attention_heads": 40,
-        "ffn_dim": 13824,
-        "num_layers": 40,
-        "in_channels": 36,
-        "out_channels": 16,
-    },
-    "wan2.2-ti2v-5b": {
-        "num_attention_heads": 24,
-        "ffn_dim": 14336,
-        "num_layers": 30,
-        "in_channels": 48,
-        "out_channels": 48,
-    },
-}
-VAES: dict[str, dict[str, Any]] = {
-    "wan2.1": {},
-    "wan2.2-ti2v-5b": {
-        "base_dim": 160,
-        "decoder_base_dim": 256,
-        "z_dim": 48,
-        "is_residual": True,
-        "in_channels": 12,
-        "out_channels": 12,
-        "patch_size": 2,
-        "scale_factor_spatial": 16,
-        "latents_mean": [0.0] * 48,
-        "latents_std": [1.0] * 48,
-    },
-}
-UMT5: dict[str, Any] = {
-    "vocab_size": 256384,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "feed_forward_proj": "gated-gelu",
-}
 # Width, height, frames.
 CLIPS = {
     "wan2.1-1.3b": [(832, 480, 81), (832, 480, 33), (480, 272, 49)],

@@ -46,7 +46,7 @@ from runtime.families.hunyuan_video import transformer as hunyuan_transformer
 from runtime.families.wan import transformer as wan_transformer
 from tests.gpu import hunyuan_cases as cases
 from tests.gpu import measure_speed, results
-from tests.gpu.check_common import relative_error
+from tests.gpu.errors import relative_error
 from tests.gpu.measure_speed import (
     A14B,
     HUNYUAN_VARIANTS,

@@ -53,7 +53,7 @@ from runtime.models import quantization
 from runtime.models.catalogue import find
 from runtime.pipeline.sampling import decode
 from tests.gpu import hunyuan_cases as cases
-from tests.gpu.check_common import relative_error
+from tests.gpu.errors import relative_error
 from tests.plans import Alone, tiny_plan
 
 # Latent frames, height, width.

@@ -117,7 +117,7 @@ def make(arguments: argparse.Namespace) -> None:
 
     from tests import tiny_models
     from tests.gpu.measure_jobs import MODELS, save
-    from tests.gpu.measure_memory import TRANSFORMERS, UMT5, VAES
+    from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from runtime.pipeline.sampling import decode
 from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.planner.resolve import resolve
 from runtime.upstream.torch import recording_stream
+from tests.gpu.errors import relative_error
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, tiny_plan
 from tests.tiny_models import ARCHITECTURES
@@ -37,11 +38,6 @@ def on_cuda(plan: ExecutionPlan, dtype: str) -> ExecutionPlan:
     """Return the plan with every component on the first GPU."""
     parts = {name: part.replace(device="cuda:0", dtype=dtype) for name, part in plan.components.items()}
     return plan.replace(components=parts)
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ‖out - reference‖ / ‖reference‖."""
-    return ((out.cpu() - reference).norm() / reference.norm()).item()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

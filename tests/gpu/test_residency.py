@@ -22,7 +22,8 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.execution_options import with_less_memory
 from runtime.planner.resolve import resolve
-from tests.gpu.test_cuda import on_cuda, relative_error
+from tests.gpu.errors import relative_error
+from tests.gpu.test_cuda import on_cuda
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, tiny_plan, with_strategy
 from tests.tiny_models import ARCHITECTURES

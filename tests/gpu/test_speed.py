@@ -23,7 +23,8 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
-from tests.gpu.test_cuda import on_cuda, relative_error
+from tests.gpu.errors import relative_error
+from tests.gpu.test_cuda import on_cuda
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan

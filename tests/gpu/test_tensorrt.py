@@ -28,6 +28,7 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6
+from tests.gpu.errors import relative_error
 from tests.gpu.opset17 import to_opset_17
 
 pytestmark = [
@@ -109,11 +110,6 @@ def record(key: EngineKey, folder: Path, file_name: str) -> EngineRecord:
     blank = manifest.unreadable(folder, Fact("engine.file_missing", {"file": "engine.json"}))
     size = sum(file.bytes for file in files)
     return replace(blank, key=key, id=key.digest(), files=files, file_bytes=size, problem=None)
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ‖out - reference‖ / ‖reference‖."""
-    return ((out - reference).norm() / reference.norm()).item()
 
 
 def opened(folder: Path, found: EngineRecord, graphs: str = "on") -> Session:

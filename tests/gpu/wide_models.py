@@ -35,7 +35,7 @@ from transformers import (
 from runtime.families.framepack import known as framepack
 from runtime.families.hunyuan_video import known as hunyuan_video
 from runtime.families.hunyuan_video.spec import SKIPPED_LAYERS
-from tests.gpu.measure_memory import VAES
+from tests.published_specs import VAES
 from tests.tiny_models import tokenizer
 
 # Heads of 128 channels, feed-forward width, and what else differs: from the models' configurations,

@@ -21,8 +21,7 @@ from runtime.execution.parallel.ulysses import Tokens
 from runtime.families.wan.transformer import fuse, install, share_tokens
 from runtime.families.wan.vae import DecoderSteps
 from runtime.planner import memory_model
-from tests.gpu.measure_memory import TRANSFORMERS, VAES
-from tests.published_specs import spec
+from tests.published_specs import TRANSFORMERS, VAES, spec
 
 TRUE_SIZES = {
     "wan2.1-1.3b": (832, 480, 81),

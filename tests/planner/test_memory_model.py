@@ -28,8 +28,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from runtime.planner.execution_options import text_bytes
 from runtime.planner.memory_model import Workload
-from tests.gpu.measure_memory import UMT5
-from tests.published_specs import spec
+from tests.published_specs import UMT5, spec
 
 HERE = Path(__file__)
 ROWS = [json.loads(line) for line in HERE.with_name("measured_h200.jsonl").read_text().splitlines()]
