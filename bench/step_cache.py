@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.models.activations import GELU
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, VideoSaved
@@ -35,6 +33,7 @@ from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.video.mp4 import find_ffmpeg
 from runtime.video.similarity import similarity
+from tests.pipeline.computed_blocks import blocks_computed
 from tools.diorama import grade, judge
 from tools.diorama.world import Scenes
 
@@ -49,22 +48,6 @@ PROMPTS = (
 SEED = 7
 JUDGES_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CACHES = {FIRST_BLOCK: (0.05, 0.1, 0.2), MAGCACHE: (0.03, 0.06, 0.12), TAYLORSEER: (2, 3, 4)}
-
-
-def blocks_computed(work: Any) -> int:
-    """Return how many transformer blocks are computed while `work` runs, each of which has one GELU."""
-    count = 0
-
-    def hear(module: torch.nn.Module, _: Any) -> None:
-        nonlocal count
-        count += isinstance(module, GELU)
-
-    handle = register_module_forward_pre_hook(hear)
-    try:
-        work()
-    finally:
-        handle.remove()
-    return count
 
 
 def video_of(folder: Path, number: int, step_cache: str) -> Path:

@@ -5,7 +5,7 @@ scaled by 256: otherwise those below 1/512 of a row's largest, at thousands of t
 The result is an average of values and has their scale. On Hopper cuDNN returns it in FP8 only.
 
 The error is that of 4 significant bits in each factor, some percent of the result on random inputs;
-tests/gpu/measure_speed.py measures it. Attention to fewer than `MIN_TOKENS` tokens is not faster in FP8, so it runs in
+bench/gpu/speed.py measures it. Attention to fewer than `MIN_TOKENS` tokens is not faster in FP8, so it runs in
 the original dtype.
 """
 

@@ -1,4 +1,4 @@
-"""Rewrites an exported ONNX file (opset 18) to opset 17, which TensorRT 8.6 can parse. For the GPU checks only.
+"""Rewrites an exported ONNX file (opset 18) to opset 17, which TensorRT 8.6 can parse. For tests and benchmarks only.
 
 Between the two opsets, of the operators that our forms export to, these differ: reductions take their axes as an
 input, `Split` has `num_outputs`, `Resize` and `ScatterND` have new attributes, `Pad` a new input. `Shape` has `start`

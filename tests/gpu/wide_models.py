@@ -1,4 +1,4 @@
-"""Models at full width, with few blocks and random weights, for the GPU checks: Wan, HunyuanVideo and FramePack."""
+"""Wan, HunyuanVideo and FramePack at full width, with few blocks and random weights, for tests and benchmarks."""
 
 from pathlib import Path
 from typing import Any

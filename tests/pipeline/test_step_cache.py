@@ -8,13 +8,13 @@ import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
 
-from bench.step_cache import blocks_computed
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import most_reused
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import get_schedule, resumable_after
+from tests.pipeline.computed_blocks import blocks_computed
 from tests.pipeline.test_parity import by_wan_pipeline, sample
 from tests.plans import tiny_plan
 

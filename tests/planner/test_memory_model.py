@@ -32,10 +32,10 @@ from tests.published_specs import UMT5, spec
 
 HERE = Path(__file__)
 ROWS = [json.loads(line) for line in HERE.with_name("measured_h200.jsonl").read_text().splitlines()]
-# Jobs of tests/gpu/measure_jobs.py: bytes beyond the CUDA context at each stage's peak. A14B computed blocks as
+# Jobs of bench/gpu/jobs.py: bytes beyond the CUDA context at each stage's peak. A14B computed blocks as
 # `families.wan.transformer` does, plus 0.7 GB that it then held during attention; the others as diffusers does.
 JOBS = [json.loads(line) for line in HERE.with_name("measured_h200_jobs.jsonl").read_text().splitlines()]
-# Decoding on 2 cores of an AMD EPYC with AVX-512, by PyTorch 2.13: tests/planner/measure_cpu.py; of equal runs the one
+# Decoding on 2 cores of an AMD EPYC with AVX-512, by PyTorch 2.13: bench/vae_cpu.py; of equal runs the one
 # that took most.
 ON_CPU = [json.loads(line) for line in HERE.with_name("measured_cpu.jsonl").read_text().splitlines()]
 # What glibc's malloc keeps of blocks up to 32 MiB: it differs by so much between equal runs.

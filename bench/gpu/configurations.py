@@ -1,9 +1,9 @@
-"""Benchmarks at true size on a GPU, through the same code as `bench` and `tools.forward`. Not run by pytest.
+"""Compare configurations at true size on a GPU, through the same code as `bench` and `tools.forward`.
 
-    python tests/gpu/measure_bench.py [--small] [--runs N] [--exact] PART …
+    python bench/gpu/configurations.py [--small] [--runs N] [--exact] PART …
 
 of `480p`, `720p` (one expert of Wan2.2-A14B, bfloat16 and FP8, and its VAE; random weights made on the device),
-`jobs` (clips with random weights on disk, as in measure_jobs.py) and `diorama` (the shipped model). `--exact`
+`jobs` (clips with random weights on disk, as in jobs.py) and `diorama` (the shipped model). `--exact`
 measures errors against float32 at 720p too, which takes minutes. `--small` runs all parts on tiny models, also on a
 CPU. `jobs` and `diorama` write videos: they need ffmpeg (IMAGEIO_FFMPEG_EXE).
 
@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.gpu import jobs
 from runtime.bench import render, result_files
 from runtime.bench.benchmark import Bench, Setup
 from runtime.bench.configurations import Configuration
@@ -33,7 +34,6 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.pipeline import stages
 from tests import tiny_models
-from tests.gpu import measure_jobs
 from tools.forward.measure import Forward, ForwardSetup, rows
 
 OUT = Path(os.environ.get("OUT", "."))
@@ -109,7 +109,7 @@ def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     machine = probe()
     common: dict[str, Any] = {"seed": 1}
     if part == "jobs":
-        spec = measure_jobs.model("wan2.2-a14b", arguments)
+        spec = jobs.model("wan2.2-a14b", arguments)
         size = (64, 32, 9) if arguments.small else (*SIZES["480p"], FRAMES)
         common |= {"model": str(spec.directory), "steps": arguments.steps}
         common |= dict(zip(("width", "height", "frames"), size, strict=True))
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["480p"], choices=[*SIZES, "jobs", "diorama"])
     arguments = parser.parse_args()
     # Random weights show nothing, and are not to.
-    stages.Detector = measure_jobs.Unjudged  # type: ignore[attr-defined]
+    stages.Detector = jobs.Unjudged  # type: ignore[attr-defined]
     OUT.mkdir(parents=True, exist_ok=True)
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as folder:

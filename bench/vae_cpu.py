@@ -1,6 +1,6 @@
 """Measures the working set of decoding on a CPU, each clip in its own process: rows of `measured_cpu.jsonl`.
 
-    python -m tests.planner.measure_cpu --width 768 --height 512 --frames 9 --chunk 2
+    python -m bench.vae_cpu --width 768 --height 512 --frames 9 --chunk 2
 
 Linux only: it reads /proc. "working" is the peak beyond what was held before, after a tiny clip that loads libraries
 and starts threads. It counts what malloc does not give back, which varies from run to run by up to 0.3 GB.

@@ -1,11 +1,11 @@
 """Measure forward passes of Wan, HunyuanVideo and FramePack on one GPU and shared by several (Ulysses).
 
-    python tests/gpu/measure_shared_passes.py [--gpus 2] [--variants flash4,fp8-all] [--models hunyuan-video,framepack]
-    python tests/gpu/measure_shared_passes.py --models wan2.2-a14b --parts 1,5 --profile
-    python tests/gpu/measure_shared_passes.py --device cpu --tiny --variants ours,compiled --parts 1,2    tries it
+    python bench/gpu/shared_passes.py [--gpus 2] [--variants flash4,fp8-all] [--models hunyuan-video,framepack]
+    python bench/gpu/shared_passes.py --models wan2.2-a14b --parts 1,5 --profile
+    python bench/gpu/shared_passes.py --device cpu --tiny --variants ours,compiled --parts 1,2    tries it
 
 Sizes are 81 frames of 1280x720 with Wan2.2-A14B (`--wan-size`), 129 with HunyuanVideo, and a section of 480x832 with
-FramePack. Variants are those of measure_speed.py. `--parts`: the most parts of a process's heads, of which each is
+FramePack. Variants are those of speed.py. `--parts`: the most parts of a process's heads, of which each is
 exchanged while another is attended to; 1 without overlap. Each process makes the same random weights on its GPU, so
 nothing is written to the disk. As in a job, processes exchange tokens through torch.distributed; a job also sends
 latents from and to the coordinator, which is not measured here. For each model and variant, the first process measures
@@ -38,24 +38,30 @@ import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch.multiprocessing.spawn import spawn
 
+from bench.gpu import hunyuan_cases as cases
+from bench.gpu import results
+from bench.gpu.speed import (
+    A14B,
+    HUNYUAN_VARIANTS,
+    TEXT_TOKENS,
+    TINY,
+    VARIANTS,
+    hunyuan_quantize,
+    operations_of,
+    part,
+    quantize,
+    quantized,
+    raise_if_degraded,
+    random_module,
+)
+from bench.gpu.speed import SIZES as WAN_SIZES
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.attention import problem
 from runtime.execution.parallel.rank_process import PRIORITY_VARIABLE
 from runtime.execution.parallel.ulysses import PARTS, Tokens
 from runtime.families.hunyuan_video import transformer as hunyuan_transformer
 from runtime.families.wan import transformer as wan_transformer
-from tests.gpu import hunyuan_cases as cases
-from tests.gpu import measure_speed, results
 from tests.gpu.errors import relative_error
-from tests.gpu.measure_speed import (
-    A14B,
-    HUNYUAN_VARIANTS,
-    TEXT_TOKENS,
-    TINY,
-    VARIANTS,
-    raise_if_degraded,
-    random_module,
-)
 
 SIZES = {"hunyuan-video": "720p", "framepack": "480x832"}
 # Kinds of kernels by their names, the first that matches; the rest are "other".
@@ -83,8 +89,8 @@ class Hunyuan:
 
     def quantize(self) -> None:
         """Quantize the blocks, unless they are."""
-        if not measure_speed.quantized(self.module):
-            measure_speed.hunyuan_quantize(self.module)
+        if not quantized(self.module):
+            hunyuan_quantize(self.module)
 
     def share(self, tokens: Tokens | None, speed: Speed) -> None:
         """Let processes share passes from now on, or not."""
@@ -104,14 +110,14 @@ class Wan:
         width = config.get("attention_head_dim", 128)
         self.module.rope = type(self.module.rope)(width, (1, 2, 2), 1024).to(device)
         generator = torch.Generator(device).manual_seed(1)
-        frames, height, width = measure_speed.SIZES["tiny" if tiny else size]
+        frames, height, width = WAN_SIZES["tiny" if tiny else size]
         latents = torch.randn(1, 16, frames, height, width, device=device, generator=generator)
         text = torch.randn(1, TEXT_TOKENS, config.get("text_dim", 4096), device=device, generator=generator).to(dtype)
         self.given = latents, torch.tensor(500.0, device=device), text
         self.tokens = frames * (height // 2) * (width // 2)
         self.denoiser = wan_transformer.PyTorchDenoiser(self.module)
         self.variants = VARIANTS
-        self.operations = measure_speed.operations_of(config, self.tokens)[0]
+        self.operations = operations_of(config, self.tokens)[0]
 
     def passed(self) -> Callable[[], torch.Tensor]:
         """See `Hunyuan`."""
@@ -120,8 +126,8 @@ class Wan:
     def quantize(self) -> None:
         """See `Hunyuan`."""
         if type(self.module.blocks[0].attn1.to_q.weight) is torch.nn.Parameter:
-            measure_speed.part(self.module)
-            measure_speed.quantize(self.module)
+            part(self.module)
+            quantize(self.module)
 
     def share(self, tokens: Tokens | None, speed: Speed) -> None:
         """See `Hunyuan`."""
@@ -332,7 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--models", default="hunyuan-video,framepack")
-    parser.add_argument("--variants", default="flash4,fp8-all", help="of measure_speed.py; those with FP8 weights last")
+    parser.add_argument("--variants", default="flash4,fp8-all", help="of speed.py; those with FP8 weights last")
     parser.add_argument("--wan-size", default="720p", choices=["480p", "720p"])
     parser.add_argument("--parts", default=str(PARTS), help="most parts of heads, one or more numbers")
     parser.add_argument("--profile", action="store_true")

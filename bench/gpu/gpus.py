@@ -1,9 +1,9 @@
-"""Measure a job on several GPUs: steps, decoding, clips, and a killed process. Not run by pytest.
+"""Measure a job on several GPUs: steps, decoding, clips, and a killed process.
 
-    python tests/gpu/measure_gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
-    python tests/gpu/measure_gpus.py clip --gpus 1 --clip-steps 40 --asked '{"quantization": "fp8"}'
-    python tests/gpu/measure_gpus.py clip --gpus 1 --clip-steps 40 --asked '{"step_cache": "magcache:0.12"}'
-    python tests/gpu/measure_gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
+    python bench/gpu/gpus.py [--gpus 2] [--model wan2.2-a14b] [--steps 3] [--seconds 480] [PART …]
+    python bench/gpu/gpus.py clip --gpus 1 --clip-steps 40 --asked '{"quantization": "fp8"}'
+    python bench/gpu/gpus.py clip --gpus 1 --clip-steps 40 --asked '{"step_cache": "magcache:0.12"}'
+    python bench/gpu/gpus.py --small --device cpu --gpus 4       the same with a tiny model, on the CPU
 
 Parts are `passes` (and with them decoding), `cache` (a step cache), `kill` and `clip`; all by default. Random weights
 at full size in `TANDEM_CHECKS`; only a step cache's seconds depend on their values. Each variant loads its own
@@ -37,7 +37,8 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
-from bench.step_cache import blocks_computed
+from bench.gpu import results
+from bench.gpu.jobs import HOME, MODELS, Unjudged, save
 from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
 from runtime.core.events import Event, Failed, StepDone, VideoSaved
@@ -54,9 +55,8 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.resolve import resolve
 from tests import tiny_models
-from tests.gpu import results
 from tests.gpu.errors import relative_error
-from tests.gpu.measure_jobs import HOME, MODELS, Unjudged, save
+from tests.pipeline.computed_blocks import blocks_computed
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, with_strategy
 from tests.published_specs import TRANSFORMERS, VAES

@@ -1,6 +1,6 @@
-"""Check `engines import` on a GPU, with a plan that has other inputs and outputs. Not run by pytest.
+"""Check `engines import` on a GPU, with a plan that has other inputs and outputs.
 
-    python tests/gpu/check_import.py [--model diorama|wan2.1-1.3b] [--rows 45] [--columns 80] [--frames 5]
+    python bench/gpu/check_import.py [--model diorama|wan2.1-1.3b] [--rows 45] [--columns 80] [--frames 5]
 
 Builds, from a model's transformer, a plan as third parties build it: sample (1,16,-1,45,80) half, timestep (1) int64,
 encoder_hidden_states (1,4096,…) half, output (1,16,-1,44,80). Imports it, compares it with PyTorch in float32 at all
@@ -22,6 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import nn
 
+from bench.gpu import build_child_opset17
+from bench.gpu.check_clip import PROMPT
+from bench.gpu.check_common import HOME, Checks, psnr, ssim
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.events import Event, FellBack, VideoSaved
@@ -42,9 +45,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.engine_index import ShapeProfile
 from runtime.planner.resolve import resolve
-from tests.gpu import build_child_opset17, tensorrt_8_6
-from tests.gpu.check_clip import PROMPT
-from tests.gpu.check_common import HOME, Checks, psnr, ssim
+from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error
 from tests.gpu.opset17 import to_opset_17
 from tests.pipeline.test_run import frames_of

@@ -1,8 +1,8 @@
-"""Measure jobs at full size with each memory strategy, and compare with the plan's estimate. Not run by pytest.
+"""Measure jobs at full size with each memory strategy, and compare with the plan's estimate.
 
-    python tests/gpu/measure_jobs.py [--seconds N] [--offload O] [--small] [--device cuda:0] [MODEL …]    of `MODELS`
-    python tests/gpu/measure_jobs.py --ways none:none,group:none,auto:none:6 --sections 2 framepack-i2v
-    python tests/gpu/measure_jobs.py --ways none:none --sections 10 --steps 1 framepack-i2v
+    python bench/gpu/jobs.py [--seconds N] [--offload O] [--small] [--device cuda:0] [MODEL …]    of `MODELS`
+    python bench/gpu/jobs.py --ways none:none,group:none,auto:none:6 --sections 2 framepack-i2v
+    python bench/gpu/jobs.py --ways none:none --sections 10 --steps 1 framepack-i2v
 
 A way is offload, quantization, and optionally the GiB of a card to which PyTorch's memory is limited.
 Random weights in `TANDEM_CHECKS`, two steps with guidance: memory depends on neither. Each job runs `resolve`
@@ -44,6 +44,8 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from bench.gpu import results
+from bench.gpu.residency import measured
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, FellBack, SectionDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
@@ -63,8 +65,6 @@ from runtime.planner.memory_model import baseline_bytes
 from runtime.planner.resolve import resolve
 from tests import tiny_models
 from tests.families import framepack_models
-from tests.gpu import results
-from tests.gpu.measure_residency import measured
 from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))

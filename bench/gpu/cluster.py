@@ -1,7 +1,7 @@
-"""Measure jobs of a model of 14 billion parameters on two GPUs of a cluster. Not run by pytest.
+"""Measure jobs of a model of 14 billion parameters on two GPUs of a cluster.
 
-    python tests/gpu/measure_cluster.py [--steps 8] [--frames 33]
-    python tests/gpu/measure_cluster.py --small        the same with a tiny model and two nodes without a GPU
+    python bench/gpu/cluster.py [--steps 8] [--frames 33]
+    python bench/gpu/cluster.py --small        the same with a tiny model and two nodes without a GPU
 
 The head has no GPU. A node joins with a worker for each of two GPUs, and makes a job alone, then two at once with the
 same seed; it joins again with `--gpus-per-worker 2`, and makes one job on both GPUs. Each worker first makes a job that
@@ -23,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.gpu import results
 from tests import tiny_models
 from tests.cluster_machines import Machines
-from tests.gpu import results
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 MODEL = "measured"
@@ -53,8 +53,8 @@ def large(folder: Path) -> None:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    from tests.gpu.measure_gpus import TEXT
-    from tests.gpu.measure_jobs import save
+    from bench.gpu.gpus import TEXT
+    from bench.gpu.jobs import save
     from tests.published_specs import TRANSFORMERS
 
     save(lambda: UMT5EncoderModel(UMT5Config(**TEXT)), folder / "text_encoder", "cuda:0")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu.check_clip import PROMPT
+from bench.gpu.check_common import CLIP, HOME, Checks, profile_of, programs_of, psnr, ssim
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.request import GenerationRequest
@@ -17,8 +19,6 @@ from runtime.models.catalogue import find
 from runtime.models.images import with_images
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
-from tests.gpu.check_clip import PROMPT
-from tests.gpu.check_common import CLIP, HOME, Checks, profile_of, programs_of, psnr, ssim
 from tests.pipeline.test_run import frames_of
 
 RUNS = 5

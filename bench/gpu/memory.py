@@ -1,6 +1,6 @@
-"""Measure Wan's components on a GPU at full size: weights, working memory, seconds. Not run by pytest.
+"""Measure Wan's components on a GPU at full size: weights, working memory, seconds.
 
-    python tests/gpu/measure_memory.py [PART …]     of transformers, vaes, text; all by default
+    python bench/gpu/memory.py [PART …]     of transformers, vaes, text; all by default
 
 Random weights: neither memory nor speed depends on their values. Prints a JSON object per measurement, and appends it
 to $OUT/memory.jsonl. Bytes are PyTorch's: `weights` stay allocated between calls, `working` is what a call allocates
@@ -22,10 +22,10 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
+from bench.gpu import results
 from runtime.execution.text_encoder import PyTorchTextModel
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
-from tests.gpu import results
 from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
 # Width, height, frames.

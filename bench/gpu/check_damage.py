@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.check_common import CLIP, COMPONENTS, HOME, Checks, profile_of
 from runtime.core.errors import EngineError
 from runtime.engines import manifest
 from runtime.engines.programs import load_program
 from runtime.engines.sessions import open_session
 from runtime.models.catalogue import find
-from tests.gpu.check_common import CLIP, COMPONENTS, HOME, Checks, profile_of
 from tests.gpu.errors import relative_error
 
 # What it is called, the engine file, whether the manifest is made to fit, options of `case`.

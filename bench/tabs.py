@@ -1,6 +1,6 @@
 """Measure how long tabs take to open, with a running video, a long history and a full queue.
 
-`python -m tests.browser.measure_tabs` prints a table and ends with one line of JSON. Times are milliseconds in the
+`python -m bench.tabs` prints a table and ends with one line of JSON. Times are milliseconds in the
 browser, from the click on the tab to the first frame that shows the answer to that click; "first" is after a reload.
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from bench.gpu.check_common import CHUNK, CLIP, Checks, profile_of, programs_of, psnr, ssim
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -20,7 +21,6 @@ from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.resolve import resolve
-from tests.gpu.check_common import CHUNK, CLIP, Checks, profile_of, programs_of, psnr, ssim
 from tests.gpu.errors import relative_error
 from tests.plans import with_strategy
 from tests.wan_pipeline import load_pipeline, run_pipeline

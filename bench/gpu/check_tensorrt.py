@@ -1,11 +1,11 @@
-"""Check TensorRT engines on a GPU (export, builder, session) against PyTorch. Not run by pytest.
+"""Check TensorRT engines on a GPU (export, builder, session) against PyTorch.
 
-    python tests/gpu/check_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
-    python tests/gpu/check_tensorrt.py build --model hunyuan-video --blocks 2      # text encoders and VAE
-    python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks [--model M] [--blocks N] [--latent F,H,W]
-    python tests/gpu/check_tensorrt.py blocks --builder tensorrt_blocks --model hunyuan-video --blocks 1
-    python tests/gpu/check_tensorrt.py sections --model framepack --blocks 1 [--level L] [--jobs N] [--seconds S]
-    python tests/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
+    python bench/gpu/check_tensorrt.py build [--model M] [--precision P] [--only PROGRAM,…] [--latent F,H,W]
+    python bench/gpu/check_tensorrt.py build --model hunyuan-video --blocks 2      # text encoders and VAE
+    python bench/gpu/check_tensorrt.py blocks --builder tensorrt_blocks [--model M] [--blocks N] [--latent F,H,W]
+    python bench/gpu/check_tensorrt.py blocks --builder tensorrt_blocks --model hunyuan-video --blocks 1
+    python bench/gpu/check_tensorrt.py sections --model framepack --blocks 1 [--level L] [--jobs N] [--seconds S]
+    python bench/gpu/check_tensorrt.py profiles | clip | job | damage | endurance [--precision P]
 
 Each part prints a JSON object per result, and appends it to $OUT/checks.jsonl. Engines stay in
 $TANDEM_CHECKS (/tmp/tandem-checks), so that a later part, or the same one after a time limit, builds nothing twice.
@@ -24,6 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
+from bench.gpu.check_blocks import blocks
+from bench.gpu.check_clip import clip
+from bench.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, programs_of
+from bench.gpu.check_damage import case, damage
+from bench.gpu.check_job import job
+from bench.gpu.check_sections import sections as compare_sections
 from runtime.core.errors import EngineError
 from runtime.engines.builders.tensorrt import enclosing
 from runtime.engines.programs import load_program
@@ -33,12 +39,6 @@ from runtime.models.catalogue import find
 from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6, wide_models
-from tests.gpu.check_blocks import blocks
-from tests.gpu.check_clip import clip
-from tests.gpu.check_common import CLIP, COMPONENTS, HOME, LARGE, Checks, profile_of, programs_of
-from tests.gpu.check_damage import case, damage
-from tests.gpu.check_job import job
-from tests.gpu.check_sections import sections as compare_sections
 from tests.gpu.errors import relative_error
 
 

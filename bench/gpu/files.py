@@ -1,6 +1,6 @@
-"""Measure loading and a forward pass of one expert of Wan2.2-A14B from single files. Not run by pytest.
+"""Measure loading and a forward pass of one expert of Wan2.2-A14B from single files.
 
-    python tests/gpu/measure_files.py [--formats BF16,FP8,Q8_0,Q4_K] [--frames 81] [--device cuda:0] [--small]
+    python bench/gpu/files.py [--formats BF16,FP8,Q8_0,Q4_K] [--frames 81] [--device cuda:0] [--small]
 
 Writes files with random weights to a temporary folder. The file was just written, so it is in the file cache. Prints a
 JSON object per format: seconds to load, seconds of a pass (of three, the least), and bytes of weights and of the peak.

@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 
+from bench.gpu.check_common import HOME, Checks
 from runtime.core.errors import EngineError
 from runtime.core.plan import EngineUse, ExecutionPlan, Speed
 from runtime.core.request import GenerationRequest
@@ -17,7 +18,6 @@ from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from runtime.planner.resolve import resolve
-from tests.gpu.check_common import HOME, Checks
 from tests.gpu.errors import relative_error
 from tests.plans import Alone
 

@@ -1,6 +1,6 @@
 """Check on a GPU that TensorRT's current lean runtime rejects plans of other versions, as the session expects.
 
-    PYTHONPATH=FOLDER python3 tests/gpu/check_lean.py [PLAN …]     FOLDER: the unpacked wheels tensorrt-lean-cu13-*
+    PYTHONPATH=FOLDER python3 bench/gpu/check_lean.py [PLAN …]     FOLDER: the unpacked wheels tensorrt-lean-cu13-*
 
 PLANs are of other versions, such as 8.6. Each file is opened in a process of its own; prints JSON.
 """

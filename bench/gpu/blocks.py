@@ -1,6 +1,6 @@
-"""Measure and check block engines at Wan2.2-A14B's width on TensorRT. Not run by pytest.
+"""Measure and check block engines at Wan2.2-A14B's width on TensorRT.
 
-    python tests/gpu/measure_blocks.py engines|passes|sizes|clips|gpus|shipped|lost|endurance … [--seconds N]
+    python bench/gpu/blocks.py engines|passes|sizes|clips|gpus|shipped|lost|endurance … [--seconds N]
 
     engines     builds the three engines through the library, or finds them; sizes, build times, errors, speeds
     passes      one forward pass of an expert with 40 blocks, at 480p and 720p: block engines, PyTorch, diffusers
@@ -36,6 +36,9 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
+from bench.gpu import build_child_opset17, results
+from bench.gpu.check_common import psnr, ssim
+from bench.gpu.speed import TEXT_TOKENS, as_diffusers, random_module, reference
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.plan import EngineUse, ExecutionPlan, Speed
@@ -59,10 +62,8 @@ from runtime.planner.resolve import resolve
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from tests import tiny_models
-from tests.gpu import build_child_opset17, results, wide_models
-from tests.gpu.check_common import psnr, ssim
+from tests.gpu import wide_models
 from tests.gpu.errors import relative_error
-from tests.gpu.measure_speed import TEXT_TOKENS, as_diffusers, random_module, reference
 from tests.lora_files import factors, peft
 from tests.pipeline.test_run import frames_of
 from tests.waiting import until

@@ -13,6 +13,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from bench.gpu.check_clip import PROMPT
+from bench.gpu.check_common import HOME, Checks, psnr, ssim
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.plan import EAGER, EngineUse, ExecutionPlan, is_block_program
@@ -27,8 +29,6 @@ from runtime.pipeline.degenerate_clip import Detector
 from runtime.pipeline.run import run_job
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.resolve import resolve
-from tests.gpu.check_clip import PROMPT
-from tests.gpu.check_common import HOME, Checks, psnr, ssim
 
 # 320×192: TensorRT 8.6 computes the VAE without tensor cores, and measures each kernel at the largest size.
 SIZE = (24, 40)

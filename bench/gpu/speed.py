@@ -1,6 +1,6 @@
-"""Measure the speed of Wan's components at full size, each optimization compared with diffusers. Not run by pytest.
+"""Measure the speed of Wan's components at full size, each optimization compared with diffusers.
 
-    python tests/gpu/measure_speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
+    python bench/gpu/speed.py PART … [--size 480p|720p] [--variants NAME,NAME] [--seconds N]
 
 PART is of attention, transformer, vae, vae-encoder, small, hunyuan-video and framepack. The variants of the last two
 are `HUNYUAN_VARIANTS`; their sizes are 129 frames of 960x544 (`--size 480p`) or 1280x720 (720p), and sections of
@@ -38,6 +38,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
+from bench.gpu import hunyuan_cases as cases
 from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
@@ -52,7 +53,6 @@ from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models import quantization
 from runtime.models.catalogue import find
 from runtime.pipeline.sampling import decode
-from tests.gpu import hunyuan_cases as cases
 from tests.gpu.errors import relative_error
 from tests.plans import Alone, tiny_plan
 

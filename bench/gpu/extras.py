@@ -1,6 +1,6 @@
-"""Measure LoRAs and step caches on a GPU at Wan2.2-A14B's width: error, time, memory. Not run by pytest.
+"""Measure LoRAs and step caches on a GPU at Wan2.2-A14B's width: error, time, memory.
 
-    python tests/gpu/measure_extras.py [--blocks 8] [--steps 16] [--seconds 480] [--small] [PART …] of lora, cache
+    python bench/gpu/extras.py [--blocks 8] [--steps 16] [--seconds 480] [--small] [PART …] of lora, cache
 
 Random weights, two experts of a few blocks. Prints a JSON object per measurement and appends it to $OUT/extras.jsonl.
 
@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from safetensors.torch import load_file
 
-from bench.step_cache import blocks_computed
+from bench.gpu import results
+from bench.gpu.residency import measured, model, with_weights
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
@@ -36,8 +37,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from tests import lora_files
-from tests.gpu import results
-from tests.gpu.measure_residency import measured, model, with_weights
+from tests.pipeline.computed_blocks import blocks_computed
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, tiny_plan, with_strategy
 

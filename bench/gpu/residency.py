@@ -1,6 +1,6 @@
-"""Measure each memory strategy on a GPU at Wan2.2-A14B's width: memory, seconds, error. Not run by pytest.
+"""Measure each memory strategy on a GPU at Wan2.2-A14B's width: memory, seconds, error.
 
-    python tests/gpu/measure_residency.py [--blocks 4] [--seconds 480] [--small] [--device D] [PART …] of latents, tiles
+    python bench/gpu/residency.py [--blocks 4] [--seconds 480] [--small] [--device D] [PART …] of latents, tiles
 
 Random weights, two experts of a few blocks, Wan2.1's VAE. Prints a JSON object per measurement and appends it to
 $OUT/residency.jsonl. `vram` is the peak that PyTorch allocated, `ram` the peak growth of the process, `left` the bytes
@@ -27,13 +27,13 @@ import psutil
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
+from bench.gpu import results
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import tiny_models
-from tests.gpu import results
 from tests.pipeline.test_parity import sample
 from tests.plans import tiny_plan, with_strategy
 

@@ -1,8 +1,8 @@
-"""Measure decoders of single frames, eight frames a call: PyTorch, compiled, and engines. Not run by pytest.
+"""Measure decoders of single frames, eight frames a call: PyTorch, compiled, and engines.
 
-    python tests/gpu/measure_dcae.py [--models f64c128,owl] [--sizes 256x256,360x640] [--ways eager,tensorrt=150,…]
-    python tests/gpu/measure_dcae.py --ways eager,pytorch,reduce-overhead,tensorrt --endurance 2000 --repeats 10
-    python tests/gpu/measure_dcae.py --device cpu --models tiny,tiny-owl --ways eager,pytorch,onnxruntime --repeats 3
+    python bench/gpu/dcae.py [--models f64c128,owl] [--sizes 256x256,360x640] [--ways eager,tensorrt=150,…]
+    python bench/gpu/dcae.py --ways eager,pytorch,reduce-overhead,tensorrt --endurance 2000 --repeats 10
+    python bench/gpu/dcae.py --device cpu --models tiny,tiny-owl --ways eager,pytorch,onnxruntime --repeats 3
 
 `f64c128` is the decoder of mit-han-lab's dc-ae-f64c128-mix-1.0 and `owl` one of OWL's for 360×640 frames, both with
 random weights: speed does not depend on their values. A size that is no multiple of the decoder's stride is rounded up,
@@ -54,6 +54,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_dc import Decoder
 from torch import nn
 
+from bench.gpu import build_child_opset17, results
 from runtime.core import settings
 from runtime.engines import frame_decoders
 from runtime.engines.build import build_engine
@@ -64,7 +65,7 @@ from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.families.dcae.owl_programs import OwlDecoder
 from runtime.families.dcae.sources import spec_of
 from runtime.families.dcae.spec import read_architecture
-from tests.gpu import build_child_opset17, results, tensorrt_8_6
+from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))

@@ -1,7 +1,7 @@
-"""Measure the time from the start of a process to its first denoising step, in parts. Not run by pytest.
+"""Measure the time from the start of a process to its first denoising step, in parts.
 
-    python tests/gpu/measure_start.py [--starts 3] [--steps 2] [--asked '{"compile": "always"}'] [MODEL]
-    python tests/gpu/measure_start.py --small --device cpu             the same with a tiny model, on the CPU
+    python bench/gpu/start.py [--starts 3] [--steps 2] [--asked '{"compile": "always"}'] [MODEL]
+    python bench/gpu/start.py --small --device cpu             the same with a tiny model, on the CPU
 
 Random weights at full size in `TANDEM_CHECKS`, best a folder in memory, such as /dev/shm/start; both experts share the
 same files. Each start is a process of its own that makes a clip as `generate` does, with another prompt, in FP8 on a
@@ -115,8 +115,8 @@ def make(arguments: argparse.Namespace) -> None:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
+    from bench.gpu.jobs import MODELS, save
     from tests import tiny_models
-    from tests.gpu.measure_jobs import MODELS, save
     from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -156,7 +156,7 @@ def main() -> None:
         os._exit(0)
     from functools import partial
 
-    from tests.gpu import results
+    from bench.gpu import results
 
     say = partial(results.say, "start.jsonl")
     Path(os.environ.get("OUT", ".")).mkdir(parents=True, exist_ok=True)

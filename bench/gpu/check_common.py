@@ -1,4 +1,4 @@
-"""Common parts of the GPU checks: engines by key, sessions, timing, memory, errors between results."""
+"""Common parts of the GPU checks: engines by key, sessions, timing, memory, similarity of frames."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from bench.gpu import build_child_opset17
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
@@ -30,7 +31,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
-from tests.gpu import build_child_opset17, wide_models
+from tests.gpu import wide_models
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 COMPONENTS = (

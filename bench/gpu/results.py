@@ -1,4 +1,4 @@
-"""Results of the measuring scripts: a JSON object per line, printed and appended to a file."""
+"""Print a result as a JSON object on a line, and append it to a file."""
 
 import json
 import os
