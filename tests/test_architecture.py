@@ -1,6 +1,7 @@
 """Rules of the tree: allowed imports, and modules that must not import torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_imports_point_one_way(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
     for module in imports(path):
         top, _, rest = module.partition(".")
-        assert top not in {"tests", "tools", "app"}, f"{name} imports {module}"
+        assert top not in {"app", "bench", "tests", "tools"}, f"{name} imports {module}"
         if top == "gradio":
             assert own == "ui" or name == "runtime/upstream/gradio.py", f"{name} imports gradio"
         if top == "ray":
@@ -98,6 +99,13 @@ def test_imports_point_one_way(path: Path) -> None:
         if top == "runtime" and own is not None and other in RANKS and other != own:
             lower = RANKS[other] < RANKS[own]
             assert lower or (name, module) in CROSSINGS, f"{name} imports {module}"
+
+
+def test_only_tests_of_benchmarks_import_them() -> None:
+    importing = re.compile(r"^ *(from|import) bench\b", re.MULTILINE)
+    tests = ROOT / "tests"
+    folders = {path.parent for path in tests.rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))}
+    assert folders == {tests / "bench"}
 
 
 def test_every_package_has_a_rank() -> None:
