@@ -18,6 +18,7 @@ import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tests.cluster_machines import JOB, Machines, machines
 
@@ -119,8 +120,9 @@ def _latency(count: int) -> None:
         browser = stack.enter_context(sync_playwright()).chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         stack.callback(browser.close)
         pages = {}
+        viewport: Any = DESKTOP
         for name, one in (("alone", alone), ("cluster", cluster)):
-            pages[name] = page = browser.new_context(viewport=DESKTOP).new_page()
+            pages[name] = page = browser.new_context(viewport=viewport).new_page()
             page.set_default_timeout(180_000)
             page.goto(f"http://127.0.0.1:{one.port}/")
             ready(page)

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    decoder = load_decoder(arguments.model)
+    decoder: Any = load_decoder(arguments.model)
     spec = decoder.tandem_spec
     size = spec.vae.latent_size(spec.defaults.height, spec.defaults.width)
     latents = torch.randn(1, 8, spec.vae.z_dim, *size, generator=torch.Generator().manual_seed(0))
