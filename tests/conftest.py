@@ -21,7 +21,7 @@ from tests import full_disk, tiny_models
 os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
 
 Result = TypeVar("Result")
-DESELECTED = ("slow", "browser", "gpu")
+DESELECTED = ("slow", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

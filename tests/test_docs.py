@@ -2,6 +2,8 @@
 
 import inspect
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -47,6 +49,7 @@ PACKAGES = sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init
 MAX_LINES = 200
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub forms them."""
     counts: dict[str, int] = {}
@@ -92,32 +95,34 @@ def test_stated_lines_are_close_to_the_code() -> None:
         assert abs(stated - counted) <= 0.1 * counted + 20, f"{part}: run python -m tools.docs_tables"
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        generate,
-        web,
-        build,
-        export,
-        engines_prune,
-        engines_import,
-        models_download,
-        models_verify,
-        jobs_list,
-        jobs_show,
-        jobs_delete,
-        bench,
-        bench_compare,
-        serve,
-        serve_keys_add,
-    ],
-)
-def test_every_flag_is_documented(function: object) -> None:
+FUNCTIONS: list[Callable[..., object]] = [
+    generate,
+    web,
+    build,
+    export,
+    engines_prune,
+    engines_import,
+    models_download,
+    models_verify,
+    jobs_list,
+    jobs_show,
+    jobs_delete,
+    bench,
+    bench_compare,
+    serve,
+    serve_keys_add,
+]
+
+
+def test_every_flag_is_documented(subtests: pytest.Subtests) -> None:
     shown = {"as_json": "--json", "context": "", "file": "FILE", "prompt": "PROMPT"}
     shown |= {"job": "ID", "ids": "ID", "name": "NAME", "names": "NAME"}
     shown |= {"flags": "", "one": "A.json", "other": "B.json"}
-    for name in inspect.signature(function).parameters:  # type: ignore[arg-type]
-        assert shown.get(name, f"--{name.replace('_', '-')}") in TEXT, name
+    for function in FUNCTIONS:
+        with subtests.test(msg=function.__name__):
+            names = inspect.signature(function).parameters
+            flags = [shown.get(name, f"--{name.replace('_', '-')}") for name in names]
+            assert [flag for flag in flags if flag not in TEXT] == []
 
 
 def test_the_table_of_options_is_up_to_date() -> None:
@@ -159,20 +164,20 @@ def test_exit_codes_are_documented() -> None:
         assert re.search(rf"^\| {code} \| {meaning}", TEXT, re.MULTILINE), code
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_resolve(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
-        if link.startswith("https://"):
-            continue
-        target, _, anchor = link.partition("#")
-        linked = (page.parent / target).resolve() if target else page
-        assert linked.exists(), link
-        assert not anchor or anchor in anchors(linked), link
+def test_links_resolve(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+            if link.startswith("https://"):
+                continue
+            with subtests.test(msg=f"{page_id(page)}: {link}"):
+                target, _, anchor = link.partition("#")
+                linked = (page.parent / target).resolve() if target else page
+                assert linked.exists()
+                assert not anchor or anchor in anchors(linked)
 
 
-@pytest.mark.parametrize("page", DOCS, ids=page_id)
-def test_the_readme_links_to_every_page(page: Path) -> None:
-    assert f"]({page_id(page)})" in README
+def test_the_readme_links_to_every_page() -> None:
+    assert [page_id(page) for page in DOCS if f"]({page_id(page)})" not in README] == []
 
 
 def test_every_event_is_documented() -> None:
@@ -180,7 +185,10 @@ def test_every_event_is_documented() -> None:
         assert re.search(rf"\b{event.__name__}\b", ARCHITECTURE), event.__name__
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_named_files_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:bench|runtime|tests|tools)/[\w./]+)`", page.read_text(encoding="utf-8")):
-        assert (ROOT / name).exists(), name
+def test_named_files_exist() -> None:
+    named = {
+        (page_id(page), name)
+        for page in PAGES
+        for name in re.findall(r"`((?:bench|runtime|tests|tools)/[\w./]+)`", page.read_text(encoding="utf-8"))
+    }
+    assert [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []

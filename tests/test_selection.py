@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import DESELECTED
+
 pytest_plugins = ["pytester"]
 
 CONFTEST = Path(__file__).with_name("conftest.py")
@@ -15,11 +17,16 @@ def test_quick(): pass
 def test_slow(): pass
 @pytest.mark.browser
 def test_browser(): pass
+@pytest.mark.browser
+@pytest.mark.slow
+def test_slow_browser(): pass
 @pytest.mark.gpu
 def test_gpu(): pass
 @pytest.mark.compiler
 def test_compiler(): pass
 """
+MARKS = ((), ("slow",), ("browser",), ("browser", "slow"), ("gpu",), ("compiler",))
+BY_DEFAULT = sum(not set(marks) & set(DESELECTED) for marks in MARKS)
 MARKERS = "[pytest]\npythonpath = {root}\nmarkers =\n    slow:\n    browser:\n    gpu:\n    compiler:\n"
 
 
@@ -34,14 +41,25 @@ def folder(pytester: pytest.Pytester) -> pytest.Pytester:
 
 @pytest.mark.parametrize(
     ("arguments", "passed"),
-    [([], 2), (["--all"], 5), (["-m", "slow"], 1), (["inner"], 2), (["inner/test_one.py"], 5), (["-k", "slow"], 0)],
+    [
+        ([], BY_DEFAULT),
+        (["--all"], len(MARKS)),
+        (["-m", "slow"], 2),
+        (["inner"], BY_DEFAULT),
+        (["inner/test_one.py"], len(MARKS)),
+        (["-k", "slow"], 0),
+    ],
 )
 def test_slow_tests_run_on_request(
     arguments: list[str], passed: int, folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "sh")  # any program: nothing is compiled
     result = folder.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
-    result.assert_outcomes(passed=passed, deselected=5 - passed)
+    result.assert_outcomes(passed=passed, deselected=len(MARKS) - passed)
+
+
+def test_slow_tests_and_those_on_gpus_are_deselected() -> None:
+    assert set(DESELECTED) == {"slow", "gpu"}
 
 
 def test_only_a_browser_test_that_fails_is_run_again(folder: pytest.Pytester) -> None:
@@ -66,5 +84,5 @@ def test_a_test_that_needs_a_compiler_is_skipped_with_the_reason(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     result = folder.runpytest_inprocess("-p", "no:cacheprovider", "-rs")
-    result.assert_outcomes(passed=1, skipped=1, deselected=3)
+    result.assert_outcomes(passed=BY_DEFAULT - 1, skipped=1, deselected=len(MARKS) - BY_DEFAULT)
     result.stdout.fnmatch_lines(["*needs a C++ compiler*"])

@@ -1,6 +1,7 @@
 """Rules and requirements, each with badge, reason and remedy; build times; misfits of engines."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -241,17 +242,16 @@ def test_rules_exclude_with_reason_and_remedy(
     assert what.endswith(".")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_8bit_weights_cannot_be_offloaded_on_any_machine(backend: str, offload: str, quantization: str) -> None:
-    case = ComponentSettings(component="transformer", backend=backend, offload=offload, quantization=quantization)
-    against = offload_conflict(case)
-    waits = offload in {"model", "group", "sequential"}
-    assert (against is not None) == (backend == "pytorch" and quantization == "bnb-8bit" and waits)
-    if against is not None:
-        found = [one for one in (conflict(case, H200), conflict(case, CPU)) if one is not None]
-        assert [(one.fact.code, one.setting) for one in found] == [(against.fact.code, "offload")] * 2
+def test_8bit_weights_cannot_be_offloaded_on_any_machine(subtests: pytest.Subtests) -> None:
+    for backend, offload, quantization in product(BACKENDS, OFFLOADS, QUANTIZATIONS):
+        case = ComponentSettings(component="transformer", backend=backend, offload=offload, quantization=quantization)
+        with subtests.test(msg=str(case)):
+            against = offload_conflict(case)
+            waits = offload in {"model", "group", "sequential"}
+            assert (against is not None) == (backend == "pytorch" and quantization == "bnb-8bit" and waits)
+            if against is not None:
+                found = [one for one in (conflict(case, H200), conflict(case, CPU)) if one is not None]
+                assert [(one.fact.code, one.setting) for one in found] == [(against.fact.code, "offload")] * 2
 
 
 def test_every_rule_has_its_case() -> None:
