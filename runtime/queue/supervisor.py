@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from runtime.core.errors import StoreError
 from runtime.core.facts import Fact
@@ -22,6 +23,7 @@ from runtime.queue.worker import WorkerConfig, main
 _SHORT_LIFE_SECONDS = 10.0
 _MOST_DELAY_SECONDS = 30.0
 _STORE_RETRY_SECONDS = 1.0
+_START_METHOD = "spawn"
 # A death is due to lack of memory if the kernel has killed a process since the sample before the last one.
 _SAMPLE_SECONDS = 5.0
 
@@ -33,7 +35,7 @@ class _Slot:
     """One GPU's worker, and when it is to be started again."""
 
     config: WorkerConfig
-    process: SpawnProcess | None = None
+    process: BaseProcess | None = None
     connection: Connection | None = None
     started: float = 0.0
     delay: float = 0.0
@@ -88,7 +90,8 @@ class Supervisor:
 
     def _start(self, slot: _Slot) -> None:
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(
+        context: Any = multiprocessing.get_context(_START_METHOD)
+        process: BaseProcess = context.Process(
             target=main, args=(slot.config, theirs), name=f"worker-{slot.config.gpu}", daemon=False
         )
         slot.started = time.monotonic()

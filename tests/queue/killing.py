@@ -66,7 +66,7 @@ class Killed:
 
 
 class Bench:
-    """Runs one plan in processes of their own. The fork server imports PyTorch once and computes nothing."""
+    """Runs one plan in processes of their own, forked from one that has imported PyTorch."""
 
     def __init__(self, spec: ModelSpec, plan: ExecutionPlan, folder: Path) -> None:
         self._spec = spec
@@ -74,7 +74,7 @@ class Bench:
         self.job = folder / "job"
         self._log = folder / "events.jsonl"
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__ if __name__ != "__main__" else "tests.queue.killing"])
+        self._context.set_forkserver_preload(["tests.engines.child_imports", "tests.queue.killing"])
 
     def run(self, moment: Moment | None = None) -> Killed:
         """Run the job until it ends, or is killed."""

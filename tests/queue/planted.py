@@ -1,61 +1,31 @@
 """Actions planted in the worker processes of a test: they kill themselves, fail or use tqdm after a chosen event.
 
-A `sitecustomize` module in `PYTHONPATH` wraps `JobRecorder.record` in each process that `multiprocessing` spawns.
+They wrap `JobRecorder.record` in the workers: in those of this process, which can then be forked, or by a
+`sitecustomize` module in `PYTHONPATH` in each process that `multiprocessing` spawns.
 """
 
 import json
 import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
+
+    from runtime.core.events import Event, Warned
+    from runtime.queue.job_runner import JobRecorder
+    from runtime.queue.worker import WorkerConfig
 
 Action = Literal["kill", "allocate", "illegal access", "use tqdm"]
 
 _ROOT = Path(__file__).parents[2]
 _SITE = '''
-import json, os, signal, sys
+import os, sys
 from pathlib import Path
-
-
-def kill(folder):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def allocate(folder):
-    blocks = []
-    while True:
-        blocks.append(b"x" * (64 << 20))
-
-
-def illegal_access(folder):
-    import torch
-    torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
-
-
-def use_tqdm(folder):
-    from tqdm import tqdm
-    list(tqdm(range(3)))
-
-
-ACTIONS = {"kill": kill, "allocate": allocate, "illegal access": illegal_access, "use tqdm": use_tqdm}
-
-
-def plant(folder):
-    from runtime.queue.job_runner import JobRecorder
-    record = JobRecorder.record
-
-    def recorded(self, event):
-        warnings = record(self, event)
-        for path in sorted(folder.glob("*.json"))[:1]:
-            planted = json.loads(path.read_text())
-            same = all(getattr(event, name, None) == value for name, value in planted["at"].items())
-            if same:
-                path.unlink()
-                ACTIONS[planted["action"]](folder)
-        return warnings
-
-    JobRecorder.record = recorded
 
 
 def run_hidden_module():
@@ -70,6 +40,7 @@ def run_hidden_module():
 
 run_hidden_module()
 if any("spawn_main" in argument for argument in sys.orig_argv):
+    from tests.queue.planted import plant
     plant(Path(os.environ["TANDEM_TEST_ACTIONS"]))
 '''
 
@@ -81,7 +52,7 @@ class Planted:
         folder: for the module and the actions that are still to happen.
     """
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: "pytest.MonkeyPatch") -> None:
         site = folder / "site"
         self._actions = folder / "actions"
         for made in (site, self._actions):
@@ -90,6 +61,8 @@ class Planted:
         path = [str(site), str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
         monkeypatch.setenv("TANDEM_TEST_ACTIONS", str(self._actions))
+        # Forked workers do not run `sitecustomize`.
+        monkeypatch.setattr("runtime.queue.supervisor.main", partial(_main, self._actions))
 
     def add(self, action: Action, **at: object) -> None:
         """Plant an action, after those that were planted before.
@@ -106,3 +79,61 @@ class Planted:
     def pending(self) -> int:
         """Return how many actions have not happened."""
         return len(list(self._actions.glob("*.json")))
+
+
+def plant(folder: Path) -> None:
+    """Let the jobs of this process do the actions in a folder; safe to call twice."""
+    from runtime.queue.job_runner import JobRecorder
+
+    record = JobRecorder.record
+    if record.__name__ == "recorded":
+        return
+
+    def recorded(self: "JobRecorder", event: "Event") -> "list[Warned]":
+        warnings = record(self, event)
+        for path in sorted(folder.glob("*.json"))[:1]:
+            planted = json.loads(path.read_text())
+            same = all(getattr(event, name, None) == value for name, value in planted["at"].items())
+            if same:
+                path.unlink()
+                _ACTIONS[planted["action"]]()
+        return warnings
+
+    JobRecorder.record = recorded  # type: ignore[method-assign]
+
+
+def _main(actions: Path, config: "WorkerConfig", supervisor: Connection) -> None:
+    from runtime.queue.worker import main
+
+    plant(actions)
+    main(config, supervisor)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _allocate() -> None:
+    blocks = []
+    while True:
+        blocks.append(b"x" * (64 << 20))
+
+
+def _illegal_access() -> None:
+    import torch
+
+    torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
+
+
+def _use_tqdm() -> None:
+    from tqdm import tqdm
+
+    list(tqdm(range(3)))
+
+
+_ACTIONS: dict[Action, Callable[[], None]] = {
+    "kill": _kill,
+    "allocate": _allocate,
+    "illegal access": _illegal_access,
+    "use tqdm": _use_tqdm,
+}
