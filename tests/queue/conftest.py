@@ -1,8 +1,11 @@
 """Shared fixtures of the queue's tests."""
 
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,20 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from tests.plans import no_engines
 from tests.thread_queue import RunningQueue
+
+
+class _WithoutSync(sqlite3.Connection):
+    def execute(self, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
+        """Run a statement, without one that has changes wait for the disk."""
+        if sql.startswith("PRAGMA synchronous"):
+            sql = "PRAGMA synchronous = OFF"
+        return super().execute(sql, parameters)
+
+
+@pytest.fixture(autouse=True)
+def fast_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write stores without waiting for the disk, which matters only after a power failure."""
+    monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=_WithoutSync))
 
 
 @pytest.fixture

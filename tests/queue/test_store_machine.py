@@ -189,7 +189,7 @@ class TwoStores(RuleBasedStateMachine):
 
 
 TwoStores.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTwoStores = TwoStores.TestCase
 
