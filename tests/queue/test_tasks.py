@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.events import TerminalEvent, VideoSaved
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
@@ -86,7 +86,7 @@ def test_an_engine_is_built_used_verified_and_deleted(
     verified = add(queue, VerifyEngine(engine=record.id, models=("tiny",)))
     assert verified.state == "done", verified
     assert verified.result is not None and verified.result.code == "task.verified"
-    assert "elative error" in render(verified.result).what
+    assert verified.result.data["detail"].code == "engine.compared"
     deleted = add(queue, DeleteEngine(engine=record.id))
     assert deleted.state == "done", deleted
     assert engines.store.index() == []
@@ -110,7 +110,7 @@ def test_a_damaged_engine_fails_verification_and_is_pruned(
     found = add(queue, VerifyEngine(engine=record.id, models=("tiny",)))
     assert found.state == "failed"
     assert found.result is not None and found.result.code == "engine.verified_wrong"
-    assert "engine.onnx" in render(found.result).what
+    assert found.result.data["cause"].data["file"] == "engine.onnx"
     pruned = add(queue, PruneEngines(max_bytes=0))
     assert pruned.result == Fact("task.pruned", {"count": 1, "left": 0})
 
@@ -160,8 +160,7 @@ def test_an_unsupported_build_is_refused(queue: JobQueue, engines: EngineService
     built = add(queue, build(backends={"vae": "tensorrt"}))
     assert built.state == "failed"
     assert built.result is not None
-    what, remedy = render(built.result)
-    assert "TensorRT engines cannot be built here" in what and remedy
+    assert (built.result.code, built.result.data["backend"]) == ("pipeline.not_buildable", "tensorrt")
     nothing = add(queue, build(backends={"vae": "pytorch"}))
     assert (nothing.state, code(nothing)) == ("done", "task.nothing_to_build")
 
@@ -216,7 +215,7 @@ def test_an_engine_file_is_inspected_and_imported(
     (record,) = engines.store.index()
     assert imported.result is not None and imported.result.code == "task.imported"
     assert imported.result.data["engine"] == record.id
-    assert "elative error" in render(imported.result).what
+    assert imported.result.data["detail"].code == "engine.compared"
     assert "Replaces the transformer of tiny for 64x32, 9 frames." in imported.found
     assert any(line.startswith("Comparing with the transformer") for line in imported.log)
 
@@ -234,7 +233,8 @@ def test_a_cancelled_or_mismatched_import_leaves_no_files(
     refused = add(queue, ImportEngine(path=path, model="tiny"))
     assert refused.state == "failed"
     assert refused.result is not None
-    assert "output differs from the transformer of tiny" in render(refused.result).what
+    assert refused.result.code == "engine.import_other_weights"
+    assert (refused.result.data["component"], refused.result.data["model"]) == ("transformer", "tiny")
     assert engines.store.index() == []
     assert [one.name for one in engines.store.folder.iterdir() if one.name != ".locks"] == []
 
