@@ -1,20 +1,19 @@
 """Real block engines of the tiny models, for ONNX Runtime on a CPU, and plans that use them."""
 
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.core.plan import EngineUse, ExecutionPlan
-from runtime.engines import manifest
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
-from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
-from tests.conftest import build_once
+from runtime.planner.engine_index import EngineKey, ShapeProfile
+from tests.conftest import shared_folder
+from tests.engine_library import EngineLibrary
 
 # So few that the clips of tests are several chunks.
 TOKENS = 64
@@ -23,34 +22,12 @@ ANY_SIZE = ShapeProfile.fixed((1, 1, 1))
 
 
 def stock(spec: ModelSpec, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineService:
-    """Return a library in `folder` that has the block engines of a tiny model."""
-
-    def build(built: Path) -> None:
-        for program in spec.block_programs:
-            (built / program).mkdir(parents=True)
-            loaded = load_program(spec, "transformer", program, device="cpu", dtype="float32", tokens=TOKENS)
-            BUILDER.build(loaded, _key(spec, program), built / program, lambda *_: None)
-
-    # All tiny models of a family have blocks of one size.
-    files, _ = build_once(tmp_path_factory, f"block-engines-{spec.family}", build)
+    """Return a library in `folder` that has the block engines of a tiny model, whose speed is unknown."""
+    library = EngineLibrary(shared_folder(tmp_path_factory, "engines"))
     service = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
+    unknown: dict[str, Any] = {"seconds_per_call": 0.0, "pytorch_seconds_per_call": 0.0, "baselines": {}}
     for program in spec.block_programs:
-        key = _key(spec, program)
-        engine = service.store.path(key.digest())
-        engine.mkdir(parents=True)
-        shutil.copy(files / program / BUILDER.file_name, engine)
-        hashed = manifest.hashed_files(engine, BUILDER.file_name)
-        record = EngineRecord(
-            id=key.digest(),
-            key=key,
-            model=spec.name,
-            component="transformer",
-            files=hashed,
-            file_bytes=sum(file.bytes for file in hashed),
-            build_seconds=1.0,
-            verified=True,
-        )
-        manifest.write(engine, record)
+        library.add(service, spec, "transformer", _key(spec, program), BUILDER, **unknown)
     return service
 
 

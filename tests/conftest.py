@@ -17,6 +17,7 @@ from runtime.machine.probe import cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import full_disk, tiny_models
+from tests.engine_library import EngineLibrary
 
 os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
 
@@ -99,6 +100,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]
         return read_spec(directory, architecture)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def engine_library(tmp_path_factory: pytest.TempPathFactory) -> EngineLibrary:
+    """Engines of tiny models, built when the first test of this run asks for them."""
+    return EngineLibrary(shared_folder(tmp_path_factory, "engines"))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """Engines that several tests share: built once, from tiny models, by the real builders."""
 
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from tests.conftest import shared_folder
+from tests.engine_library import EngineLibrary
 
 # An engine whose build compiles C++ for up to a minute.
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiler])
@@ -62,9 +62,11 @@ Build = Callable[..., Built]
 
 
 @pytest.fixture(scope="session")
-def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Return a function that builds an engine once for all tests."""
-    root, machine = shared_folder(tmp_path_factory, "engines"), probe()
+def built(
+    tiny: Callable[[str], ModelSpec], engine_library: EngineLibrary, tmp_path_factory: pytest.TempPathFactory
+) -> Build:
+    """Return a function that returns an engine of `engine_library` in a folder that all tests share."""
+    root, machine = shared_folder(tmp_path_factory, "built"), probe()
 
     def build(
         builder: str,
@@ -75,40 +77,13 @@ def built(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFac
         profile: ShapeProfile | None = None,
     ) -> Built:
         maker: Builder = BUILDERS[builder] if builder in BUILDERS else OnnxRuntimeBuilder(builder)
-        spec = tiny(architecture)
-        key = maker.key(
-            spec,
-            component,
-            program,
-            (profile or PROFILES[program],),
-            precision=precision,
-            machine=machine,
-            device="cpu",
-        )
-        # Execution providers take the same file.
-        same = replace(key, options=(), precision="") if maker.backend == "onnxruntime" else key
-        made = root / f"made-{same.digest()}"
+        spec, profiles = tiny(architecture), (profile or PROFILES[program],)
+        key = maker.key(spec, component, program, profiles, precision=precision, machine=machine, device="cpu")
         folder = root / key.digest()
-        with FileLock(f"{made}.lock"):
-            if not (made / "done").exists():
-                made.mkdir(exist_ok=True)
-                loaded = load_program(spec, component, program, device="cpu", dtype=precision)
-                maker.build(loaded, key, made, lambda line, share: None)
-                (made / "done").touch()
+        with FileLock(f"{folder}.lock"):
             if not (folder / manifest.NAME).exists():
                 folder.mkdir(exist_ok=True)
-                shutil.copy(made / maker.file_name, folder)
-                files = manifest.hashed_files(folder, maker.file_name)
-                record = EngineRecord(
-                    id=key.digest(),
-                    key=key,
-                    model=spec.name,
-                    component=component,
-                    files=files,
-                    file_bytes=sum(file.bytes for file in files),
-                    build_seconds=1.0,
-                )
-                manifest.write(folder, record)
+                engine_library.write(spec, component, key, folder, maker)
         return Built(folder, manifest.read(folder), spec, component)
 
     return build
