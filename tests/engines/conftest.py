@@ -1,14 +1,18 @@
 """Engines that several tests share: built once, from tiny models, by the real builders."""
 
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
 
-from runtime.engines import manifest
+from runtime.engines import child, manifest
 from runtime.engines.builders import BUILDERS, Builder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.component_programs import Program
@@ -34,6 +38,8 @@ PROFILES = {
     "vae_first": ShapeProfile((1, 2, 2), (1, 4, 6), (1, 5, 8)),
     "vae_next": ShapeProfile((1, 2, 2), (2, 4, 6), (4, 5, 8)),
 }
+# Of the decoder's steps, whose exports for a range of sizes take much longer.
+DECODER_STEPS = ShapeProfile.fixed((2, 4, 6))
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,28 @@ class Built:
 
 
 Build = Callable[..., Built]
+
+
+@pytest.fixture(scope="module")
+def forked_entries() -> Iterator[None]:
+    """Fork the children of `run_child` from a process that has imported `child_entries`, which takes a second.
+
+    Unlike the process of `forked_children`, it imports no libraries.
+    """
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if "forkserver" in multiprocessing.get_all_start_methods():
+            server: Any = forkserver.ForkServer()
+            server.set_forkserver_preload(["tests.engines.child_entries"])
+            patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+            patch.setattr(child, "_START_METHOD", "forkserver")
+            stack.callback(server._stop)
+        yield
+
+
+@pytest.fixture
+def spawned_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the children of `run_child` as the app does, where `forked_entries` is in use."""
+    monkeypatch.setattr(child, "_START_METHOD", "spawn")
 
 
 @pytest.fixture(scope="session")

@@ -119,6 +119,7 @@ def verify(spec: ModelSpec, record: EngineRecord, store: EngineStore, task: str)
     return verify_engine(spec, "transformer", record, store, "cpu", ignore, Cancel(), getattr(child_entries, task))
 
 
+@pytest.mark.usefixtures("forked_entries")
 def test_result_of_verification_is_stored(tiny: Callable[[str], ModelSpec], store: EngineStore) -> None:
     spec, record = tiny("wan2.1"), add(store, key(device=device_text(probe(), "cpu")))
     engine = store.path(record.id) / "engine.pt2"

@@ -28,6 +28,8 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 LARGE = 1 << 40
+# Actions of a process that is killed.
+ENDLESS = 10**9
 
 
 @pytest.fixture
@@ -447,11 +449,10 @@ def test_full_disk(store: EngineStore) -> None:
     assert visible(store) == []
 
 
-def work(folder: Path, seed: int, seconds: float) -> None:
+def work(folder: Path, seed: int, actions: int) -> None:
     """Do everything to a store, at random; any exception but EngineError is a defect."""
     store, rng = EngineStore(folder, 40_000), random.Random(seed)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    for _ in range(actions):
         wanted = rng.choice(keys(6))
         engine_id = wanted.digest()
         try:
@@ -480,7 +481,7 @@ def work(folder: Path, seed: int, seconds: float) -> None:
 def test_concurrent_processes(store: EngineStore) -> None:
     store.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=work, args=(store.folder, seed, 4.0)) for seed in range(3)]
+    workers = [spawn.Process(target=work, args=(store.folder, seed, 150)) for seed in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -495,7 +496,7 @@ def test_concurrent_processes(store: EngineStore) -> None:
 def test_killed_process_leaves_only_complete_engines(store: EngineStore) -> None:
     store.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")
-    worker = spawn.Process(target=work, args=(store.folder, 0, 60.0))
+    worker = spawn.Process(target=work, args=(store.folder, 0, ENDLESS))
     worker.start()
     until(store.index)
     # Children of one started process are killed at many instants, without the cost of starting Python each time.
@@ -504,7 +505,7 @@ def test_killed_process_leaves_only_complete_engines(store: EngineStore) -> None
     os.kill(worker.pid or 0, signal.SIGKILL)
     worker.join()
     for seed in range(40):
-        child = fork.Process(target=work, args=(store.folder, seed, 60.0))
+        child = fork.Process(target=work, args=(store.folder, seed, ENDLESS))
         child.start()
         time.sleep(rng.uniform(0.005, 0.08))
         child.kill()

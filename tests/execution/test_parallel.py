@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,7 +28,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import VAES
 
 MODULES_OF: dict[str, Any] = {"wan2.1": WanTransformer3DModel, "hunyuan-video": HunyuanVideoTransformer3DModel}
 Tiny = Callable[[str], ModelSpec]
@@ -178,7 +177,7 @@ def test_each_text_is_sent_once_and_two_are_kept() -> None:
     assert known.number([one])[1:3] == ([1], [3])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VAES)
 @pytest.mark.parametrize("size", [(3, 6, 22), (2, 17, 4)], ids=["wide", "high"])
 def test_strips_equal_parts_of_whole_frames(architecture: str, size: tuple[int, int, int], tiny: Tiny) -> None:
     spec = tiny(architecture)
@@ -235,12 +234,10 @@ def test_a_process_that_does_not_respond_ends_the_group(loaded: Loaded) -> None:
     positive, negative = texts()
     group._limits = Limits(silence=SILENCE)
     processes[2].send_signal(signal.SIGSTOP)
-    began = time.monotonic()
     with pytest.raises(GroupError) as failed:
         # The message is larger than the socket's buffer, so that sending it blocks.
         loaded.denoiser.pair(latents_of(loaded.spec, (3, 60, 40)), torch.tensor(500), positive, negative)
     assert failed.value.data["gpu"] == 3
     assert failed.value.data["cause"] == Fact("parallel.not_responding", {"seconds": SILENCE})
-    assert SILENCE < time.monotonic() - began < 2 * SILENCE + 10
     assert loaded.group_manager.group is None
     assert not any(process.is_running() for process in processes)

@@ -28,7 +28,7 @@ from runtime.pipeline.run import run_job
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
 from tests.plans import Alone, tiny_plan, with_strategy
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import IN_JOBS
 
 Tiny = Callable[[str], ModelSpec]
 OFFLOADS = ("model", "group", "sequential")
@@ -69,7 +69,7 @@ def parameters() -> int:
     return sum(issubclass(type(found), torch.nn.Parameter) for found in gc.get_objects())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", IN_JOBS)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_latents_are_bit_identical(architecture: str, offload: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny(architecture)

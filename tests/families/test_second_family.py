@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 
 from runtime.cli.main import run
+from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
+from runtime.execution.residency import Residency
 from runtime.models import registry
+from runtime.models.registry import read_spec
+from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.queue.store import open_store
 from runtime.video.mp4 import find_ffmpeg
 from tests.families.ltx.build import build
+from tests.pipeline.runs import events_of
+from tests.plans import tiny_plan
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +30,7 @@ REGISTRATION = """
 from runtime.models.registry import FAMILIES, Entry
 FAMILIES["ltx"] = Entry("LTXPipeline", "tests.families.ltx")
 """
+FIELDS = {"--gpus": "gpus", "--step-cache": "step_cache"}
 Generate = Callable[..., dict[str, Any]]
 
 
@@ -90,9 +97,10 @@ def test_options_that_the_family_does_not_support_are_refused(
 ) -> None:
     assert run(["plan", "a red boat", "--model", str(model), *option, "--json"]) == 2
     error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
-    assert error["what"] == f"tiny-ltx does not support {option[0]}."
+    assert (error["code"], error["data"]["option"]) == ("family.option_unsupported", [FIELDS[option[0]]])
 
 
+@pytest.mark.slow
 def test_engines_give_the_same_clip_as_pytorch(generate: Generate) -> None:
     plain = generate("--backend", "all=pytorch")
     pixels = frames(plain["video"])
@@ -115,6 +123,25 @@ def test_engines_give_the_same_clip_as_pytorch(generate: Generate) -> None:
     assert frames(again["video"]) == other
 
 
+def test_a_paused_job_resumes_to_the_same_clip(model: Path, tmp_path: Path) -> None:
+    spec, out = read_spec(model, "tiny-ltx"), tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out, negative_prompt="blue ball")
+    with Residency() as residency:
+        assert isinstance(events_of(plan, spec, residency)[-1], VideoSaved)
+        wanted = frames(str(out))
+        assert len(wanted) == plan.frames * plan.height * plan.width * 3
+        assert len(set(wanted)) > 16
+        folder = CheckpointFolder(tmp_path / "job")
+        stopped = events_of(
+            plan, spec, residency, pause_at=lambda e: isinstance(e, StepDone) and e.step == 2, checkpoints=folder
+        )
+        assert stopped[-1] == Paused(step=2, of=4)
+        again = events_of(plan, spec, residency, checkpoints=CheckpointFolder(tmp_path / "job"))
+    assert Resumed(step=2, of=4) in again
+    assert frames(str(out)) == wanted
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_job_resumes_to_the_same_clip(
     generate: Generate, model: Path, registered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

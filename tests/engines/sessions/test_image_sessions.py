@@ -19,11 +19,17 @@ CASES = [
 BUILDERS = ["cpu", "openvino"]
 # Inductor compiles C++: one is enough beside those of videos without images.
 COMPILED = pytest.param("inductor", *CASES[2], marks=INDUCTOR.marks)
+# Exports of others take ten seconds or more.
+EXPORTED = [
+    pytest.param(builder, *case, marks=() if case == CASES[2] else pytest.mark.slow)
+    for builder in BUILDERS
+    for case in CASES
+]
 
 
 @pytest.mark.parametrize(
     ("builder", "architecture", "component", "program"),
-    [*((builder, *case) for builder in BUILDERS for case in CASES), COMPILED],
+    [*EXPORTED, COMPILED],
 )
 def test_engines_equal_pytorch(built: Build, builder: str, architecture: str, component: str, program: str) -> None:
     profile = ShapeProfile.fixed(PROFILES[program].opt) if program.startswith("vae") else PROFILES[program]
@@ -33,6 +39,7 @@ def test_engines_equal_pytorch(built: Build, builder: str, architecture: str, co
     assert result.error < 1e-5, result.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_text_is_cut_without_the_tokens_of_images(built: Build, builder: str) -> None:
     engine = built(builder, "wan2.1-flf2v", "transformer", "transformer")

@@ -17,9 +17,10 @@ from runtime.engines.sessions import open_session
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
-from runtime.planner.engine_index import SWAPPED, ShapeProfile
-from tests.engines.conftest import INDUCTOR, PROFILES, Build, Built, relative
+from runtime.planner.engine_index import SWAPPED
+from tests.engines.conftest import DECODER_STEPS, INDUCTOR, PROFILES, Build, Built, relative
 from tests.engines.engine_files import refusal
+from tests.tiny_models import SHALLOW
 
 ROOT = Path(__file__).parents[3]
 ENGINES = [INDUCTOR, "cpu", "openvino"]
@@ -28,21 +29,32 @@ ENGINES = [INDUCTOR, "cpu", "openvino"]
 @pytest.fixture(params=ENGINES)
 def transformer(request: pytest.FixtureRequest, built: Build) -> Built:
     """Return the transformer of a model with two experts on each backend in turn, for a range of sizes."""
-    return built(request.param, "wan2.2-a14b", "transformer", "transformer")
+    return built(request.param, SHALLOW, "transformer", "transformer")
 
 
-@pytest.fixture(params=ENGINES)
+STEPS = [
+    ("cpu", "wan2.1", DECODER_STEPS),
+    ("openvino", "wan2.1", DECODER_STEPS),
+    pytest.param(("inductor", "wan2.2-ti2v-5b", DECODER_STEPS), marks=INDUCTOR.marks),
+    *(
+        pytest.param((name, "wan2.2-ti2v-5b", PROFILES["vae_next"]), marks=pytest.mark.slow)
+        for name in ("cpu", "openvino")
+    ),
+]
+
+
+@pytest.fixture(params=STEPS, ids=["cpu", "openvino", "inductor", "cpu-sizes", "openvino-sizes"])
 def vae_next(request: pytest.FixtureRequest, built: Build) -> Built:
-    """Return the VAE's recurrent step on each backend in turn: for a range of sizes or, which builds faster, one."""
-    profile = ShapeProfile.fixed((2, 4, 6)) if request.param == "inductor" else PROFILES["vae_next"]
-    return built(request.param, "wan2.2-ti2v-5b", "vae", "vae_next", "float32", profile)
+    """Return the VAE's recurrent step on each backend in turn, for one size and for a range."""
+    builder, architecture, profile = request.param
+    return built(builder, architecture, "vae", "vae_next", "float32", profile)
 
 
 def test_transformer_equals_pytorch_at_every_size(transformer: Built) -> None:
     with transformer.session() as session:
         result = verify(session, transformer.program(), PROFILES["transformer"], "float32")
     assert result.error < 1e-5, result.detail
-    assert 0 < result.seconds_per_call < 5
+    assert result.seconds_per_call > 0
 
 
 def test_transformer_equals_pytorch_for_any_text_length(transformer: Built) -> None:
@@ -108,8 +120,8 @@ def test_closed_session_raises(transformer: Built) -> None:
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_both_experts_run_on_one_package(built: Build) -> None:
-    high = built("inductor", "wan2.2-a14b", "transformer", "transformer")
-    low = built("inductor", "wan2.2-a14b", "transformer_2", "transformer")
+    high = built("inductor", SHALLOW, "transformer", "transformer")
+    low = built("inductor", SHALLOW, "transformer_2", "transformer")
     assert high.record.key.weights == SWAPPED
     assert high.folder == low.folder
     for component in ("transformer", "transformer_2"):
@@ -123,7 +135,7 @@ def test_both_experts_run_on_one_package(built: Build) -> None:
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_supplied_weights_are_used_in_place_and_freed(built: Build) -> None:
-    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    engine = built("inductor", SHALLOW, "transformer", "transformer")
     weights = engine.program().module.state_dict()
     name = "blocks.0.attn1.to_q.weight"
     held = StorageWeakRef(weights[name].untyped_storage())
@@ -143,7 +155,7 @@ def test_supplied_weights_are_used_in_place_and_freed(built: Build) -> None:
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_repeated_opening_does_not_leak_memory(built: Build) -> None:
-    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    engine = built("inductor", SHALLOW, "transformer", "transformer")
     inputs = engine.program().inputs((3, 6, 8))
     held = []
     for _ in range(4):
@@ -157,7 +169,7 @@ def test_repeated_opening_does_not_leak_memory(built: Build) -> None:
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_experts_alternate_on_one_package(built: Build) -> None:
-    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    engine = built("inductor", SHALLOW, "transformer", "transformer")
     parts = ("transformer", "transformer_2")
     programs = {part: engine.program(part) for part in parts}
     inputs = programs["transformer"].inputs((3, 6, 8))
@@ -171,7 +183,7 @@ def test_experts_alternate_on_one_package(built: Build) -> None:
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_weights_of_another_model_are_refused(built: Build) -> None:
-    engine = built("inductor", "wan2.2-a14b", "transformer", "transformer")
+    engine = built("inductor", SHALLOW, "transformer", "transformer")
     with refusal("engine.weight_missing"):
         InductorSession((engine.folder / "engine.pt2").read_bytes(), device="cpu", weights={})
     weights = engine.program().module.state_dict()
@@ -215,13 +227,13 @@ for damaged in (b"", os.urandom(5000), whole[: len(whole) // 2], Path("README.md
     try:
         open_session(folder, known, device="cpu", weights=dict)
     except EngineError as error:
-        print("refused:", error.what)
+        print(error.code)
 """
 
 
 @pytest.mark.parametrize("backend", [INDUCTOR, "cpu"])
 def test_damaged_file_with_a_matching_hash_is_an_error_and_no_crash(built: Build, tmp_path: Path, backend: str) -> None:
-    engine = built(backend, "wan2.2-a14b", "transformer", "transformer")
+    engine = built(backend, SHALLOW, "transformer", "transformer")
     folder = shutil.copytree(engine.folder, tmp_path / "engine")
     # In a process of its own, which shows a crash.
     run = subprocess.run(
@@ -232,13 +244,12 @@ def test_damaged_file_with_a_matching_hash_is_an_error_and_no_crash(built: Build
         cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    assert len(lines) == 4
-    assert all(line.startswith("refused: The ") for line in lines)
+    code = "engine.package_not_loaded" if backend == "inductor" else "engine.onnx_not_loaded"
+    assert run.stdout.splitlines() == [code] * 4
 
 
 def test_missing_provider_is_an_error(built: Build) -> None:
-    engine = built("cpu", "wan2.2-a14b", "transformer", "transformer")
+    engine = built("cpu", SHALLOW, "transformer", "transformer")
     with pytest.raises(EngineError) as error:
         OnnxRuntimeSession(engine.folder / "engine.onnx", provider="cuda", precision="float32", device="cpu")
     assert (error.value.code, error.value.data["provider"]) == ("engine.provider_missing", "cuda")
@@ -246,7 +257,7 @@ def test_missing_provider_is_an_error(built: Build) -> None:
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_a_session_prints_nothing(built: Build, capfd: pytest.CaptureFixture[str], backend: str) -> None:
-    engine = built(backend, "wan2.2-a14b", "transformer", "transformer")
+    engine = built(backend, SHALLOW, "transformer", "transformer")
     capfd.readouterr()
     with engine.session() as session, pytest.raises(EngineError):
         inputs = engine.program().inputs((3, 6, 8))
@@ -257,7 +268,7 @@ def test_a_session_prints_nothing(built: Build, capfd: pytest.CaptureFixture[str
 
 def test_the_bytes_that_were_hashed_are_loaded(built: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is replaced between the two."""
-    engine = built("cpu", "wan2.2-a14b", "transformer", "transformer")
+    engine = built("cpu", SHALLOW, "transformer", "transformer")
     folder = tmp_path / engine.folder.name
     shutil.copytree(engine.folder, folder)
     import_module = importlib.import_module

@@ -9,6 +9,7 @@ from tests.engines.conftest import INDUCTOR, PROFILES, Build
 COMPILED = pytest.param("inductor", "text_encoder", marks=INDUCTOR.marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "name"),
     [*((builder, name) for builder in ("cpu", "openvino") for name in ("text_encoder", "text_encoder_2")), COMPILED],

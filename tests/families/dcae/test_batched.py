@@ -1,5 +1,6 @@
 """Batches of latent frames: any number, on engines and in PyTorch, and what happens where each step fails."""
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,42 +16,38 @@ from runtime.core.errors import EngineError, InvalidRequestError, SettingsError
 from runtime.core.events import EngineProgress, Event, FellBack
 from runtime.core.facts import render
 from runtime.core.settings import Settings
-from runtime.engines.frame_decoders import BATCH, build_frame_engine, builder_of, frame_engine, usable_engines
+from runtime.engines.frame_decoders import BATCH, builder_of, frame_engine, usable_engines
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.machine.probe import probe
 from runtime.models.spec import FRAME_DECODER
 from tests import full_disk
-from tests.conftest import build_once
+from tests.engine_library import EngineLibrary
 from tests.families.dcae import decoders
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 BACKEND = "onnxruntime"
 
 
+def add_engine(library: EngineLibrary, settings: Settings, decoder: Any, latent: tuple[int, int] = (3, 4)) -> None:
+    """Add the engine of a decoder for a size of latents to the engine folder of some settings."""
+    service = EngineService.from_settings(settings, probe())
+    one = frame_engine(service, decoder.tandem_spec, builder_of(service, BACKEND, "cpu"), latent, "cpu")
+    library.add(service, decoder.tandem_spec, FRAME_DECODER, one.key)
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, engine_library: EngineLibrary) -> Path:
     """Return a cache folder with a decoder, and an engine of it in `engines`."""
-
-    def build(folder: Path) -> str:
-        decoders.save_autoencoder(folder / "weights" / "tiny")
-        found = Settings(cache_dir=folder)
-        service = EngineService.from_settings(found, probe())
-        decoder: Any = load_decoder(str(folder / "weights" / "tiny"))
-        one = frame_engine(service, decoder.tandem_spec, builder_of(service, BACKEND, "cpu"), (3, 4), "cpu")
-        done = build_frame_engine(service, decoder.tandem_spec, one, lambda *_: None, Cancel())
-        assert done.record is not None
-        return done.record.id
-
-    folder, _ = build_once(tmp_path_factory, "frame-decoder", build)
+    folder = tmp_path_factory.mktemp("home")
+    decoders.save_autoencoder(folder / "weights" / "tiny")
+    add_engine(engine_library, Settings(cache_dir=folder), load_decoder(str(folder / "weights" / "tiny")))
     return folder
 
 
 @pytest.fixture
 def found(home: Path, tmp_path: Path) -> Settings:
     """Return settings with a copy of the engine folder, which a test may damage."""
-    import shutil
-
     shutil.copytree(home / "engines", tmp_path / "engines")
     return Settings(cache_dir=home, engine_cache_dir=tmp_path / "engines")
 
@@ -232,10 +229,11 @@ def test_engines_in_the_library_that_cannot_be_used_are_reported_or_passed_over(
         assert (decode.backend, decode.engine, decode.fallbacks) == ("pytorch", "", ())
 
 
-def test_an_engine_that_was_built_for_another_size_is_reported(found: Settings, on_engine: Any, decoder: Any) -> None:
+def test_an_engine_that_was_built_for_another_size_is_reported(
+    found: Settings, on_engine: Any, decoder: Any, engine_library: EngineLibrary
+) -> None:
     """An engine whose folder has the files of one for other latents fails in the call, and PyTorch continues."""
-    with make_batched_decode_fn(decoder, backend=BACKEND, settings=found) as other:
-        other(torch.randn(1, 2, 8, 2, 5))
+    add_engine(engine_library, found, decoder, (2, 4))
     service = EngineService.from_settings(found, probe())
     real = EngineService.open
     records = {record.id: record for record in service.store.index()}
@@ -258,14 +256,14 @@ def test_an_engine_that_is_damaged_without_a_trace(found: Settings, on_engine: A
     fails(on_engine, decoders.latents(1, 3), decoder, "engine.unusable")
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("call", "error", "code"),
     [
-        (EngineError("engine.failed", error="x"), "engine.failed"),
-        (RuntimeError("CUDA error"), "execution.engine_failed"),
-        (torch.OutOfMemoryError("full"), "execution.engine_out_of_memory"),
-        (MemoryError(), "execution.engine_out_of_memory"),
+        (1, EngineError("engine.failed", error="x"), "engine.failed"),
+        (2, EngineError("engine.failed", error="x"), "engine.failed"),
+        (3, RuntimeError("CUDA error"), "execution.engine_failed"),
+        (1, torch.OutOfMemoryError("full"), "execution.engine_out_of_memory"),
+        (2, MemoryError(), "execution.engine_out_of_memory"),
     ],
 )
 def test_an_engine_that_fails_at_a_call(
@@ -327,20 +325,18 @@ def test_frames_before_a_failure_are_checked_too(on_engine: Any, decoder: Any) -
         fails(on_engine, decoders.latents(1, 16), decoder, "execution.engine_failed")
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
-def test_latents_that_are_not_finite_are_no_fault_of_the_engine(
-    backend: str, value: float, found: Settings, decoder: Any
-) -> None:
+def test_latents_that_are_not_finite_are_no_fault_of_the_engine(backend: str, found: Settings, decoder: Any) -> None:
     latents = decoders.latents(1, 9)
     expected = expected_of(decoder, latents)
-    latents[0, 3] = value
-    with make_batched_decode_fn(decoder, backend=backend, settings=found) as decode:
-        frames = decode(latents)
-        assert (decode.backend, decode.fallbacks) == (backend, ())
     others = [number for number in range(9) if number != 3]
-    assert not frames[0, 3].isfinite().all()
-    assert close(frames[:, others], expected[:, others])
+    with make_batched_decode_fn(decoder, backend=backend, settings=found) as decode:
+        for value in (torch.nan, torch.inf, -torch.inf):
+            latents[0, 3] = value
+            frames = decode(latents)
+            assert (decode.backend, decode.fallbacks) == (backend, ())
+            assert not frames[0, 3].isfinite().all()
+            assert close(frames[:, others], expected[:, others])
 
 
 def test_an_engine_with_nan_is_found_among_latents_with_nan(on_engine: Any, decoder: Any) -> None:
@@ -412,23 +408,23 @@ BAD_LATENTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_LATENTS)
 @pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
-def test_other_latents_are_refused(backend: str, name: str, found: Settings, decoder: Any) -> None:
+def test_other_latents_are_refused(backend: str, found: Settings, decoder: Any, subtests: pytest.Subtests) -> None:
     with make_batched_decode_fn(decoder, backend=backend, settings=found) as decode:
-        with pytest.raises(InvalidRequestError) as caught:
-            decode(BAD_LATENTS[name])
-        refuses(caught, "decode.latents_shape")
-        assert not decode.fallbacks
+        for name, latents in BAD_LATENTS.items():
+            with subtests.test(name):
+                with pytest.raises(InvalidRequestError) as caught:
+                    decode(latents)
+                refuses(caught, "decode.latents_shape")
+                assert not decode.fallbacks
 
 
 @pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
-@pytest.mark.parametrize("channels", [1, 7, 9, 16])
 def test_latents_of_other_channels_are_refused_and_the_engine_stays(
-    channels: int, backend: str, found: Settings, decoder: Any
+    backend: str, found: Settings, decoder: Any
 ) -> None:
     with make_batched_decode_fn(decoder, backend=backend, settings=found) as decode:
-        for _ in range(2):
+        for channels in (1, 1, 7, 9, 16):
             with pytest.raises(InvalidRequestError) as caught:
                 decode(torch.zeros(1, 2, channels, 3, 4))
             refuses(caught, "decode.latents_channels")
@@ -532,14 +528,13 @@ def from_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str)
     return settings_module.load()
 
 
-def refuses_variable(monkeypatch: pytest.MonkeyPatch, decoder: Any, variable: str, value: str, code: str) -> Any:
-    """Check that a function is refused because of one variable, which is named; return the error."""
+def refuses_variable(monkeypatch: pytest.MonkeyPatch, decoder: Any, variable: str, value: str, code: str) -> None:
+    """Check that a function is refused because of one variable, which is named."""
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError) as caught:
         make_batched_decode_fn(decoder)
     refuses(caught, code)
     assert variable in caught.value.what
-    return caught.value
 
 
 NONSENSE = [" ", "-1", "2", "perhaps", "真", "1.0", "true,false", "\x07", "x" * 5000]
@@ -561,10 +556,12 @@ class TestEnvironment:
         fails(decode, decoders.latents(1, 3), decoder, code)
         assert decode.fallbacks[0].data["backend"] == "tensorrt"
 
-    @pytest.mark.parametrize("value", NONSENSE)
-    def test_a_bad_tensorrt_enabled(self, value: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        error = refuses_variable(monkeypatch, decoder, "TENSORRT_ENABLED", value, "settings.not_a_switch")
-        assert "true or false" in error.remedy
+    def test_a_bad_tensorrt_enabled(
+        self, decoder: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    ) -> None:
+        for value in NONSENSE:
+            with subtests.test(value[:20]):
+                refuses_variable(monkeypatch, decoder, "TENSORRT_ENABLED", value, "settings.not_a_switch")
 
     @pytest.mark.parametrize(
         ("value", "precision"),
@@ -573,45 +570,52 @@ class TestEnvironment:
     def test_tensorrt_precision(self, value: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert from_environment(monkeypatch, "TENSORRT_PRECISION", value).decoder_precision == precision
 
-    @pytest.mark.parametrize("value", [*NONSENSE, "float16", "int8", "fp8", "fp16,bf16", "fp\uff11\uff16", "half"])
-    def test_a_bad_tensorrt_precision(self, value: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        error = refuses_variable(monkeypatch, decoder, "TENSORRT_PRECISION", value, "settings.not_a_precision")
-        assert "fp16, bf16 or fp32" in error.remedy
-
-    @pytest.mark.parametrize("name", ["engines", "with a space", "引擎", "-1", "a/b/c", ""])
-    def test_tensorrt_cache_dir(
-        self, name: str, decoder: Any, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_bad_tensorrt_precision(
+        self, decoder: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
     ) -> None:
-        monkeypatch.setenv("TENSORRT_CACHE_DIR", str(tmp_path / "own" / name) if name else "")
+        for value in (*NONSENSE, "float16", "int8", "fp8", "fp16,bf16", "fp\uff11\uff16", "half"):
+            with subtests.test(value[:20]):
+                refuses_variable(monkeypatch, decoder, "TENSORRT_PRECISION", value, "settings.not_a_precision")
+
+    def test_an_engine_is_built_in_tensorrt_cache_dir(
+        self, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = tmp_path / "own" / "with a space" / "引擎"
+        monkeypatch.setenv("TENSORRT_CACHE_DIR", str(folder))
         with make_batched_decode_fn(decoder, backend=BACKEND) as decode:
             latents = decoders.latents(1, 3)
             assert close(decode(latents), expected_of(decoder, latents))
             assert (decode.backend, decode.fallbacks) == (BACKEND, ())
-            folder = tmp_path / "own" / name if name else cache_dir / "engines"
             assert (folder / decode.engine / "engine.json").is_file()
 
-    @pytest.mark.parametrize(
-        "value",
-        [
-            " ",
-            "\t",
-            "file",
-            "file/below",
-            "/dev/null",
-            "~no-such-user/x",
-            "x" * 300,
-            "/x" * 5000,
-            "a\nb",
-            "a\x07",
-            "\udcff",
-        ],
-    )
+    @pytest.mark.parametrize("name", ["engines", "-1", "a/b/c", ""])
+    def test_an_engine_in_tensorrt_cache_dir_is_used(
+        self,
+        name: str,
+        decoder: Any,
+        tmp_path: Path,
+        cache_dir: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        engine_library: EngineLibrary,
+    ) -> None:
+        monkeypatch.setenv("TENSORRT_CACHE_DIR", str(tmp_path / "own" / name) if name else "")
+        folder = tmp_path / "own" / name if name else cache_dir / "engines"
+        add_engine(engine_library, Settings(cache_dir=cache_dir, engine_cache_dir=folder), decoder)
+        events: list[Event] = []
+        with make_batched_decode_fn(decoder, backend=BACKEND, emit=events.append) as decode:
+            latents = decoders.latents(1, 3)
+            assert close(decode(latents), expected_of(decoder, latents))
+            assert (decode.backend, decode.fallbacks, events) == (BACKEND, (), [])
+            assert (folder / decode.engine / "engine.json").is_file()
+
     def test_a_bad_tensorrt_cache_dir(
-        self, value: str, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
     ) -> None:
         (tmp_path / "file").write_text("")
-        path = str(tmp_path / value) if value.startswith("file") else value
-        refuses_variable(monkeypatch, decoder, "TENSORRT_CACHE_DIR", path, "settings.not_a_folder")
+        values = [" ", "\t", "/dev/null", "~no-such-user/x", "x" * 300, "/x" * 5000, "a\nb", "a\x07", "\udcff"]
+        for path in (*values, str(tmp_path / "file"), str(tmp_path / "file" / "below")):
+            with subtests.test(ascii(path[:20])):
+                refuses_variable(monkeypatch, decoder, "TENSORRT_CACHE_DIR", path, "settings.not_a_folder")
 
     @pytest.mark.parametrize("disk", ["ro,size=1m", "size=64k"])
     def test_a_tensorrt_cache_dir_that_cannot_be_written(

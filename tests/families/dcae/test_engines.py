@@ -18,17 +18,14 @@ from runtime.engines.verify import LARGEST_TOLERANCES, TOLERANCES, tolerance_of
 from runtime.machine.probe import probe
 from runtime.models.registry import read_spec
 from runtime.models.spec import FRAME_DECODER, ModelSpec
+from tests.engine_library import EngineLibrary
+from tests.engines.conftest import INDUCTOR
 from tests.engines.contract import wheels
 from tests.families.dcae import decoders
 from tests.plans import GPU_PACKAGES, gpu, machine
 
 pytestmark = pytest.mark.usefixtures("forked_children")
-ONNX_RUNTIME = OnnxRuntimeBuilder("cpu")
-BUILT = [
-    pytest.param(ONNX_RUNTIME, id="cpu"),
-    pytest.param(OnnxRuntimeBuilder("openvino"), id="openvino"),
-    pytest.param(InductorBuilder(), marks=[pytest.mark.slow, pytest.mark.compiler], id="inductor"),
-]
+ONNX_RUNTIME, OPENVINO = OnnxRuntimeBuilder("cpu"), OnnxRuntimeBuilder("openvino")
 LATENTS = {"dc": (3, 4), "owl": (8, 8), "owl-landscape": (8, 8)}
 
 
@@ -43,8 +40,15 @@ def model(kind: str, folder: Path) -> ModelSpec:
 
 @pytest.mark.parametrize(
     ("kind", "builder"),
-    [pytest.param(kind, *one.values, marks=one.marks, id=f"{kind}-{one.id}") for one in BUILT for kind in ("dc", "owl")]
-    + [("owl-landscape", ONNX_RUNTIME)],
+    [
+        pytest.param("dc", ONNX_RUNTIME, id="dc-cpu", marks=pytest.mark.slow),
+        pytest.param("owl", ONNX_RUNTIME, id="owl-cpu", marks=pytest.mark.slow),
+        pytest.param("dc", OPENVINO, id="dc-openvino"),
+        pytest.param("owl", OPENVINO, id="owl-openvino", marks=pytest.mark.slow),
+        pytest.param("dc", InductorBuilder(), id="dc-inductor", marks=INDUCTOR.marks),
+        pytest.param("owl", InductorBuilder(), id="owl-inductor", marks=INDUCTOR.marks),
+        pytest.param("owl-landscape", ONNX_RUNTIME, id="owl-landscape-cpu"),
+    ],
 )
 def test_engines_equal_pytorch(builder: Builder, kind: str, tmp_path: Path) -> None:
     spec = model(kind, tmp_path)
@@ -73,12 +77,14 @@ def test_a_machine_without_a_gpu_builds_an_engine_of_each_backend(tmp_path: Path
     assert all(one.record is None and one.key.precision == "float32" and not one.takes_any for one in found)
 
 
-def test_engines_are_evicted_verified_and_found_stale_like_others(tmp_path: Path) -> None:
+def test_engines_are_evicted_verified_and_found_stale_like_others(
+    tmp_path: Path, engine_library: EngineLibrary
+) -> None:
     spec = model("dc", tmp_path)
     service = EngineService.from_settings(Settings(cache_dir=tmp_path), probe())
     for size in ((3, 4), (2, 4)):
         one = frame_engine(service, spec, OnnxRuntimeBuilder(), size, "cpu", precision="float32")
-        build_frame_engine(service, spec, one, lambda *_: None, Cancel())
+        engine_library.add(service, spec, FRAME_DECODER, one.key)
     records = service.store.index()
     assert [service.why_stale(record, [spec]) for record in records] == [[], []]
     (done,) = service.verify(records[:1], [spec], lambda *_: None, Cancel())

@@ -23,6 +23,7 @@ from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, 
 from tests.plans import Alone, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
+SLOW = pytest.mark.slow
 
 
 def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.Tensor:
@@ -116,8 +117,9 @@ def test_frames_equal_the_pipelines(tiny: Tiny, tmp_path: Path) -> None:
     assert np.abs(frames / 255.0 - wanted).max() < 0.6 / 255
 
 
-@pytest.mark.parametrize("tile", [None, 4])
-@pytest.mark.parametrize("latent_frames", [1, 4, 5, 6, 7, 11])
+@pytest.mark.parametrize(
+    ("latent_frames", "tile"), [(1, None), (4, 4), (5, None), (6, 4), (7, None), pytest.param(11, 4, marks=SLOW)]
+)
 def test_groups_of_frames_equal_autoencoder_decode(
     latent_frames: int, tile: int | None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

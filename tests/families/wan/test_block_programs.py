@@ -1,7 +1,6 @@
 """The parts of a block equal the whole block, and their engines equal them at every number of tokens."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from runtime.core.errors import EngineError
 from runtime.core.plan import ComponentPlan
 from runtime.engines.block_programs import BlockProgram
-from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeBlockSession
 from runtime.execution.rotation import rotation_tables
@@ -20,6 +18,9 @@ from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.planner.engine_index import SWAPPED, ShapeProfile
+from tests.block_engine_files import BUILDER
+from tests.block_engine_files import TOKENS as TOKENS_OF_ENGINES
+from tests.engine_library import EngineLibrary
 
 ANY = ShapeProfile.fixed((1, 1, 1))
 NAMES = ("block_qkv", "block_query", "block_feed_forward")
@@ -93,18 +94,16 @@ def test_weights_are_inputs_with_the_shapes_and_dtypes_of_a_block(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_writes_what_pytorch_computes_for_any_number_of_tokens(
-    name: str, program: Load, tmp_path: Path, tiny: Callable[[str], ModelSpec]
+    name: str, program: Load, engine_library: EngineLibrary, tiny: Callable[[str], ModelSpec]
 ) -> None:
-    found, builder = program(name), OnnxRuntimeBlocks(tokens=128)
-    key = builder.key(
-        tiny("wan2.2-a14b"), "transformer", name, (ANY,), precision="float32", machine=probe(), device="cpu"
-    )
-    assert (key.weights, dict(key.options)["tokens"]) == (SWAPPED, "128")
-    builder.build(found, key, tmp_path, lambda *_: None)
-    session = OnnxRuntimeBlockSession(tmp_path / "engine.onnx", provider="cpu", precision="float32", device="cpu")
+    found, spec = program(name, tokens=TOKENS_OF_ENGINES), tiny("wan2.2-a14b")
+    key = BUILDER.key(spec, "transformer", name, (ANY,), precision="float32", machine=probe(), device="cpu")
+    assert (key.weights, dict(key.options)["tokens"]) == (SWAPPED, str(TOKENS_OF_ENGINES))
+    engine = engine_library.files(spec, "transformer", key, BUILDER) / BUILDER.file_name
+    session = OnnxRuntimeBlockSession(engine, provider="cpu", precision="float32", device="cpu")
     with session:
-        assert session.most_tokens == 128
-        for tokens in (1, 64, 100, 128):
+        assert session.most_tokens == TOKENS_OF_ENGINES
+        for tokens in (1, 32, 50, TOKENS_OF_ENGINES):
             inputs = found.inputs_for(tokens, seed=tokens)
             expected = found.run(**inputs)
             # Rows of larger tensors, as chunks of a clip are.
@@ -117,5 +116,5 @@ def test_an_engine_writes_what_pytorch_computes_for_any_number_of_tokens(
             session.write(found.inputs_for(5), {output: one[:4] for output, one in full.items()})
         assert other.value.fact.code == "engine.other_outputs"
         with pytest.raises(EngineError) as larger:
-            session.write(found.inputs_for(129), {})
+            session.write(found.inputs_for(TOKENS_OF_ENGINES + 1), {})
         assert larger.value.fact.code == "engine.other_shape"

@@ -11,12 +11,12 @@ from runtime.engines.programs import load_program
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec, is_transformer
 from tests.engines.conftest import relative
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import IN_JOBS
 
 SIZES = [(1, 4, 4), (3, 6, 8), (5, 10, 12)]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", IN_JOBS)
 @pytest.mark.parametrize("size", SIZES)
 def test_it_equals_diffusers(tiny: Callable[[str], ModelSpec], architecture: str, size: tuple[int, int, int]) -> None:
     spec = tiny(architecture)

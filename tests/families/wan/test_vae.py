@@ -13,10 +13,10 @@ from runtime.execution.compilation import discard_compiled_code
 from runtime.families.wan import vae
 from runtime.families.wan.vae import CACHED_FRAMES, DecoderSteps, PyTorchVideoDecoder, TritonDecoderOps
 from runtime.models.spec import ModelSpec
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import VAES
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VAES)
 @pytest.mark.parametrize("chunk", [1, 3])
 @torch.inference_mode()
 def test_decoding_pixel_by_pixel_equals_autoencoder_decode(

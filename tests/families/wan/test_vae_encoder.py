@@ -11,10 +11,10 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 from runtime.families.wan.vae_encoder import Clip, EncoderSteps, PyTorchVideoEncoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import VAES
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VAES)
 @pytest.mark.parametrize("last", [False, True], ids=["image", "two images"])
 @torch.inference_mode()
 def test_latents_of_an_image_and_gray_frames_equal_autoencoder_encode(

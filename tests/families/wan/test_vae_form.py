@@ -15,8 +15,7 @@ FRAMES = 8
 
 
 @pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b"])
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
-def test_they_equal_diffusers(tiny: Callable[[str], ModelSpec], architecture: str, chunk: int) -> None:
+def test_they_equal_diffusers(tiny: Callable[[str], ModelSpec], architecture: str, subtests: pytest.Subtests) -> None:
     spec = tiny(architecture)
     vae = AutoencoderKLWan.from_pretrained(spec.directory / "vae").eval()
     first, following = (
@@ -27,14 +26,16 @@ def test_they_equal_diffusers(tiny: Callable[[str], ModelSpec], architecture: st
     mean, std = torch.tensor(vae.config.latents_mean).view(shape), torch.tensor(vae.config.latents_std).view(shape)
     with torch.inference_mode():
         expected = vae.decode(latents * std + mean, return_dict=False)[0][0].permute(1, 2, 3, 0)
-    step = first.run(z=latents[:, :, :1])
-    frames = [step.pop("frames")]
-    for start in range(1, FRAMES, chunk):
-        step = following.run(z=latents[:, :, start : start + chunk], **step)
-        frames.append(step.pop("frames"))
-    assert [len(part) for part in frames[:2]] == [1, 4 * chunk]
-    assert relative(torch.cat(frames), expected) < 1e-5
-    assert all(name.startswith(CACHE) and cache.is_contiguous() for name, cache in step.items())
+    for chunk in (1, 2, 3, 7):
+        with subtests.test(chunk=chunk):
+            step = first.run(z=latents[:, :, :1])
+            frames = [step.pop("frames")]
+            for start in range(1, FRAMES, chunk):
+                step = following.run(z=latents[:, :, start : start + chunk], **step)
+                frames.append(step.pop("frames"))
+            assert [len(part) for part in frames[:2]] == [1, 4 * chunk]
+            assert relative(torch.cat(frames), expected) < 1e-5
+            assert all(name.startswith(CACHE) and cache.is_contiguous() for name, cache in step.items())
 
 
 def test_frames_are_clamped(tiny: Callable[[str], ModelSpec]) -> None:

@@ -14,7 +14,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder, as_frame
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline.sampling import decode
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import VAES
 
 Tiny = Callable[[str], ModelSpec]
 LEAST_DB = 40.0
@@ -40,7 +40,7 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(10 * torch.log10(4 / (one - other).pow(2).mean()))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VAES)
 def test_bfloat16_is_close_to_float32(architecture: str, tiny: Tiny) -> None:
     spec = tiny(architecture)
     latents = latents_of(spec)

@@ -11,10 +11,10 @@ from runtime.execution.residency import Residency
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 from tests.plans import Alone, tiny_plan
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import VAES
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VAES)
 @pytest.mark.parametrize("steps", [1, 2])
 @torch.inference_mode()
 def test_continuing_from_caches_equals_decoding_at_once(
