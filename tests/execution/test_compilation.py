@@ -58,6 +58,7 @@ def forget_places(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_inductor_caches_compiled_code_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = places_of(tmp_path / "compiled")

@@ -29,8 +29,9 @@ def low_default() -> Iterator[Callable[[], None]]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("architecture", ["wan2.2-a14b", "wan2.2-ti2v-5b"])
-@pytest.mark.parametrize("step_cache", ["none", "first-block:0.2"])
+@pytest.mark.parametrize(
+    ("architecture", "step_cache"), [("wan2.2-a14b", "none"), ("wan2.2-ti2v-5b", "first-block:0.2")]
+)
 def test_the_default_dtype_does_not_change_frames(
     architecture: str, step_cache: str, tiny: Tiny, tmp_path: Path, low_default: Callable[[], None]
 ) -> None:

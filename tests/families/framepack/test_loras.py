@@ -189,6 +189,7 @@ class Place:
         return resolve(request, spec, machine(), self.video), spec
 
 
+@pytest.mark.slow
 def test_a_video_in_sections_has_a_lora_and_resumes_with_the_same_one(spec: ModelSpec, tmp_path: Path) -> None:
     place = Place(spec, tmp_path)
     plan, with_style = place.plan("style:0.8")

@@ -104,6 +104,7 @@ def test_a_lora_is_added_for_one_video(command: Command, tiny: Tiny, cache_dir: 
     assert (refused, made["error"]["code"]) == (2, "lora.unknown_tensor")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_valid_for_the_same_loras(tiny: Tiny, tmp_path: Path) -> None:
     out, job = tmp_path / "x.mp4", tmp_path / "job"
     style = save(tmp_path / "style.safetensors", peft(block_factors(tiny("hunyuan-video").transformer)))
@@ -133,7 +134,9 @@ def test_a_checkpoint_is_valid_for_the_same_loras(tiny: Tiny, tmp_path: Path) ->
     assert frames(str(out)) != wanted
 
 
-@pytest.mark.parametrize("architecture", ["hunyuan-video", "hunyuan-video-cfg"])
+@pytest.mark.parametrize(
+    "architecture", ["hunyuan-video", pytest.param("hunyuan-video-cfg", marks=pytest.mark.slow)]
+)
 def test_a_paused_job_resumes_to_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     spec, out = tiny(architecture), tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, negative_prompt="blue ball", guidance_scale=5.0)
