@@ -89,6 +89,14 @@ def test_fixed_profile_has_no_dynamic_sizes(tiny: Callable[[str], ModelSpec]) ->
     assert cut.ranges == {"text": (2, 512)}
 
 
+def test_tokens_of_images_are_not_cut(tiny: Callable[[str], ModelSpec]) -> None:
+    program = load_program(tiny("wan2.1-flf2v"), "transformer", "transformer", device="cpu", dtype="float32")
+    profile = ShapeProfile.fixed((2, 4, 4))
+    signature = program.signature(profile, program.example(profile, cut=True))
+    assert signature.ranges == {"text": (12, 522)}
+
+
+@pytest.mark.slow
 def test_export_with_cut_text_accepts_any_length(tiny: Callable[[str], ModelSpec]) -> None:
     program = load_program(tiny("wan2.1-flf2v"), "transformer", "transformer", device="cpu", dtype="float32")
     profile, inputs = ShapeProfile.fixed((2, 4, 4)), program.inputs((2, 4, 4))

@@ -481,7 +481,7 @@ def work(folder: Path, seed: int, actions: int) -> None:
 def test_concurrent_processes(store: EngineStore) -> None:
     store.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=work, args=(store.folder, seed, 150)) for seed in range(3)]
+    workers = [spawn.Process(target=work, args=(store.folder, seed, 80)) for seed in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -35,8 +35,10 @@ OFFLOADS = ("model", "group", "sequential")
 
 
 def offloaded(spec: ModelSpec, output: Path, offload: str, *, keep: bool = False) -> ExecutionPlan:
-    """Return a tiny plan whose weights wait as `offload` says."""
-    return with_strategy(tiny_plan(spec, output, negative_prompt="blue ball"), offload=offload, keep_loaded=keep)
+    """Return a tiny plan of two steps, one for each expert, whose weights wait as `offload` says."""
+    return with_strategy(
+        tiny_plan(spec, output, negative_prompt="blue ball", steps=2), offload=offload, keep_loaded=keep
+    )
 
 
 def with_flash4(plan: ExecutionPlan) -> ExecutionPlan:

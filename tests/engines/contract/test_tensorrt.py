@@ -110,7 +110,7 @@ def test_8_6_has_every_name() -> None:
     assert missing(ALL, wheels.recorded_8_6()) == SINCE_10
 
 
-@pytest.mark.parametrize("version", LEAN)
+@pytest.mark.parametrize("version", [pytest.param(LEAN[0], marks=pytest.mark.slow), LEAN[1]])
 def test_lean_runtime_has_every_name_that_a_session_uses(version: str) -> None:
     there = wheels.names_of(f"tensorrt-lean-cu13-bindings=={version}", "tensorrt_lean_bindings")
     assert missing(used(SESSION), there) <= UNTIL_10

@@ -193,6 +193,7 @@ def test_an_engine_that_is_damaged_is_built_again(found: Settings, on_engine: An
     assert on_engine.backend == BACKEND
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_deleted_is_built_again(found: Settings, on_engine: Any, decoder: Any) -> None:
     service = EngineService.from_settings(found, probe())
     (record,) = service.store.index()
@@ -577,6 +578,7 @@ class TestEnvironment:
             with subtests.test(value[:20]):
                 refuses_variable(monkeypatch, decoder, "TENSORRT_PRECISION", value, "settings.not_a_precision")
 
+    @pytest.mark.slow
     def test_an_engine_is_built_in_tensorrt_cache_dir(
         self, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

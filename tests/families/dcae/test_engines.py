@@ -47,7 +47,7 @@ def model(kind: str, folder: Path) -> ModelSpec:
         pytest.param("owl", OPENVINO, id="owl-openvino", marks=pytest.mark.slow),
         pytest.param("dc", InductorBuilder(), id="dc-inductor", marks=INDUCTOR.marks),
         pytest.param("owl", InductorBuilder(), id="owl-inductor", marks=INDUCTOR.marks),
-        pytest.param("owl-landscape", ONNX_RUNTIME, id="owl-landscape-cpu"),
+        pytest.param("owl-landscape", ONNX_RUNTIME, id="owl-landscape-cpu", marks=pytest.mark.slow),
     ],
 )
 def test_engines_equal_pytorch(builder: Builder, kind: str, tmp_path: Path) -> None:

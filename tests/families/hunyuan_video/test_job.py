@@ -134,9 +134,7 @@ def test_a_checkpoint_is_valid_for_the_same_loras(tiny: Tiny, tmp_path: Path) ->
     assert frames(str(out)) != wanted
 
 
-@pytest.mark.parametrize(
-    "architecture", ["hunyuan-video", pytest.param("hunyuan-video-cfg", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("architecture", ["hunyuan-video", pytest.param("hunyuan-video-cfg", marks=pytest.mark.slow)])
 def test_a_paused_job_resumes_to_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     spec, out = tiny(architecture), tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, negative_prompt="blue ball", guidance_scale=5.0)

@@ -80,7 +80,7 @@ def test_names(name: str, of: str, tmp_path: Path) -> None:
         find(name, tmp_path)
     assert caught.value.code == "model.weights_not_downloaded"
     assert caught.value.data["repository"].startswith("Wan-AI/Wan2")
-    assert caught.value.data["folder"] == tmp_path
+    assert caught.value.data["folder"] == str(tmp_path)
 
 
 def test_names_are_unique() -> None:
