@@ -111,7 +111,8 @@ class EngineLibrary:
             spec: the plan's model, with its LoRAs.
             changes: see `write`.
         """
-        offers, added = service.offers(spec), {}
+        offers = service.offers(spec)
+        added: dict[str, EngineRecord] = {}
         for component, part in plan.components.items():
             for use in part.engines:
                 if use.build and use.id not in added:
