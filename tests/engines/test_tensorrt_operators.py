@@ -56,7 +56,7 @@ def exported(module: nn.Module, x: torch.Tensor, path: Path) -> Counter[str]:
         pytest.param(decoders.DC_INTERPOLATED, (3, 4), {"Resize": 2}, ANY, id="dc-interpolated", marks=SLOW),
         pytest.param(decoders.OWL, (8, 8), {}, ANY, id="owl", marks=SLOW),
         pytest.param(decoders.OWL, (8, 8), {}, FULL, id="owl-8", marks=SLOW),
-        pytest.param(decoders.OWL_LANDSCAPE, (8, 8), {}, ANY, id="owl-landscape"),
+        pytest.param(decoders.OWL_LANDSCAPE, (8, 8), {}, ANY, id="owl-landscape", marks=SLOW),
         pytest.param(decoders.OWL_LANDSCAPE, (8, 8), {}, FULL, id="owl-landscape-8", marks=SLOW),
     ],
 )

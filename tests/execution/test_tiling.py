@@ -86,6 +86,7 @@ def test_calls_of_the_decoder_match_the_forecast(
     assert memory_model.clip_bytes(load) == sum(batch.half().nbytes for batch in batches)
 
 
+@pytest.mark.slow
 def test_the_shipped_models_tiled_frames_equal_whole_frames(tmp_path: Path) -> None:
     spec = find("diorama", tmp_path)
     prompt = "a blue rocket flies up over the city at night"
