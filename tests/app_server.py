@@ -1,18 +1,27 @@
-"""The web app as a child process, with a tiny model in a cache folder of its own."""
+"""The web app, or `serve`, as a child process or in this one, with a tiny model in a cache folder of its own."""
 
 import contextlib
+import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import traceback
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from runtime.core import settings
+from runtime.core.settings import Settings
 from tests import tiny_models
+from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
@@ -30,17 +39,40 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Server:
-    """A running web app."""
+class App:
+    """A running web app, or `serve`."""
 
     url: str
     cache_dir: Path
+
+    @property
+    def port(self) -> int:
+        """The port of the page and the HTTP API."""
+        return int(self.url.rstrip("/").rpartition(":")[2])
+
+    def printed(self) -> str:
+        """Return what it has printed; of an app in this process, the tracebacks."""
+        return (self.cache_dir / "server.txt").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Server(App):
+    """An app that is a child process."""
+
     process: subprocess.Popen[str]
+
+
+@functools.cache
+def _tiny_model() -> "tempfile.TemporaryDirectory[str]":
+    folder = tempfile.TemporaryDirectory()
+    tiny_models.build("wan2.2-a14b", Path(folder.name, MODEL))
+    return folder
 
 
 def make_cache(folder: Path) -> Path:
     """Create a cache folder with a tiny model with two experts, and return it."""
-    model = tiny_models.build("wan2.2-a14b", folder / "weights" / MODEL)
+    model = folder / "weights" / MODEL
+    shutil.copytree(Path(_tiny_model().name, MODEL), model)
     sidecar = {
         "title": "Tiny",
         "license": "none",
@@ -90,6 +122,55 @@ def serving(cache_dir: Path, *flags: str, program: Sequence[str] = ("app.py",)) 
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class _ThreadQueue(RunningQueue):
+    """A `RunningQueue` that starts when an app starts its worker processes."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(*values, start=False)
+
+    def start_workers(self, *_: object, **__: object) -> None:
+        """Start the threads."""
+        self.start()
+
+    def worker_pids(self) -> dict[int, int]:
+        """Return this process."""
+        return {0: os.getpid()}
+
+
+@contextlib.contextmanager
+def serving_here(cache_dir: Path, *, page: bool = True, **values: Any) -> Iterator[App]:
+    """Run the web app in this process, with its workers as threads.
+
+    Args:
+        page: otherwise it is the HTTP API alone, as of `serve`.
+        values: more settings.
+    """
+    from gradio.data_classes import _StaticFiles
+
+    from runtime.server import serve
+    from runtime.ui import app as web_app
+
+    chosen = Settings(**{"cache_dir": cache_dir, "port": free_port(), "model": MODEL, "browser": False, **values})
+    log = cache_dir / "server.txt"
+    log.touch()
+
+    def record(self: traceback.TracebackException, *args: Any, **more: Any) -> None:
+        with log.open("a", encoding="utf-8") as file:
+            file.writelines(self.format())
+        show(self, *args, **more)
+
+    show = traceback.TracebackException.print
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "JobQueue", _ThreadQueue)
+        patch.setattr(traceback.TracebackException, "print", record)
+        # What the web app changes in its process.
+        patch.setattr(_StaticFiles, "all_paths", [])
+        for name in ("GRADIO_TEMP_DIR", "GRADIO_EXAMPLES_CACHE", "NO_PROXY", "no_proxy"):
+            patch.setenv(name, os.environ.get(name, ""))
+        with web_app.serve(chosen) if page else serve.serve(chosen) as url:
+            yield App(url, cache_dir)
 
 
 def environment() -> dict[str, str]:
