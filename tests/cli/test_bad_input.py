@@ -1,7 +1,6 @@
-"""Invalid input on the command line. What each value is refused for is tested where the rule is: core, planner, models."""
+"""Invalid input on the command line. The rules themselves are tested where they are: in core, planner and models."""
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -57,7 +56,11 @@ def test_flags_are_refused_by_the_rules_of_requests_and_plans(
         (["--lora", "x", "--lora", "x:0.5"], "lora.repeated", {"file": "'x'"}),
         (["--preset", "lightning-4"], "cli.preset_without_lora", {"field": "preset"}),
         (["--preset", "fast", "--lora", "x"], "request.not_a_choice", {"field": "preset", "value": "'fast'"}),
-        (["--width", "2048", "--height", "8192", "--frames", "4001"], "planner.too_large", {"value": 4001, "most": 253}),
+        (
+            ["--width", "2048", "--height", "8192", "--frames", "4001"],
+            "planner.too_large",
+            {"value": 4001, "most": 253},
+        ),
         (
             ["--quantization", "bnb-4bit", "--backend", "all=onnxruntime"],
             "planner.quantization_needs_gpu",
@@ -69,9 +72,7 @@ def test_flags_are_refused_by_the_rules_of_requests_and_plans(
     check_refusals(cases[:2], capsys, subtests, ["generate", "a red boat"])
 
 
-def test_messages_name_the_flag(
-    cache_dir: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
-) -> None:
+def test_messages_name_the_flag(cache_dir: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
     for flags, what, to_do in (
         (["--guidance", "inf"], "--guidance is inf", "Give a number from 0"),
         (["--vae-precision", "float8"], "--vae-precision is 'float8'", "float32, bfloat16, float16"),
@@ -249,7 +250,7 @@ def test_unreadable_model(
     (folder / "vae" / "config.json").unlink()
     (folder / "vae" / "config.json").mkdir()
     found = refused(["plan", "a red boat", "--model", str(folder)], capsys)
-    assert (found.code, found.data["file"]) == ("model.file_unreadable", os.path.join("vae", "config.json"))
+    assert (found.code, found.data["file"]) == ("model.file_unreadable", "vae/config.json")
 
 
 def test_flags_of_the_web_app_are_refused(

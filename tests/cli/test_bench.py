@@ -15,7 +15,7 @@ from runtime.cli.main import run
 from runtime.core.errors import InvalidRequestError
 from runtime.models.spec import ModelSpec
 from tests.bench.made import configuration, result
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import check_refusals, refused
 from tests.umask import users_umask, usual_modes
 
 ROOT = Path(__file__).parents[2]
@@ -23,67 +23,78 @@ SMALL = ["--width", "64", "--height", "32", "--frames", "5", "--steps", "2"]
 Tiny = Callable[[str], ModelSpec]
 
 
-@pytest.mark.parametrize(
-    ("flags", "says", "to_do"),
-    [
-        (["--runs", "0"], "--runs is '0'", "from 1 to 100"),
-        (["--runs", "-1"], "--runs is '-1'", "from 1 to 100"),
-        (["--runs", "101"], "--runs is '101'", "from 1 to 100"),
-        (["--runs", "many"], "--runs is 'many'", "from 1 to 100"),
-        (["--runs", "1.5"], "--runs is '1.5'", "from 1 to 100"),
-        (["--warmup", "-1"], "--warmup is '-1'", "from 0 to 100"),
-        (["--warmup", ""], "--warmup is ''", "from 0 to 100"),
-        (["--config", "onnx"], "'onnx', without a name", "--config"),
-        (["--config", ": --steps 4"], "without a name", "--config"),
-        (["--config", "a:", "--config", "a: --steps 4"], "named “a”", "own name"),
-        (["--config", "a: --steps 0"], "“a”: --steps is 0", "from 1"),
-        (["--config", "a: --shift 0"], "“a”: --shift is 0", "from 0.1"),
-        (["--config", "a: --vae-precision half"], "“a”: --vae-precision is 'half'", "float32, bfloat16"),
-        (["--config", "a: --no-such 4"], "“a”: No such option: --no-such", "options of `generate`"),
-        (["--config", "a: a blue ball"], "“a”: Got unexpected extra argument", "options of `generate`"),
-        (["--config", "a: --negative-prompt 'x"], "“a”: No closing quotation", "options of `generate`"),
-        (["--config", "a: --steps"], "“a”: Option '--steps' requires", "options of `generate`"),
-        (["--config", "a: --backend vae"], "“a”: --backend is 'vae'", "COMPONENT=BACKEND"),
-        (["--config", "a: --width 65"], "width is 65", "64 or 80"),
-        (["--backend", "vae=pytorch"], "nothing to compare", "Name configurations"),
-        (["--model", "no-such"], "no-such", "diorama"),
-        (["--out", ""], "--out is empty", "folder"),
-        (["--out", str(ROOT / "README.md")], "which is a file", "folder"),
-        (["--out", str(ROOT / "README.md" / "x")], "cannot be created", "folder"),
-        (["--no-such"], "--no-such", "bench --help"),
-        (["before.json"], "before.json' looks like a file", "bench compare A.json B.json"),
-        (["a", "prompt", "in", "words"], "unexpected extra argument", "bench --help"),
-    ],
-)
-def test_bad_flags(
-    flags: list[str], says: str, to_do: str, capsys: pytest.CaptureFixture[str], cache_dir: Path
-) -> None:
-    what, remedy = refused(["bench", *flags], capsys)
-    assert says in what and to_do in remedy
+def test_flags_are_refused(capsys: pytest.CaptureFixture[str], cache_dir: Path, subtests: pytest.Subtests) -> None:
+    def invalid(code: str, **data: Any) -> dict[str, Any]:
+        return {"configuration": "a", "cause": {"code": code, "data": data}}
+
+    runs, readme = {"field": "runs", "low": 1, "high": 100}, str(ROOT / "README.md")
+    out_of_range = {"field": "steps", "value": "0", "nearest": 1, "low": 1, "high": 1000}
+    cases: list[tuple[list[str], str, dict[str, Any]]] = [
+        (["--runs", "0"], "bench.count_invalid", runs | {"value": "'0'"}),
+        (["--runs", "-1"], "bench.count_invalid", runs | {"value": "'-1'"}),
+        (["--runs", "101"], "bench.count_invalid", runs | {"value": "'101'"}),
+        (["--runs", "many"], "bench.count_invalid", runs | {"value": "'many'"}),
+        (["--runs", "1.5"], "bench.count_invalid", runs | {"value": "'1.5'"}),
+        (["--warmup", "-1"], "bench.count_invalid", {"field": "warmup", "value": "'-1'", "low": 0}),
+        (["--warmup", ""], "bench.count_invalid", {"field": "warmup", "value": "''", "low": 0}),
+        (["--config", "onnx"], "bench.configuration_unnamed", {"field": "config", "value": "'onnx'"}),
+        (["--config", "a:", "--config", "a: --steps 4"], "bench.configuration_repeated", {"configuration": "a"}),
+        (["--config", "a: --steps 0"], "bench.configuration_invalid", invalid("request.out_of_range", **out_of_range)),
+        (
+            ["--config", "a: --no-such 4"],
+            "bench.configuration_invalid",
+            invalid("cli.flags_invalid", field="flags", problem="No such option: --no-such"),
+        ),
+        (["--config", "a: a blue ball"], "bench.configuration_invalid", {"configuration": "a", "field": "flags"}),
+        (
+            ["--config", "a: --negative-prompt 'x"],
+            "bench.configuration_invalid",
+            invalid("cli.flags_invalid", field="flags", problem="No closing quotation"),
+        ),
+        (
+            ["--config", "a: --steps"],
+            "bench.configuration_invalid",
+            invalid("cli.flags_invalid", field="flags", problem="Option '--steps' requires an argument"),
+        ),
+        (
+            ["--config", "a: --backend vae"],
+            "bench.configuration_invalid",
+            invalid("request.not_a_backend", field="backends", value="'vae'"),
+        ),
+        (["--config", "a: --width 65"], "planner.not_a_multiple", {"field": "width", "able": [64, 80]}),
+        (["--backend", "vae=pytorch"], "bench.backend_without_configuration", {}),
+        (["--model", "no-such"], "model.unknown", {"name": "no-such"}),
+        (["--out", ""], "cli.folder_unreadable", {"field": "out"}),
+        (["--out", readme], "bench.folder_is_file", {"field": "out", "folder": readme}),
+        (["--out", f"{readme}/x"], "cli.folder_not_created", {"folder": f"{readme}/x"}),
+        (["--no-such"], "cli.usage", {"help": "./install.sh bench --help"}),
+        (["before.json"], "bench.prompt_is_file", {"prompt": "'before.json'"}),
+        (["a", "prompt", "in", "words"], "cli.prompt_unquoted", {"command": "./install.sh bench"}),
+    ]
+    check_refusals(cases, capsys, subtests, ["bench"])
+    named = refused(["bench", "--config", "a: --vae-precision half"], capsys)
+    assert "“a”: --vae-precision is 'half'" in named.what
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "cannot be read"),
-        ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[]", "not a benchmark result"),
-        ('{"kind": "bench", "schema": 99}', "schema 99"),
-        (json.dumps(result(configuration("b"))), "can be compared"),
-        (json.dumps(result(configuration("a")) | {"machine": {"cpu": "x"}}), "two machines"),
-    ],
-)
-def test_bad_files_to_compare(
-    content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache_dir: Path
+def test_files_that_cannot_be_compared_are_refused_in_either_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache_dir: Path, subtests: pytest.Subtests
 ) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(result(configuration("a"))))
-    if content is not None:
-        bad.write_text(content)
-    for pair in ((good, bad), (bad, good)):
-        what, _ = refused(["bench", "compare", *map(str, pair)], capsys)
-        assert says in what
+    for content, code in (
+        (None, "not_read"),
+        ("", "not_json"),
+        ("[" * 100_000, "not_json"),
+        ("[]", "not_a_result"),
+        ('{"kind": "bench", "schema": 99}', "other_schema"),
+        (json.dumps(result(configuration("b"))), "nothing_to_compare"),
+        (json.dumps(result(configuration("a")) | {"machine": {"cpu": "x"}}), "two_machines"),
+    ):
+        if content is not None:
+            bad.write_text(content)
+        for pair in ((good, bad), (bad, good)):
+            with subtests.test(msg=code):
+                assert refused(["bench", "compare", *map(str, pair)], capsys).code == f"bench.{code}"
 
 
 def test_configurations_take_the_options_of_generate() -> None:
@@ -92,8 +103,10 @@ def test_configurations_take_the_options_of_generate() -> None:
         "backend": ["all=pytorch", "vae=inductor"],
     }
     assert flags_in("") == {}
-    with pytest.raises(InvalidRequestError, match="No such option: --help"):
+    with pytest.raises(InvalidRequestError) as caught:
         flags_in("--help")
+    assert caught.value.code == "cli.flags_invalid"
+    assert str(caught.value.data["problem"]).startswith("No such option: --help")
 
 
 def bench(spec: ModelSpec, out: Path, *flags: str) -> list[str]:

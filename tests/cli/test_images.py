@@ -15,7 +15,7 @@ from runtime.models.images import images_dir
 from runtime.models.spec import ModelSpec
 from runtime.queue.store import open_store
 from runtime.video.mp4 import read_metadata
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import check_refusals, refused
 from tests.hostile_files import HOSTILE
 from tests.image_files import bomb, encoded, picture, saved
 
@@ -50,79 +50,68 @@ FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "says", "to_do"),
-    [
-        ("empty", "is empty", "PNG or JPEG"),
-        ("cut", "damaged or incomplete", "save it again"),
-        ("text", "not an image", "JPEG, PNG"),
-        ("bomb", "more than 50 million pixels", "smaller"),
-        ("pixel", "1 × 1 pixels", "larger"),
-        ("strip", "more than 8 times", "Crop"),
-        ("heic", "HEIC", "PNG or JPEG"),
-        ("missing", "No such file", "Check its name"),
-        ("folder", "is not a file", "PNG or JPEG"),
-        ("fifo", "is not a file", "PNG or JPEG"),
-        ("device", "is not a file", "PNG or JPEG"),
-        ("loop", "cannot be read", "Check its name"),
-    ],
-)
-@pytest.mark.parametrize("command", ["generate", "plan"])
-def test_bad_images(
-    command: str,
-    kind: str,
-    says: str,
-    to_do: str,
+CODES = {
+    "empty": "image.empty",
+    "cut": "image.damaged",
+    "text": "image.format_unknown",
+    "bomb": "image.too_large",
+    "pixel": "image.too_small",
+    "strip": "image.too_long",
+    "heic": "image.format_heic",
+    "missing": "image.unreadable",
+    "folder": "image.not_a_file",
+    "fifo": "image.not_a_file",
+    "device": "image.not_a_file",
+    "loop": "image.unreadable",
+}
+
+
+def test_bad_images_are_refused_and_leave_nothing(
     spec: ModelSpec,
     cache_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
 ) -> None:
-    path = tmp_path / "boat.png"
-    FILES[kind](path)
-    what, remedy = refused([command, "a boat", "--image", str(path)], capsys)
-    assert "boat.png" in what and says in what and to_do in remedy
+    for kind, code in CODES.items():
+        path = tmp_path / kind / "boat.png"
+        path.parent.mkdir()
+        FILES[kind](path)
+        for command in ("plan", "generate") if kind in {"cut", "fifo"} else ("plan",):
+            with subtests.test(msg=f"{command} {kind}"):
+                found = refused([command, "a boat", "--image", str(path)], capsys)
+                assert (found.code, found.data["field"]) == (code, "image")
+                assert "boat.png" in found.what
     assert not images_dir(cache_dir).exists()
     assert not open_store(cache_dir).list()
 
 
-@pytest.mark.parametrize(
-    ("flags", "says", "to_do"),
-    [
-        (["--image", ""], "--image is not a file's name", "PNG or JPEG"),
-        (["--image", "a\x07b"], "--image is not a file's name", "PNG or JPEG"),
-        (["--image", "x" * 5000], "--image is not a file's name", "PNG or JPEG"),
-        (["--image", "sha256:boat"], "names no image", "64 hexadecimal"),
-        (["--image", f"sha256:{'a' * 64}"], "no longer in the cache", "file again"),
-        (["--last-image", "boat.png"], "needs a first one", "Give one with --image"),
-        (["--image", "boat.png", "--last-image", "boat.png"], "does not end with an image", "Leave --last-image out"),
-        (["--image-fit", "stretch"], "--image-fit is 'stretch'", "crop, fit"),
-        (["--image-position", "101"], "--image-position is 101", "to 100"),
-        (["--image-position", "top"], "'top', not a number", "from 0 to 100"),
-        (["--image", "boat.png", "--width", "100"], "width is 100", "96 or 128"),
-    ],
-)
-def test_flags(
-    flags: list[str],
-    says: str,
-    to_do: str,
+def test_flags_of_images_are_refused_by_the_rules_of_requests_and_models(
     spec: ModelSpec,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "boat.png")
-    what, remedy = refused(["plan", "a boat", *flags], capsys)
-    assert says in what and to_do in remedy
+    cases: list[tuple[list[str], str, dict[str, Any]]] = [
+        (["--image", ""], "request.image_file", {"field": "image"}),
+        (["--image", f"sha256:{'a' * 64}"], "image.copy_missing", {"field": "image", "file": "a" * 8}),
+        (["--last-image", "boat.png"], "image.only_last", {"field": "image"}),
+        (["--image", "boat.png", "--last-image", "boat.png"], "image.model_without_last", {"field": "last_image"}),
+        (["--image", "boat.png", "--width", "100"], "planner.not_a_multiple", {"stride": 32, "able": [96, 128]}),
+    ]
+    check_refusals(cases, capsys, subtests, ["plan", "a boat"])
+    assert "Give one with --image" in refused(["plan", "a boat", "--last-image", "boat.png"], capsys).to_do
 
 
 def test_a_model_without_images(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(requested, "find", lambda *_: replace(spec, image_input=None))
-    what, _ = refused(["generate", "a boat", "--image", str(saved(tmp_path / "boat.png"))], capsys)
-    assert "does not start from an image" in what
+    found = refused(["generate", "a boat", "--image", str(saved(tmp_path / "boat.png"))], capsys)
+    assert found.code == "image.model_without"
 
 
 def answered(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

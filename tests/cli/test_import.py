@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.cli.main import run
 from runtime.models.spec import ModelSpec
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import check_refusals
 from tests.cli.test_engines import printed
 from tests.engines import exported_files
 
@@ -59,33 +60,24 @@ def test_import_warns_and_asks_for_confirmation(
     assert [entry.name for entry in engines.iterdir()] == [".locks"]
 
 
-@pytest.mark.parametrize(
-    ("file", "flags", "says", "to_do"),
-    [
-        ("", [], "FILE is empty", "path"),
-        ("a\x07b", [], "unreadable", "path"),
-        ("none.plan", [], "none.plan cannot be read", "path"),
-        ("text.plan", [], "is a text file", ".onnx"),
-        ("empty.onnx", [], "is empty", "Copy"),
-        ("plan.plan", [], "is not a plan", ".plan"),
-        ("text.plan", ["--component", "eyes"], "no component 'eyes'", "text_encoder"),
-        ("text.plan", ["--model", "no-such"], "no-such", "diorama"),
-        ("text.plan", ["--no-such-flag"], "--no-such-flag", "--help"),
-    ],
-)
-def test_bad_input(
-    file: str,
-    flags: list[str],
-    says: str,
-    to_do: str,
-    cache_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_bad_input_is_refused(
+    cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     (tmp_path / "text.plan").write_text("hello\n")
     (tmp_path / "empty.onnx").touch()
     (tmp_path / "plan.plan").write_bytes(bytes(100))
-    path = str(tmp_path / file) if file.isprintable() and file else file
-    what, remedy = refused(["engines", "import", path, "--yes", *flags], capsys)
-    assert says in what
-    assert to_do in remedy
+    text = str(tmp_path / "text.plan")
+    cases: list[tuple[list[str], str, dict[str, Any]]] = [
+        ([""], "cli.file_unreadable", {"field": "file"}),
+        (["a\x07b"], "cli.file_unreadable", {"field": "file"}),
+        ([str(tmp_path / "none.plan")], "engine.import_unreadable", {"file": "none.plan"}),
+        ([text], "engine.import_text", {"file": "text.plan"}),
+        ([str(tmp_path / "empty.onnx")], "engine.import_empty", {"file": "empty.onnx"}),
+        ([str(tmp_path / "plan.plan")], "engine.import_not_a_plan", {"file": "plan.plan"}),
+        ([text, "--component", "eyes"], "cli.no_such_component", {"component": "'eyes'"}),
+        ([text, "--model", "no-such"], "model.unknown", {"name": "no-such"}),
+        ([text, "--no-such-flag"], "cli.usage", {"help": "./install.sh engines import --help"}),
+    ]
+    check_refusals(
+        [([*arguments, "--yes"], *rest) for arguments, *rest in cases], capsys, subtests, ["engines", "import"]
+    )

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from runtime.models.catalogue import known_as
 from runtime.models.hub.download import DownloadProgress
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import needs
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import check_refusals, refused
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.plans import machine
 
@@ -42,7 +43,7 @@ def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int =
 
 
 def test_a_published_model_is_downloaded_listed_planned_and_verified(
-    hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+    hub: LoopbackHub, few_models: None, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     folder = cache_dir.resolve() / "weights" / KNOWN
@@ -114,45 +115,44 @@ def test_offline_sends_no_request(
         (cache_dir / "settings.json").write_text('{"offline": true}')
     elif how != "flag":
         monkeypatch.setenv(how, "1")
-    what, _ = refused(["models", "download", "wan2.1-1.3b", "--yes", *flags], capsys)
+    found = refused(["models", "download", "wan2.1-1.3b", "--yes", *flags], capsys)
+    assert found.code == "hub.offline"
     expected = {"flag": "--offline or TANDEM_OFFLINE", "file": "settings.json"}.get(how, how)
-    assert what.startswith("Error: Downloads are disabled: ")
-    assert expected in what
+    assert expected in found.what
     assert not hub.requests
     # The rest works as ever, and the flag is gone with its command.
-    assert run(["models", "list", *flags]) == 0
+    assert run(["jobs", "list", *flags]) == 0
     assert run(["plan", "a boat", "--model", "diorama", *flags]) == 0
     if how == "flag":
         capsys.readouterr()
         answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says", "to_do"),
-    [
-        (["no/such/model"], "'no/such/model' is not a model's name", "OWNER/REPOSITORY"),
-        (["../x"], "'../x' is not a model's name", "models list"),
-        (["wan"], "'wan' is not a model's name", "models list"),
-        (["a/b..c"], "is not a model's name", "models list"),
-        (["Wan-AI/Nothing"], "no such repository", "HF_TOKEN"),
-        (["wan2.1-1.3b", "--revision", "v9"], "no such revision", "--revision"),
-        (["wan2.1-1.3b", "--revision", ""], "--revision is empty", "branch"),
-        (["wan2.1-1.3b", "--mirror", "hub.example"], "not a hub's address", "https://"),
-        (["wan2.1-1.3b", "--mirror", "http://hub.example"], "without https", "https://"),
-        (["wan2.1-1.3b", "--mirror", "https://me:secret@hub.example"], "a user or a password", "HF_TOKEN"),
-        (["wan2.1-1.3b", "--mirror", "https://hub.example/?x=1"], "not a hub's address", "https://"),
-        (["wan2.1-1.3b", "--mirror", "file:///etc"], "not a hub's address", "https://"),
-        (["wan2.1-1.3b", "--mirror", "https://[::1"], "not a hub's address", "https://"),
-    ],
-)
-def test_invalid_input_is_refused(
-    arguments: list[str], says: str, to_do: str, hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
+def test_invalid_names_revisions_and_mirrors_are_refused(
+    hub: LoopbackHub, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    assert run(["models", "download", *arguments, "--yes"]) == 2
-    *_, what, remedy = capsys.readouterr().err.strip().splitlines()
-    assert what.startswith("Error: ") and says in what
-    assert remedy.startswith("To do: ") and to_do in remedy
-    assert "secret" not in what + remedy
+    def mirror(address: str) -> list[str]:
+        return ["wan2.1-1.3b", "--mirror", address]
+
+    cases: list[tuple[list[str], str, dict[str, Any]]] = [
+        (["no/such/model"], "hub.name_invalid", {"name": "no/such/model"}),
+        (["../x"], "hub.name_invalid", {"name": "../x"}),
+        (["wan"], "hub.name_invalid", {"name": "wan"}),
+        (["a/b..c"], "hub.name_invalid", {"name": "a/b..c"}),
+        (["Wan-AI/Nothing"], "hub.no_repository", {"repository": "Wan-AI/Nothing"}),
+        (["wan2.1-1.3b", "--revision", "v9"], "hub.no_revision", {}),
+        (["wan2.1-1.3b", "--revision", ""], "cli.revision_unreadable", {"field": "revision"}),
+        (mirror("hub.example"), "settings.not_a_hub", {"source": "--mirror"}),
+        (mirror("http://hub.example"), "settings.hub_without_https", {"source": "--mirror"}),
+        (mirror("https://me:secret@hub.example"), "settings.hub_with_password", {"source": "--mirror"}),
+        (mirror("https://hub.example/?x=1"), "settings.not_a_hub", {"source": "--mirror"}),
+        (mirror("file:///etc"), "settings.not_a_hub", {"source": "--mirror"}),
+        (mirror("https://[::1"), "settings.not_a_hub", {"source": "--mirror"}),
+    ]
+    download = ["models", "download", "--yes"]
+    check_refusals(cases, capsys, subtests, download)
+    secret = refused([*download, *mirror("https://me:secret@hub.example")], capsys)
+    assert "secret" not in str(secret)
 
 
 def test_hf_endpoint_is_validated_when_it_is_used(
@@ -162,8 +162,9 @@ def test_hf_endpoint_is_validated_when_it_is_used(
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example")
     assert run(["plan", "a boat", "--model", "diorama"]) == 0
     capsys.readouterr()
-    what, _ = refused(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
-    assert "HF_ENDPOINT" in what and "without https" in what
+    found = refused(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
+    assert found.code == "settings.hub_without_https"
+    assert str(found.data["source"]).startswith("HF_ENDPOINT")
 
 
 def test_verifying_a_model_that_was_not_downloaded_is_refused(
@@ -173,13 +174,13 @@ def test_verifying_a_model_that_was_not_downloaded_is_refused(
     assert result == {"ok": True, "models": []}
     assert "No models are downloaded." in text
     shutil.copytree(tiny("wan2.1").directory, cache_dir / "weights" / "mine")
-    assert "no hashes" in refused(["models", "verify", "mine"], capsys)[0]
-    assert "no hashes" in refused(["models", "verify", "diorama"], capsys)[0]
-    assert "no-such" in refused(["models", "verify", "no-such"], capsys)[0]
+    assert refused(["models", "verify", "mine"], capsys).code == "hub.no_manifest"
+    assert refused(["models", "verify", "diorama"], capsys).code == "hub.no_manifest"
+    assert refused(["models", "verify", "no-such"], capsys).code == "model.unknown"
 
 
 def test_a_broken_connection_is_reported_with_the_received_bytes(
-    hub: LoopbackHub, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+    hub: LoopbackHub, few_models: None, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.faults[VAE] = Fault("404")
     assert run(["models", "download", "wan2.1-1.3b", "--yes"]) == 2

@@ -13,10 +13,8 @@ import pytest
 from runtime.cli import terminal
 from runtime.cli.main import run
 from runtime.core.environment import program
-from runtime.models.spec import ModelSpec
 from runtime.queue.store import open_store
 from tests.cli.test_engines import stock
-from tests.cli.test_generate import command
 from tests.queue.samples import add_job
 
 ROOT = Path(__file__).parents[2]
@@ -43,50 +41,30 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return narrow
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shows"),
-    [
+def test_results_are_on_standard_output(
+    filled: str, few_models: None, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for arguments, shows in (
         (["plan", "a red boat"], "Peak memory: about"),
         (["doctor"], "Python"),
         (["models", "list"], "wan2.2-t2v-a14b"),
         (["jobs", "list"], WIDE_PROMPT),
         (["engines", "list"], "Inductor"),
         (["--version"], "."),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
-)
-def test_results_are_on_standard_output(
-    arguments: list[str], shows: str, filled: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(arguments) == 0
-    out, err = capsys.readouterr()
-    assert shows in out
-    assert "\x1b" not in out
-    assert shows not in err
-    if arguments == ["jobs", "list"]:
-        run([*arguments, "--json"])
-        json, text = capsys.readouterr()
-        assert len(json.splitlines()) == 1
-        assert shows in text
+    ):
+        with subtests.test(msg=" ".join(arguments)):
+            assert run(arguments) == 0
+            out, err = capsys.readouterr()
+            assert shows in out
+            assert "\x1b" not in out
+            assert shows not in err
+    run(["jobs", "list", "--json"])
+    json, text = capsys.readouterr()
+    assert len(json.splitlines()) == 1
+    assert WIDE_PROMPT in text
 
 
-def test_generate_prints_the_path_alone_on_standard_output(
-    tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "boat.mp4"
-    done = subprocess.run(
-        command(tiny("wan2.1"), out, "--steps", "1"),
-        capture_output=True,
-        text=True,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.stdout == f"{out}\n"
-    assert "Time: about" in done.stderr.partition("Loading the")[0], "the forecast comes first"
-    assert "Saved. Seed" in done.stderr
-
-
-@pytest.mark.parametrize("arguments", [["models", "list"], ["jobs", "list", "--json"], ["--version"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["jobs", "list"], ["jobs", "list", "--json"], ["--help"]])
 def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], filled: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -106,22 +84,24 @@ def test_a_prompt_that_the_encoding_lacks_is_escaped(cache_dir: Path) -> None:
     assert "\\u7ea2\\u8239 on the sea" in done.stdout
 
 
-@pytest.mark.parametrize("columns", [40, 60, 140])
-def test_no_word_is_broken_on_a_terminal(columns: int, filled: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_word_is_broken_on_a_terminal(
+    filled: str, few_models: None, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
     for arguments in (["plan", "a red boat", "--seed", "1"], ["jobs", "list"], ["models", "list"], ["engines", "list"]):
         run(arguments)
         words = set(capsys.readouterr().out.split())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TTY_COMPATIBLE", "1")
-            patch.setenv("TERM", "xterm")
-            patch.setenv("COLUMNS", str(columns))
-            run(arguments)
-        shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-        lines = [line.strip() for line in shown.splitlines()]
-        assert not [line for line in lines if len(line) > columns and " " in line and "`" not in line]
-        # Narrow terminals show records, whose labels have a colon. Amounts of free memory change.
-        shown_words = {word for word in shown.split() if not word.endswith(":") and word.isalpha()}
-        assert shown_words <= words
+        for columns in (40, 60, 140):
+            with subtests.test(msg=f"{arguments[0]} {columns}"), pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TTY_COMPATIBLE", "1")
+                patch.setenv("TERM", "xterm")
+                patch.setenv("COLUMNS", str(columns))
+                run(arguments)
+                shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+                lines = [line.strip() for line in shown.splitlines()]
+                assert not [line for line in lines if len(line) > columns and " " in line and "`" not in line]
+                # Narrow terminals show records, whose labels have a colon. Amounts of free memory change.
+                shown_words = {word for word in shown.split() if not word.endswith(":") and word.isalpha()}
+                assert shown_words <= words
 
 
 def test_a_row_is_one_line_of_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
