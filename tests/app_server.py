@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,14 @@ class _ThreadQueue(RunningQueue):
 
 
 @contextlib.contextmanager
-def serving_here(cache_dir: Path, *, page: bool = True, **values: Any) -> Iterator[App]:
+def serving_here(
+    cache_dir: Path, *, page: bool = True, notify: Callable[[str], None] = lambda _: None, **values: Any
+) -> Iterator[App]:
     """Run the web app in this process, with its workers as threads.
 
     Args:
         page: otherwise it is the HTTP API alone, as of `serve`.
+        notify: called with each line on the state of the share link.
         values: more settings.
     """
     from gradio.data_classes import _StaticFiles
@@ -169,7 +172,7 @@ def serving_here(cache_dir: Path, *, page: bool = True, **values: Any) -> Iterat
         patch.setattr(_StaticFiles, "all_paths", [])
         for name in ("GRADIO_TEMP_DIR", "GRADIO_EXAMPLES_CACHE", "NO_PROXY", "no_proxy"):
             patch.setenv(name, os.environ.get(name, ""))
-        with web_app.serve(chosen) if page else serve.serve(chosen) as url:
+        with web_app.serve(chosen, notify) if page else serve.serve(chosen) as url:
             yield App(url, cache_dir)
 
 

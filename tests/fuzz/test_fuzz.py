@@ -8,6 +8,8 @@ import pytest
 from tests.fuzz import api
 from tests.fuzz.attack import Attack, attacking, every_route, round_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Attack, dict[str, Any]]]:

@@ -21,6 +21,7 @@ from tests.sharing_app import link_of
 if sys.platform == "win32":
     pytest.skip("Windows has no limit of open files", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
 OPEN_FILES = 256
 FLOOD = 250
 _LIMITED = (

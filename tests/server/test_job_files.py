@@ -3,9 +3,7 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gradio_client import Client
@@ -15,21 +13,20 @@ from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import access
 from runtime.video.mp4 import read_metadata
-from tests.app_server import Server, make_cache, serving
+from tests.app_server import App
 from tests.queue.samples import add_job, sample_plan, sample_request
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
+def made(web_app: App, tmp_path_factory: pytest.TempPathFactory) -> tuple[App, str]:
     """Return a server and the job of a video that it made."""
-    with serving(make_cache(tmp_path_factory.mktemp("parcels"))) as server:
-        client = Client(server.url, download_files=tmp_path_factory.mktemp("got"), verbose=False)
-        job = client.predict("a red boat at night", seed=5, api_name="/generate")["job"]
-        client.close()
-        yield server, job
+    client = Client(web_app.url, download_files=tmp_path_factory.mktemp("got"), verbose=False)
+    job = client.predict("a red boat at night", seed=5, api_name="/generate")["job"]
+    client.close()
+    return web_app, job
 
 
-def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+def get(server: App, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
     request = urllib.request.Request(server.url + path, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
@@ -39,20 +36,22 @@ def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str
             return error.code, error.read(), dict(error.headers)
 
 
-def test_now_returns_states(made: tuple[Server, str]) -> None:
+def test_now_returns_states(made: tuple[App, str]) -> None:
     server, job = made
     status, body, _ = get(server, "tandem/now")
-    assert status == 200 and json.loads(body) == {"queue": 0, "percent": None, "jobs": {job: "done"}}
+    now = json.loads(body)
+    assert status == 200 and {"queue": 0, "percent": None}.items() <= now.items()
+    assert now["jobs"][job] == "done"
 
 
-def test_a_poster_is_a_still(made: tuple[Server, str]) -> None:
+def test_a_poster_is_a_still(made: tuple[App, str]) -> None:
     server, job = made
     status, body, headers = get(server, f"tandem/poster/{job}.webp")
     assert (status, headers["content-type"]) == (200, "image/webp") and body[8:12] == b"WEBP"
     assert b"ANIM" not in body
 
 
-def test_a_copy_has_no_metadata_and_is_removed(made: tuple[Server, str], tmp_path: Path) -> None:
+def test_a_copy_has_no_metadata_and_is_removed(made: tuple[App, str], tmp_path: Path) -> None:
     server, job = made
     status, body, headers = get(server, f"tandem/copy/{job}.mp4")
     copy = tmp_path / "copy.mp4"
@@ -61,10 +60,10 @@ def test_a_copy_has_no_metadata_and_is_removed(made: tuple[Server, str], tmp_pat
     assert b"night" not in body and int(headers["content-length"]) == len(body)
     with pytest.raises(OutputError):
         read_metadata(copy)
-    assert [path.suffix for path in (server.cache_dir / "outputs").iterdir()] == [".mp4"]
+    assert {path.suffix for path in (server.cache_dir / "outputs").iterdir()} == {".mp4"}
 
 
-def test_a_report_has_the_prompt_only_on_demand(made: tuple[Server, str]) -> None:
+def test_a_report_has_the_prompt_only_on_demand(made: tuple[App, str]) -> None:
     server, job = made
     status, body, _ = get(server, f"tandem/report/{job}.json")
     assert status == 200 and json.loads(body)["id"] == job
@@ -72,12 +71,11 @@ def test_a_report_has_the_prompt_only_on_demand(made: tuple[Server, str]) -> Non
     assert b"a red boat at night" in get(server, f"tandem/report/whole/{job}.json")[1]
 
 
-@pytest.mark.parametrize("name", ["01234567", "..%2Fjobs", "%2e%2e", "x" * 300, "0123456g", "%00", ""])
-@pytest.mark.parametrize(
-    "path", ["poster/{}.webp", "copy/{}.mp4", "clip/{}/1.mp4", "report/{}.json", "report/whole/{}.json"]
-)
-def test_unknown_files_are_not_found(made: tuple[Server, str], path: str, name: str) -> None:
-    assert get(made[0], f"tandem/{path.format(name)}")[0] in {403, 404}
+def test_unknown_files_are_not_found(made: tuple[App, str], subtests: pytest.Subtests) -> None:
+    for path in ("poster/{}.webp", "copy/{}.mp4", "clip/{}/1.mp4", "report/{}.json", "report/whole/{}.json"):
+        for name in ("01234567", "..%2Fjobs", "%2e%2e", "x" * 300, "0123456g", "%00", ""):
+            with subtests.test(msg=f"{path} {name[:20]}"):
+                assert get(made[0], f"tandem/{path.format(name)}")[0] in {403, 404}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_only_these_routes_are_open(method: str, path: str, needed: str | None) 
     assert access(method, path) == needed
 
 
-def test_files_outside_the_folder_and_of_visitors_are_not_served(made: tuple[Server, str]) -> None:
+def test_files_outside_the_folder_and_of_visitors_are_not_served(made: tuple[App, str]) -> None:
     server, _ = made
     store = JobStore(server.cache_dir / "jobs.sqlite")
     try:
@@ -127,19 +125,3 @@ def test_files_outside_the_folder_and_of_visitors_are_not_served(made: tuple[Ser
     assert get(server, f"tandem/clip/{outside.id}/1.mp4")[0] == 404
     assert get(server, f"tandem/clip/{theirs}/2.mp4")[0] == 404
     assert theirs not in json.loads(get(server, "tandem/now")[1])["jobs"]
-
-
-def test_files_need_a_login(tmp_path: Path) -> None:
-    with serving(make_cache(tmp_path), "--auth", "me:secret") as server:
-        store = JobStore(server.cache_dir / "jobs.sqlite")
-        job = add_job(store)
-        store.request_cancel([job.id])
-        store.close()
-        assert get(server, "tandem/now")[0] == 401
-        report = f"tandem/report/{job.id}.json"
-        assert get(server, report)[0] in {401, 404}
-        client: Any = Client(server.url, auth=("me", "secret"), verbose=False)
-        cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
-        client.close()
-        assert get(server, report, Cookie=cookie)[0] == 200
-        assert get(server, report, Cookie=cookie.replace("=", "=x"))[0] in {401, 404}

@@ -1,4 +1,4 @@
-"""The visitors' page behind an unreliable relay: connections that are reset at any point, and slow readers."""
+"""The visitors' page behind an unreliable relay: connections that are reset, slow readers, and the end of sharing."""
 
 import contextlib
 import json
@@ -6,13 +6,17 @@ import re
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
+from gradio_client import Client
 
 from tests.app_server import Server, make_cache, serving
 from tests.chaos.run import Face
+from tests.fuzz.raw_http import send
 from tests.server.test_flood import visitors_port
+from tests.server.test_visitor_process import log_in, processes, refused
 from tests.sharing_app import link_of
 from tests.waiting import until
 
@@ -24,7 +28,7 @@ _LARGE = 30_000_000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     cache = make_cache(tmp_path_factory.mktemp("relay"))
-    with serving(cache, "--share", program=("-m", "tests.sharing_app")) as running:
+    with serving(cache, "--share", "--share-steps", "400", program=("-m", "tests.sharing_app")) as running:
         yield running
 
 
@@ -128,3 +132,29 @@ def test_connections_that_break_leave_nothing_behind(server: Server, visitor: Fa
     assert answer(visitor, "GET", submit(visitor, "a third boat"))[0] == 200
     until(lambda: process.num_fds() <= before, seconds=60)
     assert process.is_running() and "Traceback" not in printed(server)
+
+
+def test_the_owner_stops_sharing(server: Server) -> None:
+    # Last, because no visitor gets in any more.
+    port, videos = visitors_port(server), server.cache_dir / "outputs"
+    before = set(videos.glob("*.mp4"))
+    visitor, owner = log_in(server), Client(server.url, verbose=False)
+    job = visitor.submit("a red boat", steps=400, api_name="/generate")
+    assert next(iter(job))["event"] == "Planned"
+    config: Any = owner.config
+    (button,) = [one["id"] for one in config["components"] if one["props"].get("elem_id") == "stop-sharing"]
+    (function,) = [one for one in config["dependencies"] if (button, "click") in map(tuple, one["targets"])]
+    call = {"fn_index": function["id"], "session_hash": "own", "data": [""]}
+    body = json.dumps(call).encode()
+    assert (
+        send(server.port, b"POST", b"/gradio_api/queue/join", {b"Content-Type": b"application/json"}, body).status
+        == 200
+    )
+    until(lambda: refused(port), pause=0.1)
+    (process,) = processes(server)
+    until(lambda: not psutil.pid_exists(process), pause=0.1)
+    final: Any = owner.predict("a red boat", steps=1, api_name="/generate")
+    assert final["event"] == "VideoSaved"
+    assert len(set(videos.glob("*.mp4")) - before) == 1  # the visitor's was cancelled
+    visitor.close()
+    owner.close()

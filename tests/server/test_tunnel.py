@@ -10,11 +10,9 @@ import pytest
 from gradio import networking, tunneling
 
 from runtime.core.errors import MachineError
-from runtime.core.settings import Settings
 from runtime.server import tunnel
 from runtime.server.tunnel import open_tunnel
-from runtime.ui.app import serve
-from tests.app_server import MODEL, free_port, make_cache
+from tests.app_server import make_cache, serving_here
 from tests.fuzz.raw_http import send
 from tests.waiting import until
 
@@ -126,9 +124,7 @@ def test_the_app_runs_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
     monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{UNREACHABLE}/v3/tunnel-request")
     lines: list[str] = []
-    port = free_port()
-    settings = Settings(cache_dir=make_cache(tmp_path), port=port, model=MODEL, share=True, browser=False)
-    with serve(settings, lines.append):
+    with serving_here(make_cache(tmp_path), share=True, notify=lines.append) as app:
         until(lambda: len(lines) == 2)
-        assert send(port, b"GET", b"/config").status == 200
+        assert send(app.port, b"GET", b"/config").status == 200
     assert "was not reached" in lines[0] and "the local page keeps working" in lines[1]

@@ -1,41 +1,40 @@
 """API keys: their file, command, limits, and who sees which video; and the API beside the web app."""
 
 import json
-import os
-import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from runtime.cli.main import run
 from runtime.core.errors import SettingsError
+from runtime.queue import recovery
+from runtime.queue.instances import Instance
+from runtime.queue.store import JobStore
 from runtime.server.api_keys import NAME, ApiKeys, KeyLimits
-from tests.app_server import ROOT, Server, environment, make_cache, serving
+from runtime.server.serve import resume_interrupted
+from tests.app_server import App
+from tests.cli.refusals import refused
+from tests.queue.samples import add_job, sample_plan, sample_request
+from tests.umask import users_umask
 from tests.waiting import until
 
 SMALL = {"prompt": "a red boat", "steps": 1, "seed": 5}
-SERVE = ("app.py", "serve")
 
 
-def command(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "app.py", "serve", *words],
-        cwd=ROOT,
-        env=environment() | {"TANDEM_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Run `serve` with some words; return the exit code and what it printed."""
+    code = run(["serve", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
 
 
-def with_key(server: Server, key: str) -> httpx.Client:
+def with_key(server: App, key: str) -> httpx.Client:
     return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
 
@@ -85,36 +84,40 @@ def test_a_damaged_file_refuses_every_request(text: str, tmp_path: Path) -> None
         assert refused.value.code == "server.api_keys_unreadable"
 
 
-def test_the_command_adds_lists_and_revokes_keys(tmp_path: Path) -> None:
-    made = command(tmp_path, "keys", "add", "anna", "--videos", "3", "--size", "64x32", "--json")
-    assert made.returncode == 0, made.stderr
-    found = json.loads(made.stdout.splitlines()[-1])
+def test_the_command_adds_lists_and_revokes_keys(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with users_umask(0o022):
+        code, out, err = command(capsys, "keys", "add", "anna", "--videos", "3", "--size", "64x32", "--json")
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
     assert found["limits"] == {"videos": 3, "per_hour": 100, "frames": None, "steps": None, "pixels": 2048}
-    assert ApiKeys(tmp_path).find(found["key"]) is not None
-    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
-    listed = command(tmp_path, "keys", "list", "--json")
-    (row,) = json.loads(listed.stdout.splitlines()[-1])["keys"]
-    assert row["name"] == "anna" and "digest" not in row and found["key"] not in listed.stdout + listed.stderr
-    for words in (["add", "anna"], ["add", "../x"], ["add", "ben", "--size", "big"], ["add", "ben", "--videos", "0"],
-                  ["revoke", "ben"]):  # fmt: skip
-        refused = command(tmp_path, "keys", *words)
-        assert refused.returncode == 2 and refused.stderr.count("\n") == 2, refused.stderr
-    assert command(tmp_path, "keys", "revoke", "anna").returncode == 0
-    assert ApiKeys(tmp_path).keys() == ()
+    assert ApiKeys(cache_dir).find(found["key"]) is not None
+    assert stat.S_IMODE((cache_dir / NAME).stat().st_mode) == 0o600
+    _, out, err = command(capsys, "keys", "list", "--json")
+    (row,) = json.loads(out.splitlines()[-1])["keys"]
+    assert row["name"] == "anna" and "digest" not in row and found["key"] not in out + err
+    for words, refusal in (
+        (["add", "anna"], "server.api_key_exists"),
+        (["add", "../x"], "server.api_key_name"),
+        (["add", "ben", "--size", "big"], "settings.not_a_size"),
+        (["add", "ben", "--videos", "0"], "cli.usage"),
+        (["revoke", "ben"], "server.api_key_unknown"),
+    ):
+        assert refused(["serve", "keys", *words], capsys).code == refusal
+    assert command(capsys, "keys", "revoke", "anna")[0] == 0
+    assert ApiKeys(cache_dir).keys() == ()
 
 
-def test_another_host_needs_a_key(tmp_path: Path) -> None:
-    refused = command(tmp_path, "--host", "0.0.0.0")
-    assert refused.returncode == 2 and "serve keys add" in refused.stderr
-    (tmp_path / NAME).write_text("{", encoding="utf-8")
-    damaged = command(tmp_path)
-    assert damaged.returncode == 2 and NAME in damaged.stderr and "Traceback" not in damaged.stderr
+def test_another_host_needs_a_key(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = refused(["serve", "--host", "0.0.0.0"], capsys)
+    assert found.code == "server.api_host_without_key" and "serve keys add" in found.to_do
+    (cache_dir / NAME).write_text("{", encoding="utf-8")
+    damaged = refused(["serve"], capsys)
+    assert (damaged.code, damaged.data["file"]) == ("server.api_keys_unreadable", str(cache_dir / NAME))
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, str]]]:
-    cache = make_cache(tmp_path_factory.mktemp("keyed"))
-    keys = ApiKeys(cache)
+def keyed(api: App) -> Iterator[tuple[App, dict[str, str]]]:
+    keys = ApiKeys(api.cache_dir)
     limits = {
         "anna": KeyLimits(),
         "ben": KeyLimits(),
@@ -123,11 +126,11 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, di
         "small": KeyLimits(frames=5, steps=2, pixels=64 * 32),
     }
     secrets = {name: keys.add(name, one) for name, one in limits.items()}
-    with serving(cache, program=SERVE) as server:
-        yield server, secrets
+    yield api, secrets
+    (api.cache_dir / NAME).unlink()
 
 
-def test_every_route_but_health_needs_a_key(keyed: tuple[Server, dict[str, str]]) -> None:
+def test_every_route_but_health_needs_a_key(keyed: tuple[App, dict[str, str]]) -> None:
     server, secrets = keyed
     with httpx.Client(base_url=server.url, timeout=60) as http:
         for method, path in (
@@ -147,7 +150,7 @@ def test_every_route_but_health_needs_a_key(keyed: tuple[Server, dict[str, str]]
         assert http.get("v1/videos", headers={"Authorization": f"bearer {secrets['anna']}"}).status_code == 200
 
 
-def test_a_key_sees_only_its_own_videos(keyed: tuple[Server, dict[str, str]]) -> None:
+def test_a_key_sees_only_its_own_videos(keyed: tuple[App, dict[str, str]]) -> None:
     server, secrets = keyed
     with with_key(server, secrets["anna"]) as anna, with_key(server, secrets["ben"]) as ben:
         key = {"Idempotency-Key": "same"}
@@ -166,7 +169,7 @@ def test_a_key_sees_only_its_own_videos(keyed: tuple[Server, dict[str, str]]) ->
         assert failure.status_code in {400, 422} and str(server.cache_dir) not in failure.text
 
 
-def test_limits_of_a_key_are_kept(keyed: tuple[Server, dict[str, str]]) -> None:
+def test_limits_of_a_key_are_kept(keyed: tuple[App, dict[str, str]]) -> None:
     server, secrets = keyed
     with with_key(server, secrets["few"]) as few:
         made = [few.post("v1/videos", json={**SMALL, "steps": 300}).json()["id"] for _ in range(2)]
@@ -192,7 +195,7 @@ def test_limits_of_a_key_are_kept(keyed: tuple[Server, dict[str, str]]) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_revoked_and_new_keys_take_effect_at_once(keyed: tuple[Server, dict[str, str]]) -> None:
+def test_revoked_and_new_keys_take_effect_at_once(keyed: tuple[App, dict[str, str]]) -> None:
     server, _ = keyed
     keys = ApiKeys(server.cache_dir)
     first = keys.add("short", KeyLimits())
@@ -205,36 +208,36 @@ def test_revoked_and_new_keys_take_effect_at_once(keyed: tuple[Server, dict[str,
         assert http.get(f"v1/videos/{made}").status_code == 200
 
 
-def test_a_job_of_a_key_resumes_after_the_server_was_killed(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path / "cache")
-    key = ApiKeys(cache).add("anna", KeyLimits())
-    with serving(cache, program=SERVE) as first, with_key(first, key) as http:
-        videos = [http.post("v1/videos", json={**SMALL, "steps": 150}).json()["id"] for _ in range(2)]
-        until(lambda: http.get(f"v1/videos/{videos[0]}").json()["progress"] > 2, pause=0.05)
-        os.kill(first.process.pid, signal.SIGKILL)
-        first.process.wait()
-    with serving(cache, program=SERVE) as second, with_key(second, key) as http:
-        until(lambda: {http.get(f"v1/videos/{video}").json()["status"] for video in videos} == {"completed"}, pause=0.2)
-
-
-def test_the_web_app_serves_the_api_beside_its_page(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path / "cache")
-    with serving(cache) as app, httpx.Client(base_url=app.url, timeout=60) as http:
+def test_the_web_app_serves_the_api_beside_its_page(web_app: App) -> None:
+    with httpx.Client(base_url=web_app.url, timeout=60) as http:
         assert "<html" in http.get("").text
         made: dict[str, Any] = http.post("v1/videos", json=SMALL).json()
         until(lambda: http.get(f"v1/videos/{made['id']}").json()["status"] == "completed", pause=0.1)
         assert http.get(f"v1/videos/{made['id']}/content", headers={"Range": "bytes=4-7"}).content == b"ftyp"
         assert http.get("metrics").status_code == http.get("healthz").status_code == 200
         assert code_of(http.get("v1/nothing")) == (404, "server.api_no_route")
-        ApiKeys(cache).add("anna", KeyLimits())
-        assert http.get("v1/videos").status_code == 401
-        assert http.get("").status_code == 200
+        ApiKeys(web_app.cache_dir).add("anna", KeyLimits())
+        try:
+            assert http.get("v1/videos").status_code == 401
+            assert http.get("").status_code == 200
+        finally:
+            (web_app.cache_dir / NAME).unlink()
 
 
-def test_the_password_of_the_web_app_closes_the_api_without_a_key(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path / "cache")
-    with serving(cache, "--auth", "me:secret") as app, httpx.Client(base_url=app.url, timeout=60) as http:
-        assert http.get("v1/videos").status_code == http.post("v1/videos", json=SMALL).status_code == 401
-        assert http.get("healthz").status_code == 200
-        with with_key(app, ApiKeys(cache).add("anna", KeyLimits())) as anna:
-            assert anna.get("v1/videos").status_code == 200
+def test_videos_of_keys_whose_process_was_killed_are_queued_again(tmp_path: Path) -> None:
+    with closing(JobStore(tmp_path / "jobs.sqlite")) as store, Instance(store.path) as own:
+        mine = add_job(store, instance="dead").id
+        theirs = store.add(sample_request(), sample_plan(), owner="key:anna", instance="dead").id
+
+        def after_a_start(*, everyone: bool = False) -> tuple[str, str]:
+            recovery.recover(store, own.id)
+            resume_interrupted(store, everyone=everyone)
+            return store.get(mine).state, store.get(theirs).state
+
+        assert after_a_start() == ("interrupted", "queued")
+        # A video that was interrupted three times may be the cause.
+        for state in ("queued", "interrupted"):
+            store.start(theirs, "dead")
+            assert after_a_start() == ("interrupted", state)
+        # In a cluster, other machines make them.
+        assert after_a_start(everyone=True) == ("queued", "queued")
