@@ -1,10 +1,6 @@
 """`decode`: files of latents to MP4s, in constant memory; bad latents; Ctrl-C; metadata."""
 
-import io
 import json
-import os
-import pickle
-import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,10 +21,10 @@ from runtime.execution.components import components_of
 from runtime.families.dcae import load_decoder
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
-from runtime.models.latent_files import LatentFile
 from runtime.models.weights import load_module
 from runtime.pipeline.decode import DecodeRequest, decode_file
 from runtime.video.mp4 import find_ffmpeg, read_metadata
+from tests.cli.refusals import check_refusals, refused
 from tests.families.dcae import decoders
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
@@ -59,18 +55,6 @@ def luma(frames: np.ndarray) -> np.ndarray:
     """Return the brightness of frames, which the file has for each pixel; colors are shared by four."""
     found: np.ndarray = frames @ np.array([0.2126, 0.7152, 0.0722])
     return found
-
-
-def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """Run a command; return its two lines, after a line of progress if it had begun to decode."""
-    assert run([*command, "--json"]) == 2
-    out, err = capsys.readouterr()
-    *before, what, to_do = err.strip().splitlines()
-    assert before in ([], ["Decoding frames…"])
-    assert what.startswith("Error: ")
-    assert to_do.startswith("To do: ")
-    assert not json.loads(out.splitlines()[-1])["error"]["defect"]
-    return what, to_do
 
 
 @pytest.mark.parametrize("kind", ["npy", "float16.npy", "safetensors", "bfloat16.safetensors", "batch.safetensors"])
@@ -179,121 +163,49 @@ def load_part(spec: Any) -> Any:
     return components_of(spec).video_decoder(load_module(spec, "vae", part), "cpu")
 
 
-def header(shape: tuple[int, ...], dtype: str = "<f4", *, padding: int = 0) -> bytes:
-    """Return the header of an .npy file."""
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}" + " " * padding + "\n"
-    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text.encode()
-
-
-def write_bad(file: Path, kind: str) -> None:
-    """Write a file of bad latents."""
-    good = values(*SHAPE)
-    plain = io.BytesIO()
-    np.save(plain, good)
-    with_nan = good.copy()
-    with_nan[9, 0, 0, 0] = np.nan
-    contents: dict[str, Callable[[], object]] = {
-        "nan": lambda: np.save(file, with_nan),
-        "channels": lambda: np.save(file, values(11, 9, 3, 4)),
-        "cut": lambda: file.write_bytes(plain.getvalue()[:-5]),
-        "empty": lambda: file.write_bytes(b""),
-        "float64": lambda: np.save(file, good.astype("float64")),
-        "int64": lambda: np.save(file, good.astype("int64")),
-        "big-endian": lambda: np.save(file, good.astype(">f4")),
-        "no frames": lambda: np.save(file, good[:0]),
-        "axes": lambda: np.save(file, good[0]),
-        "scalar": lambda: np.save(file, np.float32(3)),
-        "objects": lambda: np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True),
-        "pickle": lambda: file.write_bytes(pickle.dumps(good)),
-        "header": lambda: file.write_bytes(header(SHAPE, padding=20_000) + good.tobytes()),
-        "nested": lambda: file.write_bytes(b"\x93NUMPY\x02\x00" + struct.pack("<I", 9_000) + b"(" * 9_000),
-        "length": lambda: file.write_bytes(b"\x93NUMPY\x02\x00" + struct.pack("<I", 0xFFFFFFFF) + b"{"),
-        "negative": lambda: file.write_bytes(header((-1, 8, 3, 4))),
-        "terabytes": lambda: file.write_bytes(header((10**9, 8, 3, 4))),
-        "fortran": lambda: np.save(file, np.asfortranarray(good)),
-    }
-    contents[kind]()
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("nan", "Frame 9 of the latents in bad.npy contains NaN or Inf"),
-        ("channels", "have 9 channels; model takes 8"),
-        ("cut", "is cut short"),
-        ("empty", "no array of NumPy"),
-        ("float64", "float64"),
-        ("int64", "int64"),
-        ("big-endian", ">f4"),
-        ("no frames", "no latents"),
-        ("axes", "shape 8×3×4"),
-        ("scalar", "one value"),
-        ("objects", "pickled objects"),
-        ("pickle", "no array of NumPy"),
-        ("header", "no array of NumPy"),
-        ("nested", "no array of NumPy"),
-        ("length", "no array of NumPy"),
-        ("negative", "cut short|shape|no array|no latents"),
-        ("terabytes", "is cut short"),
-        ("fortran", "Fortran order"),
-    ],
-)
-def test_bad_arrays_are_refused(
-    kind: str, says: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_latents_are_refused_and_leave_nothing(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    write_bad(tmp_path / "bad.npy", kind)
+    """The rules of files are tested in `tests.models.test_latent_files`."""
+    with_nan = values(*SHAPE)
+    with_nan[9, 0, 0, 0] = np.nan
+    np.save(tmp_path / "nan.npy", with_nan)
+    np.save(tmp_path / "channels.npy", values(11, 9, 3, 4))
+    np.save(tmp_path / "axes.npy", values(8, 3, 4))
+    save_file({"latents": torch.full((4, 8, 3, 4), torch.inf)}, tmp_path / "inf.safetensors")
     out = tmp_path / "bad.mp4"
-    what, _ = refused(["decode", str(tmp_path / "bad.npy"), "--model", model, "--out", str(out)], capsys)
-    assert any(part in what for part in says.split("|")), what
+    of_file: list[tuple[list[str], str, dict[str, Any]]] = [
+        ([str(tmp_path / "nan.npy")], "latents.not_finite", {"file": "nan.npy", "frame": 9}),
+        ([str(tmp_path / "inf.safetensors")], "latents.not_finite", {"file": "inf.safetensors", "frame": 0}),
+        ([str(tmp_path / "channels.npy")], "latents.channels", {"wanted": 8, "found": 9, "shape": "11×9×3×4"}),
+        ([str(tmp_path / "axes.npy")], "latents.axes", {"file": "axes.npy", "shape": "8×3×4"}),
+        ([str(tmp_path / "none.npy")], "latents.unreadable", {"file": str(tmp_path / "none.npy")}),
+        ([""], "latents.path_unreadable", {}),
+    ]
+    check_refusals(of_file, capsys, subtests, ["decode", "--model", model, "--out", str(out)])
     assert not out.exists()
     assert not list(tmp_path.glob(".tandem*"))
 
 
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        ({"latents": torch.zeros(4, 8, 3, 4, dtype=torch.float64)}, "F64"),
-        ({"a": torch.zeros(4, 8, 3, 4), "b": torch.zeros(1)}, "2 tensors"),
-        ({"latents": torch.zeros(0, 8, 3, 4)}, "no latents"),
-        ({"latents": torch.zeros(4, 8, 3)}, "shape 4×8×3"),
-        ({"latents": torch.full((4, 8, 3, 4), torch.inf)}, "Frame 0"),
-    ],
-)
-def test_bad_safetensors_are_refused(
-    tensors: dict[str, torch.Tensor], says: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "bad.safetensors"
-    save_file(tensors, file)
-    command = ["decode", str(file), "--model", model, "--out", str(tmp_path / "bad.mp4")]
-    assert says in refused(command, capsys)[0]
-    data = file.read_bytes()
-    for damaged in (data[:-1], data[:20], b"", (1 << 62).to_bytes(8, "little") + data[8:]):
-        file.write_bytes(damaged)
-        refused(command, capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--channels", "depth"], "The channels to show are 'depth'"),
-        (["--channels", "3"], "no channel 3"),
-        (["--channels", ",".join(["rgb"] * 17)], "channels to show"),
-        (["--fps", "0"], "--fps is 0"),
-        (["--fps", "100000"], "--fps is 100000"),
-        (["--crf", "99"], "--crf is 99"),
-        (["--backend", "tensorflow"], "tensorflow"),
-        (["--out", "video.avi"], ".mp4"),
-        (["--model", "no-such"], "no-such"),
-        (["--model", "diorama"], "takes 16"),
-    ],
-)
 def test_bad_arguments_are_refused(
-    arguments: list[str], says: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     np.save(tmp_path / "z.npy", values(*SHAPE))
-    given = ["decode", str(tmp_path / "z.npy"), "--model", model, "--out", str(tmp_path / "z.mp4"), *arguments]
-    what, to_do = refused(given, capsys)
-    assert says in f"{what} {to_do}"
+    cases: list[tuple[list[str], str, dict[str, Any]]] = [
+        (["--channels", "depth"], "latents.channels_invalid", {"field": "channels", "value": "depth"}),
+        (["--channels", "3"], "latents.no_such_channel", {"channel": "3", "last": 2}),
+        (["--fps", "0"], "request.out_of_range", {"field": "fps", "value": 0, "low": 1, "high": 120}),
+        (["--fps", "100000"], "request.out_of_range", {"field": "fps", "value": 100_000, "nearest": 120}),
+        (["--crf", "99"], "request.out_of_range", {"field": "crf", "value": 99, "low": 0, "high": 51}),
+        (["--backend", "tensorflow"], "request.not_a_choice", {"field": "backend", "value": "'tensorflow'"}),
+        (["--out", "video.avi"], "video.not_mp4", {}),
+        (["--model", "no-such"], "model.unknown", {"name": "no-such"}),
+        (["--model", "diorama"], "latents.channels", {"wanted": 16, "found": 11}),
+    ]
+    given = ["decode", str(tmp_path / "z.npy"), "--model", model, "--out", str(tmp_path / "z.mp4")]
+    check_refusals(cases, capsys, subtests, given)
+    assert refused(["generate", "a boat", "--model", model], capsys).code == "model.only_decodes"
+    assert "--fps is 0" in refused([*given, "--fps", "0"], capsys).what
 
 
 @pytest.mark.parametrize(
@@ -304,27 +216,9 @@ def test_models_that_take_the_latents_are_named(
     shape: tuple[int, ...], given: str, takes_it: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "z.npy", values(*shape))
-    _, to_do = refused(["decode", str(tmp_path / "z.npy"), "--model", given, "--out", str(tmp_path / "z.mp4")], capsys)
-    assert f"models here, {takes_it} can" in to_do
-
-
-def test_other_files_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "z.pt").write_bytes(pickle.dumps(3))
-    (tmp_path / "folder.npy").mkdir()
-    os.mkfifo(tmp_path / "pipe.npy")
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    for file, says in (
-        ("z.pt", "neither"),
-        ("none.npy", "cannot be read"),
-        (".", "neither"),
-        ("", "LATENTS"),
-        ("folder.npy", "folder.npy"),
-        ("pipe.npy", "pipe.npy"),
-        ("pipe.safetensors", "pipe.safetensors"),
-    ):
-        given = str(tmp_path / file) if file else ""
-        assert says in refused(["decode", given, "--model", model], capsys)[0]
-    assert "only decodes" in refused(["generate", "a boat", "--model", model], capsys)[0]
+    command = ["decode", str(tmp_path / "z.npy"), "--model", given, "--out", str(tmp_path / "z.mp4")]
+    found = refused(command, capsys)
+    assert (found.code, found.data["models"]) == ("latents.of_another_model", [takes_it])
 
 
 def request(model: str, latents: Path, out: Path) -> DecodeRequest:
@@ -348,20 +242,3 @@ def test_cancelling_leaves_nothing(model: str, tmp_path: Path) -> None:
     assert sum(isinstance(event, FramesDecoded) for event in events) < 5
     assert not out.exists()
     assert not list(tmp_path.glob(".tandem*"))
-
-
-def test_memory_does_not_depend_on_the_length(model: str, tmp_path: Path) -> None:
-    # 200 MB of latents of which two batches are read: a whole read would be seen.
-    frames = 65_536
-    with (tmp_path / "hour.npy").open("wb") as file:
-        file.write(header((frames, 8, 10, 10)))
-        file.truncate(file.tell() + frames * 8 * 10 * 10 * 4)
-    with LatentFile(tmp_path / "hour.npy") as latents:
-        import tracemalloc
-
-        tracemalloc.start()
-        for start in (0, 32_768, frames - 8):
-            assert latents.read([], start, start + 8).shape == (8, 8, 10, 10)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak < 4 * 8 * 8 * 100 * 4

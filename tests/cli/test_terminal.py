@@ -46,7 +46,6 @@ def test_results_are_on_standard_output(
 ) -> None:
     for arguments, shows in (
         (["plan", "a red boat"], "Peak memory: about"),
-        (["doctor"], "Python"),
         (["models", "list"], "wan2.2-t2v-a14b"),
         (["jobs", "list"], WIDE_PROMPT),
         (["engines", "list"], "Inductor"),

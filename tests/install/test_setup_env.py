@@ -141,19 +141,20 @@ def test_a_nearly_full_disk_is_reported_first(
         setup_env.check_disk(nvidia)
 
 
-@pytest.mark.parametrize("capability", ["7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0", "12.1"])
 def test_tensorrt_for_rtx_is_installed_on_the_gpus_that_it_supports(
-    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: str
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.setattr(setup_env, "ask_venv", lambda code: capability)
     monkeypatch.setattr(setup_env, "ROOT", tmp_path)
     (tmp_path / "requirements-gpu.txt").write_text("torchao==1\ntensorrt-rtx-cu13-libs==1.7\n", "utf-8")
-    installed: list[str] = []
-    monkeypatch.setattr(setup_env, "pip", lambda *args, doing: installed.append(args[1]))
-    setup_env.install_gpu_extras()
-    major, minor = map(int, capability.split("."))
-    supported = tensorrt_rtx_problem(machine(gpu=gpu(capability=(major, minor)))) is None
-    assert installed == ["torchao==1", *(["tensorrt-rtx-cu13-libs==1.7"] if supported else [])]
+    for capability in ("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0", "12.1"):
+        with subtests.test(msg=capability), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(setup_env, "ask_venv", lambda code, capability=capability: capability)
+            installed: list[str] = []
+            patch.setattr(setup_env, "pip", lambda *args, doing, installed=installed: installed.append(args[1]))
+            setup_env.install_gpu_extras()
+            major, minor = map(int, capability.split("."))
+            supported = tensorrt_rtx_problem(machine(gpu=gpu(capability=(major, minor)))) is None
+            assert installed == ["torchao==1", *(["tensorrt-rtx-cu13-libs==1.7"] if supported else [])]
 
 
 def test_tensorrt_for_rtx_is_left_out_where_pytorch_finds_no_gpu(

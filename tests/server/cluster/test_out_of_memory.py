@@ -14,12 +14,6 @@ from runtime.queue.store import JobStore
 from tests.cluster_machines import Machines
 from tests.queue.test_out_of_memory import limited_group
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(sys.platform != "linux", reason="counters are Linux's"),
-]
-
 GROUP_BYTES = 4 << 30
 # Allocates memory, in a control group if one is given, until the process of the first argument ends. Ray has the kernel
 # kill its workers before any other process.
@@ -37,6 +31,9 @@ while Path("/proc", pid).exists() and len(held) < 160:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sys.platform != "linux", reason="counters are Linux's")
 @pytest.mark.parametrize("killer", ["kernel", "ray"])
 def test_a_job_resumes_with_less_memory_after_its_worker_was_killed(tmp_path: Path, killer: str) -> None:
     pytest.importorskip("ray")
