@@ -76,6 +76,7 @@ def test_changed_requirements_are_installed(repo: Repo) -> None:
     assert "PyTorch 2.13.0+cpu is already there" in done.stderr
 
 
+@pytest.mark.slow
 def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Repo, tmp_path: Path) -> None:
     done = repo.run("test", "--all", "-k", "a b", cwd=tmp_path)
     parallel = ["--numprocesses=3", "--dist=worksteal"]
@@ -143,6 +144,7 @@ def test_the_program_knows_how_it_was_started(shared: Repo) -> None:
 # Failures.
 
 
+@pytest.mark.slow
 def test_interrupted_install_is_repaired(repo: Repo) -> None:
     repo.stamp.unlink()
     (repo.site_packages() / "tinydep/part.py").unlink()  # pip was stopped before the last file...
@@ -160,6 +162,7 @@ def test_package_with_missing_files_is_repaired(repo: Repo) -> None:
     assert report(repo.run())["tinydep"] == 1
 
 
+@pytest.mark.slow
 def test_a_killed_install_leaves_no_stamp_and_resumes(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     process = repo.start()
@@ -172,6 +175,7 @@ def test_a_killed_install_leaves_no_stamp_and_resumes(repo: Repo) -> None:
     assert report(repo.run())["tinydep"] == 2  # waits for the pip left behind, which holds the lock
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_installing_is_reported_and_the_next_run_resumes(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     process = repo.start()
@@ -184,6 +188,7 @@ def test_ctrl_c_while_installing_is_reported_and_the_next_run_resumes(repo: Repo
     assert report(repo.run())["tinydep"] == 2
 
 
+@pytest.mark.slow
 def test_two_concurrent_runs_install_once(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     both = [repo.start(), repo.start()]
@@ -192,6 +197,7 @@ def test_two_concurrent_runs_install_once(repo: Repo) -> None:
     assert sum("ready after" in errors for _, errors in outputs) == 1
 
 
+@pytest.mark.slow
 def test_python_that_no_longer_runs_is_replaced(repo: Repo, tmp_path: Path) -> None:
     repo.python.unlink()
     repo.python.symlink_to("/no/such/python")
@@ -203,6 +209,7 @@ def test_python_that_no_longer_runs_is_replaced(repo: Repo, tmp_path: Path) -> N
     assert "making .venv again: its Python does not run" in done.stderr
 
 
+@pytest.mark.slow
 def test_half_made_environment_is_replaced(repo: Repo) -> None:
     repo.stamp.unlink()
     shutil.rmtree(repo.site_packages() / "pip")
@@ -241,6 +248,7 @@ def test_waits_for_another_set_up_and_uses_its_result(repo: Repo) -> None:
     assert errors == "", "the other one did the work"
 
 
+@pytest.mark.slow
 def test_pip_that_fails_gives_two_lines_and_exit_code_2(repo: Repo) -> None:
     repo.require("tinydep==3.0")
     done = repo.run()
@@ -255,6 +263,7 @@ def test_pip_that_fails_gives_two_lines_and_exit_code_2(repo: Repo) -> None:
     report(repo.run())
 
 
+@pytest.mark.slow
 def test_a_missing_network_is_reported(repo: Repo) -> None:
     repo.require("tinydep==3.0")
     del repo.environment["PIP_NO_INDEX"]
@@ -266,6 +275,7 @@ def test_a_missing_network_is_reported(repo: Repo) -> None:
     assert str(repo.log) in remedy
 
 
+@pytest.mark.slow
 def test_gpu_package_that_fails_is_a_warning(repo: Repo, tmp_path: Path) -> None:
     smi = tmp_path / "smi" / "nvidia-smi"
     smi.parent.mkdir()

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 from runtime.core.request import FIELDS
 from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.store import JobStore
+from runtime.server.serve import until_stopped
 from runtime.video.mp4 import read_metadata
 from tests.app_server import MODEL, ROOT, App, make_cache, serving
 from tests.fuzz.raw_http import send
@@ -444,6 +446,23 @@ def test_many_clients_poll_at_once(server: App) -> None:
     assert set(answers) == {200}
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_signal_ends_serving() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    addresses: list[str] = []
+
+    def started(url: str) -> None:
+        addresses.append(url)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        until_stopped(contextlib.nullcontext("http://127.0.0.1/"), started)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert addresses == ["http://127.0.0.1/"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_ends_the_server_and_a_job_resumes(tmp_path: Path) -> None:
     """In a process of its own."""
