@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.cli import models
+from runtime.models.catalogue import not_downloaded
 from runtime.models.spec import ModelSpec
 
 SHOWN = {"wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"}
@@ -13,9 +14,8 @@ SHOWN = {"wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"}
 @pytest.fixture
 def few_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `models list` list two of the published models only."""
-    every = models.not_downloaded
 
     def few(weights: Path) -> list[ModelSpec]:
-        return [spec for spec in every(weights) if spec.name in SHOWN]
+        return [spec for spec in not_downloaded(weights) if spec.name in SHOWN]
 
     monkeypatch.setattr(models, "not_downloaded", few)

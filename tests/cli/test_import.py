@@ -78,6 +78,5 @@ def test_bad_input_is_refused(
         ([text, "--model", "no-such"], "model.unknown", {"name": "no-such"}),
         ([text, "--no-such-flag"], "cli.usage", {"help": "./install.sh engines import --help"}),
     ]
-    check_refusals(
-        [([*arguments, "--yes"], *rest) for arguments, *rest in cases], capsys, subtests, ["engines", "import"]
-    )
+    agreed = [([*arguments, "--yes"], code, data) for arguments, code, data in cases]
+    check_refusals(agreed, capsys, subtests, ["engines", "import"])

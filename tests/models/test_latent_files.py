@@ -99,8 +99,8 @@ def test_bad_safetensors_are_refused(tmp_path: Path, subtests: pytest.Subtests) 
     save_file({"latents": torch.zeros(4, 8, 3, 4)}, file)
     with LatentFile(file) as good:
         assert good.shape == (4, 8, 3, 4)
-    data = file.read_bytes()
-    for damaged in (data[:-1], data[:20], b"", (1 << 62).to_bytes(8, "little") + data[8:]):
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", (1 << 62).to_bytes(8, "little") + whole[8:]):
         with subtests.test(msg=f"{len(damaged)} bytes"):
             file.write_bytes(damaged)
             error = refusal(file)
