@@ -29,6 +29,7 @@ _LARGE = 30_000_000
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     cache = make_cache(tmp_path_factory.mktemp("relay"))
     with serving(cache, "--share", "--share-steps", "400", program=("-m", "tests.sharing_app")) as running:
+        link_of(running.cache_dir)
         yield running
 
 
