@@ -117,31 +117,41 @@ def count_no_steps(path: Path) -> None:
     save_file(load_file(path), path, metadata={"tandem": '{"version": 1, "step": 1e400}'})
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (claim_a_huge_header, "checkpoint.damaged"),
-        (nest_deeply, "checkpoint.damaged"),
-        (count_no_steps, "checkpoint.damaged"),
-        (cut, "checkpoint.damaged"),
-        (empty, "checkpoint.damaged"),
-        (flip_in_tensors, "checkpoint.damaged"),
-        (flip_in_header, "checkpoint.damaged"),
-        (replace_by_weights, "checkpoint.damaged"),
-        (raise_version, "checkpoint.other_version"),
-    ],
-)
-def test_a_damaged_checkpoint_is_reported_and_the_job_starts_over(
-    damage: Callable[[Path], None], reason: str, tiny: Tiny, tmp_path: Path
-) -> None:
+DAMAGES: dict[Callable[[Path], None], str] = {
+    claim_a_huge_header: "checkpoint.damaged",
+    nest_deeply: "checkpoint.damaged",
+    count_no_steps: "checkpoint.damaged",
+    cut: "checkpoint.damaged",
+    empty: "checkpoint.damaged",
+    flip_in_tensors: "checkpoint.damaged",
+    flip_in_header: "checkpoint.damaged",
+    replace_by_weights: "checkpoint.damaged",
+    raise_version: "checkpoint.other_version",
+}
+
+
+def test_a_damaged_checkpoint_is_refused(tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests) -> None:
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", steps=2)
     first = run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone))
     assert isinstance(first[-1], Paused)
-    damage(tmp_path / "job" / "checkpoint.safetensors")
-    with pytest.raises(CheckpointError) as refused:
-        CheckpointFolder(tmp_path / "job").load(spec, plan)
-    assert refused.value.code == reason
+    for damage, reason in DAMAGES.items():
+        with subtests.test(damage=damage.__name__):
+            folder = shutil.copytree(tmp_path / "job", tmp_path / damage.__name__)
+            damage(folder / LATEST)
+            with pytest.raises(CheckpointError) as refused:
+                CheckpointFolder(folder).load(spec, plan)
+            assert refused.value.code == reason
+
+
+@pytest.mark.parametrize("damage", [flip_in_tensors, raise_version])
+def test_a_damaged_checkpoint_is_reported_and_the_job_starts_over(
+    damage: Callable[[Path], None], tiny: Tiny, tmp_path: Path
+) -> None:
+    spec, reason = tiny("wan2.1"), DAMAGES[damage]
+    plan = tiny_plan(spec, tmp_path / "x.mp4", steps=2)
+    run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone))
+    damage(tmp_path / "job" / LATEST)
     second = run(plan, spec, tmp_path / "job")
     warned = [event.fact for event in second if isinstance(event, Warned)]
     assert Fact("pipeline.checkpoint_unusable", {"cause": Fact(reason)}) in warned

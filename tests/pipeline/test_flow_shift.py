@@ -18,7 +18,7 @@ from runtime.pipeline.checkpoint import CheckpointFolder, identity
 from runtime.pipeline.files import stamps
 from runtime.pipeline.rerun_low_noise import plan_rerun, prepare_rerun
 from runtime.video.mp4 import read_metadata
-from tests.pipeline.test_resume import run, steps_of, stream_of
+from tests.pipeline.test_resume import run, steps_of, stream_of, whole
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine, tiny_plan
 
@@ -35,16 +35,20 @@ def _with_euler(spec: ModelSpec, folder: Path) -> ModelSpec:
     return read_spec(folder, "euler")
 
 
-@pytest.mark.parametrize("scheduler", ["unipc", "euler"])
-def test_each_transformer_runs_the_planned_steps(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheduler", "shifts"), [("unipc", (None, 3.0, 5.0, 12.0, 100.0)), ("euler", (None, 3.0, 12.0))]
+)
+def test_each_transformer_runs_the_planned_steps(
+    scheduler: str, shifts: tuple[float | None, ...], tiny: Tiny, tmp_path: Path
+) -> None:
     spec = tiny("wan2.2-a14b")
     if scheduler == "euler":
         spec = _with_euler(spec, tmp_path / "model")
     made: dict[float | None, bytes] = {}
     shares = set()
-    for shift in (None, 3.0, 5.0, 12.0, 100.0):
+    for shift in shifts:
         out = tmp_path / f"{shift}.mp4"
-        plan = tiny_plan(spec, out, steps=6, shift=shift)
+        plan = tiny_plan(spec, out, steps=6, frames=5, shift=shift)
         events = run(plan, spec, None)
         saved = events[-1]
         assert isinstance(saved, VideoSaved), saved
@@ -57,7 +61,7 @@ def test_each_transformer_runs_the_planned_steps(scheduler: str, tiny: Tiny, tmp
         made[shift] = frames_of(out)
     # The folder's shift, given explicitly, makes the same video; another shift makes another one.
     assert made[3.0] == made[None]
-    assert len(set(made.values())) == 4 and len(shares) > 2
+    assert len(set(made.values())) == len(shifts) - 1 and len(shares) > len(shifts) // 2
 
 
 def test_only_the_shift_of_the_scheduler_changes(tiny: Tiny, tmp_path: Path) -> None:
@@ -70,13 +74,10 @@ def test_a_job_resumes_with_its_own_shift_only(tiny: Tiny, tmp_path: Path) -> No
     spec = tiny("wan2.2-a14b")
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, shift=12.0)
-    run(plan, spec, None)
-    wanted = stream_of(out)
-    out.unlink()
     run(plan, spec, tmp_path / "job", stop=lambda event: isinstance(event, StepDone) and event.step == 2)
     again = run(plan, spec, tmp_path / "job")
     assert Resumed(step=2, of=4) in again and steps_of(again) == [3, 4]
-    assert stream_of(out) == wanted
+    assert (frames_of(out), stream_of(out)) == whole(plan, spec)
     files = stamps(spec)
     others = [plan, *(tiny_plan(spec, out, shift=shift) for shift in (None, 5.0))]
     for half in (False, True):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.core.events import Paused, Resumed, StepDone, VideoSaved
+from runtime.core.events import Paused, Resumed, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
@@ -16,7 +16,7 @@ from runtime.pipeline.files import stamps
 from runtime.planner.history import Run, runs_of, seconds_per_call
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_out_of_memory import outs
-from tests.pipeline.test_resume import run, steps_of
+from tests.pipeline.test_resume import at_step, run, steps_of, whole
 from tests.pipeline.test_run import frames_of
 from tests.pipeline.test_step_cache import with_ratios
 from tests.plans import machine, tiny_plan
@@ -30,27 +30,22 @@ def test_resuming_at_any_step_gives_the_same_video(cache: str, within: set[int],
     spec = with_ratios(tiny("wan2.2-a14b"))
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, steps=12, step_cache=cache)
-    events = run(plan, spec, None)
-    assert isinstance(events[-1], VideoSaved), events[-1]
-    wanted = frames_of(out)
-    experts = [event.part for event in events if isinstance(event, StepDone)]
-    second = experts.index("transformer_2")
+    second = plan.expert_steps["transformer"]
     # MagCache can be resumed before each step that it computes.
     computed = {step for step in range(1, 12) if plan.computed[step]} if cache.startswith("magcache") else set()
     resumable = sorted({second} | within | computed)
-    out.unlink()
+    from_here = 0
     for step in sorted({resumable[0] + 1, resumable[-1], min(resumable[-1] + 2, 11)}):
-        folder = tmp_path / f"job-{step}"
+        events = run(plan, spec, tmp_path / "job", stop=at_step(step))
+        assert steps_of(events) == list(range(from_here + 1, step + 1))
         from_here = max([done for done in resumable if done <= step], default=0)
-        first = run(plan, spec, folder, stop=lambda e, step=step: isinstance(e, StepDone) and e.step == step)  # type: ignore[misc]  # bound now
-        assert first[-1] == Paused(step=from_here, of=12)
-        again = run(plan, spec, folder)
-        assert steps_of(again) == list(range(from_here + 1, 13))
-        assert Resumed(step=from_here, of=12) in again
-        assert frames_of(out) == wanted
-        out.unlink()
-    run(plan.replace(step_cache="none"), spec, None)
-    assert frames_of(out) != wanted
+        assert events[-1] == Paused(step=from_here, of=12)
+    again = run(plan, spec, tmp_path / "job")
+    assert steps_of(again) == list(range(from_here + 1, 13))
+    assert Resumed(step=from_here, of=12) in again
+    wanted, _ = whole(plan, spec)
+    assert frames_of(out) == wanted
+    assert whole(plan.replace(step_cache="none"), spec)[0] != wanted
 
 
 def test_out_of_memory_resumes_at_the_start_of_a_cache(
@@ -59,8 +54,7 @@ def test_out_of_memory_resumes_at_the_start_of_a_cache(
     spec = tiny("wan2.1")
     out = tmp_path / "x.mp4"
     plan = tiny_plan(spec, out, steps=12, step_cache=CACHE)
-    run(plan, spec, None)
-    wanted = frames_of(out)
+    wanted, _ = whole(plan, spec)
     predict, calls = PyTorchDenoiser._predict, 0
 
     def starving(self: PyTorchDenoiser, *inputs: Any) -> torch.Tensor:

@@ -89,9 +89,9 @@ def processes(residency: Residency) -> list[psutil.Process]:
     return [psutil.Process(process.pid) for process in group.processes]
 
 
-def apart(one: Path, other: Path) -> float:
-    """Return how far two videos' frames are apart on average, of 255."""
-    first, second = (np.frombuffer(frames_of(path), np.uint8).astype(float) for path in (one, other))
+def apart(one: Path, other: bytes) -> float:
+    """Return how far a video's frames are apart from others on average, of 255."""
+    first, second = (np.frombuffer(frames, np.uint8).astype(float) for frames in (frames_of(one), other))
     return float(np.abs(first - second).mean())
 
 
@@ -139,7 +139,7 @@ def test_a_job_resumes_with_another_number_of_gpus(spec: ModelSpec, residency: R
     assert Resumed(step=2, of=4) in events
     assert isinstance(events[-1], VideoSaved)
     assert events[-1].request["gpus"] == 1
-    assert apart(whole, halves) < 0.5
+    assert apart(whole, frames_of(halves)) < 0.5
 
 
 def test_a_cancelled_job_leaves_the_group_ready(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
