@@ -1,18 +1,28 @@
-"""Runs a job in a process of its own, which kills itself with signal 9 at an event or a rename."""
+"""Runs functions in processes of their own, and jobs that kill themselves with signal 9 at an event or a rename."""
 
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event
 from runtime.core.plan import ExecutionPlan
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.run import run_job
+
+
+def forking() -> ForkServerContext:
+    """Return a context whose processes are forked from one that has imported the libraries, which takes seconds."""
+    multiprocessing.set_forkserver_preload(["tests.engines.child_imports", __name__])
+    return multiprocessing.get_context("forkserver")
 
 
 def killed(
@@ -24,6 +34,7 @@ def killed(
     rename: str = "",
     count: int = 1,
     prepare: Callable[[], None] = bool,  # type: ignore[assignment]  # does nothing
+    engines: Path | None = None,
 ) -> int:
     """Run a job until it is killed; return its exit code, -9 if it was killed in time.
 
@@ -31,9 +42,9 @@ def killed(
         event: it is killed after the `count`th event of this name.
         rename: or just before the `count`th rename of a file whose name begins so.
         prepare: called first in its process.
+        engines: the folder of the engines that it may use.
     """
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run, args=(spec, plan, job, event, rename, count, prepare))
+    process = forking().Process(target=_run, args=(spec, plan, job, event, rename, count, prepare, engines))
     process.start()
     process.join(120)
     assert process.exitcode is not None
@@ -48,6 +59,7 @@ def _run(
     rename: str,
     count: int,
     prepare: Callable[[], None],
+    engines: Path | None,
 ) -> None:
     prepare()
     left = count
@@ -69,5 +81,6 @@ def _run(
             hit()
 
     Path.replace = replacing  # type: ignore[method-assign,assignment]
-    with Residency() as residency:
+    service = None if engines is None else EngineService(EngineStore(engines, 10**10), probe(), None)
+    with Residency(service) as residency:
         run_job(plan, spec, emit, Cancel(), residency, checkpoints=CheckpointFolder(job))

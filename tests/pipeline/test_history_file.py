@@ -1,10 +1,9 @@
 """The history file: written by real jobs, read by the next plan, safe against damage and concurrent writers."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +15,11 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import Run
 from runtime.planner.resolve import resolve
+from tests.pipeline.killing import forking
 from tests.pipeline.runs import events_of
 from tests.planner.test_history import RUN
 from tests.plans import machine, tiny_plan
 
-ROOT = Path(__file__).parents[2]
 Tiny = Callable[[str], ModelSpec]
 
 
@@ -136,18 +135,22 @@ def test_an_unwritable_history_is_no_error(tmp_path: Path) -> None:
     assert history.read() == ()
 
 
+def _add(folder: Path, start: float, together: Any) -> None:
+    history = HistoryFile(folder, machine())
+    together.wait(60)
+    for number in range(20):
+        history.add([RUN.replace(flops=start + number)])
+
+
 def test_concurrent_processes_lose_no_runs(tmp_path: Path, history: HistoryFile) -> None:
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from runtime.pipeline.history_file import HistoryFile; from runtime.machine.probe import probe\n"
-        "from tests.planner.test_history import RUN\n"
-        "history = HistoryFile(Path(sys.argv[1]), probe())\n"
-        "for number in range(20): history.add([RUN.replace(flops=float(sys.argv[2]) + number)])\n"
-    )
-    writers = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), start], cwd=ROOT) for start in ("1000", "2000")
-    ]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    context = forking()
+    together = context.Barrier(2)
+    writers = [context.Process(target=_add, args=(tmp_path, start, together)) for start in (1000.0, 2000.0)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert {known.flops for known in history.read()} == {start + n for start in (1000.0, 2000.0) for n in range(20)}
     assert [path.name for path in tmp_path.iterdir()] == ["history.json"]
 

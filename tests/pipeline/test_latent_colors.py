@@ -2,11 +2,10 @@
 
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +17,13 @@ from safetensors.torch import load_file
 
 from runtime.core.disk_caches import LATENT_COLORS
 from runtime.core.events import Cancelled, StepDone, VideoSaved
-from runtime.core.settings import ROOT
 from runtime.execution.residency import Residency
 from runtime.models.spec import LatentRgb, ModelSpec
 from runtime.pipeline import previews
 from runtime.pipeline.latent_colors import SIDE, DecodedColors, LatentColors
 from runtime.video.preview import resize
 from tests.full_disk import fill
+from tests.pipeline.killing import forking
 from tests.pipeline.runs import Choice, events_of, never
 from tests.plans import tiny_plan
 
@@ -242,35 +241,23 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made_are_no_errors(
     assert not list((small_disk / "latent_colors").iterdir())
 
 
+def _learn(spec: ModelSpec, folder: Path, together: Any) -> None:
+    latents, _, frames = clip(spec)
+    fit, found = LatentColors(folder, spec), decoded(spec, latents, frames)
+    together.wait(120)
+    for _ in range(25):
+        fit.learn(found)
+
+
 def test_clips_of_two_processes_all_count(spec: ModelSpec, tmp_path: Path) -> None:
-    code = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from runtime.models.registry import read_spec
-from runtime.pipeline.latent_colors import LatentColors
-from tests.pipeline.test_latent_colors import clip, decoded
-spec = replace(read_spec(Path(sys.argv[1]), "wan2.1"), latent_rgb=None)
-latents, _, frames = clip(spec)
-fit, found = LatentColors(Path(sys.argv[2]), spec), decoded(spec, latents, frames)
-print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(25):
-    fit.learn(found)
-"""
-    command = [sys.executable, "-c", code, str(spec.directory), str(tmp_path)]
-    started = [
-        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    context = forking()
+    together = context.Barrier(2)
+    started = [context.Process(target=_learn, args=(spec, tmp_path, together)) for _ in range(2)]
     for one in started:
-        assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        one.start()
     for one in started:
-        assert one.stdin is not None
-        one.stdin.write("go\n")
-        one.stdin.flush()
-    for one in started:
-        one.communicate(timeout=120)
-    assert [one.returncode for one in started] == [0, 0]
+        one.join(120)
+    assert [one.exitcode for one in started] == [0, 0]
     latents, _, frames = clip(spec)
     each = decoded(spec, latents, frames).sums().positions
     (file,) = (tmp_path / LATENT_COLORS.name).iterdir()
