@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ SHARDS = "transformer/diffusion_pytorch_model.safetensors.index.json"
 
 
 # A test that hangs fails: opening a FIFO waits for ever.
-pytestmark = pytest.mark.timeout(30, func_only=True)
+pytestmark = pytest.mark.timeout(120, func_only=True)
 
 
 @pytest.fixture
@@ -49,6 +49,17 @@ def replace_by_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+@contextlib.contextmanager
+def restored(folder: Path) -> Iterator[None]:
+    """Restore the configurations of a folder at the end."""
+    before = {path: path.read_bytes() for path in folder.rglob("*.json")}
+    try:
+        yield
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+
+
 def refused(folder: Path) -> ModelError:
     with pytest.raises(ModelError) as error:
         read_spec(folder, "bad")
@@ -58,76 +69,77 @@ def refused(folder: Path) -> ModelError:
     return error.value
 
 
-@pytest.mark.parametrize(
-    ("file", "values", "code"),
-    [
-        (TRANSFORMER, {"num_layers": float("inf")}, "model.number_too_large"),
-        (TRANSFORMER, {"num_layers": float("nan")}, "model.number_too_large"),
-        (TRANSFORMER, {"num_layers": 10**9}, "model.number_too_large"),
-        (TRANSFORMER, {"num_layers": 999_999}, "model.config_invalid"),
-        (TRANSFORMER, {"num_layers": 0}, "model.config_invalid"),
-        (TRANSFORMER, {"num_layers": True}, "model.config_invalid"),
-        (TRANSFORMER, {"num_layers": None}, "model.config_invalid"),
-        (TRANSFORMER, {"rope_max_seq_len": 1_000_000}, "model.config_invalid"),
-        (TRANSFORMER, {"patch_size": [1, 0, 2]}, "model.config_invalid"),
-        (TRANSFORMER, {"patch_size": 5}, "model.config_invalid"),
-        (TRANSFORMER, {"freq_dim": [10**12]}, "model.number_too_large"),
-        (VAE, {"dim_mult": []}, "model.config_invalid"),
-        (VAE, {"dim_mult": [1] * 1_000}, "model.config_invalid"),
-        (VAE, {"dim_mult": [1] * 1_000_000}, "model.file_too_many"),
-        (VAE, {"dim_mult": [[]] * 1_000_000}, "model.file_too_many"),
-        (VAE, {"dim_mult": "1222"}, "model.config_invalid"),
-        (VAE, {"temperal_downsample": []}, "model.config_invalid"),
-        (VAE, {"scale_factor_spatial": 0}, "model.config_invalid"),
-        (VAE, {"num_res_blocks": 10**9}, "model.number_too_large"),
-        (VAE, {"num_res_blocks": 100_000}, "model.config_invalid"),
-        (VAE, {"base_dim": -4}, "model.config_invalid"),
-        (TEXT_ENCODER, {"num_layers": 100_000}, "model.config_invalid"),
-        (TEXT_ENCODER, {"num_labels": 900_000}, "model.config_invalid"),
-        (TEXT_ENCODER, {"num_labels": 10**9}, "model.number_too_large"),
-        (SCHEDULER, {"num_train_timesteps": 10**12}, "model.number_too_large"),
-        (SCHEDULER, {"num_train_timesteps": 900_000}, "model.config_invalid"),
-        (SCHEDULER, {"num_train_timesteps": [1000]}, "model.config_invalid"),
-        (SCHEDULER, {"flow_shift": float("-inf")}, "model.number_too_large"),
-        (SCHEDULER, {"flow_shift": {}}, "model.config_invalid"),
-        (INDEX, {"boundary_ratio": 10**400}, "model.number_too_large"),
-        (INDEX, {"boundary_ratio": 2.0}, "model.config_invalid"),
-        (INDEX, {"boundary_ratio": "x" * 10_000}, "model.config_invalid"),
-        (INDEX, {"_class_name": ["WanPipeline"]}, "model.family_unknown"),
-        (INDEX, {"_class_name": "a\nb" * 1_000}, "model.family_unknown"),
-    ],
-)
-def test_wrong_values_are_refused_before_anything_is_built(
-    file: str, values: dict[str, Any], code: str, folder: Path
-) -> None:
-    change(folder / file, values)
-    if file == TRANSFORMER:
-        change(folder / "transformer_2/config.json", values)
-    assert refused(folder).code == code
-    # The same for a download, before its weights are fetched.
-    with pytest.raises(ModelError) as error:
-        check_folder(folder, "bad")
-    assert error.value.code == code
+WRONG_VALUES: list[tuple[str, dict[str, Any], str]] = [
+    (TRANSFORMER, {"num_layers": float("inf")}, "model.number_too_large"),
+    (TRANSFORMER, {"num_layers": float("nan")}, "model.number_too_large"),
+    (TRANSFORMER, {"num_layers": 10**9}, "model.number_too_large"),
+    (TRANSFORMER, {"num_layers": 999_999}, "model.config_invalid"),
+    (TRANSFORMER, {"num_layers": 0}, "model.config_invalid"),
+    (TRANSFORMER, {"num_layers": True}, "model.config_invalid"),
+    (TRANSFORMER, {"num_layers": None}, "model.config_invalid"),
+    (TRANSFORMER, {"rope_max_seq_len": 1_000_000}, "model.config_invalid"),
+    (TRANSFORMER, {"patch_size": [1, 0, 2]}, "model.config_invalid"),
+    (TRANSFORMER, {"patch_size": 5}, "model.config_invalid"),
+    (TRANSFORMER, {"freq_dim": [10**12]}, "model.number_too_large"),
+    (VAE, {"dim_mult": []}, "model.config_invalid"),
+    (VAE, {"dim_mult": [1] * 1_000}, "model.config_invalid"),
+    (VAE, {"dim_mult": [1] * 1_000_000}, "model.file_too_many"),
+    (VAE, {"dim_mult": [[]] * 1_000_000}, "model.file_too_many"),
+    (VAE, {"dim_mult": "1222"}, "model.config_invalid"),
+    (VAE, {"temperal_downsample": []}, "model.config_invalid"),
+    (VAE, {"scale_factor_spatial": 0}, "model.config_invalid"),
+    (VAE, {"num_res_blocks": 10**9}, "model.number_too_large"),
+    (VAE, {"num_res_blocks": 100_000}, "model.config_invalid"),
+    (VAE, {"base_dim": -4}, "model.config_invalid"),
+    (TEXT_ENCODER, {"num_layers": 100_000}, "model.config_invalid"),
+    (TEXT_ENCODER, {"num_labels": 900_000}, "model.config_invalid"),
+    (TEXT_ENCODER, {"num_labels": 10**9}, "model.number_too_large"),
+    (SCHEDULER, {"num_train_timesteps": 10**12}, "model.number_too_large"),
+    (SCHEDULER, {"num_train_timesteps": 900_000}, "model.config_invalid"),
+    (SCHEDULER, {"num_train_timesteps": [1000]}, "model.config_invalid"),
+    (SCHEDULER, {"flow_shift": float("-inf")}, "model.number_too_large"),
+    (SCHEDULER, {"flow_shift": {}}, "model.config_invalid"),
+    (INDEX, {"boundary_ratio": 10**400}, "model.number_too_large"),
+    (INDEX, {"boundary_ratio": 2.0}, "model.config_invalid"),
+    (INDEX, {"boundary_ratio": "x" * 10_000}, "model.config_invalid"),
+    (INDEX, {"_class_name": ["WanPipeline"]}, "model.family_unknown"),
+    (INDEX, {"_class_name": "a\nb" * 1_000}, "model.family_unknown"),
+]
 
 
-@pytest.mark.parametrize("file", [INDEX, TRANSFORMER, VAE, TEXT_ENCODER, SCHEDULER, "tokenizer/tokenizer_config.json"])
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (DEEP, "model.file_not_json"),
-        (b"[" * 10_000, "model.file_not_json"),
-        (b"{}" + b" " * (5 << 20), "model.file_unreadable"),
-        (b'{"a": 1, "a": 2}', "model.file_not_json"),
-        (b'{"a": "\\ud800"}', "model.file_not_json"),
-        (b'{"a": 1' + b"0" * 5_000 + b"}", "model.file_not_json"),
-        (b"[]", "model.file_not_object"),
-        (b"\xff\xfe{}", "model.file_not_json"),
-    ],
-    ids=["deep objects", "deep lists", "large", "twice", "surrogate", "long number", "a list", "not UTF-8"],
-)
-def test_damaged_configurations_are_refused(file: str, content: bytes, code: str, folder: Path) -> None:
-    (folder / file).write_bytes(content)
-    assert refused(folder).code == code
+@pytest.mark.timeout(300, func_only=True)  # many cases
+def test_wrong_values_are_refused_before_anything_is_built(folder: Path, subtests: pytest.Subtests) -> None:
+    for file, values, code in WRONG_VALUES:
+        with subtests.test(file=file, values=str(values)[:80]), restored(folder):
+            change(folder / file, values)
+            if file == TRANSFORMER:
+                change(folder / "transformer_2/config.json", values)
+            assert refused(folder).code == code
+            # The same for a download, before its weights are fetched.
+            with pytest.raises(ModelError) as error:
+                check_folder(folder, "bad")
+            assert error.value.code == code
+
+
+DAMAGES: dict[str, tuple[bytes, str]] = {
+    "deep objects": (DEEP, "model.file_not_json"),
+    "deep lists": (b"[" * 10_000, "model.file_not_json"),
+    "large": (b"{}" + b" " * (5 << 20), "model.file_unreadable"),
+    "twice": (b'{"a": 1, "a": 2}', "model.file_not_json"),
+    "surrogate": (b'{"a": "\\ud800"}', "model.file_not_json"),
+    "long number": (b'{"a": 1' + b"0" * 5_000 + b"}", "model.file_not_json"),
+    "a list": (b"[]", "model.file_not_object"),
+    "not UTF-8": (b"\xff\xfe{}", "model.file_not_json"),
+}
+
+
+@pytest.mark.timeout(300, func_only=True)  # many cases
+def test_damaged_configurations_are_refused(folder: Path, subtests: pytest.Subtests) -> None:
+    for file in (INDEX, TRANSFORMER, VAE, TEXT_ENCODER, SCHEDULER, "tokenizer/tokenizer_config.json"):
+        for damage, (content, code) in DAMAGES.items():
+            with subtests.test(file=file, damage=damage), restored(folder):
+                (folder / file).write_bytes(content)
+                assert refused(folder).code == code
 
 
 @pytest.mark.parametrize(
