@@ -94,10 +94,11 @@ def test_parts_in_single_files_are_combined(style: str, weights: Path) -> None:
 WIDE = {"in_channels": 48, "out_channels": 48}
 
 
-@pytest.fixture
-def large(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
-    """A weights folder with Wan2.2-TI2V-5B at tiny size, whose VAE is a file; and the same in diffusers' format."""
-    folder, whole = tmp_path / "weights", tmp_path / "whole"
+@pytest.fixture(scope="module")
+def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of `large`."""
+    place = tmp_path_factory.mktemp("large")
+    folder, whole = place / "weights", place / "whole"
     transformer = transformer_files.wide_transformer(**WIDE).half().float()
     shutil.copytree(tiny("wan2.2-ti2v-5b").directory, whole)
     vae = AutoencoderKLWan.from_pretrained(whole / "vae")
@@ -110,7 +111,14 @@ def large(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     (folder / "base" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     transformer_files.save_plain(folder / "wan.safetensors", dict(transformer.state_dict()), torch.float32)
     save_file(part_files.original_vae_22_names(dict(vae.state_dict())), folder / "Wan2.2_VAE.safetensors")
-    return folder, whole
+    return place
+
+
+@pytest.fixture
+def large(made: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A weights folder with Wan2.2-TI2V-5B at tiny size, whose VAE is a file; and the same in diffusers' format."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "weights", tmp_path / "whole"
 
 
 def test_the_vae_of_wan_2_2_in_a_file_encodes_and_decodes_as_its_folder(large: tuple[Path, Path]) -> None:
@@ -212,11 +220,27 @@ BAD_VAES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_VAES)
-def test_a_bad_vae_is_refused_before_anything_runs(
-    name: str, large: tuple[Path, Path], cache_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_vae_is_refused(name: str, large: tuple[Path, Path]) -> None:
     folder, _ = large
     change, code = BAD_VAES[name]
+    change(folder / "Wan2.2_VAE.safetensors")
+    (given,) = folder.glob("Wan2.2_VAE*")
+    with pytest.raises(ModelError) as refused:
+        find("wan", folder)
+    assert refused.value.code == code
+    for message in (refused.value.what, refused.value.remedy):
+        assert message and "\n" not in message
+    assert "Wan2.2_VAE" in refused.value.what
+    with pytest.raises(ModelError) as alone:
+        find(str(given), folder)
+    assert alone.value.remedy
+
+
+def test_a_bad_vae_is_refused_by_commands_before_anything_runs(
+    large: tuple[Path, Path], cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = large
+    change, code = BAD_VAES["a tensor less"]
     change(folder / "Wan2.2_VAE.safetensors")
     cache_dir.mkdir()
     folder.rename(cache_dir / "weights")
@@ -238,16 +262,19 @@ def test_a_vae_alone_makes_no_videos(large: tuple[Path, Path]) -> None:
     assert (refused.value.code, refused.value.data["component"]) == ("model.file_is_part", "vae")
 
 
-@pytest.mark.parametrize("wrong", [{"num_res_blocks": 10**9}, {"base_dim": "4"}, {"dim_mult": 3}, {"z_dim": None}, {}])
 def test_invalid_configurations_of_installed_vaes_are_passed_over(
-    wrong: dict[str, Any], large: tuple[Path, Path]
+    large: tuple[Path, Path], subtests: pytest.Subtests
 ) -> None:
     folder, _ = large
     other = folder / "a"
     shutil.copytree(folder / "base", other)
     config = other / "vae" / "config.json"
-    config.write_text(json.dumps((json.loads(config.read_text()) | wrong) if wrong else {}))
-    assert find("wan", folder).files["vae"].config["latents_std"] == [1.5] * 48
+    valid = json.loads(config.read_text())
+    wrong: list[dict[str, Any]] = [{"num_res_blocks": 10**9}, {"base_dim": "4"}, {"dim_mult": 3}, {"z_dim": None}, {}]
+    for values in wrong:
+        with subtests.test(values=values):
+            config.write_text(json.dumps(valid | values if values else {}))
+            assert find("wan", folder).files["vae"].config["latents_std"] == [1.5] * 48
 
 
 BAD = {
