@@ -1,11 +1,8 @@
 """Transformers in single files: recognised, loaded as their formats' own tools read them, refused if they are wrong."""
 
-import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
+from runtime.cli.main import run
 from runtime.core.errors import ModelError, TandemError
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
@@ -48,7 +46,6 @@ from tests.transformer_files import (
 )
 
 Tiny = Callable[[str], ModelSpec]
-ROOT = Path(__file__).parents[2]
 FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 
 
@@ -281,14 +278,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_file_is_refused(case: str, suffix: str, weights: Path) -> None:
-    content, code = HOSTILE[case]
-    (weights / f"bad{suffix}").write_bytes(content)
-    error = refused("bad", weights)
-    assert error.code == code
-    assert error.remedy
-    assert unusable(weights, {"base"})["bad"].code == code
+def test_a_hostile_file_is_refused(suffix: str, weights: Path, subtests: pytest.Subtests) -> None:
+    for number, (case, (content, code)) in enumerate(HOSTILE.items()):
+        with subtests.test(case=case):
+            path = weights / f"bad{number}{suffix}"
+            path.write_bytes(content)
+            error = refused(path.stem, weights)
+            assert error.code == code
+            assert error.remedy
+            assert unusable(weights, {"base"})[path.stem].code == code
+            path.unlink()
 
 
 @pytest.mark.parametrize("title", ["F16", "FP8 with scales", "GGUF Q8_0"])
@@ -359,20 +358,23 @@ def test_quantized_folders_of_diffusers(kind: str, weights: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_command_line_states_one_line_and_exits_with_2(state: State, weights: Path, tmp_path: Path) -> None:
+def test_the_command_line_states_one_line_and_exits_with_2(
+    state: State,
+    weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     save_plain(weights / "good.safetensors", state, torch.float16)
     bad = weights / "bad.gguf"
     bad.write_bytes(HOSTILE["torch.save"][0])
-    environment = os.environ | {"TANDEM_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "app.py")]
-    done = subprocess.run(
-        [*command, "plan", "a boat", "--model", str(bad)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert "bad.gguf" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 3
-    done = subprocess.run([*command, "models", "list"], capture_output=True, text=True, env=environment, check=True)
-    assert "good.safetensors (expert unknown, used for all steps)" in done.stdout
-    assert "bad" in done.stdout
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
+    assert run(["plan", "a boat", "--model", str(bad)]) == 2
+    errors = capsys.readouterr().err
+    assert "bad.gguf" in errors
+    assert "Traceback" not in errors
+    assert len(errors.strip().splitlines()) <= 3
+    assert run(["models", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert "good.safetensors (expert unknown, used for all steps)" in listed
+    assert "bad" in listed
