@@ -31,6 +31,7 @@ from runtime.models.stored_weights import (
     stored_weights,
 )
 from runtime.upstream.diffusers import kept_in_float32
+from runtime.upstream.transformers import mark_initialized
 
 _WITHOUT_MEMORY = threading.local()
 
@@ -39,7 +40,9 @@ def _on_meta(_module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter
     """Move a new parameter to the meta device, in threads that are in `_without_memory`."""
     if not getattr(_WITHOUT_MEMORY, "entered", False) or parameter.is_meta:
         return None
-    return torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+    empty = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+    mark_initialized(empty)
+    return empty
 
 
 # Once, because other threads may be making modules; accelerate's `init_empty_weights` changes those of all threads.

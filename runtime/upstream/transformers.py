@@ -16,3 +16,12 @@ def relative_position_buckets(attention: Any, distances: Any) -> Any:
     Reason: exported programs store the buckets as a constant, and only a private method computes them.
     """
     return attention._relative_position_bucket(distances)
+
+
+def mark_initialized(parameter: Any) -> None:
+    """Let the constructor of a model leave a parameter as it is.
+
+    Reason: values come from files, and drawing random ones for parameters without memory takes as long as loading a
+    small model.
+    """
+    parameter._is_hf_initialized = True
