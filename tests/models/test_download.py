@@ -398,7 +398,7 @@ sys.exit(run(["models", "download", sys.argv[1], "--mirror", sys.argv[2], "--yes
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_killed_download_resumes_and_fetches_nothing_twice(
     number: signal.Signals, hub: LoopbackHub, tmp_path: Path
 ) -> None:

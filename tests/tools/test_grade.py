@@ -82,7 +82,7 @@ def test_each_judge_has_its_columns() -> None:
     torch.manual_seed(0)
     scenes, _ = grade.requests(8)
     models = {name: judge.Judge(outlines).eval() for name, outlines in judge.KINDS.items()}
-    right = grade.read(models, torch.rand(8, 3, 33, 112, 192) * 2 - 1, scenes, torch.device("cpu"))
+    right = grade.read(models, torch.rand(8, 3, 33, 28, 48) * 2 - 1, scenes, torch.device("cpu"))
     assert set(right) == {f"{name} {attribute}" for name, row in grade.READS.items() for attribute in row}
     rows = grade.table(right, grade.groups(scenes))
     assert rows["held_out"]["count"] == 3 and 0 <= rows["all"]["outlines everything"] <= 1
@@ -93,7 +93,7 @@ def test_a_judge_learns_from_a_step(name: str) -> None:
     torch.manual_seed(0)
     model = judge.Judge(judge.KINDS[name])
     scenes = world.sample(4, 2)
-    clips = Renderer(judge.SIZE, judge.FRAMES, stride=judge.STRIDE)(scenes).transpose(1, 2)
+    clips = Renderer((48, 28), judge.FRAMES, stride=judge.STRIDE)(scenes).transpose(1, 2)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = [float(judge.train_step(model, optimiser, clips, scenes)) for _ in range(4)]
     assert losses[-1] < losses[0]

@@ -215,6 +215,7 @@ def test_averaged_weights_are_saved_with_the_current_ones(tmp_path: Path) -> Non
     assert [f.name for f in tmp_path.iterdir()] == ["part-0.safetensors"]
 
 
+@pytest.mark.slow
 def test_the_deep_compression_autoencoder_trains_and_is_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = train_dcae.autoencoder(train_dcae.REHEARSAL)

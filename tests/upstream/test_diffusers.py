@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from diffusers import AutoencoderKLWan, FirstBlockCacheConfig, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
@@ -33,6 +34,7 @@ def predict(module: Any, seed: int = 0) -> torch.Tensor:
     return output
 
 
+@pytest.mark.slow
 def test_one_transformer_is_imported_without_the_others() -> None:
     code = """
 import sys
