@@ -191,16 +191,26 @@ def test_a_pause_after_any_step_gives_the_same_video(model: str, make: Make) -> 
     clip = make(model, last=model == INVERTED)
     wanted = clip.whole()
     for step in range(1, 6):
-        clip.plan.output.unlink(missing_ok=True)
-        job = f"job{step}"
-        (*_, paused) = clip.run(job, at_step(step))
-        assert paused == Paused(step=step, of=6)
-        assert len(clip.parts(job)) == step // STEPS
-        events = clip.run(job)
-        assert Resumed(step=step, of=6) in events
-        assert [event.step for event in events if isinstance(event, StepDone)] == list(range(step + 1, 7))
-        assert saved(events).earlier["step"] == step
-        assert clip.video == wanted
+        events = clip.run(pause_at=at_step(step))
+        assert events[-1] == Paused(step=step, of=6)
+        assert step == 1 or Resumed(step=step - 1, of=6) in events
+        assert [event.step for event in events if isinstance(event, StepDone)] == [step]
+        assert len(clip.parts()) == step // STEPS
+    events = clip.run()
+    assert Resumed(step=5, of=6) in events
+    assert [event.step for event in events if isinstance(event, StepDone)] == [6]
+    assert saved(events).earlier["step"] == 5
+    assert clip.video == wanted
+
+
+@pytest.mark.parametrize("model", [INVERTED, VANILLA])
+def test_a_pause_within_a_section_gives_the_same_video(model: str, make: Make) -> None:
+    """The second run finishes this section, and makes another one."""
+    clip = make(model, last=model == INVERTED)
+    assert clip.run(pause_at=at_step(3))[-1] == Paused(step=3, of=6)
+    events = clip.run()
+    assert [event.step for event in events if isinstance(event, StepDone)] == [4, 5, 6]
+    assert clip.video == clip.whole()
 
 
 def test_a_job_without_a_folder_leaves_no_files(make: Make) -> None:
@@ -389,24 +399,30 @@ def finishing_after(section: int, clip: Clip, job: str = "job", **given: Any) ->
     return events
 
 
-@pytest.mark.parametrize("made", [1, 2, 3])
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
-def test_a_video_can_end_after_any_section_and_be_continued(model: str, made: int, make: Make) -> None:
+def test_a_video_can_end_after_any_section_and_be_continued(model: str, make: Make) -> None:
     clip = make(model)
-    wanted, size = clip.whole(), 3 * WIDTH * HEIGHT
-    early = saved(finishing_after(made, clip))
-    # Without the image's own frame, and blended with nothing, if it ends in the middle of the inverted order.
-    count = 36 * made + 1 if model == VANILLA or made == 3 else 36 * made - 3
-    assert early.sections == (made, 3, count)
-    assert (early.frames, early.continues) == (count, made < 3)
-    assert len(clip.video[0]) == count * size
-    found = read_metadata(clip.plan.output)
-    assert found["sections"] == [made, 3, count]
-    if made < 3:
-        events = clip.run()
-        assert [event.step for event in events if isinstance(event, StepDone)] == list(range(made * STEPS + 1, 7))
-        assert saved(events).sections == (3, 3, 109)
-    assert clip.video == wanted
+    for made in (1, 2, 3):
+        events = finishing_after(made, clip)
+        assert [event.step for event in events if isinstance(event, StepDone)] == [made * STEPS - 1, made * STEPS]
+        early = saved(events)
+        # Without the image's own frame, and blended with nothing, if it ends in the middle of the inverted order.
+        count = 36 * made + 1 if model == VANILLA or made == 3 else 36 * made - 3
+        assert early.sections == (made, 3, count)
+        assert (early.frames, early.continues) == (count, made < 3)
+        assert len(clip.video[0]) == count * 3 * WIDTH * HEIGHT
+        found = read_metadata(clip.plan.output)
+        assert found["sections"] == [made, 3, count]
+    assert clip.video == clip.whole()
+
+
+def test_a_video_that_ended_early_is_continued_to_its_end(make: Make) -> None:
+    clip = make(INVERTED)
+    saved(finishing_after(1, clip))
+    events = clip.run()
+    assert [event.step for event in events if isinstance(event, StepDone)] == [3, 4, 5, 6]
+    assert saved(events).sections == (3, 3, 109)
+    assert clip.video == clip.whole()
 
 
 def test_a_video_ends_early_with_the_sections_that_a_paused_job_has(make: Make) -> None:
