@@ -192,7 +192,8 @@ def test_every_component_runs_on_an_engine(
 @pytest.mark.parametrize(
     ("component", "end"),
     [(component, broken) for component in FAMILIES["framepack"]]
-    + [(component, end) for component in ("text_encoder", "transformer", "vae") for end in (starving, not_numbers)],
+    + [(component, not_numbers) for component in ("text_encoder", "transformer", "vae")]
+    + [("transformer", starving)],
 )
 def test_an_engine_that_fails_in_its_last_call_is_replaced_by_pytorch(
     component: str,
