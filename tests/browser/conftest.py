@@ -1,8 +1,12 @@
-"""One server and one Chromium for all browser tests; a fresh context for each."""
+"""One server, one Chromium and few contexts for all browser tests; one test runs by default, the others are `slow`.
+
+A context keeps the page's scripts, of which loading takes seconds of processor time: it is used again by later tests,
+without what the page has stored.
+"""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,18 @@ DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
 SMALL = {"width": 320, "height": 568}
 
+# The test that runs without `--all`: from a prompt to a video that plays.
+FIRST = "test_a_prompt_becomes_a_playing_video"
+
 OpenPage = Callable[..., Any]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all browser tests but the first one as slow."""
+    for item in items:
+        if item.get_closest_marker("browser") and item.name != FIRST:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package")
@@ -61,15 +76,66 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def open_page(chromium: Any, server: Server) -> Iterator[OpenPage]:
-    """Return a function that opens the page in a context of its own and waits until it can be used."""
-    contexts = []
+class Contexts:
+    """Browser contexts that tests use one after the other."""
 
-    def opened(viewport: dict[str, int] = DESKTOP, url: str = server.url, **options: Any) -> Any:
-        context = chromium.new_context(viewport=viewport, **options)
-        contexts.append(context)
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self._free: list[Any] = []
+        self._taken: list[Any] = []
+
+    def take(self) -> Any:
+        """Return a context in which no page is open and nothing is stored."""
+        context = self._free.pop(0) if self._free else self._browser.new_context()
+        self._taken.append(context)
+        return context
+
+    def give_back(self) -> None:
+        """Close the pages of all contexts that were taken, and remove what they have stored."""
+        while self._taken:
+            context = self._taken.pop()
+            try:
+                _clear(context)
+            except Exception:
+                context.close()
+                raise
+            self._free.insert(0, context)
+
+
+def _clear(context: Any) -> None:
+    """Close all pages and remove what they have stored, except for copies of the server's files."""
+    context.clear_permissions()
+    context.clear_cookies()
+    origins = {"/".join(page.url.split("/")[:3]) for page in context.pages if page.url.startswith("http")}
+    for page in context.pages:
+        page.close()
+    if not origins:
+        return
+    blank = context.new_page()
+    session = context.new_cdp_session(blank)
+    for origin in origins:
+        session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "local_storage,indexeddb"})
+    blank.close()
+
+
+@pytest.fixture(scope="package")
+def contexts(chromium: Any) -> Contexts:
+    """Return the contexts that all tests share."""
+    return Contexts(chromium)
+
+
+@pytest.fixture
+def open_page(contexts: Contexts, server: Server) -> Iterator[OpenPage]:
+    """Return a function that opens the page in a context of its own and waits until it can be used."""
+
+    def opened(
+        viewport: dict[str, int] = DESKTOP, url: str = server.url, permissions: Sequence[str] = (), **media: str
+    ) -> Any:
+        context = contexts.take()
+        context.grant_permissions(list(permissions))
         page = context.new_page()
+        page.set_viewport_size(viewport)
+        page.emulate_media(**media)
         page.set_default_timeout(120_000)
         page.requests, page.complaints = [], []
         page.on("request", lambda request: page.requests.append(request.url))
@@ -84,8 +150,7 @@ def open_page(chromium: Any, server: Server) -> Iterator[OpenPage]:
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    contexts.give_back()
 
 
 def ready(page: Any) -> None:
