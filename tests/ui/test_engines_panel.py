@@ -98,15 +98,16 @@ def test_pin_unpin_delete(tab: Tab) -> None:
     assert first not in drawn
 
 
-@pytest.mark.parametrize("act", ["delete", "verify", "pin", "unpin"])
-@pytest.mark.parametrize("of", ["", "../../etc", "0", "*", "all", "0" * 15, "0" * 17, "G" * 16, "0" * 15 + "\n"])
-def test_engine_ids_are_complete(tab: Tab, act: str, of: str) -> None:
+def test_engine_ids_are_complete(tab: Tab, subtests: pytest.Subtests) -> None:
     kept = insert(tab.store, 1)
-    assert tab.press(act, of) == NOWHERE
     # A beginning will do on the command line; here a button names one engine.
-    assert tab.press(act, kept[:8]) == NOWHERE
-    assert tab.worker.tasks() == []
-    assert [(one.id, one.pinned) for one in tab.store.index()] == [(kept, False)]
+    ids = ("", "../../etc", "0", "*", "all", "0" * 15, "0" * 17, "G" * 16, "0" * 15 + "\n", kept[:8])
+    for action in ("delete", "verify", "pin", "unpin"):
+        for engine in ids:
+            with subtests.test(action=action, engine=engine):
+                assert tab.press(action, engine) == NOWHERE
+                assert tab.worker.tasks() == []
+                assert [(one.id, one.pinned) for one in tab.store.index()] == [(kept, False)]
 
 
 def test_a_missing_engine_is_named(tab: Tab) -> None:

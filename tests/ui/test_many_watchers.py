@@ -119,6 +119,7 @@ def states(cache_dir: Path) -> Counter[str]:
         return Counter(state for (state,) in store.execute("SELECT state FROM jobs"))
 
 
+@pytest.mark.slow
 def test_many_watchers_of_one_visitor_do_not_delay_another(server: Server, owner: Sender) -> None:
     many, other = visitor(server), visitor(server)
     assert many.generate() == 200
@@ -135,6 +136,7 @@ def test_many_watchers_of_one_visitor_do_not_delay_another(server: Server, owner
         until(lambda: states(server.cache_dir)["cancelled"] == before["cancelled"] + 1)
 
 
+@pytest.mark.slow
 def test_a_page_that_newer_ones_replaced_is_told_so(server: Server, owner: Sender) -> None:
     many = visitor(server)
     assert many.generate() == 200
@@ -167,6 +169,7 @@ def test_every_accepted_call_is_a_job_and_cancel_all_ends_it(tmp_path: Path) -> 
         assert states(tmp_path).total() == MANY
 
 
+@pytest.mark.slow
 def test_a_refused_call_is_answered_as_refused(server: Server, owner: Sender) -> None:
     before = states(server.cache_dir).total()
     answer = owner.post(CALL, {"data": [""]})

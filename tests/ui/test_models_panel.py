@@ -305,9 +305,9 @@ def test_an_unusable_folder_is_listed_with_its_reason(shown: Shown) -> None:
     assert not (shown.weights / "original").exists()
 
 
-@pytest.mark.parametrize(
-    ("action", "target"),
-    [
+def test_invalid_requests_do_nothing(shown: Shown, subtests: pytest.Subtests) -> None:
+    (shown.weights / "loras").mkdir(parents=True)
+    for action, target in (
         ("", ""),
         ("download", ""),
         ("download", "Wan-AI/Other"),
@@ -322,15 +322,13 @@ def test_an_unusable_folder_is_listed_with_its_reason(shown: Shown) -> None:
         ("delete", ".."),
         ("delete", "loras"),
         ("DOWNLOAD", NAME),
-    ],
-)
-def test_invalid_requests_do_nothing(shown: Shown, action: str, target: str) -> None:
-    (shown.weights / "loras").mkdir(parents=True)
-    reply = shown.press(action, target)
-    assert reply["error"] and reply["message"] == UNKNOWN
-    assert not shown.tasks.all()
-    assert not shown.hub.requests
-    assert (shown.weights / "loras").is_dir()
+    ):
+        with subtests.test(action=action, target=target):
+            reply = shown.press(action, target)
+            assert reply["error"] and reply["message"] == UNKNOWN
+            assert not shown.tasks.all()
+            assert not shown.hub.requests
+            assert (shown.weights / "loras").is_dir()
 
 
 def test_the_shipped_model_cannot_be_deleted(shown: Shown) -> None:

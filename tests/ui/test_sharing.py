@@ -49,14 +49,14 @@ class Visitor:
         )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def visitor(server: Server) -> Iterator[Visitor]:
     made = Visitor(server)
     yield made
     made.client.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def other(server: Server) -> Iterator[Visitor]:
     made = Visitor(server)
     yield made
@@ -107,6 +107,7 @@ def test_requests_from_other_sites_are_refused(visitor: Visitor) -> None:
     assert visitor.get("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="cors").status == 403
 
 
+@pytest.mark.slow
 def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, other: Visitor) -> None:
     prompt = "a red boat that only its visitor may see"
     final = visitor.client.predict(prompt, seed=3, steps=2, api_name="/generate")
@@ -211,13 +212,17 @@ def test_visitors_name_their_own_uploads_only(visitor: Visitor, other: Visitor, 
     assert refused.status == 422 and b"boat.png is not an image" in refused.body
 
 
-def test_videos_in_an_hour_are_limited(visitor: Visitor) -> None:
+@pytest.mark.slow
+def test_videos_in_an_hour_are_limited(server: Server) -> None:
+    visitor = Visitor(server)
     for seed in range(4):
         visitor.client.predict("a red boat", steps=1, frames=1, seed=seed, api_name="/generate")
     with pytest.raises(AppError, match=r"Visitors may generate 4 videos an hour\. Try again in 60 minutes\."):
         visitor.client.predict("a red boat", steps=1, frames=1, api_name="/generate")
+    visitor.client.close()
 
 
+@pytest.mark.slow
 def test_the_owners_page_has_no_limits(server: Server) -> None:
     client = Client(server.url, verbose=False)
     final = client.predict("a red boat", steps=1, frames=13, backends={"vae": "pytorch"}, api_name="/generate")
