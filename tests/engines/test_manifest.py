@@ -51,7 +51,7 @@ def spoil(folder: Path, **changes: Any) -> EngineRecord:
 FIELDS = sorted({*EngineRecord.__dataclass_fields__, "format"} - {"file_bytes"})
 
 
-VALUES = ([], {}, True, 7, "text", None, -1, 1e999, 10**400, "absent")
+VALUES: tuple[Any, ...] = ([], {}, True, 7, "text", None, -1, 1e999, 10**400, "absent")
 
 
 def test_values_of_other_types_are_a_problem(folder: Path, subtests: pytest.Subtests) -> None:
