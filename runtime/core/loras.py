@@ -61,6 +61,7 @@ class LoraUse(FrozenModel):
         digest: the file's SHA-256 in hexadecimal.
         weight, expert: see `Lora`.
         steps: the number of denoising steps, without guidance, that it was distilled for; `None` if it was not.
+        without_effect: layers in the file that belong to a part that the model does not have, "*" for all numbers.
     """
 
     file: str
@@ -69,6 +70,7 @@ class LoraUse(FrozenModel):
     weight: float
     expert: Expert = BOTH
     steps: int | None = None
+    without_effect: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -91,7 +93,7 @@ class LoraUse(FrozenModel):
 
     def summary(self) -> dict[str, Any]:
         """Return what results record of it, as JSON values: its name and digest, not its path."""
-        return {"name": self.name, **self.model_dump(mode="json", exclude={"file", "path"})}
+        return {"name": self.name, **self.model_dump(mode="json", exclude={"file", "path", "without_effect"})}
 
 
 def read_loras(value: object) -> tuple[Lora, ...]:

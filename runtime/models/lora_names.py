@@ -4,40 +4,68 @@
     diffusion_model.double_blocks.3.img_attn.proj.lora_B.weight  the names of the model's own code
     lora_unet_double_blocks_3_img_attn_qkv.lora_down.weight      kohya's scripts and musubi-tuner; with ".alpha"
     lora_transformer_transformer_blocks_3_attn_to_q.lora_up.weight   OneTrainer
+    transformer_2.blocks.3.attn1.to_q.lora_A.style.weight        an expert, and the name that peft gave the adapter
     diffusion_model.blocks.3.norm3.diff                          a change of the whole tensor; "diff_b" of its bias
+    lycoris_blocks_3_self_attn_q.lokr_w1                         LyCORIS: LoKr, and LoHa ("hada_w1_a")
 
-Some programs write underscores for dots, so all names are compared with underscores.
+A name is read by its structure: prefixes of programs, block, layer, and the role of the tensor. A prefix is removed
+only if the name with it is not that of a layer. Some programs write underscores for dots, so layers are compared with
+underscores.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.core.loras import BOTH, Expert
 from runtime.models.registry import LoraChange, LoraLayer
 
-_PREFIXES = (
-    "base_model.model.",
-    "model.diffusion_model.",
-    "diffusion_model.",
-    "transformer.",
-    "lora_unet_",
-    "lora_transformer_",
+# Before the names of layers: parts of pipelines, and wrappers of PyTorch and peft.
+_PREFIX = re.compile(
+    r"(?:base_model\.model|model|module|diffusion_model|pipe|dit|unet|net|transformer|(?P<low>transformer_2|low_noise_model)"
+    r"|(?P<high>high_noise_model))\."
 )
-# Roles in a module, by the suffix of the tensor's name; see `LoraChange`.
+# The same of programs that write underscores for dots; the second is tried where the first leads to no layer.
+_JOINED_PREFIXES = (
+    re.compile(r"(?:lora|lycoris)_+"),
+    re.compile(r"(?:lora|lycoris)_+(?:unet|dit|model|transformer|(?P<low>transformer_2))_+"),
+)
+# Wrappers of PyTorch, also of single blocks.
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Roles in a layer, by the last part of the tensor's name; see `LoraChange`.
 _ROLES = {
-    "lora_A.weight": "down",
-    "lora_A.default.weight": "down",
-    "lora_down.weight": "down",
-    "lora_B.weight": "up",
-    "lora_B.default.weight": "up",
-    "lora_up.weight": "up",
-    "lora_B.bias": "bias",
-    "diff_b": "bias",
+    "lora_A": "down",
+    "lora_down": "down",
+    "lora_B": "up",
+    "lora_up": "up",
+    "lora_B.bias": "up_bias",
+    "lora_magnitude_vector": "magnitude",
+    "dora_scale": "magnitude",
     "diff": "diff",
+    "diff_m": "diff",
+    "diff_b": "bias",
+    "w_norm": "diff",
+    "b_norm": "bias",
     "alpha": "alpha",
+    **{name: name for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")},
+    **{name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
 }
-_ROLE = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _ROLES))})")
+# peft writes the adapter's name after the part that has one.
+_ROLE = re.compile(
+    r"(?P<layer>.+)\.(?P<part>lora_(?:A|B|up|down|magnitude_vector)|(?:lokr|hada)_w[12](?:_[ab])?|dora_scale"
+    r"|diff(?:_[bm])?|[wb]_norm|alpha)(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight|(?P<bias>\.bias))?"
+)
+# A change of a block's or the head's modulation, a bare parameter that the tensor's name leaves out.
+_MODULATION = "diff_m"
+# Kinds of adapters that are not supported, by parts of their tensors' names.
+_UNSUPPORTED = {
+    "OFT": re.compile(r"\.b?oft_"),
+    "IA3": re.compile(r"\.(?:ia3_l|on_input)\b"),
+    "VeRA": re.compile(r"\.vera_"),
+    "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
+    "Tucker": re.compile(r"\.(?:lora_mid|hada_t[12]|lokr_t2)\b"),
+}
 _STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
 _MAX_DISTILLED_STEPS = 16
 
@@ -79,18 +107,17 @@ class LoraNames:
         self._swapped = frozenset(map(_underscored, swapped))
 
     def change_of(self, tensor: str) -> LoraChange | None:
-        """Return the layer and factor of a tensor in a LoRA file; `None` for an unknown layer."""
-        name = tensor
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        found = _ROLE.fullmatch(name)
-        if found is None:
+        """Return the layer, role and expert of a tensor in a LoRA file; `None` for an unknown layer or role."""
+        match = _ROLE.fullmatch(_WRAPPERS.sub("", tensor))
+        role = match and _ROLES.get(match["part"] + (match["bias"] or ""))
+        if match is None or role is None:
             return None
-        module = _underscored(found[1])
-        modules = self._modules(module)
-        if modules is None:
-            return None
-        return LoraChange(LoraLayer(modules, swapped=module in self._swapped), _ROLES[found[2]])
+        name = match["layer"] + (".modulation" if match["part"] == _MODULATION else "")
+        for layer, expert in _without_prefixes(name):
+            modules = self._modules(_underscored(layer))
+            if modules is not None:
+                return LoraChange(LoraLayer(modules, swapped=_underscored(layer) in self._swapped), role, expert)
+        return None
 
     def _modules(self, name: str) -> tuple[str, ...] | None:
         block = self._block.fullmatch(name)
@@ -99,6 +126,27 @@ class LoraNames:
         diffusers, names = self._blocks[block[1]]
         modules = names.get(block[3])
         return None if modules is None else tuple(f"{diffusers}.{int(block[2])}.{module}" for module in modules)
+
+
+def unsupported_kind(tensor: str) -> str | None:
+    """Return the kind of adapter that a tensor's name belongs to, if that kind is known and not supported."""
+    return next((kind for kind, pattern in _UNSUPPORTED.items() if pattern.search(tensor)), None)
+
+
+def _without_prefixes(name: str) -> Iterator[tuple[str, Expert]]:
+    """Yield the name of a layer with fewer and fewer prefixes, and the expert that they name."""
+    expert: Expert = BOTH
+    while True:
+        yield name, expert
+        for pattern in _JOINED_PREFIXES:
+            joined = pattern.match(name)
+            if joined is not None:
+                yield name[joined.end() :], "low" if joined.groupdict().get("low") else expert
+        prefix = _PREFIX.match(name)
+        if prefix is None:
+            return
+        expert = "low" if prefix["low"] else "high" if prefix["high"] else expert
+        name = name[prefix.end() :]
 
 
 def _underscored(name: str) -> str:

@@ -1,26 +1,29 @@
 """LoRA files: find them by name or path, validate them, and add them to a model's spec. Imports no torch.
 
-Loading and engine keys read LoRAs from the spec. A file with a tensor that Tandem cannot apply is refused.
+Loading and engine keys read LoRAs from the spec. A file with a tensor that Tandem cannot apply is refused, unless the
+tensor changes a part that only other models of the family have, such as the image branch.
 """
 
 import contextlib
 import functools
 import hashlib
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
 from runtime.core.untrusted_files import open_file, parse_json
-from runtime.models.registry import LoraLayer, family_of
+from runtime.models.lora_names import unsupported_kind
+from runtime.models.registry import ABSENT, Family, LoraLayer, family_of
 from runtime.models.single_file import LORAS
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import Header, read_header
@@ -47,8 +50,19 @@ _READ_BYTES = 1 << 22
 # Where diffusers stores peft's configuration of the adapter, as JSON, and the prefix of its keys.
 _ADAPTER = "lora_adapter_metadata"
 _COMPONENT = "transformer."
-# Axes of the weights that have two factors: of linear layers and of convolutions in time and space.
+# Axes of the weights that have factors: of linear layers and of convolutions in time and space.
 _FACTORED = frozenset({2, 5})
+# Kinds of changes of a weight: roles that are needed, of which one alternative each; see `LoraChange`.
+_KINDS: Mapping[str, tuple[tuple[frozenset[str], ...], ...]] = {
+    "LoRA": ((frozenset({"down", "up"}),),),
+    "LoHa": ((frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),),),
+    "LoKr": tuple(
+        (frozenset({f"lokr_{factor}"}), frozenset({f"lokr_{factor}_a", f"lokr_{factor}_b"})) for factor in ("w1", "w2")
+    ),
+    "difference": ((frozenset({"diff"}),),),
+}
+_OF_WEIGHT = frozenset(role for kind in _KINDS.values() for parts in kind for roles in parts for role in roles)
+_NUMBER = re.compile(r"(?<=blocks\.)[0-9]+")
 _MAX_NAME_LENGTH = 80
 
 
@@ -60,7 +74,6 @@ class _Adapter(BaseModel):
     lora_alpha: Annotated[float, Field(allow_inf_nan=False)]
     alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     use_rslora: bool = False
-    use_dora: Literal[False] = False
 
 
 @dataclass(frozen=True)
@@ -182,10 +195,10 @@ def checked(lora: ListedLora, spec: ModelSpec) -> ListedLora:
         if spec.experts == 1 and expert != BOTH:
             raise _no_such_expert(lora.path, expert, spec)
         header = read_lora_header(lora.path)
-        _check_fits(lora.path.stem, {name: tensor.shape for name, tensor in header.tensors.items()}, spec)
+        fits = _check_fits(lora.path, {name: tensor.shape for name, tensor in header.tensors.items()}, spec, expert)
     except TandemError as error:
         return replace(lora, expert=expert, steps=steps, problem=error)
-    return replace(lora, expert=expert, steps=steps)
+    return replace(lora, expert=fits.expert, steps=steps)
 
 
 def read_lora_header(path: Path) -> Header:
@@ -235,14 +248,15 @@ def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
     if spec.experts == 1 and expert != BOTH:
         raise _no_such_expert(path, expert, spec)
     file = read_lora(path)
-    _check_fits(path.stem, file.shapes, spec)
+    fits = _check_fits(path, file.shapes, spec, expert)
     return LoraUse(
         file=lora.file,
         path=path,
         digest=file.digest,
         weight=lora.weight,
-        expert=expert,
+        expert=fits.expert,
         steps=family_of(spec.family).distilled_steps(path),
+        without_effect=fits.without_effect,
     )
 
 
@@ -274,48 +288,154 @@ def _inside(path: Path, folder: Path) -> bool:
         return False
 
 
-def _check_fits(name: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
-    """Check that every tensor of a LoRA applies to the model."""
-    family = family_of(spec.family)
-    layers: dict[LoraLayer, dict[str, tuple[int, ...]]] = {}
-    for tensor, shape in shapes.items():
-        change = family.lora_change(tensor)
-        if change is None:
+def layers_of(
+    names: Iterable[str], family: Family, expert: Expert = BOTH
+) -> dict[tuple[LoraLayer, Expert], dict[str, str]]:
+    """Return the layers that the tensors of a LoRA file change, with their tensors by role.
+
+    A file may name experts in its tensors' names. If it names one for some, those without are for the other one.
+
+    Args:
+        names: of the tensors; their layers are known to the family.
+        expert: the only one to return layers of.
+    """
+    changes = {name: change for name in names if (change := family.lora_change(name)) is not None}
+    named = {change.expert for change in changes.values()} - {BOTH}
+    other: Expert = BOTH if len(named) != 1 else "high" if named == {"low"} else "low"
+    layers: dict[tuple[LoraLayer, Expert], dict[str, str]] = {}
+    for name, change in changes.items():
+        of = other if change.expert == BOTH else change.expert
+        if BOTH in (of, expert) or of == expert:
+            roles = layers.setdefault((change.layer, of), {})
+            if change.role in roles:
+                raise ValueError(change.layer.title)
+            roles[change.role] = name
+    return layers
+
+
+class _Fit(NamedTuple):
+    """What a LoRA changes of a model; see `LoraUse`."""
+
+    expert: Expert
+    without_effect: tuple[str, ...]
+
+
+def _check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, expert: Expert) -> _Fit:
+    """Check that every tensor of a LoRA applies to the model, or to a part that only other models have."""
+    name, family = path.stem, family_of(spec.family)
+    for tensor in shapes:
+        if family.lora_change(tensor) is None:
+            kind = unsupported_kind(tensor)
+            if kind is not None:
+                raise ModelError("lora.kind_unsupported", lora=name, kind=kind)
             raise ModelError("lora.unknown_tensor", lora=name, tensor=tensor[:_MAX_NAME_LENGTH], model=spec.title)
-        found = layers.setdefault(change.layer, {})
-        if change.role in found:
-            raise ModelError("lora.duplicate_module", lora=name, module=change.layer.title)
-        found[change.role] = shape
-    if not any(set(found) - {"alpha"} for found in layers.values()):
+    try:
+        layers = layers_of(shapes, family, expert)
+    except ValueError as error:
+        raise ModelError("lora.duplicate_module", lora=name, module=str(error)) from error
+    experts = {of for _, of in layers}
+    if spec.experts == 1 and "low" in experts:
+        raise _no_such_expert(path, "low", spec)
+    absent = {
+        key for key in layers if any(family.lora_weight_shape(spec, module) == ABSENT for module in key[0].modules)
+    }
+    changed = [key for key, roles in layers.items() if set(roles) - {"alpha"}]
+    if not changed:
         raise ModelError("lora.empty", lora=name)
-    times = Counter(module for layer in layers for module in layer.modules)
-    for layer, found in layers.items():
-        _check_layer(name, spec, layer, found)
+    if absent.issuperset(changed):
+        tensor = next(iter(shapes))[:_MAX_NAME_LENGTH]
+        raise ModelError("lora.unknown_tensor", lora=name, tensor=tensor, model=spec.title)
+    times = Counter((module, of) for layer, of in layers for module in layer.modules)
+    for (layer, of), roles in layers.items():
+        if (layer, of) in absent:
+            continue
+        _check_layer(name, spec, layer, {role: shapes[tensor] for role, tensor in roles.items()})
         for module in layer.modules:
-            if times[module] > 1:  # as a layer of its own, and as a part of another
+            if times[module, of] > 1:  # as a layer of its own, and as a part of another
                 raise ModelError("lora.duplicate_module", lora=name, module=module)
+    (only,) = experts if len(experts) == 1 else (BOTH,)
+    titles = (_NUMBER.sub("*", module) for layer, _ in absent for module in layer.modules)
+    return _Fit(only if expert == BOTH else expert, tuple(sorted(set(titles))))
 
 
-def _check_layer(name: str, spec: ModelSpec, layer: LoraLayer, found: Mapping[str, tuple[int, ...]]) -> None:
-    module, wanted = layer.title, _shape(name, spec, layer)
-    if ("down" in found) != ("up" in found):
-        raise ModelError("lora.one_factor", lora=name, module=module)
-    if "down" in found and "diff" in found:
+def _check_layer(name: str, spec: ModelSpec, layer: LoraLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    module = layer.title
+    expected = _shape(name, spec, layer)
+    kinds = [kind for kind, parts in _KINDS.items() if any(set(shapes) & roles for part in parts for roles in part)]
+    if len(kinds) > 1:
         raise ModelError("lora.duplicate_module", lora=name, module=module)
-    if "down" in found:
-        down, up = found["down"], found["up"]
-        # A convolution's kernel is in the first factor.
-        if not len(down) == len(up) == len(wanted) or len(wanted) not in _FACTORED or set(up[2:]) - {1}:
-            raise ModelError("lora.not_matrices", lora=name, module=module)
-        if down[0] != up[1] or not down[0]:
-            raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[down[0], up[1]])
-        _check_shape(name, spec, module, (up[0], *down[1:]), wanted)
-    if "diff" in found:
-        _check_shape(name, spec, module, found["diff"], wanted)
-    if "bias" in found:
-        _check_shape(name, spec, f"{module}.bias", found["bias"], wanted[:1])
-    if "alpha" in found and prod(found["alpha"]) != 1:
+    if kinds:
+        for part in _KINDS[kinds[0]]:
+            used = [roles for roles in part if set(shapes) & roles]
+            if len(used) > 1:
+                raise ModelError("lora.duplicate_module", lora=name, module=module)
+            if not used or not used[0] <= set(shapes):
+                raise ModelError("lora.factor_missing", lora=name, module=module, kind=kinds[0])
+        changed = _changed_shape(name, module, kinds[0], shapes, expected)
+        _check_shape(name, spec, module, changed, expected)
+    if "magnitude" in shapes:
+        rows = expected[0]
+        if (
+            not kinds
+            or kinds[0] == "difference"
+            or prod(shapes["magnitude"]) != rows
+            or shapes["magnitude"][:1] == (1,)
+        ):
+            raise ModelError("lora.magnitude_invalid", lora=name, module=module)
+    for role in ("bias", "up_bias"):
+        if role in shapes:
+            _check_shape(name, spec, f"{module}.bias", shapes[role], expected[:1])
+    if "alpha" in shapes and prod(shapes["alpha"]) != 1:
         raise ModelError("lora.alpha_invalid", lora=name, module=module)
+
+
+def _changed_shape(
+    name: str, module: str, kind: str, shapes: Mapping[str, tuple[int, ...]], expected: tuple[int | None, ...]
+) -> tuple[int, ...]:
+    """Return the shape of the weight that a layer's factors make.
+
+    Raises:
+        ModelError: if they cannot be multiplied.
+    """
+    if kind == "difference":
+        return shapes["diff"]
+
+    def product(outer: str, inner: str) -> tuple[int, ...]:
+        """Return the shape of a product; a convolution's kernel is in the inner factor."""
+        left, right = shapes[outer], shapes[inner]
+        if len(left) < 2 or len(right) < 2 or set(left[2:]) - {1}:  # noqa: PLR2004
+            raise ModelError("lora.not_matrices", lora=name, module=module)
+        if left[1] != right[0] or not right[0]:
+            raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[right[0], left[1]])
+        return (left[0], *right[1:])
+
+    if len(expected) not in _FACTORED:
+        raise ModelError("lora.not_matrices", lora=name, module=module)
+    if kind == "LoRA":
+        if not len(shapes["down"]) == len(shapes["up"]) == len(expected):
+            raise ModelError("lora.not_matrices", lora=name, module=module)
+        return product("up", "down")
+    if kind == "LoHa":
+        first, second = product("hada_w1_a", "hada_w1_b"), product("hada_w2_a", "hada_w2_b")
+        if first != second:
+            raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[*first, *second])
+        return _unflattened(first, expected)
+    factors = [
+        shapes[f"lokr_{factor}"] if f"lokr_{factor}" in shapes else product(f"lokr_{factor}_a", f"lokr_{factor}_b")
+        for factor in ("w1", "w2")
+    ]
+    if any(len(factor) < 2 for factor in factors) or set(factors[0][2:]) - {1}:  # noqa: PLR2004
+        raise ModelError("lora.not_matrices", lora=name, module=module)
+    (rows, columns, *_), (inner_rows, inner_columns, *kernel) = factors
+    return _unflattened((rows * inner_rows, columns * inner_columns, *kernel), expected)
+
+
+def _unflattened(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Return the shape of a convolution whose factors have its inputs and kernel as one axis."""
+    known = tuple(size for size in expected[1:] if size is not None)
+    if len(shape) == 2 < len(expected) and len(known) == len(expected) - 1 and shape[1] == prod(known):  # noqa: PLR2004
+        return (shape[0], *known)
+    return shape
 
 
 def _shape(name: str, spec: ModelSpec, layer: LoraLayer) -> tuple[int | None, ...]:

@@ -1,10 +1,10 @@
 """Linear layers whose weights stay in memory as files store them, and are dequantized at each call.
 
-Formats: see `models.stored_weights`. LoRAs are kept beside a weight as their factors and added to the dequantized
-weight, so that it is not quantized again.
+Formats: see `models.stored_weights`. LoRAs are kept as their factors and added to the dequantized weight, so that
+it is not quantized again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -35,19 +35,19 @@ class PackedLinear(nn.Linear):
         for number, scale in enumerate(scales):
             self.register_buffer(f"scale_{number}", scale)
         self._scales = len(scales)
-        self._added: list[tuple[float, str, str]] = []
+        self._added: list[tuple[float, tuple[str, ...], Callable[..., torch.Tensor]]] = []
 
-    def add(self, scale: float, factors: tuple[torch.Tensor, ...]) -> None:
-        """Add `scale` times up @ down, or times one tensor, to the weight.
-
-        Args:
-            factors: (out, rank) and (rank, in), or (out, in).
-        """
-        names: list[str] = []
-        for factor in factors:
-            names.append(f"added_{len(self._added)}_{len(names)}")
-            self.register_buffer(names[-1], factor.to(self.weight.device))
-        self._added.append((scale, names[0], names[-1]))
+    def add(
+        self,
+        strength: float,
+        tensors: Mapping[str, torch.Tensor],
+        change: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
+    ) -> None:
+        """Add `strength` times `change(weight, tensors)`, in float32 (out, in), to the weight."""
+        number = len(self._added)
+        for name, tensor in tensors.items():
+            self.register_buffer(f"added_{number}_{name}", tensor.to(self.weight.device))
+        self._added.append((strength, tuple(tensors), change))
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight (out, in)."""
@@ -55,11 +55,11 @@ class PackedLinear(nn.Linear):
         weight = dequantize(self.kind, self.weight, scales, dtype)
         if not self._added:
             return weight.to(dtype)
-        weight = weight.float()
-        for scale, up, down in self._added:
-            change = getattr(self, up).float()
-            weight = torch.add(weight, change if up == down else change @ getattr(self, down).float(), alpha=scale)
-        return weight.to(dtype)
+        before = total = weight.float()
+        for number, (strength, names, change) in enumerate(self._added):
+            tensors = {name: getattr(self, f"added_{number}_{name}") for name in names}
+            total = torch.add(total, change(before, tensors), alpha=strength)
+        return total.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from runtime.core.errors import ModelError
+from runtime.core.loras import BOTH, Expert
 from runtime.models.folder import check_files, check_tokenizer, read_config, weight_files
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
@@ -62,16 +63,24 @@ class LoraLayer(NamedTuple):
         return ", ".join(self.modules)
 
 
+# The shape of a layer of a part that a model does not have, such as the image branch; see `Family.lora_weight_shape`.
+ABSENT: tuple[()] = ()
+
+
 class LoraChange(NamedTuple):
-    """The layer and factor of one tensor in a LoRA file.
+    """The layer and role of one tensor in a LoRA file.
 
     Attributes:
-        role: "down" and "up", whose product is added to the weight; "diff" and "bias", which are added to the
-            weight and the bias unchanged; "alpha", which divided by the rank scales the product.
+        role: "down" and "up", whose product is added to the weight, and "up_bias", which is added to the bias with the
+            same scale; "lokr_…" and "hada_…", factors of LoKr and LoHa; "magnitude", DoRA's norms of the changed
+            weight; "diff" and "bias", which are added to the weight and the bias unchanged; "alpha", which divided by
+            the rank scales the product.
+        expert: the only one that the file names for it.
     """
 
     layer: LoraLayer
     role: str
+    expert: Expert = BOTH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +286,10 @@ class Family(Protocol):
         return None
 
     def lora_weight_shape(self, spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
-        """Return the shape of the weight of a module that LoRAs change; `None` for an unknown axis or module."""
+        """Return the shape of the weight of a module that LoRAs change; `None` for an unknown axis.
+
+        `None` for a module beyond the model's size, `ABSENT` for one of a part that only other models have.
+        """
         return None
 
     def distilled_steps(self, lora: Path) -> int | None:

@@ -1,37 +1,28 @@
-"""Load the components of a model folder with diffusers and transformers, and fuse LoRAs into their weights.
+"""Load the components of a model folder with diffusers and transformers.
 
 Weights are safetensors only. Nothing is downloaded: `registry.read_spec` refuses incomplete folders.
-
-A fused weight is W + weight · (alpha / rank) · B A. Compilers and exporters then see plain weights; to remove a LoRA,
-the weights are loaded again. If a weight was quantized at loading, the sum is computed from the weight on disk and
-quantized the same.
 """
 
 import contextlib
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, cast
 
 import diffusers
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from runtime.core.errors import ModelError, TandemError, first_line, ran_out
-from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
-from runtime.models import packed_layers, quantization
+from runtime.models import quantization
 from runtime.models.folder import tensor_types, weight_files
-from runtime.models.loras import read_lora
-from runtime.models.packed_layers import PackedLinear
-from runtime.models.quantization import is_quantized, quantized_like
+from runtime.models.lora_fusing import StoredWeights, fuse
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
-from runtime.models.registry import LoraLayer, components_of, family_of
+from runtime.models.registry import components_of
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, weights_of_folder
-from runtime.models.tensor_stream import MappedFiles
 from runtime.upstream.diffusers import import_submodules_only
 
 # Tandem shows its own progress.
@@ -40,25 +31,6 @@ import_submodules_only()
 transformers.utils.logging.disable_progress_bar()
 
 
-class _Delta(NamedTuple):
-    """What one LoRA adds to one module.
-
-    Attributes:
-        tensors: names in the file by role.
-        rows: of the module in the tensors with the layer's rows; `None` for all.
-        swapped: see `registry.LoraLayer`.
-        alpha: by the rank, if no tensor gives it.
-    """
-
-    use: LoraUse
-    tensors: Mapping[str, str]
-    rows: slice | None
-    swapped: bool
-    alpha: Callable[[int], float]
-
-
-# The roles of tensors that have the rows of the weight.
-_BY_ROWS = frozenset({"up", "diff", "bias"})
 # Held while a library loads, and by a thread that loads beside others.
 _LIBRARY, _BESIDE = threading.Lock(), threading.local()
 # Dtypes of weights in safetensors files.
@@ -251,7 +223,7 @@ def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
     finer = [one for one, (kind, _) in stored.items() if one in owned and _loses(_STORED.get(kind), owned[one].dtype)]
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
-        weights = _Weights(files)
+        weights = StoredWeights(files)
         for one in finer:
             owned[one].data = weights[one]
     return _ready(module, spec, name, most, exact=True)
@@ -343,163 +315,3 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
         )
     except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.scheduler_unloadable", model=spec.title) from error
-
-
-@torch.no_grad()
-def fuse(module: torch.nn.Module, spec: ModelSpec, component: str, dtype: torch.dtype, *, exact: bool = False) -> None:
-    """Add the spec's LoRAs to the weights of a loaded transformer, in place.
-
-    Sums are computed in float32 and rounded once to the weight's dtype. A weight that was quantized here equals that of
-    a model whose files contain the LoRAs; it is read from the files again. For a `PackedLinear`, the sum is computed at
-    each call.
-
-    Args:
-        dtype: in which the weights were loaded.
-        exact: whether changed weights become float32 instead of being rounded.
-
-    Raises:
-        ModelError: if a file changed since the job was planned, or cannot be applied.
-    """
-    loras, family = spec.loras_of(component), family_of(spec.family)
-    changes: defaultdict[str, list[_Delta]] = defaultdict(list)
-    for use in loras:
-        file = read_lora(use.path)
-        if file.digest != use.digest:
-            raise ModelError("lora.changed", lora=use.name)
-        found: defaultdict[LoraLayer, dict[str, str]] = defaultdict(dict)
-        for tensor in file.shapes:
-            change = family.lora_change(tensor)
-            assert change is not None, "the file was validated"
-            found[change.layer][change.role] = tensor
-        for layer, tensors in found.items():
-            for name, rows in _rows(module, layer):
-                changes[name].append(_Delta(use, tensors, rows, layer.swapped, partial(file.alpha, layer)))
-    try:
-        with contextlib.ExitStack() as opened:
-            files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
-            quantized = any(map(is_quantized, module.parameters()))
-            stored = _stored(spec, component, dtype, opened) if quantized else None
-            for name, deltas in changes.items():
-                _change(module, name, deltas, files, stored, dtype, exact=exact)
-    except (OSError, SafetensorError, AttributeError) as error:
-        raise ModelError("lora.fusing_failed", reason=first_line(error)) from error
-
-
-def _rows(module: torch.nn.Module, layer: LoraLayer) -> Iterator[tuple[str, slice | None]]:
-    """Yield each module of a layer with its rows; `None` for all."""
-    if len(layer.modules) == 1:
-        yield layer.modules[0], None
-        return
-    first = 0
-    for name in layer.modules:
-        # Not those of the weight, which may be packed.
-        last = first + cast("torch.nn.Linear", module.get_submodule(name)).out_features
-        yield name, slice(first, last)
-        first = last
-
-
-def _stored(
-    spec: ModelSpec, component: str, dtype: torch.dtype, opened: contextlib.ExitStack
-) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a weight from the files of a transformer."""
-    own = spec.files.get(component)
-    if own is not None:
-        mapped = MappedFiles()
-        return lambda name: packed_layers.read_plain(own.weights[name], mapped, dtype)
-    paths = weight_files(spec.directory / component)
-    return _Weights([opened.enter_context(safe_open(path, framework="pt")) for path in paths]).__getitem__
-
-
-class _Weights:
-    """The weights on disk, by name, from opened safetensors files."""
-
-    def __init__(self, files: Sequence[Any]) -> None:
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._file_of:
-            raise ModelError("model.tensor_missing", tensor=name)
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
-        return tensor
-
-
-def _change(
-    module: torch.nn.Module,
-    name: str,
-    deltas: list[_Delta],
-    files: dict[str, Any],
-    stored: Callable[[str], torch.Tensor] | None,
-    dtype: torch.dtype,
-    *,
-    exact: bool,
-) -> None:
-    """Change one module, or a parameter that belongs to no module; see `fuse`."""
-    parent, _, last = name.rpartition(".")
-    owner: Any = module.get_submodule(parent)
-    target = getattr(owner, last)
-    weight = target if isinstance(target, torch.nn.Parameter) else target.weight
-    bias = None if isinstance(target, torch.nn.Parameter) else getattr(target, "bias", None)
-    for parameter, roles in ((weight, ("up", "diff")), (bias, ("bias",))):
-        relevant = [delta for delta in deltas if any(role in delta.tensors for role in roles)]
-        if not relevant:
-            continue
-        if parameter is None:
-            raise ModelError("lora.no_bias", module=name)
-        if isinstance(target, PackedLinear) and parameter is weight:
-            for delta in relevant:
-                target.add(*_factors(delta, files[delta.use.digest]))
-            continue
-        quantized = is_quantized(parameter)
-        own = stored(f"{name}.weight").to(parameter.device, dtype) if quantized and stored else parameter
-        total = own.float()
-        for delta in relevant:
-            got = _tensors(delta, files[delta.use.digest], total.device)
-            for role in roles:
-                if role in got:
-                    added = _product(delta, got).reshape(total.shape) if role == "up" else got[role]
-                    total = total + delta.use.weight * added
-        if quantized:
-            target.weight = quantized_like(target, total.to(dtype))
-        elif exact:
-            parameter.data = total
-        else:
-            parameter.copy_(total)
-
-
-def _tensors(
-    delta: _Delta, file: Any, device: torch.device, smallest: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
-    """Return a module's tensors by role, in float32, or in the file's precision but at least in `smallest`."""
-    got = {}
-    for role, name in delta.tensors.items():
-        tensor: torch.Tensor = file.get_tensor(name)
-        if tensor.dtype.itemsize == 1:  # float8, which few operations take
-            tensor = tensor.float()
-        if role in _BY_ROWS:
-            if delta.swapped:
-                tensor = torch.cat(tensor.chunk(2)[::-1])
-            if delta.rows is not None:
-                tensor = tensor[delta.rows]
-        exact = torch.float32 if role == "alpha" else torch.promote_types(tensor.dtype, smallest)
-        got[role] = tensor.to(device, exact)
-    return got
-
-
-def _product(delta: _Delta, got: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the scaled product of two factors as a matrix with the rows of the weight."""
-    down, up = got["down"].flatten(1), got["up"].flatten(1)
-    return _scale(delta, got, len(down)) * (up @ down)
-
-
-def _scale(delta: _Delta, got: Mapping[str, torch.Tensor], rank: int) -> float:
-    """Return the factor of the product: alpha / rank."""
-    return (float(got["alpha"].item()) if "alpha" in got else delta.alpha(rank)) / rank
-
-
-def _factors(delta: _Delta, file: Any) -> tuple[float, tuple[torch.Tensor, ...]]:
-    """Return the arguments of `PackedLinear.add` for a LoRA's change of one weight, in the file's precision."""
-    got = _tensors(delta, file, torch.device("cpu"), torch.bfloat16)
-    if "diff" in got:
-        return delta.use.weight, (got["diff"],)
-    down, up = got["down"].flatten(1), got["up"].flatten(1)
-    return delta.use.weight * _scale(delta, got, len(down)), (up, down)

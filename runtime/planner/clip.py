@@ -284,9 +284,12 @@ def _lora_shift_warning(spec: ModelSpec, use: LoraUse, shift: float) -> Fact | N
 
 
 def lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[Fact]:
-    """Return the warnings about LoRAs that were distilled for few steps without guidance."""
+    """Return the warnings about LoRAs with layers without effect, or distilled for few steps without guidance."""
     facts = []
     for use in spec.loras:
+        if use.without_effect:
+            layers = list(use.without_effect)
+            facts.append(Fact("planner.lora_without_effect", {"lora": use.name, "model": spec.title, "layers": layers}))
         if use.steps is None:
             continue
         data = {"lora": use.name, "wanted": use.steps, "steps": steps, "guidance": guidance}

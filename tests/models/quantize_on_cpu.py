@@ -19,12 +19,12 @@ from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan
 from runtime.execution.offload import Placement, place
 from runtime.families.hunyuan_video.spec import UNQUANTIZED
+from runtime.models.lora_fusing import fuse
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8, add_biases_apart, check_quantized, diffusers_config
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import ModelSpec
 from runtime.models.stored_modules import Filling, empty_module, fill, weights_of_folder
-from runtime.models.weights import fuse
 from tests.families.hunyuan_lora_files import block_factors, underscored
 from tests.lora_files import save
 

@@ -210,9 +210,8 @@ OTHER_NAME = "diffusion_model.blocks.0.self_attn.q.lora_A.weight"
 
 UNKNOWN = (
     "lora_te_text_model.lora_up.weight",
-    "transformer.blocks.0.attn2.add_k_proj.lora_A.weight",
-    f"{TO_Q}.lokr_w1",
-    f"{TO_Q}.dora_scale",
+    "transformer.blocks.0.attn3.to_q.lora_A.weight",
+    f"{TO_Q}.lora_C.weight",
 )
 
 
@@ -222,7 +221,7 @@ UNKNOWN = (
         (widened, "other_size", WIDE),
         *((with_tensor(name, torch.ones(4, 24)), "unknown_tensor", {"tensor": name}) for name in UNKNOWN),
         (with_tensor(DOWN.replace("0", "7"), torch.ones(4, 24)), "larger_model", {"module": "blocks.7.attn1.to_q"}),
-        (without(f"{TO_Q}.lora_B.weight"), "one_factor", MODULE),
+        (without(f"{TO_Q}.lora_B.weight"), "factor_missing", MODULE),
         (with_tensor(f"{TO_Q}.lora_B.weight", torch.ones(24, 3)), "ranks_differ", {**MODULE, "ranks": [4, 3]}),
         (with_tensor(DOWN, torch.ones(4, 24).fill_(float("nan"))), "not_finite", {"tensor": DOWN}),
         (with_tensor(DOWN, torch.ones(4, 24).half().fill_(float("inf"))), "not_finite", {"tensor": DOWN}),
@@ -363,7 +362,7 @@ def test_alpha_in_diffusers_metadata_scales_the_product(
         assert torch.allclose(changed[parameter], plain[parameter] + own * up @ down, atol=1e-6)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"lora_alpha": "x"}', '{"lora_alpha": 1, "use_dora": true}'])
+@pytest.mark.parametrize("text", ["[1]", "{", '{"lora_alpha": "x"}', '{"lora_alpha": 1, "use_rslora": "x"}'])
 def test_malformed_metadata_is_refused(text: str, spec: ModelSpec, tmp_path: Path) -> None:
     path = tmp_path / "style.safetensors"
     save_file(lora_files.peft(lora_files.factors(spec.transformer)), path, metadata={"lora_adapter_metadata": text})

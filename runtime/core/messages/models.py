@@ -265,9 +265,7 @@ _LORA: Mapping[str, Message] = {
         "The LoRA {lora} has the dtype {dtype}, which is not supported.",
         "Use one in float32, float16, bfloat16 or float8.",
     ),
-    "lora.metadata_invalid": Message(
-        "The LoRA {lora} has metadata of its adapter that are malformed or ask for DoRA.", _OTHER_LORA
-    ),
+    "lora.metadata_invalid": Message("The LoRA {lora} has malformed metadata of its adapter.", _OTHER_LORA),
     "lora.not_finite": Message("The LoRA {lora} contains NaN or Inf, in {tensor!r}.", _LORA_AGAIN),
     "lora.no_such_expert": Message(
         "The LoRA {lora} is for the {expert}-noise expert, and {model} has one transformer.",
@@ -279,8 +277,15 @@ _LORA: Mapping[str, Message] = {
     "lora.larger_model": Message(
         "The LoRA {lora} is for a larger model: it changes {module}, which {model} does not have.", _OTHER_LORA
     ),
-    "lora.one_factor": Message("The LoRA {lora} is incomplete: {module} has only one of two factors.", _LORA_AGAIN),
-    "lora.not_matrices": Message("The LoRA {lora} does not change {module} by a pair of matrices.", _OTHER_LORA),
+    "lora.kind_unsupported": Message(
+        "The file {lora} is an adapter of the kind {kind}, which is not supported.",
+        "Use a LoRA, LoHa, LoKr or DoRA, or merge the adapter into the model with the program that made it.",
+    ),
+    "lora.factor_missing": Message("The {kind} {lora} is incomplete: factors of {module} are missing.", _LORA_AGAIN),
+    "lora.magnitude_invalid": Message(
+        "The DoRA {lora} does not scale {module} by one magnitude for each output.", _OTHER_LORA
+    ),
+    "lora.not_matrices": Message("The LoRA {lora} does not change {module} by matrices.", _OTHER_LORA),
     "lora.ranks_differ": Message(
         "The LoRA {lora} is damaged: the factors of {module} have the ranks {ranks:list}.", _LORA_AGAIN
     ),

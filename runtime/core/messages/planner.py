@@ -402,6 +402,9 @@ _WARNINGS: Mapping[str, Message] = {
         "The LoRA {lora} was distilled for {wanted} steps without guidance, and this video uses {steps:n step} with "
         "guidance {guidance:g}. Use {set[steps]} {wanted} {set[guidance]} 1."
     ),
+    "planner.lora_without_effect": Message(
+        "The LoRA {lora} also changes layers that {model} does not have; they are left out: {layers:list}."
+    ),
     "planner.lora_steps_used": Message(
         "The LoRA {lora} was distilled for {wanted} steps without guidance; this video uses these values."
     ),

@@ -17,20 +17,6 @@ Shape = tuple[int, ...]
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 _BLOCK = re.compile(r"(blocks\.([0-9]{1,4}))\.(.+)")
-_MODULES: Mapping[str, str] = {
-    **IN_BLOCKS,
-    "cross_attn.k_img": "attn2.add_k_proj",
-    "cross_attn.v_img": "attn2.add_v_proj",
-    "cross_attn.norm_k_img": "attn2.norm_added_k",
-}
-_OUTSIDE: Mapping[str, str] = {
-    **OUTSIDE,
-    "img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed",
-    "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
-    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
-    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
-    "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
-}
 _IMAGE = "condition_embedder.image_embedder"
 # Without which a file is no transformer of Wan.
 _SIGNS = (
@@ -59,8 +45,8 @@ def _diffusers_name(name: str) -> str:
         name = name.removeprefix(prefix)
     block = _BLOCK.fullmatch(name)
     if block is None:
-        return _renamed(name, _OUTSIDE)
-    return f"{block[1]}.{_renamed(block[3], _MODULES)}"
+        return _renamed(name, OUTSIDE)
+    return f"{block[1]}.{_renamed(block[3], IN_BLOCKS)}"
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str:

@@ -6,12 +6,15 @@ Source of the names: diffusers' scripts/convert_wan_to_diffusers.py and loaders/
 import re
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from runtime.models import lora_names
 from runtime.models.lora_names import Blocks, LoraNames
+from runtime.models.registry import ABSENT
 from runtime.models.spec import ModelSpec
 
 # diffusers' names of modules by those of Wan's own code: in a block, and outside of the blocks.
+_IMAGE = "condition_embedder.image_embedder"
 IN_BLOCKS = {
     **{
         f"{original}.{one}": f"{diffusers}.{other}"
@@ -25,6 +28,9 @@ IN_BLOCKS = {
             ("norm_k", "norm_k"),
         )
     },
+    "cross_attn.k_img": "attn2.add_k_proj",
+    "cross_attn.v_img": "attn2.add_v_proj",
+    "cross_attn.norm_k_img": "attn2.norm_added_k",
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",
     "norm3": "norm2",
@@ -37,10 +43,17 @@ OUTSIDE = {
     "time_embedding.0": "condition_embedder.time_embedder.linear_1",
     "time_embedding.2": "condition_embedder.time_embedder.linear_2",
     "time_projection.1": "condition_embedder.time_proj",
+    "img_emb.proj.0": f"{_IMAGE}.norm1",
+    "img_emb.proj.1": f"{_IMAGE}.ff.net.0.proj",
+    "img_emb.proj.3": f"{_IMAGE}.ff.net.2",
+    "img_emb.proj.4": f"{_IMAGE}.norm2",
+    "img_emb.emb_pos": f"{_IMAGE}.pos_embed",
     "head.head": "proj_out",
     "head.modulation": "scale_shift_table",
 }
 NAMES = LoraNames(blocks=[Blocks("blocks", "blocks", IN_BLOCKS)], outside=OUTSIDE)
+# Layers of the attention to the image, of Wan2.1's models for images.
+_IMAGE_ATTENTION = frozenset({"attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k"})
 _BLOCK = re.compile(r"blocks\.([0-9]+)\.(.+)")
 # LoRAs from step distillation are identified by their names.
 _AUTHORS = {re.compile(r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan", re.IGNORECASE): 4}
@@ -53,14 +66,19 @@ LIGHTX2V_SHIFT = 5.0
 
 
 def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
-    """Return the shape of the weight of a module, with `None` for an unknown axis; `None` for an unknown module.
+    """Return the shape of the weight of a module; see `registry.Family.lora_weight_shape`.
 
-    A norm's weight has one axis; modulation is a bare parameter.
+    A norm's weight has one axis; modulation and positions are bare parameters.
     """
-    transformer = spec.transformer
+    transformer: Any = spec.transformer
     width, ffn_width, patch = transformer.width, transformer.ffn_dim, prod(transformer.patch_size)
+    image = transformer.image_dim
     block = _BLOCK.match(module)
     if block is None:
+        if module.startswith(_IMAGE) and (
+            image is None or (module.endswith("pos_embed") and transformer.pos_embed_seq_len is None)
+        ):
+            return ABSENT
         return {
             "patch_embedding": (width, transformer.in_channels, *transformer.patch_size),
             "condition_embedder.text_embedder.linear_1": (width, transformer.text_dim),
@@ -68,13 +86,20 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
             "condition_embedder.time_embedder.linear_1": (width, None),
             "condition_embedder.time_embedder.linear_2": (width, width),
             "condition_embedder.time_proj": (6 * width, width),
-            "proj_out": (transformer.in_channels * patch, width),
+            f"{_IMAGE}.norm1": (image,),
+            f"{_IMAGE}.ff.net.0.proj": (image, image),
+            f"{_IMAGE}.ff.net.2": (width, image),
+            f"{_IMAGE}.norm2": (width,),
+            f"{_IMAGE}.pos_embed": (1, transformer.pos_embed_seq_len, image),
+            "proj_out": (spec.vae.z_dim * patch, width),
             "scale_shift_table": (1, 2, width),
         }.get(module)
     if int(block[1]) >= transformer.num_layers:
         return None
     name = block[2]
-    if name.endswith(("norm_q", "norm_k", "norm2")):
+    if name in _IMAGE_ATTENTION and image is None:
+        return ABSENT
+    if name.endswith(("norm_q", "norm_k", "norm_added_k", "norm2")):
         return (width,)
     if name == "scale_shift_table":
         return (1, 6, width)

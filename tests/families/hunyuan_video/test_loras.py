@@ -265,8 +265,7 @@ UNKNOWN = (
     "lora_te2_layers_0_mlp_up_proj.alpha",
     "text_encoder.layers.0.mlp.up_proj.lora_A.weight",
     "diffusion_model.blocks.0.self_attn.q.lora_A.weight",
-    "transformer.double_blocks.0.img_attn_qkv.lokr_w1",
-    "transformer.double_blocks.0.img_attn_qkv.dora_scale",
+    "transformer.double_blocks.0.img_attn_qkv.lora_C.weight",
     "transformer.double_blocks.99999.img_attn_qkv.lora_A.weight",
     "transformer.clean_x_embedder.proj.lora_A.weight",
 )
@@ -292,7 +291,7 @@ UNKNOWN = (
             "larger_model",
             {"module": "context_embedder.token_refiner.refiner_blocks.1.norm1"},
         ),
-        (without(f"{QKV}.lora_B.weight"), "one_factor", PARTS),
+        (without(f"{QKV}.lora_B.weight"), "factor_missing", PARTS),
         (with_tensor(f"{QKV}.lora_B.weight", torch.ones(96, 3)), "ranks_differ", {**PARTS, "ranks": [RANK, 3]}),
         (with_tensor(f"{QKV}.lora_A.weight", torch.full((RANK, 32), float("nan"))), "not_finite", {}),
         (with_tensor(f"{QKV}.lora_B.weight", torch.full((96, RANK), float("inf"))), "not_finite", {}),
@@ -308,7 +307,7 @@ UNKNOWN = (
         (with_tensor("transformer.transformer_blocks.0.attn.to_q.diff", torch.ones(32, 32)), "duplicate_module", TO_Q),
         (
             with_tensor("img_in.proj.lora_A.weight", torch.ones(RANK, 64)),
-            "one_factor",
+            "factor_missing",
             {"module": "x_embedder.proj"},
         ),
         (
