@@ -499,7 +499,8 @@ def _described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {"dict": {key: _described(item, tensors) for key, item in value.items()}}
     if isinstance(value, list | tuple):
-        return {type(value).__name__: [_described(item, tensors) for item in value]}
+        kind = "list" if isinstance(value, list) else "tuple"  # also a torch.Size
+        return {kind: [_described(item, tensors) for item in value]}
     return {"value": value}
 
 

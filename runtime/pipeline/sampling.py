@@ -3,6 +3,8 @@
 Equal to the family's diffusers pipeline for the same seed with a CPU generator (tests/pipeline/test_parity.py).
 """
 
+import hashlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -103,12 +105,14 @@ class Step:
         fresh: whether the step starts with an empty step cache, so that sampling can be resumed before it.
         embedded_guidance: scalar tensor like `timestep`, 1000 times the guidance scale that the transformer takes as an
             input; `None` if it takes none.
+        noise_seed: see `advanced`.
     """
 
     timestep: torch.Tensor
     sigma: float
     expert: str
     guidance_scale: float
+    noise_seed: int
     fresh: bool = True
     embedded_guidance: torch.Tensor | None = None
 
@@ -199,9 +203,41 @@ def get_schedule(
     scales = {"transformer": plan.guidance_scale, "transformer_2": low}
     cached = uses(plan.step_cache, experts, plan.mag_ratios)
     return [
-        Step(timestep, sigma, expert, scales[expert], use.fresh, embedded)
-        for timestep, sigma, expert, use in zip(scheduler.timesteps, sigmas, experts, cached, strict=False)
+        Step(timestep, sigma, expert, scales[expert], noise_seed(plan.seed, index), use.fresh, embedded)
+        for index, (timestep, sigma, expert, use) in enumerate(
+            zip(scheduler.timesteps, sigmas, experts, cached, strict=False)
+        )
     ]
+
+
+def noise_seed(seed: int, *number: int) -> int:
+    """Return the seed of a step's noise, by the video's seed and the numbers of the step and, if any, its section."""
+    digest = hashlib.sha256(repr((seed, *number)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def advanced(
+    scheduler: Any, velocity: torch.Tensor, timestep: torch.Tensor, latents: torch.Tensor, noise_seed: int
+) -> torch.Tensor:
+    """Return the latents after one step of a scheduler.
+
+    Noise that it adds is drawn on the CPU and depends on `noise_seed` only, so that a step can be repeated: after a
+    resume, by another backend, and on each of several GPUs.
+
+    Raises:
+        ModelError: if the scheduler's configuration is unsuitable, or its noise cannot be repeated.
+    """
+    seeded = {}
+    if "generator" in inspect.signature(scheduler.step).parameters:
+        seeded["generator"] = torch.Generator("cpu").manual_seed(noise_seed)
+    before = torch.get_rng_state()
+    try:
+        after: torch.Tensor = scheduler.step(velocity, timestep, latents, return_dict=False, **seeded)[0]
+    except _SCHEDULER_ERRORS as error:
+        raise _scheduler_error(scheduler, error) from error
+    if not torch.equal(before, torch.get_rng_state()):
+        raise ModelError("pipeline.scheduler_noise", scheduler=type(scheduler).__name__)
+    return after
 
 
 def _scheduler_error(scheduler: Any, error: Exception) -> ModelError:
@@ -247,10 +283,7 @@ def denoise(
                     denoiser.reset_cache()
                 velocity = _guided(denoiser, latents, step, conditioning, cancel)
                 estimate = latents - step.sigma * velocity
-                try:
-                    latents = scheduler.step(velocity, step.timestep, latents, return_dict=False)[0]
-                except _SCHEDULER_ERRORS as error:
-                    raise _scheduler_error(scheduler, error) from error
+                latents = advanced(scheduler, velocity, step.timestep, latents, step.noise_seed)
                 if given is not None:
                     latents, estimate = given.placed_in(latents), given.placed_in(estimate)
                 # Reading one value waits for the device, so the measured time is the step's own.

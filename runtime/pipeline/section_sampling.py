@@ -21,7 +21,7 @@ from runtime.execution.components import UNPROMPTED, SectionDenoiser, SectionInp
 from runtime.models.sections import HISTORY, HISTORY_1X, HISTORY_2X, HISTORY_4X, Section, Sections
 from runtime.models.spec import ModelSpec
 from runtime.models.timed_prompts import section_prompts
-from runtime.pipeline.sampling import Conditioning
+from runtime.pipeline.sampling import Conditioning, advanced, noise_seed
 
 # The largest shift of the noise schedule that FramePack uses.
 _MOST_SHIFT = 7.0
@@ -75,12 +75,14 @@ class SectionedVideo:
     Attributes:
         scheduler: a `diffusers.FlowMatchEulerDiscreteScheduler`, whose timesteps are set for each section.
         steps: denoising steps of each section.
+        seed: of the noise that the scheduler adds, if it adds any.
     """
 
     sections: Sections
     conditioning: SectionConditioning
     scheduler: Any
     steps: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ def denoise_section(
         started, timestep = time.perf_counter(), scheduler.timesteps[index]
         velocity = _guided(denoiser, latents, timestep, prompts, video.conditioning.true_guidance_scale, cancel)
         estimate = latents - scheduler.sigmas[index] * velocity
-        latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        latents = advanced(scheduler, velocity, timestep, latents, noise_seed(video.seed, section.index, index))
         # Reading one value waits for the device, so the measured time is the step's own.
         if not torch.isfinite(latents).all().item():
             raise BadResultError("pipeline.not_finite", step=index + 1, of=video.steps)

@@ -72,9 +72,8 @@ def make_sections(context: RunContext, previews: Previews, files: SectionFiles) 
     assert context.conditioning is not None
     assert context.section is not None
     sections = sections_of(plan, spec)
-    video = SectionedVideo(
-        sections, conditioning_of(plan, spec, context.conditioning), context.schedule()[0], plan.steps
-    )
+    conditioning = conditioning_of(plan, spec, context.conditioning)
+    video = SectionedVideo(sections, conditioning, context.schedule()[0], plan.steps, plan.seed)
     files.check_disk(sum(len(sections[number].frames) for number in range(context.section.sections, sections.count)))
     pending: torch.Tensor | None = None
     if not _stops(cancel, context.section):

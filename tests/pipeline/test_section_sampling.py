@@ -121,7 +121,7 @@ class Job:
     ) -> Iterator[FinishedSection]:
         """Yield the remaining sections."""
         return finished_sections(
-            SectionedVideo(self.sections, conditioning, self.reference.scheduler, STEPS),
+            SectionedVideo(self.sections, conditioning, self.reference.scheduler, STEPS, 0),
             progress,
             lambda: nullcontext(self.denoiser),
             lambda: nullcontext(self.decode),
@@ -313,7 +313,7 @@ def test_memory_does_not_grow_with_sections(
 
     conditioning, progress = made_of_zeros(sections)
     made = finished_sections(
-        SectionedVideo(sections, conditioning, reference.scheduler, 1),
+        SectionedVideo(sections, conditioning, reference.scheduler, 1, 0),
         progress,
         lambda: alone(halved),
         lambda: alone(decode),
@@ -371,7 +371,7 @@ def test_cancelling_takes_effect_between_the_passes_of_a_step(reference: Hunyuan
         return latents
 
     made = finished_sections(
-        SectionedVideo(sections, guided, reference.scheduler, STEPS),
+        SectionedVideo(sections, guided, reference.scheduler, STEPS, 0),
         progress,
         lambda: nullcontext(Computed(cancelling)),
         lambda: nullcontext(lambda latents: latents),
@@ -386,7 +386,7 @@ def test_nan_is_refused(reference: HunyuanVideoFramepackPipeline) -> None:
     sections = Sections(1, VANILLA, WINDOW)
     conditioning, progress = made_of_zeros(sections)
     made = finished_sections(
-        SectionedVideo(sections, conditioning, reference.scheduler, STEPS),
+        SectionedVideo(sections, conditioning, reference.scheduler, STEPS, 0),
         progress,
         lambda: nullcontext(Computed(lambda latents: latents * torch.nan)),
         lambda: nullcontext(lambda latents: latents),

@@ -60,6 +60,10 @@ MESSAGES: Mapping[str, Message] = {
         "The scheduler {scheduler}, as this model configures it, failed: {error}.",
         "Copy the model's scheduler folder again, or use another number of steps.",
     ),
+    "pipeline.scheduler_noise": Message(
+        "The scheduler {scheduler} adds noise that does not follow the seed, so that a video could not be repeated.",
+        "Use another model, or another scheduler in the model's scheduler folder.",
+    ),
     "pipeline.backend_unsupported": Message(
         "{backend:backend} engines cannot be built here: {component:component} runs on {device}, "
         "which {backend:backend} does not support.",

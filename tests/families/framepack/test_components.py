@@ -104,7 +104,7 @@ def test_loaded_components_equal_the_pipeline(folder: Path, sampling_type: str, 
     decoder = components.video_decoder(loaded.module("vae"), "cpu")
     made = list(
         finished_sections(
-            SectionedVideo(sections, conditioning, load_scheduler(loaded.spec), STEPS),
+            SectionedVideo(sections, conditioning, load_scheduler(loaded.spec), STEPS, 0),
             SectionProgress.start(sections, conditioning.image, generator),
             lambda: nullcontext(denoiser),
             lambda: nullcontext(decoder.window),

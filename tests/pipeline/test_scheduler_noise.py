@@ -1,0 +1,78 @@
+"""Schedulers that add noise at each step: the same seed gives the same video, also after a resume."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from runtime.core.errors import ModelError
+from runtime.core.events import Paused, StepDone, VideoSaved
+from runtime.execution.residency import Residency
+from runtime.models.registry import read_spec
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.pipeline.sampling import advanced, noise_seed
+from tests.pipeline.runs import events_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import tiny_plan
+
+Tiny = Callable[[str], ModelSpec]
+NOISY: dict[str, dict[str, Any]] = {
+    "FlowMatchLCMScheduler": {"shift": 3.0},
+    "FlowMatchEulerDiscreteScheduler": {"shift": 3.0, "stochastic_sampling": True},
+    "DPMSolverMultistepScheduler": {
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+        "algorithm_type": "sde-dpmsolver++",
+    },
+}
+
+
+# diffusers' own, in DPMSolverMultistepScheduler.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("name", NOISY)
+def test_the_same_seed_gives_the_same_video(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "model")
+    getattr(diffusers, name)(**NOISY[name]).save_pretrained(tmp_path / "model" / "scheduler")
+    spec, out = read_spec(tmp_path / "model", "noisy"), tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out)
+    frames = []
+    for number in range(2):
+        torch.manual_seed(number)
+        assert isinstance(events_of(plan, spec, Residency())[-1], VideoSaved)
+        frames.append(frames_of(out))
+    folder = CheckpointFolder(tmp_path / "job")
+    paused = events_of(
+        plan, spec, Residency(), checkpoints=folder, pause_at=lambda e: isinstance(e, StepDone) and e.step == 2
+    )
+    assert isinstance(paused[-1], Paused)
+    torch.manual_seed(9)
+    resumed = events_of(plan, spec, Residency(), checkpoints=folder)
+    assert [event.step for event in resumed if isinstance(event, StepDone)] == [3, 4]
+    frames.append(frames_of(out))
+    events_of(plan.replace(seed=plan.seed + 1), spec, Residency())
+    assert frames[0] == frames[1] == frames[2] != frames_of(out)
+
+
+def test_the_noise_of_a_step_depends_on_seed_section_and_step() -> None:
+    seeds = {noise_seed(seed, *number) for seed in (0, 1, 2**63 - 1) for number in ((0,), (1,), (0, 1), (1, 0))}
+    assert len(seeds) == 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class _Unseeded:
+    """A scheduler whose step takes no generator."""
+
+    def step(self, velocity: torch.Tensor, timestep: torch.Tensor, latents: torch.Tensor, return_dict: bool) -> Any:
+        return (latents - velocity + torch.randn_like(latents),)
+
+
+def test_noise_that_does_not_follow_the_seed_is_refused() -> None:
+    latents = torch.zeros(1, 4, 1, 2, 2)
+    with pytest.raises(ModelError) as refused:
+        advanced(_Unseeded(), latents, torch.tensor(500), latents, 7)
+    assert (refused.value.code, refused.value.data["scheduler"]) == ("pipeline.scheduler_noise", "_Unseeded")
