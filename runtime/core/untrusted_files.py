@@ -3,10 +3,12 @@
 Opening a FIFO would wait for a writer, and a device such as /dev/zero has no end.
 """
 
+import codecs
 import errno
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,11 @@ MAX_JSON_BYTES = 4 << 20
 # Enough for the manifest of 5,000 downloaded files. Many small values take far more time and memory than their text:
 # garbage collection visits each list and object several times, and a validation error may describe each value.
 MAX_JSON_VALUES = 20_000
+_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"')
+# The first line of the file that Git stores in place of a large one.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Some editors begin UTF-8 with it.
+BYTE_ORDER_MARK = codecs.BOM_UTF8
 
 
 class NotRegularFileError(OSError):
@@ -91,8 +98,8 @@ def parse_json(data: bytes, *, infinite: bool = False, max_values: int = MAX_JSO
         ValueError: if it is not JSON in UTF-8, or nested more than 200 deep; `DuplicateNameError` if an object has two
             values of one name; `TooManyValuesError`.
     """
-    # Before parsing, because each list or object takes long to parse. Those inside texts are counted too.
-    if data.count(b"[") + data.count(b"{") > max_values:
+    # Before parsing, because each list or object takes long to parse.
+    if _brackets(data) > max_values and _brackets(_TEXTS.sub(b"", data)) > max_values:
         raise TooManyValuesError(max_values)
     try:
         json.loads(data, object_pairs_hook=_refuse_duplicates, parse_float=None if infinite else _refuse_infinite)
@@ -105,13 +112,26 @@ def parse_json(data: bytes, *, infinite: bool = False, max_values: int = MAX_JSO
 
 
 def read_json(path: Path, *, infinite: bool = False, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the value of a JSON file; see `read_file` and `parse_json`.
+    """Return the value of a JSON file, which may begin with a byte order mark; see `read_file` and `parse_json`.
 
     Raises:
         OSError: if it cannot be read.
         ValueError: if its content is not accepted.
     """
-    return parse_json(read_file(path, max_bytes), infinite=infinite)
+    return parse_json(read_file(path, max_bytes).removeprefix(BYTE_ORDER_MARK), infinite=infinite)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is only the pointer that Git stores in place of a large one."""
+    try:
+        with open_file(path) as file:
+            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except (OSError, ValueError):
+        return False
+
+
+def _brackets(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{")
 
 
 def _count_values(value: Any) -> int:

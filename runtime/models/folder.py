@@ -7,7 +7,8 @@ tables without end, and everything in it is a regular file or a folder.
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,10 +17,23 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import ModelError
 from runtime.core.request import MAX_FRAMES, MAX_SIDE, MAX_STEPS
-from runtime.core.untrusted_files import MAX_JSON_VALUES, NotRegularFileError, TooManyValuesError, read_json
+from runtime.core.untrusted_files import (
+    BYTE_ORDER_MARK,
+    MAX_JSON_VALUES,
+    NotRegularFileError,
+    TooManyValuesError,
+    is_lfs_pointer,
+    open_file,
+    read_json,
+)
 from runtime.models.spec import Defaults, LatentRgb
-from runtime.models.tensor_files import read_header
+from runtime.models.tensor_files import lfs_pointer, read_header
 
+# Names of weights as diffusers and transformers write them, with `variant` or without; "fp16" and the like.
+_WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.(?P<variant>[A-Za-z0-9_]+))?\.safetensors")
+_INDEX = re.compile(r".+\.safetensors\.index(?:\.(?P<variant>[A-Za-z0-9_]+))?\.json")
+# The vocabulary of a tokenizer, by any of the libraries.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 # The largest number in a published configuration is the size of a vocabulary, 256,384.
 _MAX_NUMBER = 1_000_000
@@ -86,6 +100,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     except TooManyValuesError as error:
         raise ModelError("model.file_too_many", file=file, most=MAX_JSON_VALUES) from error
     except ValueError as error:
+        if is_lfs_pointer(path):
+            raise lfs_pointer(path) from error
         raise ModelError("model.file_not_json", file=file) from error
     if not isinstance(value, dict):
         raise ModelError("model.file_not_object", file=file)
@@ -172,34 +188,78 @@ def check_tokenizer(directory: Path) -> None:
         ModelError: if one is too large, or the configuration names code to run.
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if path.is_file() and path.stat().st_size > MAX_SMALL_FILE_BYTES:
-            raise ModelError("model.file_too_large", file=f"{directory.name}/{path.name}", most=MAX_SMALL_FILE_BYTES)
+        if path.is_file():
+            if path.stat().st_size > MAX_SMALL_FILE_BYTES:
+                file = f"{directory.name}/{path.name}"
+                raise ModelError("model.file_too_large", file=file, most=MAX_SMALL_FILE_BYTES)
+            check_read_by_library(path)
     path = directory / "tokenizer_config.json"
     if path.exists() and "auto_map" in _read_object(path):
         raise ModelError("model.tokenizer_runs_code")
 
 
+def check_read_by_library(path: Path) -> None:
+    """Check that a library can read a file of text: it has its content, and no byte order mark.
+
+    Raises:
+        ModelError: if not.
+    """
+    if is_lfs_pointer(path):
+        raise lfs_pointer(path)
+    if path.suffix == ".json":
+        with open_file(path) as file:
+            if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK:
+                raise ModelError("model.byte_order_mark", file=f"{path.parent.name}/{path.name}")
+
+
+def check_tokenizers(directory: Path, encoders: Collection[str], title: str) -> None:
+    """Check that each text encoder has a tokenizer.
+
+    Raises:
+        ModelError: if one has not.
+    """
+    for encoder in encoders:
+        folder = directory / encoder.replace("text_encoder", "tokenizer")
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ModelError("model.tokenizer_missing", model=title, folder=folder, files=list(_TOKENIZER_FILES))
+
+
 def weight_files(component: Path) -> list[Path]:
     """Return the safetensors files of a component: those that its index names, if it has one.
+
+    If there are several variants (see `weights_variant`), the files are those of one.
 
     Raises:
         ModelError: if there are none, or the index is invalid or names a file outside the folder.
     """
-    index_files = sorted(component.glob("*.safetensors.index.json"))
-    if index_files:
-        names = _indexed(index_files[0])
-    else:
-        names = {
-            name
-            for name in ("diffusion_pytorch_model.safetensors", "model.safetensors")
-            if (component / name).is_file()
-        }
+    files, index = _weights_by_variant(component).get(weights_variant(component), ((), None))
+    names = set(files) if index is None else _indexed(component / index)
     if not names:
         raise ModelError("model.weights_missing", component=component.name)
     for name in names:
         if Path(name).name != name:
             raise ModelError("model.weights_outside", component=component.name)
     return [component / name for name in sorted(names)]
+
+
+def weights_variant(component: Path) -> str | None:
+    """Return the variant of a component's weights, as in diffusers: "fp16" of "model.fp16.safetensors".
+
+    `None` for weights without one, which are preferred, then those in bfloat16.
+    """
+    return min(_weights_by_variant(component), key=lambda name: (name is not None, name != "bf16", name), default=None)
+
+
+def _weights_by_variant(component: Path) -> dict[str | None, tuple[list[str], str | None]]:
+    """Return the files of weights, and the index that names them if there is one, by variant."""
+    variants: dict[str | None, tuple[list[str], str | None]] = {}
+    for name in sorted(path.name for path in component.iterdir()) if component.is_dir() else ():
+        index, single = _INDEX.fullmatch(name), _WEIGHTS.fullmatch(name)
+        if index is not None:
+            variants[index["variant"]] = ([], name)
+        elif single is not None:
+            variants.setdefault(single["variant"], ([name], None))
+    return variants
 
 
 def _indexed(path: Path) -> set[str]:

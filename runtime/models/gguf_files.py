@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact
-from runtime.core.untrusted_files import open_file
-from runtime.models.tensor_files import unreadable
+from runtime.core.untrusted_files import is_lfs_pointer, open_file
+from runtime.models.tensor_files import lfs_pointer, unreadable
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -88,6 +88,8 @@ class _Reader:
 
     def tensors(self) -> dict[str, GgufTensor]:
         if self._take(len(MAGIC)) != MAGIC:
+            if is_lfs_pointer(self._path):
+                raise lfs_pointer(self._path)
             raise self._invalid("gguf.no_magic")
         version, count, metadata = self._number("I"), self._number("Q"), self._number("Q")
         if version not in _VERSIONS:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from runtime.core.errors import ModelError
 from runtime.core.loras import BOTH, Expert
-from runtime.models.folder import check_files, check_tokenizer, read_config, weight_files
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.folder import check_files, check_tokenizer, check_tokenizers, read_config, weight_files
+from runtime.models.spec import ModelSpec, is_text_encoder, is_transformer
 from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
 
 
@@ -337,6 +337,7 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
     family = _family_in(directory, directory.name)
     check_companions(directory)
     spec = with_quantized(family.read_spec(directory, name))
+    check_tokenizers(directory, list(filter(is_text_encoder, spec.component_names)), spec.title)
     if spec.latent_rgb is not None and len(spec.latent_rgb.factors) != spec.vae.z_dim:
         raise ModelError("model.config_invalid", model=spec.title, detail="latent_rgb_factors")
     return spec

@@ -27,7 +27,7 @@ from runtime.models.tensor_files import read_header, unreadable
 PLAIN, FP8_STORED, NVFP4 = "plain", "fp8", "nvfp4"
 # Values that share a scale.
 NVFP4_BLOCK = 16
-_PLAIN = frozenset({"F32", "F16", "BF16"})
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALES = _PLAIN | {"F8_E4M3"}
 # What a tensor is to the weight of its layer, by the end of its name.

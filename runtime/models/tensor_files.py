@@ -16,9 +16,9 @@ from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact
 from runtime.core.untrusted_files import (
-    MAX_JSON_BYTES,
     DuplicateNameError,
     TooManyValuesError,
+    is_lfs_pointer,
     open_file,
     parse_json,
     read_file,
@@ -31,6 +31,8 @@ _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _MAX_AXES = 16
 _MAX_NAME_LENGTH = 80
+# The limit of the format. LoRAs contain training settings, and models workflows, as text in their metadata.
+_MAX_HEADER_BYTES = 100_000_000
 # A tensor has about 10; the largest supported model has 1,100 tensors in a file, a LoRA up to about 3,000.
 _MAX_VALUES = 200_000
 # Bits per element.
@@ -89,12 +91,12 @@ def read_header(path: Path) -> Header:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if length <= min(size - _LENGTH_BYTES, MAX_JSON_BYTES):
+            if length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 data = file.read(length)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    if MAX_JSON_BYTES < length <= size - _LENGTH_BYTES:
-        raise _invalid(path, Fact("safetensors.header_too_long", {"size": length, "most": MAX_JSON_BYTES}))
+    if _MAX_HEADER_BYTES < length <= size - _LENGTH_BYTES:
+        raise _invalid(path, Fact("safetensors.header_too_long", {"size": length, "most": _MAX_HEADER_BYTES}))
     if len(data) < length or not data:
         raise _damaged(path, size)
     header = _parse(path, data, _LENGTH_BYTES + length)
@@ -176,6 +178,11 @@ def _invalid(path: Path, cause: Fact) -> ModelError:
     return ModelError("model.tensors_invalid", file=f"{path.parent.name}/{path.name}", cause=cause)
 
 
+def lfs_pointer(path: Path) -> ModelError:
+    """Return the error for a file whose content Git has not fetched."""
+    return ModelError("model.lfs_pointer", file=f"{path.parent.name}/{path.name}", folder=path.parent)
+
+
 def unreadable(path: Path, error: Exception) -> ModelError:
     """Return the error for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or str(error)
@@ -183,4 +190,6 @@ def unreadable(path: Path, error: Exception) -> ModelError:
 
 
 def _damaged(path: Path, size: int) -> ModelError:
+    if is_lfs_pointer(path):
+        return lfs_pointer(path)
     return ModelError("model.file_damaged", file=f"{path.parent.name}/{path.name}", size=size)

@@ -113,6 +113,8 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
     else:
         return NoiseLevels(fixed=NO_SHIFT)
     given = config.get(setting)
+    if given is None and setting in config:
+        raise ValueError(f"{setting} is null; remove it, or give a number such as 3.0")
     steps = config.get("num_train_timesteps") or NoiseLevels.training_steps
     if type(steps) is not int or not 1 <= steps <= _MAX_TRAINING_STEPS:
         raise ValueError("num_train_timesteps")

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from runtime.core.errors import ModelError, TandemError, first_line, ran_out
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
-from runtime.models.folder import tensor_types, weight_files
+from runtime.models.folder import check_read_by_library, read_config, tensor_types, weight_files, weights_variant
 from runtime.models.lora_fusing import StoredWeights, fuse
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
 from runtime.models.registry import components_of
@@ -243,12 +243,15 @@ def _from_library(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str
     Raises:
         ModelError, MemoryError: see `load_module`.
     """
+    folder = spec.directory / folder_of(name)
+    check_read_by_library(folder / "config.json")
     dtype_argument = "dtype" if is_text_encoder(name) or name == IMAGE_ENCODER else "torch_dtype"
     arguments: dict[str, Any] = {
         dtype_argument: dtype,
         "use_safetensors": True,
         "local_files_only": True,
         "subfolder": folder_of(name),
+        "variant": weights_variant(folder),
         "output_loading_info": True,
         **more,
     }
@@ -309,9 +312,8 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     if shift is not None:
         assert spec.noise.setting is not None, "the planner refuses a shift otherwise"
         changed[spec.noise.setting] = shift
+    config = read_config(spec.directory / "scheduler" / "scheduler_config.json") | changed
     try:
-        return cast("Any", scheduler_class).from_pretrained(
-            str(spec.directory), subfolder="scheduler", local_files_only=True, **changed
-        )
+        return cast("Any", scheduler_class).from_config(config)
     except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.scheduler_unloadable", model=spec.title) from error

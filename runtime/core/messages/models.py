@@ -142,6 +142,22 @@ _FILES: Mapping[str, Message] = {
     ),
     "model.file_unreadable": Message("{file} cannot be read: {reason}.", "Check the file {path} and its permissions."),
     "model.file_too_many": Message("{file} has more than {most:,} values; no configuration has so many.", _AGAIN),
+    "model.lfs_pointer": Message(
+        "{file} is only a Git LFS pointer: its content has not been fetched.",
+        "Run `git lfs pull` in {folder}, or download the model in another way.",
+    ),
+    "model.byte_order_mark": Message(
+        "{file} begins with a byte order mark, with which its library cannot read it.",
+        "Save the file as UTF-8 without a byte order mark.",
+    ),
+    "model.tokenizer_missing": Message(
+        "{model} has no tokenizer: {folder} has none of {files:list}.",
+        "Copy the folder {folder} of the same model.",
+    ),
+    "model.boundary_missing": Message(
+        "{model} has two experts, and its model_index.json does not state at which noise level the second one begins.",
+        'Add "boundary_ratio": {value:g} to {file}.',
+    ),
     "model.file_damaged": Message("{file} is damaged or truncated ({size:,} bytes).", _AGAIN),
     "model.tensors_invalid": Message("{file} is not a valid safetensors file: {cause:clause}.", _AGAIN),
     "model.gguf_invalid": Message("{file} is not a valid GGUF file: {cause:clause}.", _AGAIN),

@@ -52,6 +52,7 @@ _OF_ENCODER = ("encoder.", "quant_conv.")
 _SCHEDULER = "UniPCMultistepScheduler"
 # Of experts in files beside a folder that states none: that of Wan2.2-T2V-A14B.
 _BOUNDARY = 0.875
+_IMAGE_BOUNDARY = 0.9
 # For a model that is not downloaded; its configuration determines the shift later.
 _NOISE = NoiseLevels(setting="flow_shift", fixed=None, shift=math.nan, spread="unipc")
 
@@ -523,7 +524,8 @@ def _read_configurations(
         raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
     boundary_ratio = _BOUNDARY_RATIO.validate_python(index.get("boundary_ratio"))
     if others and boundary_ratio is None:
-        raise KeyError("boundary_ratio")
+        value = _BOUNDARY if image_input is None else _IMAGE_BOUNDARY
+        raise ModelError("model.boundary_missing", model=title, value=value, file=directory / "model_index.json")
     text_encoder = _TEXT_ENCODER.validate_python(_config_of(directory, "text_encoder", files)).spec
     scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
     if scheduler.get("use_dynamic_shifting"):

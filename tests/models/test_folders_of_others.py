@@ -1,0 +1,149 @@
+"""Folders and files as other programs leave them: variants of weights, Git LFS pointers, byte order marks, float64."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.core.errors import ModelError
+from runtime.core.loras import Lora
+from runtime.models.folder import weight_files, weights_variant
+from runtime.models.loras import with_loras
+from runtime.models.registry import components_of, read_spec
+from runtime.models.spec import ModelSpec
+from runtime.models.tensor_files import read_header
+from runtime.models.weights import load_module, load_scheduler, load_stored
+from tests import lora_files
+from tests.models.test_loras import loaded, part
+
+Tiny = Callable[[str], ModelSpec]
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1234567\n"
+
+
+@pytest.fixture
+def folder(tiny: Tiny, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny("wan2.1").directory, tmp_path / "model"))
+
+
+def refusal(folder: Path) -> ModelError:
+    with pytest.raises(ModelError) as refused:
+        read_spec(folder, "model")
+    return refused.value
+
+
+@pytest.mark.parametrize("shard", [None, "40KB"])
+@pytest.mark.parametrize("variant", ["fp16", "bf16", "fp32"])
+def test_weights_saved_as_a_variant_are_loaded(variant: str, shard: str | None, tiny: Tiny, folder: Path) -> None:
+    spec = tiny("wan2.1")
+    for name in ("transformer", "text_encoder", "vae"):
+        module_class: Any = components_of("wan").MODULES[name]
+        module = module_class.from_pretrained(spec.directory / name)
+        for path in weight_files(folder / name):
+            path.unlink()
+        module.save_pretrained(folder / name, variant=variant, **({"max_shard_size": shard} if shard else {}))
+    assert weights_variant(folder / "transformer") == variant
+    assert (len(weight_files(folder / "transformer")) > 1) == (shard is not None)
+    saved = read_spec(folder, "model")
+    assert saved.parameters == spec.parameters
+    for name in ("transformer", "text_encoder"):
+        wanted = load_module(spec, name, part()).state_dict()
+        for module in (load_module(saved, name, part()), load_stored(saved, name)):
+            found = module.state_dict()
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+def test_plain_weights_are_preferred_to_a_variant(folder: Path) -> None:
+    transformer = folder / "transformer"
+    (plain,) = weight_files(transformer)
+    save_file({"other": torch.ones(1)}, transformer / "diffusion_pytorch_model.fp16.safetensors")
+    save_file({"other": torch.ones(1)}, transformer / "diffusion_pytorch_model.bf16.safetensors")
+    assert (weights_variant(transformer), weight_files(transformer)) == (None, [plain])
+    plain.unlink()
+    assert weight_files(transformer) == [transformer / "diffusion_pytorch_model.bf16.safetensors"]
+
+
+def test_a_git_lfs_pointer_is_named(folder: Path, tmp_path: Path, tiny: Tiny, subtests: pytest.Subtests) -> None:
+    for name in (
+        "transformer/diffusion_pytorch_model.safetensors",
+        "transformer/config.json",
+        "tokenizer/tokenizer.json",
+        "model_index.json",
+    ):
+        with subtests.test(file=name):
+            content = (folder / name).read_bytes()
+            (folder / name).write_bytes(POINTER)
+            assert (refusal(folder).code, refusal(folder).data["file"].endswith(name)) == ("model.lfs_pointer", True)
+            (folder / name).write_bytes(content)
+    (tmp_path / "style.safetensors").write_bytes(POINTER)
+    with pytest.raises(ModelError) as refused:
+        with_loras(tiny("wan2.1"), [Lora(str(tmp_path / "style.safetensors"))], tmp_path)
+    assert refused.value.data["cause"].code == "model.lfs_pointer"
+
+
+def test_configurations_with_a_byte_order_mark_are_read(folder: Path, tiny: Tiny) -> None:
+    for name in (
+        "model_index.json",
+        "transformer/config.json",
+        "text_encoder/config.json",
+        "scheduler/scheduler_config.json",
+    ):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    spec = read_spec(folder, "model")
+    wanted = loaded(tiny("wan2.1"))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded(spec).items())
+    assert load_scheduler(spec, 4.0).config["flow_shift"] == 4.0
+    path = folder / "tokenizer" / "tokenizer_config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # read by a library only
+    assert refusal(folder).code == "model.byte_order_mark"
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(folder: Path) -> None:
+    shutil.move(folder / "tokenizer" / "tokenizer.json", folder / "moved.json")
+    assert refusal(folder).code == "model.tokenizer_missing"
+    shutil.rmtree(folder / "tokenizer")
+    assert refusal(folder).code == "model.tokenizer_missing"
+
+
+def test_weights_in_float64_are_rounded(folder: Path, tiny: Tiny) -> None:
+    (path,) = weight_files(folder / "transformer")
+    save_file({name: tensor.double() for name, tensor in load_file(path).items()}, path)
+    wanted = loaded(tiny("wan2.1"))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded(read_spec(folder, "model")).items())
+
+
+@pytest.mark.parametrize(("architecture", "value"), [("wan2.2-a14b", 0.875), ("wan2.2-i2v-a14b", 0.9)])
+def test_a_missing_boundary_is_named_with_its_value(
+    architecture: str, value: float, tiny: Tiny, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny(architecture).directory, tmp_path / "model"))
+    index = json.loads((folder / "model_index.json").read_text())
+    del index["boundary_ratio"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert (refusal(folder).code, refusal(folder).data["value"]) == ("model.boundary_missing", value)
+
+
+@pytest.mark.parametrize("scheduler", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
+def test_a_shift_of_null_is_refused_before_anything_is_loaded(scheduler: str, folder: Path) -> None:
+    config = {"_class_name": scheduler, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    setting = "flow_shift" if scheduler.startswith("Uni") else "shift"
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(config | {setting: None}))
+    assert (refusal(folder).code, setting in str(refusal(folder).data["detail"])) == ("model.config_invalid", True)
+    path.write_text(json.dumps(config))
+    assert read_spec(folder, "model").noise.shift == 1.0
+
+
+def test_headers_with_much_text_are_read(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1")
+    path = tmp_path / "style.safetensors"
+    workflow = json.dumps({"nodes": [{"id": number, "inputs": [[]]} for number in range(120_000)]})
+    assert 2 * len(workflow) > 4 << 20
+    save_file(lora_files.peft(lora_files.factors(spec.transformer)), path, metadata={"workflow": workflow * 2})
+    assert read_header(path).metadata["workflow"] == workflow * 2
+    assert with_loras(spec, [Lora(str(path))], tmp_path).loras
