@@ -127,6 +127,7 @@ def test_configurations_take_turns_after_warm_up(done: Done) -> None:
     assert [one["runs"] for one in done.result()["configurations"]] == [2, 2, 2, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_stages_steps_loading_and_building_are_measured_separately(done: Done) -> None:
     one = done.one("onnx text")
     assert set(one["stages"]) == {"encode", "denoise", "decode", "mux", "total"}
@@ -273,6 +274,7 @@ def test_out_of_memory_fails_instead_of_measuring_another_strategy(
     assert done.one("fits")["state"] == "measured"
 
 
+@pytest.mark.slow
 def test_configurations_are_loaded_in_turn_if_memory_is_short(
     runner: BenchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def videos() -> list[Arrival]:
     return arrivals(3, videos=2000, keys=30, burst=200)
 
 
+@pytest.mark.slow
 def test_every_job_ends_once_and_light_keys_wait_less(videos: list[Arrival], monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = classes(videos, 200)
     assert set(kinds.values()) == {"bursting", "heavy", "light"}

@@ -96,6 +96,7 @@ def test_channels_are_shown_side_by_side(tmp_path: Path) -> None:
     assert int(depth.max(3).astype(int).max() - depth.min(3).astype(int).max()) <= 3  # gray
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["wan2.1", "hunyuan-video"])
 def test_latents_of_video_models_are_decoded_by_their_vae(
     architecture: str, tiny: Callable[[str], Any], tmp_path: Path
@@ -119,6 +120,7 @@ def test_latents_of_video_models_are_decoded_by_their_vae(
     assert np.abs(luma(pixels(tmp_path / "one.mp4")) - luma(shown)).mean() < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["wan2.1", "hunyuan-video"])
 @pytest.mark.parametrize("short", [True, False])
 def test_frames_are_decoded_in_tiles_where_memory_is_short(

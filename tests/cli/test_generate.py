@@ -97,6 +97,7 @@ def test_without_out_the_video_is_saved_in_the_cache_folder_which_is_private(
         assert [path for path in made if path.stat().st_mode & 0o077] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_no_file(number: int, tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ with cancel_on_signals(" To resume it: x"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize("numbers", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
 def test_a_long_native_call_can_be_ended(numbers: list[int]) -> None:

@@ -172,6 +172,7 @@ def test_a_finished_job_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFi
     assert (refused["error"]["code"], refused["error"]["data"]["job"]) == ("queue.job_done", job.id)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_job_resumes_at_its_checkpoint(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -83,6 +83,7 @@ def test_a_prompt_that_the_encoding_lacks_is_escaped(cache_dir: Path) -> None:
     assert "\\u7ea2\\u8239 on the sea" in done.stdout
 
 
+@pytest.mark.slow
 def test_no_word_is_broken_on_a_terminal(
     filled: str, few_models: None, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:

@@ -137,6 +137,7 @@ def test_unknown_settings_are_named() -> None:
     assert (refused.value.code, refused.value.data["field"]) == ("request.unknown_field", "'widht'")
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # speed is not what is tested
 @given(st.dictionaries(st.sampled_from(sorted(GenerationRequest.model_fields)), ANYTHING))
 def test_any_mapping_gives_a_request_or_one_refusal(values: dict[str, Any]) -> None:

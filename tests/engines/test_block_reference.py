@@ -108,6 +108,7 @@ def verified(spec: ModelSpec, session: Session, program: str, precision: str) ->
     return compare_blocks(session, spec, "transformer", key_of(spec, program, precision), "cpu", text_of(spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PARTS)
 def test_parts_equal_the_familys_own_blocks(diorama: ModelSpec, program: str) -> None:
     session = Part(part_of(diorama, program, "float32"))
@@ -127,6 +128,7 @@ def test_engines_of_a_model_that_attends_to_images_are_verified(tiny: Callable[[
     assert found.error < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "dtype"),
     [("block_qkv", "float16"), ("block_query", "bfloat16"), ("block_feed_forward", "float16")],

@@ -51,6 +51,7 @@ def check(path: Path, program: Program, profile: ShapeProfile) -> None:
     assert result.error < 1e-5, result.detail
 
 
+@pytest.mark.slow
 def test_large_weights_are_in_a_separate_file_and_export_prints_nothing(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

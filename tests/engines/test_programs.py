@@ -69,6 +69,7 @@ def test_exported_program_equals_the_module_at_every_size(case: Case, tiny: Call
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_signature_has_every_output(program: Program) -> None:
     profile = PROFILES[program.name]
     signature = IOSignature.from_text(program.signature(profile, program.example(profile)).to_text())

@@ -65,6 +65,7 @@ def mapped(tensor: torch.Tensor) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae_first"])
 @pytest.mark.parametrize("model", ["wan2.2-ti2v-5b", "diorama"])
 def test_the_reference_equals_the_program_in_float32(tiny: Callable[[str], ModelSpec], model: str, name: str) -> None:

@@ -493,6 +493,7 @@ def test_concurrent_processes(store: EngineStore) -> None:
     assert set(visible(store)) == {record.id for record in store.index()}
 
 
+@pytest.mark.slow
 def test_killed_process_leaves_only_complete_engines(store: EngineStore) -> None:
     store.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")

@@ -46,6 +46,7 @@ def exported(module: nn.Module, x: torch.Tensor, path: Path) -> Counter[str]:
     return kinds_of(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "size", "left", "batches"),
     [

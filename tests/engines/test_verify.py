@@ -205,6 +205,7 @@ def test_given_frames_and_images_stay_along_the_trajectory(tiny: Callable[[str],
 
 
 # In float16, convolutions take minutes on a CPU.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "name", "dtype"),
     [

@@ -251,6 +251,7 @@ def hostile(weights: Path) -> None:
     shutil.copytree(good, weights / os.fsdecode(b"not UTF-8 \xff"))
 
 
+@pytest.mark.slow
 def test_bad_folders_are_listed_with_their_reasons_and_stop_nothing(
     folder: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def refused(name: str, weights: Path) -> ModelError:
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", FORMATS)
 def test_each_format_computes_what_its_own_tools_read(title: str, state: State, weights: Path) -> None:
     held = FORMATS[title](weights / f"model{suffix_of(title)}", state)
@@ -358,6 +359,7 @@ def test_quantized_folders_of_diffusers(kind: str, weights: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_states_one_line_and_exits_with_2(
     state: State,
     weights: Path,

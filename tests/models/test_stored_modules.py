@@ -37,6 +37,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return mine.keys() == theirs.keys() and all(equal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["wan2.1-i2v", "wan2.2-ti2v-5b", "hunyuan_video"])
 def test_all_components_equal_those_of_the_libraries(
     architecture: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

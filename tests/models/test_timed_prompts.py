@@ -76,6 +76,7 @@ def test_each_section_has_the_prompt_of_its_time(sampling_type: SamplingType, ex
     assert [prompt_of(prompts, section, 30) for section in Sections(3, sampling_type)] == expected
 
 
+@pytest.mark.slow
 def test_hostile_texts_take_linear_time(subtests: pytest.Subtests) -> None:
     """Quadratic time would be minutes of the processor; linear time is a twentieth of a second."""
     for start, unit in product(["", "[0", "[0s:", "[0s - ", "[0s: a"], ["[", " ", "0", "-", "[0s: ", "[0s:a]", "[nan"]):

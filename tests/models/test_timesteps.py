@@ -107,6 +107,7 @@ def test_an_impossible_shift_gives_no_timesteps(shift: float) -> None:
     assert levels.timesteps(4) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
 @pytest.mark.parametrize("shift", [MIN_SHIFT, MAX_SHIFT])
 @pytest.mark.parametrize("steps", [1, 4, MAX_STEPS])

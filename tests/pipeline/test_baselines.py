@@ -78,6 +78,7 @@ def fp8_key(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_is_measured(tiny: Callable[[str], ModelSpec], service: EngineService, program: str) -> None:
     spec = tiny("wan2.2-a14b")

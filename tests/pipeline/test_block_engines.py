@@ -134,6 +134,7 @@ def not_numbers(outputs: Mapping[str, torch.Tensor]) -> None:
         output.fill_(math.nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_size_equals_pytorch(
     architecture: str, tiny: Tiny, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, calls: Calls
@@ -340,6 +341,7 @@ def latents_of(plan: ExecutionPlan, spec: ModelSpec, folder: Path) -> torch.Tens
     return found.sampling.latents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "end", "reason"),
     [

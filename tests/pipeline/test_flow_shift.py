@@ -35,6 +35,7 @@ def _with_euler(spec: ModelSpec, folder: Path) -> ModelSpec:
     return read_spec(folder, "euler")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "shifts"), [("unipc", (None, 3.0, 5.0, 12.0, 100.0)), ("euler", (None, 3.0, 12.0))]
 )

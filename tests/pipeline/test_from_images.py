@@ -115,6 +115,7 @@ def by_diffusers(clip: Clip) -> torch.Tensor:
     return latents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "images", "guidance"), [*((*case, 4.0) for case in CASES), (*CASES[2], 1.0), (*CASES[4], 1.0)]
 )
@@ -163,6 +164,7 @@ def test_a_job_resumes_after_the_images_are_gone(
     assert not {"text_encoder", "image_encoder", "vae_encoder"} & encoders
 
 
+@pytest.mark.slow
 def test_a_killed_job_resumes_to_the_same_video(tiny: Tiny, finished: Make, tmp_path: Path) -> None:
     clip = planned(tiny("wan2.1-i2v"), 1, tmp_path)
     assert killed(clip.spec, clip.plan, tmp_path / "job", event="StepDone", count=3) == -9
@@ -245,6 +247,7 @@ def residency() -> Iterator[Residency]:
         yield residency
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "images", "split"), [(*ONCE[0], (2, 1)), *((*case, (1, 2)) for case in ONCE)])
 def test_several_processes_make_the_same_video(
     architecture: str,
@@ -264,6 +267,7 @@ def test_several_processes_make_the_same_video(
     assert apart(together.output, finished(architecture, images).frames) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "images"), ONCE)
 def test_a_step_cache_starts_from_images(architecture: str, images: int, tiny: Tiny, tmp_path: Path) -> None:
     clip = planned(tiny(architecture), images, tmp_path, steps=8, step_cache="first-block:0.9")
@@ -278,6 +282,7 @@ def test_a_step_cache_starts_from_images(architecture: str, images: int, tiny: T
         assert np.abs(difference).max() <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "images"), ONCE)
 def test_a_lora_changes_a_video_from_images(
     architecture: str, images: int, tiny: Tiny, finished: Make, tmp_path: Path

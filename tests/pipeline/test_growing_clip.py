@@ -112,6 +112,7 @@ def numbers(clip: Clip) -> list[int]:
     return sorted(int(path.stem) for path in (clip.job / CLIP).iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b"])
 def test_the_first_frames_can_be_watched_while_others_are_decoded(
     architecture: str, tiny: Tiny, tmp_path: Path

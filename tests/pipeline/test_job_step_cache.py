@@ -25,6 +25,7 @@ Tiny = Callable[[str], ModelSpec]
 CACHE = "first-block:0.9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "within"), [(CACHE, {8}), ("magcache:0.12", set()), ("taylorseer:3", set())])
 def test_resuming_at_any_step_gives_the_same_video(cache: str, within: set[int], tiny: Tiny, tmp_path: Path) -> None:
     spec = with_ratios(tiny("wan2.2-a14b"))

@@ -90,6 +90,7 @@ def outs(events: list[Event]) -> list[OutOfMemory]:
 
 
 # Each place with one kind of error, and each kind in a place of each stage.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "call", "stage", "component", "step", "error"),
     [

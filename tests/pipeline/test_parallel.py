@@ -213,6 +213,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_coordinator(tmp_path: Path) -> None:
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER],

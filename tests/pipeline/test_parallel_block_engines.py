@@ -74,6 +74,7 @@ def serve(action: Action, number: int, *given: Any) -> None:
     rank_process.serve(number, *given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [TOKENS_SHARED, PASSES_SHARED], ids=["tokens", "passes"])
 @pytest.mark.parametrize("step_cache", ["none", pytest.param("first-block:0.075", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(
@@ -122,6 +123,7 @@ def test_a_process_falls_back_alone(
     assert (made - wanted).norm() <= 1e-4 * wanted.norm()
 
 
+@pytest.mark.slow
 def test_a_job_reports_what_a_process_reports(
     spec: ModelSpec, residency: Residency, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

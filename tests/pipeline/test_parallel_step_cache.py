@@ -103,6 +103,7 @@ def test_scheduled_caches_equal_those_of_one_process(
     assert (wanted - without).norm() > 1e-3 * wanted.norm()
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_gives_the_same_video(
     split: Split, residency: Residency, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def by_wan_pipeline(
     return run_pipeline(pipeline, plan, output_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "guidance"),
     [
@@ -78,6 +79,7 @@ def test_latents_equal_wan_pipelines(
     assert abs(latents - wanted).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_the_shipped_models_latents_and_frames_equal_wan_pipelines(tmp_path: Path) -> None:
     spec = find("diorama", tmp_path)
     prompt = "a red boat sails left on a calm sea at sunset"

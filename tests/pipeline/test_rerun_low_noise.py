@@ -29,6 +29,7 @@ def redo(made: ExecutionPlan, spec: ModelSpec, folder: Path, output: Path, **cha
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("high", "low", "changed"), [(4.0, 3.0, [5.0, 1.0, 3.0]), (1.0, 1.0, [3.0])])
 def test_a_rerun_equals_a_full_run_with_its_settings(
     high: float, low: float, changed: list[float], tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests

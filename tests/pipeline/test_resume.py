@@ -99,6 +99,7 @@ def check_pauses(plan: ExecutionPlan, spec: ModelSpec, folder: Path) -> None:
     assert (frames_of(plan.output), stream_of(plan.output)) == whole(plan, spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_pause_after_any_step_gives_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny(architecture)
@@ -138,6 +139,7 @@ def test_an_unsuitable_scheduler_is_named(scheduler: str, tiny: Tiny, tmp_path: 
     assert "scheduler folder" in failed.remedy
 
 
+@pytest.mark.slow
 def test_a_pause_with_the_shipped_model(tmp_path: Path) -> None:
     spec = find("diorama", tmp_path)
     values = {"prompt": "a red boat sails left", "negative_prompt": "rain", "steps": 6}

@@ -221,6 +221,7 @@ def test_float16_that_overflows_after_block_engines_failed_is_left(tiny: Tiny, t
     assert frames_of(tmp_path / "x.mp4") == frames_of(tmp_path / "y.mp4")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_and_leaves_no_files(small_disk: Path, tiny: Tiny) -> None:
     out = small_disk / "x.mp4"
     out.write_bytes(b"the old video")
@@ -243,6 +244,7 @@ def test_a_full_disk_is_reported_and_leaves_no_files(small_disk: Path, tiny: Tin
     assert {path.name for path in small_disk.iterdir()} == {"filler", "x.mp4"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pause", "drawn"), [(0.0, [True, True, True]), (3600.0, [True, False, False])])
 def test_previews_have_a_minimum_interval(
     pause: float, drawn: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,6 +263,7 @@ def test_previews_have_a_minimum_interval(
     assert np.abs(apart).mean() < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [never, lambda event: isinstance(event, StepDone)], ids=["saved", "cancelled"])
 def test_a_jobs_tensors_are_freed_without_garbage_collection(stop: Choice, tiny: Tiny, tmp_path: Path) -> None:
     """Latents and embeddings are on the GPU, and Python collects cycles rarely."""
@@ -310,6 +313,7 @@ def test_out_of_memory_names_the_memory(
     assert end == Failed(fact=Fact("pipeline.out_of_memory", data))
 
 
+@pytest.mark.slow
 def test_components_are_kept_or_freed_as_planned(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     loads: list[str | None] = []

@@ -131,6 +131,7 @@ def at_step(number: int) -> Choice:
     return lambda event: isinstance(event, StepDone) and event.step == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [1, 3])
 @pytest.mark.parametrize(("model", "last"), [(INVERTED, False), (INVERTED, True), (VANILLA, False)])
 def test_a_job_makes_the_frames_of_the_pipeline(model: str, last: bool, sections: int, make: Make) -> None:
@@ -157,6 +158,7 @@ def test_a_job_makes_the_frames_of_the_pipeline(model: str, last: bool, sections
     assert abs(made.astype(int) - (wanted * 255).round().astype(int)).max() <= 1
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_video_of_one(make: Make) -> None:
     clip = make(INVERTED, 2)
     wanted: list[np.ndarray] = []
@@ -169,6 +171,7 @@ def test_two_processes_make_the_video_of_one(make: Make) -> None:
     assert np.concatenate(wanted).std() > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_sections_are_reported_while_the_job_runs(model: str, make: Make) -> None:
     clip = make(model)

@@ -64,6 +64,7 @@ def test_videos_wait_for_space_and_can_be_cancelled_and_paused(start: Start, dis
     assert [job.state for job in (cancelled, paused, made)] == ["cancelled", "queued", "done"]
 
 
+@pytest.mark.slow
 def test_a_video_whose_disk_fills_up_is_made_when_there_is_space(
     start: Start, disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def ran_on(queue: JobQueue, **values: object) -> str:
     return str(job.events[-1].plan["components"]["text_encoder"]["backend"])
 
 
+@pytest.mark.slow
 def test_a_video_starts_in_pytorch_and_the_next_ones_use_the_engine_while_it_is_built_again(
     queue: JobQueue, engines: EngineService
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_video_starts_in_pytorch_and_the_next_ones_use_the_engine_while_it_is_
     assert second.id == first.id and second.built_at > first.built_at
 
 
+@pytest.mark.slow
 def test_a_video_interrupts_an_idle_build_which_is_done_later(
     queue: JobQueue, engines: EngineService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def ended(job: Job) -> VideoSaved:
     return job.progress.end
 
 
+@pytest.mark.slow
 def test_a_job_ends_after_a_section_and_is_continued(queue: JobQueue, request_of: Ask, tmp_path: Path) -> None:
     whole = queue.submit(request_of())
     wanted = stream(ended(whole).video)
@@ -119,6 +120,7 @@ def test_only_an_open_job_with_sections_can_end_early(queue: JobQueue, request_o
     assert caught.value.code == "queue.job_ended"
 
 
+@pytest.mark.slow
 def test_a_continuation_that_dies_or_is_cancelled_keeps_the_earlier_video(queue: JobQueue, request_of: Ask) -> None:
     """The video that ended early is the job's own, but not what it was to make."""
     job = queue.submit(request_of(2))
@@ -145,6 +147,7 @@ def test_a_continuation_that_dies_or_is_cancelled_keeps_the_earlier_video(queue:
     assert record.saved.sections == (2, 2, 73)
 
 
+@pytest.mark.slow
 def test_sections_of_a_video_that_ended_early_count_as_its_checkpoints(queue: JobQueue, request_of: Ask) -> None:
     job = queue.submit(request_of(2))
     queue.finish_early(job.id)

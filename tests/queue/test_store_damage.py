@@ -83,6 +83,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "jobs.sqlite"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_acknowledged_changes_survive_kill_9(path: Path) -> None:
     """Two writers are killed at random moments; the store opens each time and has every change that they reported."""

@@ -65,6 +65,7 @@ def code(task: Task) -> str:
     return task.result.code
 
 
+@pytest.mark.slow
 def test_an_engine_is_built_used_verified_and_deleted(
     queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:

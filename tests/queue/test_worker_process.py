@@ -111,6 +111,7 @@ def undisturbed(app: App) -> str:
     return stream_of(job.plan.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "at"),
     [
@@ -134,6 +135,7 @@ def test_a_job_resumes_by_itself_after_its_worker_was_killed(
     assert [path.name for path in app.outputs.iterdir() if path.suffix != ".mp4"] == []
 
 
+@pytest.mark.slow
 def test_a_job_from_an_image_resumes_after_its_worker_was_killed_and_the_image_is_gone(
     app: App, tmp_path: Path
 ) -> None:
@@ -157,6 +159,7 @@ def in_sections(app: App, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     return values, stream_of(job.plan.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "at", "resumed"),
     [
@@ -203,6 +206,7 @@ def test_a_job_in_a_worker_process_is_paused_and_cancelled(app: App) -> None:
     assert paused.state == "cancelled"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_spawned_worker_that_uses_tqdm_has_no_semaphore(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,6 +270,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_web_process_imports_no_torch(tmp_path: Path) -> None:
     script = tmp_path / "web.py"
     script.write_text(WEB)

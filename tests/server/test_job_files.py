@@ -36,6 +36,7 @@ def get(server: App, path: str, **headers: str) -> tuple[int, bytes, dict[str, s
             return error.code, error.read(), dict(error.headers)
 
 
+@pytest.mark.slow
 def test_now_returns_states(made: tuple[App, str]) -> None:
     server, job = made
     status, body, _ = get(server, "tandem/now")

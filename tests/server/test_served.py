@@ -303,6 +303,7 @@ def test_the_page_is_styled_before_its_script_runs(server: App) -> None:
     assert 'html[data-theme="dark"] body { background' in before_body
 
 
+@pytest.mark.slow
 def test_a_password_guards_page_endpoint_files_and_api(tmp_path: Path) -> None:
     with serving_here(make_cache(tmp_path / "cache"), auth=("me", "secret")) as guarded:
         with contextlib.closing(JobStore(guarded.cache_dir / "jobs.sqlite")) as store:

@@ -120,6 +120,7 @@ def test_a_program_with_another_checksum_is_never_run(tmp_path: Path, monkeypatc
     assert not program.exists() and not ran.exists()
 
 
+@pytest.mark.slow
 def test_the_app_runs_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
     monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{UNREACHABLE}/v3/tunnel-request")

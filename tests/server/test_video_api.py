@@ -378,6 +378,7 @@ def test_other_routes_methods_sites_and_hosts_are_refused(http: httpx.Client) ->
     assert http.get("healthz").headers["x-content-type-options"] == "nosniff"
 
 
+@pytest.mark.slow
 def test_incomplete_bodies_end_within_the_deadline_and_false_lengths_are_refused(server: App) -> None:
     port = int(server.url.rstrip("/").rpartition(":")[2])
     kind = {b"Content-Type": b"application/json"}

@@ -56,6 +56,7 @@ def refused(port: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_started_again_and_ends_with_the_owners(server: Server) -> None:
     own, port = int(server.url.rstrip("/").rpartition(":")[2]), visitors_port(server)
     (first,) = processes(server)

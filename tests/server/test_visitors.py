@@ -211,6 +211,7 @@ def test_a_visitor_starts_a_video_from_their_own_uploads_only(able: Visitors, tm
     assert job.plan.image is not None and job.plan.image.reference == own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("image", "asked", "size"),
     [

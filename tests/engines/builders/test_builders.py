@@ -112,6 +112,7 @@ def test_vae_in_bfloat16_is_within_tolerance(built: Build, program: str) -> None
     assert result.error > 1e-5
 
 
+@pytest.mark.slow
 def test_text_encoder_equals_pytorch(built: Build) -> None:
     engine = built("openvino", "wan2.1", "text_encoder", "text_encoder")
     with engine.session() as session:

@@ -27,6 +27,7 @@ EXPORTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "architecture", "component", "program"),
     [*EXPORTED, COMPILED],

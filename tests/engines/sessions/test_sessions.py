@@ -50,6 +50,7 @@ def vae_next(request: pytest.FixtureRequest, built: Build) -> Built:
     return built(builder, architecture, "vae", "vae_next", "float32", profile)
 
 
+@pytest.mark.slow
 def test_transformer_equals_pytorch_at_every_size(transformer: Built) -> None:
     with transformer.session() as session:
         result = verify(session, transformer.program(), PROFILES["transformer"], "float32")
@@ -68,6 +69,7 @@ def test_transformer_equals_pytorch_for_any_text_length(transformer: Built) -> N
             assert relative(session.infer(**inputs)["velocity"], program.run(**inputs)["velocity"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_vae_equals_pytorch_over_several_steps(vae_next: Built) -> None:
     program = vae_next.program()
     (profile,) = vae_next.record.key.profiles
@@ -231,6 +233,7 @@ for damaged in (b"", os.urandom(5000), whole[: len(whole) // 2], Path("README.md
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [INDUCTOR, "cpu"])
 def test_damaged_file_with_a_matching_hash_is_an_error_and_no_crash(built: Build, tmp_path: Path, backend: str) -> None:
     engine = built(backend, SHALLOW, "transformer", "transformer")
