@@ -52,6 +52,6 @@ def check_refusals(
         command: what stands before the arguments.
     """
     for arguments, code, data in cases:
-        with subtests.test(msg=" ".join(arguments)[:60]):
+        with subtests.test(msg=ascii(" ".join(arguments))[:60]):
             found = refused([*command, *arguments], capsys)
             assert (found.code, {name: found.data.get(name) for name in data}) == (code, dict(data))
