@@ -318,7 +318,8 @@ def test_what_is_finished_can_be_watched(http: httpx.Client, server: App) -> Non
         path = next(clip for clip in shown if clip is not None)
     found = http.get(path, headers={"Range": "bytes=2-"})
     assert (found.status_code, found.content, found.headers["content-type"]) == (206, bytes(range(2, 10)), "video/mp4")
-    assert error_of(http.get(path.replace("21", "20"))) == (404, "count", "server.api_no_clip")
+    before, _, after = path.rpartition("21")  # the video's identifier may contain it, too
+    assert error_of(http.get(f"{before}20{after}")) == (404, "count", "server.api_no_clip")
     http.delete(f"v1/videos/{made}")
 
 
