@@ -230,13 +230,12 @@ def advanced(
     seeded = {}
     if "generator" in inspect.signature(scheduler.step).parameters:
         seeded["generator"] = torch.Generator("cpu").manual_seed(noise_seed)
-    before = torch.get_rng_state()
+    elif hasattr(scheduler, "noise_sampler"):  # diffusers' schedulers for stochastic differential equations
+        raise ModelError("pipeline.scheduler_noise", scheduler=type(scheduler).__name__)
     try:
         after: torch.Tensor = scheduler.step(velocity, timestep, latents, return_dict=False, **seeded)[0]
     except _SCHEDULER_ERRORS as error:
         raise _scheduler_error(scheduler, error) from error
-    if not torch.equal(before, torch.get_rng_state()):
-        raise ModelError("pipeline.scheduler_noise", scheduler=type(scheduler).__name__)
     return after
 
 

@@ -65,7 +65,9 @@ def test_the_noise_of_a_step_depends_on_seed_section_and_step() -> None:
 
 
 class _Unseeded:
-    """A scheduler whose step takes no generator."""
+    """A scheduler with a source of noise of its own, whose step takes no generator, such as DPMSolverSDEScheduler."""
+
+    noise_sampler = None
 
     def step(self, velocity: torch.Tensor, timestep: torch.Tensor, latents: torch.Tensor, return_dict: bool) -> Any:
         return (latents - velocity + torch.randn_like(latents),)
