@@ -284,22 +284,21 @@ def test_kinds_that_are_not_supported_are_refused_by_name(
 
 def test_incomplete_or_misshapen_factors_are_refused(tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests) -> None:
     spec = tiny("wan2.1")
-    for number, (shapes, code) in enumerate(
-        (
-            ({"lokr_w1": (4, 4)}, "factor_missing"),
-            ({"lokr_w1": (4, 4), "lokr_w2_a": (6, 2)}, "factor_missing"),
-            ({"lokr_w1": (4, 4), "lokr_w2": (6, 6), "lokr_w2_a": (6, 2), "lokr_w2_b": (2, 6)}, "duplicate_module"),
-            ({"lokr_w1": (4, 4), "lokr_w2": (6, 5)}, "other_size"),
-            ({"lokr_w1": (4,), "lokr_w2": (6, 6)}, "not_matrices"),
-            ({"lokr_w1": (4, 4), "lokr_w2_a": (6, 2), "lokr_w2_b": (3, 6)}, "ranks_differ"),
-            ({"hada_w1_a": (24, 2), "hada_w1_b": (2, 24), "hada_w2_a": (24, 2)}, "factor_missing"),
-            ({"hada_w1_a": (24, 2), "hada_w1_b": (2, 24), "hada_w2_a": (23, 2), "hada_w2_b": (2, 24)}, "ranks_differ"),
-            ({"dora_scale": (24, 1)}, "magnitude_invalid"),
-            ({"dora_scale": (1, 24), "lora_down.weight": (2, 24), "lora_up.weight": (24, 2)}, "magnitude_invalid"),
-            ({"dora_scale": (23, 1), "lora_down.weight": (2, 24), "lora_up.weight": (24, 2)}, "magnitude_invalid"),
-            ({"lokr_w1": (4, 4), "lokr_w2": (6, 6), "diff": (24, 24)}, "duplicate_module"),
-        )
-    ):
+    cases: list[tuple[dict[str, tuple[int, ...]], str]] = [
+        ({"lokr_w1": (4, 4)}, "factor_missing"),
+        ({"lokr_w1": (4, 4), "lokr_w2_a": (6, 2)}, "factor_missing"),
+        ({"lokr_w1": (4, 4), "lokr_w2": (6, 6), "lokr_w2_a": (6, 2), "lokr_w2_b": (2, 6)}, "duplicate_module"),
+        ({"lokr_w1": (4, 4), "lokr_w2": (6, 5)}, "other_size"),
+        ({"lokr_w1": (4,), "lokr_w2": (6, 6)}, "not_matrices"),
+        ({"lokr_w1": (4, 4), "lokr_w2_a": (6, 2), "lokr_w2_b": (3, 6)}, "ranks_differ"),
+        ({"hada_w1_a": (24, 2), "hada_w1_b": (2, 24), "hada_w2_a": (24, 2)}, "factor_missing"),
+        ({"hada_w1_a": (24, 2), "hada_w1_b": (2, 24), "hada_w2_a": (23, 2), "hada_w2_b": (2, 24)}, "ranks_differ"),
+        ({"dora_scale": (24, 1)}, "magnitude_invalid"),
+        ({"dora_scale": (1, 24), "lora_down.weight": (2, 24), "lora_up.weight": (24, 2)}, "magnitude_invalid"),
+        ({"dora_scale": (23, 1), "lora_down.weight": (2, 24), "lora_up.weight": (24, 2)}, "magnitude_invalid"),
+        ({"lokr_w1": (4, 4), "lokr_w2": (6, 6), "diff": (24, 24)}, "duplicate_module"),
+    ]
+    for number, (shapes, code) in enumerate(cases):
         with subtests.test(shapes=shapes):
             named = {f"{LAYER}.{name}": tensor for name, tensor in random_tensors(shapes).items()}
             with pytest.raises(ModelError) as refused:
