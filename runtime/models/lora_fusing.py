@@ -27,7 +27,7 @@ from runtime.models.folder import weight_files
 from runtime.models.loras import layers_of, read_lora
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import is_quantized, quantized_like
-from runtime.models.registry import ABSENT, LoraLayer, family_of
+from runtime.models.registry import LoraLayer, family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_stream import MappedFiles
 
@@ -79,9 +79,8 @@ def fuse(module: torch.nn.Module, spec: ModelSpec, component: str, dtype: torch.
         if file.digest != use.digest:
             raise ModelError("lora.changed", lora=use.name)
         own: Expert = "low" if component == "transformer_2" else "high"
-        for (layer, _), tensors in layers_of(file.shapes, family, own).items():
-            if any(family.lora_weight_shape(spec, name) == ABSENT for name in layer.modules):
-                continue
+        left_out = frozenset(use.without_effect)
+        for (layer, _), tensors in layers_of(file.shapes, family, own, left_out).items():
             for name, rows in _rows(module, layer):
                 changes[name].append(_Delta(use, tensors, rows, layer.swapped, partial(file.alpha, layer)))
     try:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -289,7 +289,7 @@ def _inside(path: Path, folder: Path) -> bool:
 
 
 def layers_of(
-    names: Iterable[str], family: Family, expert: Expert = BOTH
+    names: Iterable[str], family: Family, expert: Expert = BOTH, without_effect: Set[str] = frozenset()
 ) -> dict[tuple[LoraLayer, Expert], dict[str, str]]:
     """Return the layers that the tensors of a LoRA file change, with their tensors by role.
 
@@ -298,6 +298,7 @@ def layers_of(
     Args:
         names: of the tensors; their layers are known to the family.
         expert: the only one to return layers of.
+        without_effect: layers to leave out, as in `LoraUse`.
     """
     changes = {name: change for name in names if (change := family.lora_change(name)) is not None}
     named = {change.expert for change in changes.values()} - {BOTH}
@@ -305,6 +306,8 @@ def layers_of(
     layers: dict[tuple[LoraLayer, Expert], dict[str, str]] = {}
     for name, change in changes.items():
         of = other if change.expert == BOTH else change.expert
+        if without_effect and not without_effect.isdisjoint(map(_of_any_block, change.layer.modules)):
+            continue
         if BOTH in (of, expert) or of == expert:
             roles = layers.setdefault((change.layer, of), {})
             if change.role in roles:
@@ -354,8 +357,13 @@ def _check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]], spec: ModelSp
             if times[module, of] > 1:  # as a layer of its own, and as a part of another
                 raise ModelError("lora.duplicate_module", lora=name, module=module)
     (only,) = experts if len(experts) == 1 else (BOTH,)
-    titles = (_NUMBER.sub("*", module) for layer, _ in absent for module in layer.modules)
-    return _Fit(only if expert == BOTH else expert, tuple(sorted(set(titles))))
+    titles = {_of_any_block(module) for layer, _ in absent for module in layer.modules}
+    return _Fit(only if expert == BOTH else expert, tuple(sorted(titles)))
+
+
+def _of_any_block(module: str) -> str:
+    """Return a module's name with "*" for the numbers of blocks."""
+    return _NUMBER.sub("*", module)
 
 
 def _check_layer(name: str, spec: ModelSpec, layer: LoraLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:
