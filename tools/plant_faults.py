@@ -463,10 +463,14 @@ def report(folder: Path, faults: list[Fault]) -> str:
     """Return the faults that no test noticed, and a table by package."""
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     lines = [f"{row['outcome']}: {row['fault']}" for row in rows if row["outcome"] != "found"]
-    lines += ["", "| package | planted | found | missed | not reached |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines += [
+        "",
+        "| package | planted | found | missed | not reached | not run |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for package in (*PACKAGES, "all"):
         outcomes = [row["outcome"] for row in rows if package in (faults[row["number"]].package, "all")]
-        counts = [outcomes.count(outcome) for outcome in ("found", "missed", "not reached")]
+        counts = [outcomes.count(outcome) for outcome in ("found", "missed", "not reached", "not run")]
         lines.append(f"| {package} | {len(outcomes)} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 

@@ -85,12 +85,12 @@ def main(args: Sequence[str]) -> int:
             with install_lock():
                 if not is_current(testing):  # another set-up may have done it while this one waited
                     install(testing)
-        if os.environ.get(NO_BYTECODE):
-            compile_sources()
         if testing:
             os.chdir(ROOT)
             os.environ.pop(NO_BYTECODE, None)  # hundreds of processes import the same tests
             return start([str(PYTHON), "-m", "pytest", *_PARALLEL, *args[1:]])
+        if os.environ.get(NO_BYTECODE):
+            compile_sources()
         return start([str(PYTHON), str(ROOT / "app.py"), *args])
     except SetupError as error:
         say(error.what)

@@ -232,7 +232,8 @@ def weight_files(component: Path) -> list[Path]:
     Raises:
         ModelError: if there are none, or the index is invalid or names a file outside the folder.
     """
-    files, index = _weights_by_variant(component).get(weights_variant(component), ((), None))
+    variants = _weights_by_variant(component)
+    files, index = variants[_preferred(variants)] if variants else ([], None)
     names = set(files) if index is None else _indexed(component / index)
     if not names:
         raise ModelError("model.weights_missing", component=component.name)
@@ -247,7 +248,11 @@ def weights_variant(component: Path) -> str | None:
 
     `None` for weights without one, which are preferred, then those in bfloat16.
     """
-    return min(_weights_by_variant(component), key=lambda name: (name is not None, name != "bf16", name), default=None)
+    return _preferred(_weights_by_variant(component))
+
+
+def _preferred(variants: Collection[str | None]) -> str | None:
+    return min(variants, key=lambda name: (name is not None, name != "bf16", name), default=None)
 
 
 def _weights_by_variant(component: Path) -> dict[str | None, tuple[list[str], str | None]]:

@@ -27,7 +27,7 @@ from runtime.models.folder import weight_files
 from runtime.models.loras import layers_of, read_lora
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import is_quantized, quantized_like
-from runtime.models.registry import LoraLayer, family_of
+from runtime.models.registry import LoraChange, LoraLayer, family_of
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_stream import MappedFiles
 
@@ -73,23 +73,27 @@ def fuse(module: torch.nn.Module, spec: ModelSpec, component: str, dtype: torch.
         ModelError: if a file changed since the job was planned, or cannot be applied.
     """
     loras, family = spec.loras_of(component), family_of(spec.family)
-    changes: defaultdict[str, list[_Delta]] = defaultdict(list)
+    expert: Expert = "low" if component == "transformer_2" else "high"
+    deltas: defaultdict[str, list[_Delta]] = defaultdict(list)
     for use in loras:
         file = read_lora(use.path)
         if file.digest != use.digest:
             raise ModelError("lora.changed", lora=use.name)
-        own: Expert = "low" if component == "transformer_2" else "high"
-        left_out = frozenset(use.without_effect)
-        for (layer, _), tensors in layers_of(file.shapes, family, own, left_out).items():
+        changes: dict[str, LoraChange] = {}
+        for tensor in file.shapes:
+            change = family.lora_change(tensor)
+            assert change is not None, "the file was validated"
+            changes[tensor] = change
+        for (layer, _), tensors in layers_of(changes, expert, frozenset(use.without_effect)).items():
             for name, rows in _rows(module, layer):
-                changes[name].append(_Delta(use, tensors, rows, layer.swapped, partial(file.alpha, layer)))
+                deltas[name].append(_Delta(use, tensors, rows, layer.swapped, partial(file.alpha, layer)))
     try:
         with contextlib.ExitStack() as opened:
             files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
             quantized = any(map(is_quantized, module.parameters()))
             stored = _stored(spec, component, dtype, opened) if quantized else None
-            for name, deltas in changes.items():
-                _change(module, name, deltas, files, stored, dtype, exact=exact)
+            for name, of_module in deltas.items():
+                _change(module, name, of_module, files, stored, dtype, exact=exact)
     except (OSError, SafetensorError, AttributeError) as error:
         raise ModelError("lora.fusing_failed", reason=first_line(error)) from error
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
 from runtime.core.untrusted_files import open_file, parse_json
 from runtime.models.lora_names import unsupported_kind
-from runtime.models.registry import ABSENT, Family, LoraLayer, family_of
+from runtime.models.registry import ABSENT, LoraChange, LoraLayer, family_of
 from runtime.models.single_file import LORAS
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import Header, read_header
@@ -61,7 +61,6 @@ _KINDS: Mapping[str, tuple[tuple[frozenset[str], ...], ...]] = {
     ),
     "difference": ((frozenset({"diff"}),),),
 }
-_OF_WEIGHT = frozenset(role for kind in _KINDS.values() for parts in kind for roles in parts for role in roles)
 _NUMBER = re.compile(r"(?<=blocks\.)[0-9]+")
 _MAX_NAME_LENGTH = 80
 
@@ -289,18 +288,20 @@ def _inside(path: Path, folder: Path) -> bool:
 
 
 def layers_of(
-    names: Iterable[str], family: Family, expert: Expert = BOTH, without_effect: Set[str] = frozenset()
+    changes: Mapping[str, LoraChange], expert: Expert = BOTH, without_effect: Set[str] = frozenset()
 ) -> dict[tuple[LoraLayer, Expert], dict[str, str]]:
     """Return the layers that the tensors of a LoRA file change, with their tensors by role.
 
     A file may name experts in its tensors' names. If it names one for some, those without are for the other one.
 
     Args:
-        names: of the tensors; their layers are known to the family.
+        changes: of all tensors of the file, by name.
         expert: the only one to return layers of.
         without_effect: layers to leave out, as in `LoraUse`.
+
+    Raises:
+        ValueError: naming a layer that two tensors change in the same role.
     """
-    changes = {name: change for name in names if (change := family.lora_change(name)) is not None}
     named = {change.expert for change in changes.values()} - {BOTH}
     other: Expert = BOTH if len(named) != 1 else "high" if named == {"low"} else "low"
     layers: dict[tuple[LoraLayer, Expert], dict[str, str]] = {}
@@ -326,14 +327,17 @@ class _Fit(NamedTuple):
 def _check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, expert: Expert) -> _Fit:
     """Check that every tensor of a LoRA applies to the model, or to a part that only other models have."""
     name, family = path.stem, family_of(spec.family)
+    changes: dict[str, LoraChange] = {}
     for tensor in shapes:
-        if family.lora_change(tensor) is None:
+        change = family.lora_change(tensor)
+        if change is None:
             kind = unsupported_kind(tensor)
             if kind is not None:
                 raise ModelError("lora.kind_unsupported", lora=name, kind=kind)
             raise ModelError("lora.unknown_tensor", lora=name, tensor=tensor[:_MAX_NAME_LENGTH], model=spec.title)
+        changes[tensor] = change
     try:
-        layers = layers_of(shapes, family, expert)
+        layers = layers_of(changes, expert)
     except ValueError as error:
         raise ModelError("lora.duplicate_module", lora=name, module=str(error)) from error
     experts = {of for _, of in layers}

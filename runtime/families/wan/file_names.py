@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from runtime.families.wan.lora_names import IN_BLOCKS, OUTSIDE
+from runtime.families.wan.lora_names import IMAGE_EMBEDDER, IN_BLOCKS, OUTSIDE
 
 Shape = tuple[int, ...]
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 _BLOCK = re.compile(r"(blocks\.([0-9]{1,4}))\.(.+)")
-_IMAGE = "condition_embedder.image_embedder"
 # Without which a file is no transformer of Wan.
 _SIGNS = (
     "patch_embedding.weight",
@@ -84,9 +83,9 @@ def config_of(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any
         "added_kv_proj_dim": None,
         "pos_embed_seq_len": None,
     }
-    norm = shapes.get(f"{_IMAGE}.norm1.weight")
+    norm = shapes.get(f"{IMAGE_EMBEDDER}.norm1.weight")
     if norm:
-        positions = shapes.get(f"{_IMAGE}.pos_embed")
+        positions = shapes.get(f"{IMAGE_EMBEDDER}.pos_embed")
         config |= {"image_dim": norm[0], "added_kv_proj_dim": width}
         config["pos_embed_seq_len"] = positions[1] if positions is not None and len(positions) > 1 else None
     return config | _heads(config, width, candidates)
@@ -133,11 +132,11 @@ def parameters(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     image = config["image_dim"]
     if image is not None:
         if config["pos_embed_seq_len"] is not None:
-            yield f"{_IMAGE}.pos_embed", (1, config["pos_embed_seq_len"], image)
-        yield from _layer(f"{_IMAGE}.norm1", (image,))
-        yield from _layer(f"{_IMAGE}.ff.net.0.proj", (image, image))
-        yield from _layer(f"{_IMAGE}.ff.net.2", (width, image))
-        yield from _layer(f"{_IMAGE}.norm2", (width,))
+            yield f"{IMAGE_EMBEDDER}.pos_embed", (1, config["pos_embed_seq_len"], image)
+        yield from _layer(f"{IMAGE_EMBEDDER}.norm1", (image,))
+        yield from _layer(f"{IMAGE_EMBEDDER}.ff.net.0.proj", (image, image))
+        yield from _layer(f"{IMAGE_EMBEDDER}.ff.net.2", (width, image))
+        yield from _layer(f"{IMAGE_EMBEDDER}.norm2", (width,))
     for number in range(config["num_layers"]):
         block = f"blocks.{number}"
         yield f"{block}.scale_shift_table", (1, 6, width)

@@ -14,7 +14,7 @@ from runtime.models.registry import ABSENT
 from runtime.models.spec import ModelSpec
 
 # diffusers' names of modules by those of Wan's own code: in a block, and outside of the blocks.
-_IMAGE = "condition_embedder.image_embedder"
+IMAGE_EMBEDDER = "condition_embedder.image_embedder"
 IN_BLOCKS = {
     **{
         f"{original}.{one}": f"{diffusers}.{other}"
@@ -43,11 +43,11 @@ OUTSIDE = {
     "time_embedding.0": "condition_embedder.time_embedder.linear_1",
     "time_embedding.2": "condition_embedder.time_embedder.linear_2",
     "time_projection.1": "condition_embedder.time_proj",
-    "img_emb.proj.0": f"{_IMAGE}.norm1",
-    "img_emb.proj.1": f"{_IMAGE}.ff.net.0.proj",
-    "img_emb.proj.3": f"{_IMAGE}.ff.net.2",
-    "img_emb.proj.4": f"{_IMAGE}.norm2",
-    "img_emb.emb_pos": f"{_IMAGE}.pos_embed",
+    "img_emb.proj.0": f"{IMAGE_EMBEDDER}.norm1",
+    "img_emb.proj.1": f"{IMAGE_EMBEDDER}.ff.net.0.proj",
+    "img_emb.proj.3": f"{IMAGE_EMBEDDER}.ff.net.2",
+    "img_emb.proj.4": f"{IMAGE_EMBEDDER}.norm2",
+    "img_emb.emb_pos": f"{IMAGE_EMBEDDER}.pos_embed",
     "head.head": "proj_out",
     "head.modulation": "scale_shift_table",
 }
@@ -75,7 +75,7 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
     image = transformer.image_dim
     block = _BLOCK.match(module)
     if block is None:
-        if module.startswith(_IMAGE) and (
+        if module.startswith(IMAGE_EMBEDDER) and (
             image is None or (module.endswith("pos_embed") and transformer.pos_embed_seq_len is None)
         ):
             return ABSENT
@@ -86,11 +86,11 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
             "condition_embedder.time_embedder.linear_1": (width, None),
             "condition_embedder.time_embedder.linear_2": (width, width),
             "condition_embedder.time_proj": (6 * width, width),
-            f"{_IMAGE}.norm1": (image,),
-            f"{_IMAGE}.ff.net.0.proj": (image, image),
-            f"{_IMAGE}.ff.net.2": (width, image),
-            f"{_IMAGE}.norm2": (width,),
-            f"{_IMAGE}.pos_embed": (1, transformer.pos_embed_seq_len, image),
+            f"{IMAGE_EMBEDDER}.norm1": (image,),
+            f"{IMAGE_EMBEDDER}.ff.net.0.proj": (image, image),
+            f"{IMAGE_EMBEDDER}.ff.net.2": (width, image),
+            f"{IMAGE_EMBEDDER}.norm2": (width,),
+            f"{IMAGE_EMBEDDER}.pos_embed": (1, transformer.pos_embed_seq_len, image),
             "proj_out": (spec.vae.z_dim * patch, width),
             "scale_shift_table": (1, 2, width),
         }.get(module)

@@ -52,6 +52,7 @@ _OF_ENCODER = ("encoder.", "quant_conv.")
 _SCHEDULER = "UniPCMultistepScheduler"
 # Of experts in files beside a folder that states none: that of Wan2.2-T2V-A14B.
 _BOUNDARY = 0.875
+# That of Wan2.2-I2V-A14B.
 _IMAGE_BOUNDARY = 0.9
 # For a model that is not downloaded; its configuration determines the shift later.
 _NOISE = NoiseLevels(setting="flow_shift", fixed=None, shift=math.nan, spread="unipc")
