@@ -184,7 +184,7 @@ def test_bad_latents_are_refused_and_leave_nothing(
         ([str(tmp_path / "none.npy")], "latents.unreadable", {"file": str(tmp_path / "none.npy")}),
         ([""], "latents.path_unreadable", {}),
     ]
-    check_refusals(of_file, capsys, subtests, ["decode", "--model", model, "--out", str(out)])
+    check_refusals(of_file, capsys, subtests, ["decode", "--model", model, "--out", str(out)], began=True)
     assert not out.exists()
     assert not list(tmp_path.glob(".tandem*"))
 

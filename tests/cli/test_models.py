@@ -139,8 +139,6 @@ def test_invalid_names_revisions_and_mirrors_are_refused(
         (["../x"], "hub.name_invalid", {"name": "../x"}),
         (["wan"], "hub.name_invalid", {"name": "wan"}),
         (["a/b..c"], "hub.name_invalid", {"name": "a/b..c"}),
-        (["Wan-AI/Nothing"], "hub.no_repository", {"repository": "Wan-AI/Nothing"}),
-        (["wan2.1-1.3b", "--revision", "v9"], "hub.no_revision", {}),
         (["wan2.1-1.3b", "--revision", ""], "cli.revision_unreadable", {"field": "revision"}),
         (mirror("hub.example"), "settings.not_a_hub", {"source": "--mirror"}),
         (mirror("http://hub.example"), "settings.hub_without_https", {"source": "--mirror"}),
@@ -151,6 +149,11 @@ def test_invalid_names_revisions_and_mirrors_are_refused(
     ]
     download = ["models", "download", "--yes"]
     check_refusals(cases, capsys, subtests, download)
+    by_hub: list[tuple[list[str], str, dict[str, Any]]] = [
+        (["Wan-AI/Nothing"], "hub.no_repository", {"repository": "Wan-AI/Nothing"}),
+        (["wan2.1-1.3b", "--revision", "v9"], "hub.no_revision", {}),
+    ]
+    check_refusals(by_hub, capsys, subtests, download, began=True)
     secret = refused([*download, *mirror("https://me:secret@hub.example")], capsys)
     assert "secret" not in str(secret)
 
