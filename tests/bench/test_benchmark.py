@@ -28,6 +28,8 @@ from runtime.video.mp4 import read_metadata
 from tests.plans import tiny_plan
 from tests.queue.samples import sample_result
 
+pytestmark = pytest.mark.slow  # each runs whole benchmarks
+
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3, "fps": 8}
 
 
@@ -113,7 +115,6 @@ def done(runner: BenchRunner, tmp_path_factory: pytest.TempPathFactory) -> Done:
     return runner.run(tmp_path_factory.mktemp("done"), configurations, keep_videos=True)
 
 
-@pytest.mark.slow
 def test_configurations_take_turns_after_warm_up(done: Done) -> None:
     measured = ["pytorch", "onnx text", "more steps"]
     forecast = next(line for line in done.lines if line.startswith("Measuring"))
@@ -127,7 +128,6 @@ def test_configurations_take_turns_after_warm_up(done: Done) -> None:
     assert [one["runs"] for one in done.result()["configurations"]] == [2, 2, 2, 0, 0, 0]
 
 
-@pytest.mark.slow
 def test_stages_steps_loading_and_building_are_measured_separately(done: Done) -> None:
     one = done.one("onnx text")
     assert set(one["stages"]) == {"encode", "denoise", "decode", "mux", "total"}
@@ -274,7 +274,6 @@ def test_out_of_memory_fails_instead_of_measuring_another_strategy(
     assert done.one("fits")["state"] == "measured"
 
 
-@pytest.mark.slow
 def test_configurations_are_loaded_in_turn_if_memory_is_short(
     runner: BenchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

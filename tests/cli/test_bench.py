@@ -115,6 +115,7 @@ def bench(spec: ModelSpec, out: Path, *flags: str) -> list[str]:
     return ["bench", "--model", str(spec.directory), *SMALL, *both, "--out", str(out), *flags]
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_printed_saved_plotted_and_compared(
     tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def command(spec: ModelSpec, out: Path, *flags: str) -> list[str]:
     return [sys.executable, str(ROOT / "app.py"), *prompt, *SMALL, *flags]
 
 
+@pytest.mark.slow
 def test_a_process_prints_json_on_standard_output_and_text_on_standard_error(
     tiny: Tiny, cache_dir: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_an_imported_engine_is_listed_and_planned(
     assert engine["id"] in out
 
 
+@pytest.mark.slow
 def test_import_warns_and_asks_for_confirmation(
     cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_models_list_names_damaged_models(
     assert "vae/config.json" in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_doctor_finds_what_is_missing(
     cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

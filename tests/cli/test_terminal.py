@@ -63,6 +63,7 @@ def test_results_are_on_standard_output(
     assert WIDE_PROMPT in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["jobs", "list"], ["jobs", "list", "--json"], ["--help"]])
 def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], filled: str) -> None:
     reader, writer = os.pipe()

@@ -140,6 +140,7 @@ def test_rounding_passes_and_is_not_float32(diorama: ModelSpec, program: str, dt
     assert program != "block_query" or not verified(diorama, session, program, "float32").passed
 
 
+@pytest.mark.slow
 def test_errors_of_all_parts_add_up(diorama: ModelSpec) -> None:
     def off(_: Mapping[str, torch.Tensor], outputs: Tensors) -> Tensors:
         return {name: output * 1.05 for name, output in outputs.items()}

@@ -269,6 +269,7 @@ def await_end(pids: list[int]) -> None:
     until(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spawned_children")
 def test_cancelling_ends_all_processes_at_once(request_: BuildRequest, store: EngineStore) -> None:
     cancel, hanging = Cancel(), Hanging()
@@ -343,6 +344,7 @@ def test_ctrl_c_leaves_no_files(request_: BuildRequest, store: EngineStore) -> N
     assert visible(store) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["without", "with a space"])
 def test_child_of_a_killed_parent_ends_and_the_next_build_works(
     request_: BuildRequest, tmp_path: Path, space: str
@@ -363,6 +365,7 @@ def test_child_of_a_killed_parent_ends_and_the_next_build_works(
     assert attempt(request_, store, "make").usable
 
 
+@pytest.mark.slow
 def test_concurrent_builds_in_two_processes_build_once(request_: BuildRequest, store: EngineStore) -> None:
     with parent(request_, store, "make") as one, parent(request_, store, "make") as other:
         ends = [process.communicate(timeout=60)[0].splitlines() for process in (one, other)]

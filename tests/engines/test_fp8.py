@@ -45,6 +45,7 @@ def test_fp8_differs_from_float32_by_a_few_percent(name: str, tiny: Callable[[st
         assert 5e-3 < relative(outputs[output], expected) < 6e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("block_qkv", marks=SLOW), "block_query", pytest.param("block_feed_forward", marks=SLOW)]
 )

@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "name", "profile"), CASES)
 def test_exported_file_equals_pytorch_at_every_size(
     built: Build, architecture: str, name: str, profile: ShapeProfile

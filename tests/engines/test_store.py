@@ -478,6 +478,7 @@ def work(folder: Path, seed: int, actions: int) -> None:
             assert error.code in {"engine.not_found", "engine.in_use", "engine.limit_deletes_all"}, error.what
 
 
+@pytest.mark.slow
 def test_concurrent_processes(store: EngineStore) -> None:
     store.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")

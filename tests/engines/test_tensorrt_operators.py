@@ -97,6 +97,7 @@ class Operators(nn.Module):
         return few, many, x.repeat_interleave(2, dim=2), x[0].repeat_interleave(2, dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("translated", [True, False])
 def test_operators_compute_the_same(translated: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -109,6 +110,7 @@ def test_operators_compute_the_same(translated: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(one), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bicubic_factors_that_the_dtype_lacks_stay_an_interpolation(tmp_path: Path) -> None:
     class Resized(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

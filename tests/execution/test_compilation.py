@@ -84,6 +84,7 @@ def test_kernels_of_flash_attention_are_not_cached_where_nothing_can_be_written(
     assert not {FLASH4, USE_FLASH4} & os.environ.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_all_blocks_of_both_experts_share_one_compilation(tiny: Tiny) -> None:
@@ -148,6 +149,7 @@ def test_attention_kernels_of_pytorch_are_part_of_a_compiled_block(tiny: Tiny) -
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_attention_of_other_libraries_is_one_call_in_a_compiled_block(tiny: Tiny) -> None:
@@ -181,6 +183,7 @@ def test_compilation_of_the_vaes_kernels_is_counted(
     assert 0 < taken[1] == taken[2] <= residency.load_seconds
 
 
+@pytest.mark.slow
 def test_a_job_whose_compiler_fails_completes_with_a_warning(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ print((held - psutil.Process().memory_info().rss) >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other systems give back by themselves")
 def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     # As it is by then in a process that has allocated larger pieces.

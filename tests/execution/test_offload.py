@@ -242,6 +242,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*IN_JOBS, "hunyuan-video"])
 @pytest.mark.parametrize("offload", ["group", "sequential"])
 def test_weights_are_on_the_device_when_they_are_used(
@@ -266,6 +267,7 @@ def test_weights_are_on_the_device_when_they_are_used(
             sample(spec, careless, residency)
 
 
+@pytest.mark.slow
 def test_weights_are_on_the_device_when_a_section_is_made(tmp_path: Path, reading: Reading) -> None:
     pipeline().save_pretrained(tmp_path / "FramePackI2V")
     picture(48, 32).save(tmp_path / "image.png")

@@ -87,6 +87,7 @@ def texts() -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_a_pass_equals_that_of_one_process(size: tuple[int, int, int], loaded: Loaded) -> None:
     assert loaded.spec.tokens(4 * size[0] - 3, 16 * size[1], 16 * size[2]) == SIZES[size]
@@ -100,6 +101,7 @@ def test_a_pass_equals_that_of_one_process(size: tuple[int, int, int], loaded: L
     torch.testing.assert_close(loaded.denoiser(latents, timestep, negative), expected[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(8, 32, 32), (3, 46, 62)], ids=["even", "odd"])
 def test_fp8_attention_rounds_as_in_one_process(
     size: tuple[int, int, int], tiny: Tiny, two_processes: GroupManager
@@ -116,6 +118,7 @@ def test_fp8_attention_rounds_as_in_one_process(
 
 
 # Two processes attend in 5, 3 and 2 parts.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "heads", "kind"), [("wan2.1", 20, "native"), ("hunyuan-video", 6, "native"), ("wan2.1", 4, "fp8")]
 )
@@ -176,6 +179,7 @@ def test_each_text_is_sent_once_and_two_are_kept() -> None:
     assert known.number([one])[1:3] == ([1], [3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "size"),
     [
@@ -203,6 +207,7 @@ def test_strips_equal_parts_of_whole_frames(architecture: str, size: tuple[int, 
         torch.testing.assert_close(torch.cat(strips, dim=along), expected, rtol=0, atol=5e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_strips_are_joined_to_frames(chunk: int, loaded: Loaded) -> None:
     latents = latents_of(loaded.spec, (4, 6, 5))
@@ -232,6 +237,7 @@ def test_a_cancelled_pass_completes_and_the_processes_stay(loaded: Loaded) -> No
     torch.testing.assert_close(result, loaded.denoiser(latents, timestep, positive))
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_respond_ends_the_group(loaded: Loaded) -> None:
     group = loaded.group_manager.group
     assert group is not None

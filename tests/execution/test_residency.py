@@ -71,6 +71,7 @@ def parameters() -> int:
     return sum(issubclass(type(found), torch.nn.Parameter) for found in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", IN_JOBS)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_latents_are_bit_identical(architecture: str, offload: str, tiny: Tiny, tmp_path: Path) -> None:
@@ -82,6 +83,7 @@ def test_latents_are_bit_identical(architecture: str, offload: str, tiny: Tiny, 
             assert torch.equal(sample(spec, plan, residency), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_offloaded_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
@@ -103,6 +105,7 @@ def test_offloaded_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp
     assert set(loads[4:]) == (set(plan.components) if offload == "model" else {"vae"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", *OFFLOADS])
 def test_freeing_leaves_no_weights(offload: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
@@ -119,6 +122,7 @@ def test_freeing_leaves_no_weights(offload: str, tiny: Tiny, tmp_path: Path) -> 
     assert parameters() == before
 
 
+@pytest.mark.slow
 def test_at_most_one_component_is_on_the_device(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.2-a14b")
     plan = offloaded(spec, tmp_path / "x.mp4", "none")

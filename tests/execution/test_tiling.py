@@ -36,6 +36,7 @@ def test_blend_weights_of_a_pixel_sum_to_one(length: int, tile: int, scale: int)
     assert torch.allclose(total, torch.ones_like(total))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "chunk"), [("wan2.1", 1), ("wan2.1", 2), ("wan2.2-ti2v-5b", 1)])
 @torch.inference_mode()
 def test_a_tile_is_decoded_like_a_whole_frame(architecture: str, chunk: int, tiny: Tiny, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.gpu.opset17 import float32_nodes, to_opset_17
 PLUGINS = {"InstanceNormalization"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("component", "name", "latent"), [("text_encoder", "text_encoder", (1, 1, 1)), ("vae", "vae_group_3", (3, 4, 6))]
 )
@@ -42,6 +43,7 @@ def test_a_rewritten_file_computes_the_same(
         assert relative_error(found[output], wanted) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 def test_wide_depthwise_convolutions_are_split(bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opset17, "_MOST_GROUPS", 3)
@@ -73,6 +75,7 @@ class Residual(torch.nn.Module):
         return (y + x) * y
 
 
+@pytest.mark.slow
 def test_sums_of_convolutions_become_differences(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, x, path = Residual().eval(), torch.randn(2, 4, 5, 6), tmp_path / "x.onnx"
@@ -101,6 +104,7 @@ class Mixed(torch.nn.Module):
         return x + (scores / (1 + scores.abs().sum(1, keepdim=True))).half().view_as(x)
 
 
+@pytest.mark.slow
 def test_nodes_that_compute_in_float32_are_found(tmp_path: Path) -> None:
     path = tmp_path / "x.onnx"
     x = torch.randn(1, 4, 5, 6).half()

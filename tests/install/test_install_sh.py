@@ -21,6 +21,7 @@ def fake_python(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
+@pytest.mark.slow
 def test_sets_up_from_nothing_and_starts_the_app(
     installed: tuple[Repo, "subprocess.CompletedProcess[str]"],
 ) -> None:
@@ -34,6 +35,7 @@ def test_sets_up_from_nothing_and_starts_the_app(
     assert not (repo.root / ".venv/tmp").exists()
 
 
+@pytest.mark.slow
 def test_arguments_are_passed_unchanged(shared: Repo) -> None:
     arguments = [
         b"generate", b"a red boat", b"", b" ", b'"', b"'", b"it's \"so\"", b"*", b"[a-z]?", b"$HOME", b"`ls`", b"$(ls)",
@@ -44,15 +46,18 @@ def test_arguments_are_passed_unchanged(shared: Repo) -> None:
     assert report(shared.run())["arguments"] == []
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_program(shared: Repo) -> None:
     assert [shared.run("exit", str(code)).returncode for code in (0, 1, 130)] == [0, 1, 130]
 
 
+@pytest.mark.slow
 def test_standard_input_reaches_the_program_also_while_setting_up(repo: Repo) -> None:
     repo.stamp.unlink()
     assert repo.run("read", stdin="a prompt").stdout == "a prompt\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_program(shared: Repo) -> None:
     process = shared.start("wait")
     assert process.stdout is not None
@@ -69,6 +74,7 @@ def test_second_run_calls_no_pip(repo: Repo) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_changed_requirements_are_installed(repo: Repo) -> None:
     repo.require("tinydep==2.0")
     done = repo.run()
@@ -89,6 +95,7 @@ def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Re
     assert "requirements-dev.txt" in repo.run().stderr, "installed test tools are kept up to date"
 
 
+@pytest.mark.slow
 def test_tandem_is_compiled_where_python_may_not_write_bytecode(repo: Repo) -> None:
     package = repo.root / "runtime"
     package.mkdir()
@@ -123,6 +130,7 @@ def test_it_can_be_run_with_sh(shared: Repo) -> None:
     assert report(done)["arguments"] == [b"a b".hex()]
 
 
+@pytest.mark.slow
 def test_the_program_knows_how_it_was_started(shared: Repo) -> None:
     def program(command: str) -> str:
         done = subprocess.run(
@@ -156,6 +164,7 @@ def test_interrupted_install_is_repaired(repo: Repo) -> None:
     assert not (repo.site_packages() / "~orch").exists()
 
 
+@pytest.mark.slow
 def test_package_with_missing_files_is_repaired(repo: Repo) -> None:
     repo.stamp.unlink()
     (repo.site_packages() / "tinydep/part.py").unlink()
@@ -218,11 +227,13 @@ def test_half_made_environment_is_replaced(repo: Repo) -> None:
     assert "making .venv again: its pip does not run" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_unreadable_stamp_is_ignored(repo: Repo) -> None:
     repo.stamp.write_text('{"files": {"requ', "utf-8")
     assert "ready after" in repo.run().stderr
 
 
+@pytest.mark.slow
 def test_a_stale_lock_file_does_not_block(repo: Repo) -> None:
     (repo.root / ".install.lock").write_text("99999\n", "utf-8")
     repo.stamp.unlink()
@@ -231,6 +242,7 @@ def test_a_stale_lock_file_does_not_block(repo: Repo) -> None:
     assert "another set-up" not in done.stderr
 
 
+@pytest.mark.slow
 def test_waits_for_another_set_up_and_uses_its_result(repo: Repo) -> None:
     import fcntl  # not on Windows
 

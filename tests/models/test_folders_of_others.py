@@ -36,6 +36,7 @@ def refusal(folder: Path) -> ModelError:
     return refused.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, "40KB"])
 @pytest.mark.parametrize("variant", ["fp16", "bf16", "fp32"])
 def test_weights_saved_as_a_variant_are_loaded(variant: str, shard: str | None, tiny: Tiny, folder: Path) -> None:
@@ -139,6 +140,7 @@ def test_a_shift_of_null_is_refused_before_anything_is_loaded(scheduler: str, fo
     assert read_spec(folder, "model").noise.shift == 1.0
 
 
+@pytest.mark.slow
 def test_headers_with_much_text_are_read(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     path = tmp_path / "style.safetensors"

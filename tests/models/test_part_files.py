@@ -57,6 +57,7 @@ def same(module: torch.nn.Module, held: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["comfyui", "wan", "gguf"])
 def test_parts_in_single_files_are_combined(style: str, weights: Path) -> None:
     folder = weights / "text_encoders"

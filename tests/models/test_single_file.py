@@ -153,6 +153,7 @@ def test_both_of_comfyuis_scales_are_read(style: str, state: State, weights: Pat
     assert torch.allclose(predict(module), predict(module_of(held)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
 def test_published_architectures_are_recognised_by_names_and_shapes(known: Any) -> None:
     with init_empty_weights():

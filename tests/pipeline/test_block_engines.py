@@ -150,6 +150,7 @@ def test_every_size_equals_pytorch(
             calls.clear()
 
 
+@pytest.mark.slow
 def test_tokens_come_in_full_chunks_and_a_rest(
     spec: ModelSpec, residency: Residency, tmp_path: Path, calls: Calls
 ) -> None:
@@ -181,6 +182,7 @@ def test_chunks_are_full_and_aligned(tokens: int, most: int, sizes: list[int], s
     assert all(one.start % min(64, most) == 0 for one in found)
 
 
+@pytest.mark.slow
 def test_both_experts_use_the_engines_once_opened(
     spec: ModelSpec, service: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +225,7 @@ def test_a_lora_needs_no_other_engine(spec: ModelSpec, residency: Residency, tmp
     assert apart(sample(spec, blocks, residency), wanted) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["model", "group"])
 def test_offloaded_weights_are_on_the_device_when_engines_read_them(
     offload: str,

@@ -140,6 +140,7 @@ def test_one_frame_from_an_image(tiny: Tiny, tmp_path: Path) -> None:
     assert abs(final_latents(clip, tmp_path / "job") - by_diffusers(clip)).max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "images", "keep"), [(*case, keep) for case, keep in zip(ONCE, (True, False, False), strict=True)]
 )
@@ -195,6 +196,7 @@ def test_a_job_without_its_copy_fails_with_the_reason(tiny: Tiny, tmp_path: Path
     assert failed.fact.code == "image.gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PyTorchVideoEncoder, PyTorchImageModel])
 def test_out_of_memory_is_retried_with_the_same_video(
     kind: type, tiny: Tiny, finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

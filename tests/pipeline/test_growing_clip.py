@@ -137,6 +137,7 @@ def test_the_first_frames_can_be_watched_while_others_are_decoded(
     assert not (clip.job / CLIP).exists()
 
 
+@pytest.mark.slow
 def test_after_out_of_memory_the_clip_is_made_again(tiny: Tiny, tmp_path: Path) -> None:
     clip = Clip(tiny("wan2.1"), tmp_path)
     wanted = clip.whole()

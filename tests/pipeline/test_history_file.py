@@ -142,6 +142,7 @@ def _add(folder: Path, start: float, together: Any) -> None:
         history.add([RUN.replace(flops=start + number)])
 
 
+@pytest.mark.slow
 def test_concurrent_processes_lose_no_runs(tmp_path: Path, history: HistoryFile) -> None:
     context = forking()
     together = context.Barrier(2)

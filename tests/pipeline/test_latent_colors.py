@@ -249,6 +249,7 @@ def _learn(spec: ModelSpec, folder: Path, together: Any) -> None:
         fit.learn(found)
 
 
+@pytest.mark.slow
 def test_clips_of_two_processes_all_count(spec: ModelSpec, tmp_path: Path) -> None:
     context = forking()
     together = context.Barrier(2)
@@ -275,6 +276,7 @@ def psnr(preview: bytes, wanted: np.ndarray) -> float:
     return float(10 * np.log10(255**2 / np.mean((np.stack(frames) - np.stack(resize(wanted))) ** 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [never, lambda event: isinstance(event, StepDone)], ids=["saved", "cancelled"])
 def test_the_second_job_has_better_previews(
     stop: Choice, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

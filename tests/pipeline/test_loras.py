@@ -73,6 +73,7 @@ def place(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Place:
     return Place(tiny("wan2.2-a14b"), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_lora_is_added_and_removed_in_one_residency(place: Place) -> None:
     video = place.folder / "x.mp4"
     frames, digests = [], []
@@ -94,6 +95,7 @@ def test_a_lora_is_added_and_removed_in_one_residency(place: Place) -> None:
     assert digests == [[], [("style", digest, 0.8)], [("style", digest, 0.4)], [("style", digest, 0.8)], []]
 
 
+@pytest.mark.slow
 def test_resuming_gives_the_same_video_and_another_lora_file_starts_over(place: Place) -> None:
     plan, spec = place.plan("style")
     video = place.folder / "x.mp4"

@@ -105,6 +105,7 @@ def test_latents_equal_those_of_one_process(spec: ModelSpec, residency: Residenc
     assert len(processes(residency)) == 2
 
 
+@pytest.mark.slow
 def test_each_process_adds_the_loras(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     save_file(peft(factors(spec.transformer)), tmp_path / "style.safetensors")
     changed = with_loras(spec, [Lora(str(tmp_path / "style.safetensors"), 0.5)], tmp_path)

@@ -69,6 +69,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_processes_skip_the_same_blocks(
     split: Split, residency: Residency, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_all_processes_skip_the_same_blocks(
     assert (again - without).norm() <= 1e-6 * without.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_cache", ["magcache:0.12", "taylorseer:3"])
 def test_scheduled_caches_equal_those_of_one_process(
     step_cache: str, split: Split, residency: Residency, tiny: Tiny, tmp_path: Path

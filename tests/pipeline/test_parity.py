@@ -94,6 +94,7 @@ def test_the_shipped_models_latents_and_frames_equal_wan_pipelines(tmp_path: Pat
     assert np.abs(frames / 255.0 - wanted).max() < 0.6 / 255
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decoding_in_chunks_equals_autoencoder_decode(
     architecture: str, tiny: Callable[[str], ModelSpec], subtests: pytest.Subtests

@@ -106,6 +106,7 @@ def test_a_pause_after_any_step_gives_the_same_video(architecture: str, tiny: Ti
     check_pauses(tiny_plan(spec, tmp_path / "x.mp4"), spec, tmp_path / "job")
 
 
+@pytest.mark.slow
 def test_a_pause_after_one_step_of_each_transformer_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
     """The second run takes several steps."""
     spec = tiny("wan2.2-a14b")
@@ -119,6 +120,7 @@ def test_a_pause_after_one_step_of_each_transformer_gives_the_same_video(tiny: T
         assert (frames_of(plan.output), stream_of(plan.output)) == whole(plan, spec)
 
 
+@pytest.mark.slow
 def test_a_pause_with_another_scheduler(tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.2-a14b").directory, tmp_path / "model")
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(tmp_path / "model" / "scheduler")

@@ -126,6 +126,7 @@ def test_the_same_seed_gives_the_same_video(tiny: Tiny, tmp_path: Path) -> None:
     assert one != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when",
     [

@@ -33,6 +33,7 @@ NOISY: dict[str, dict[str, Any]] = {
 
 
 # diffusers' own, in DPMSolverMultistepScheduler.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("name", NOISY)
 def test_the_same_seed_gives_the_same_video(name: str, tiny: Tiny, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def step(scheduler: Any, index: int, latents: torch.Tensor) -> torch.Tensor:
 
 
 # diffusers' own, in DPMSolverMultistepScheduler.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize(("name", "config"), SCHEDULERS)
 def test_a_restored_scheduler_gives_the_same_steps(name: str, config: dict[str, Any]) -> None:

@@ -189,6 +189,7 @@ def test_sections_are_reported_while_the_job_runs(model: str, make: Make) -> Non
         assert [event.step for event in before if isinstance(event, CheckpointSaved)][-1] == STEPS * (number + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_a_pause_after_any_step_gives_the_same_video(model: str, make: Make) -> None:
     clip = make(model, last=model == INVERTED)
@@ -206,6 +207,7 @@ def test_a_pause_after_any_step_gives_the_same_video(model: str, make: Make) -> 
     assert clip.video == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_a_pause_within_a_section_gives_the_same_video(model: str, make: Make) -> None:
     """The second run finishes this section, and makes another one."""
@@ -216,6 +218,7 @@ def test_a_pause_within_a_section_gives_the_same_video(model: str, make: Make) -
     assert clip.video == clip.whole()
 
 
+@pytest.mark.slow
 def test_a_job_without_a_folder_leaves_no_files(make: Make) -> None:
     clip = make(VANILLA, 2)
     before = set(clip.folder.iterdir())
@@ -223,6 +226,7 @@ def test_a_job_without_a_folder_leaves_no_files(make: Make) -> None:
     assert set(clip.folder.iterdir()) - before == {clip.plan.output}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_a_lost_section_is_made_again(damage: str, make: Make) -> None:
     clip = make(VANILLA)
@@ -245,6 +249,7 @@ def test_a_lost_section_is_made_again(damage: str, make: Make) -> None:
     assert clip.video == wanted
 
 
+@pytest.mark.slow
 def test_each_section_has_the_prompt_of_its_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections take 3 s each; those of the inverted order are made from the end."""
     seen: list[torch.Tensor] = []
@@ -273,6 +278,7 @@ def test_each_section_has_the_prompt_of_its_time(make: Make, monkeypatch: pytest
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 def test_a_request_to_resume_at_another_speed_starts_over_if_prompts_depend_on_it(make: Make) -> None:
     timed = "[0s: a red boat] [3s: blue ball]"
     for prompt, resumed in ((timed, False), ("a red boat", True)):
@@ -332,6 +338,7 @@ def _full(_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kind", "name", "at"),
     [
@@ -360,6 +367,7 @@ def test_out_of_memory_in_any_stage_is_retried_with_the_same_video(
     assert clip.video == wanted
 
 
+@pytest.mark.slow
 def test_nan_within_a_section_fails_the_job_which_keeps_its_sections(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +385,7 @@ def test_nan_within_a_section_fails_the_job_which_keeps_its_sections(
     assert clip.video == wanted
 
 
+@pytest.mark.slow
 def test_nan_of_the_decoder_is_not_stored(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = make(VANILLA)
     Failing(monkeypatch, PyTorchSectionDecoder, "window", 2, lambda frames: frames * torch.nan)
@@ -402,6 +411,7 @@ def finishing_after(section: int, clip: Clip, job: str = "job", **given: Any) ->
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_a_video_can_end_after_any_section_and_be_continued(model: str, make: Make) -> None:
     clip = make(model)
@@ -419,6 +429,7 @@ def test_a_video_can_end_after_any_section_and_be_continued(model: str, make: Ma
     assert clip.video == clip.whole()
 
 
+@pytest.mark.slow
 def test_a_video_that_ended_early_is_continued_to_its_end(make: Make) -> None:
     clip = make(INVERTED)
     saved(finishing_after(1, clip))
@@ -428,6 +439,7 @@ def test_a_video_that_ended_early_is_continued_to_its_end(make: Make) -> None:
     assert clip.video == clip.whole()
 
 
+@pytest.mark.slow
 def test_a_video_ends_early_with_the_sections_that_a_paused_job_has(make: Make) -> None:
     clip = make(INVERTED)
     early = saved(finishing_after(2, clip, "other"))
@@ -450,6 +462,7 @@ def clips(clip: Clip, job: str = "job") -> list[str]:
     return sorted(path.name for path in (clip.folder / job / CLIP).glob("*.mp4"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_the_clip_of_finished_sections_is_the_video_that_ends_there(model: str, make: Make) -> None:
     """Each is playable before its section is reported, and has the frames of a video that ends with it."""
@@ -477,6 +490,7 @@ def test_the_clip_of_finished_sections_is_the_video_that_ends_there(model: str, 
     assert clips(clip, "early3") == ["0002.mp4", "0003.mp4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [INVERTED, VANILLA])
 def test_the_clip_grows_after_a_resume_without_the_parts_of_the_earlier_run(model: str, make: Make) -> None:
     clip = make(model)
@@ -490,6 +504,7 @@ def test_the_clip_grows_after_a_resume_without_the_parts_of_the_earlier_run(mode
     assert count == (73 if model == VANILLA else 69)
 
 
+@pytest.mark.slow
 def test_a_clip_that_cannot_be_written_does_not_fail_the_video(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = make(VANILLA)
     wanted = clip.whole()
@@ -502,6 +517,7 @@ def test_a_clip_that_cannot_be_written_does_not_fail_the_video(make: Make, monke
     assert clip.video == wanted
 
 
+@pytest.mark.slow
 def test_memory_is_the_same_for_ten_sections_as_for_three(make: Make) -> None:
     """What is alive when a section is reported does not grow: tensors, and everything that Python allocates."""
 

@@ -163,6 +163,7 @@ def check_equal(job: Job) -> None:
     torch.testing.assert_close(video_of(sections, made), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "true_cfg"), [(1, False), (3, True)])
 @pytest.mark.parametrize(("sampling_type", "last_image"), [(INVERTED, False), (INVERTED, True), (VANILLA, False)])
 def test_equals_pipeline(
@@ -172,6 +173,7 @@ def test_equals_pipeline(
     check_equal(Job(reference, sections, last_image=last_image, true_cfg=true_cfg))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling_type", SamplingType)
 def test_equals_pipeline_with_more_sections_than_were_trained(
     reference: HunyuanVideoFramepackPipeline, sampling_type: SamplingType
@@ -191,6 +193,7 @@ def from_file(progress: SectionProgress) -> SectionProgress:
     return SectionProgress(progress.sections, steps=progress.steps, **load(save(tensors)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling_type", SamplingType)
 @pytest.mark.parametrize("after", [1, 2])
 def test_resumes_between_sections_with_the_same_bits(
@@ -208,6 +211,7 @@ def test_resumes_between_sections_with_the_same_bits(
         assert torch.equal(own.pending, expected.pending)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling_type", SamplingType)
 def test_resumes_within_a_section_with_the_same_bits(
     reference: HunyuanVideoFramepackPipeline, sampling_type: SamplingType
@@ -225,6 +229,7 @@ def test_resumes_within_a_section_with_the_same_bits(
             assert torch.equal(own.progress.history, expected.progress.history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling_type", SamplingType)
 def test_a_video_that_ends_early_is_the_pipelines_of_that_section(
     reference: HunyuanVideoFramepackPipeline, sampling_type: SamplingType, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +251,7 @@ def test_a_video_that_ends_early_is_the_pipelines_of_that_section(
     torch.testing.assert_close(torch.cat(parts), expected[0][0].permute(1, 2, 3, 0), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_each_section_has_its_prompt(reference: HunyuanVideoFramepackPipeline) -> None:
     job = Job(reference, Sections(3, VANILLA, WINDOW))
     conditioning, progress = job.begin()
@@ -336,6 +342,7 @@ def test_memory_does_not_grow_with_sections(
     }
 
 
+@pytest.mark.slow
 def test_stops_before_the_next_step_and_can_go_on(reference: HunyuanVideoFramepackPipeline) -> None:
     job, cancel = Job(reference, Sections(2, VANILLA, WINDOW)), Cancel()
     conditioning, progress = job.begin()

@@ -56,6 +56,7 @@ def test_a_killed_job_of_two_experts_resumes(title: str, tiny: Tiny, tmp_path: P
     assert (actual - expected).abs().mean() < 0.5
 
 
+@pytest.mark.slow
 def test_magcache_reuses_blocks_of_a_single_file(tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "base")
     FORMATS["FP8 with scales"](tmp_path / "model.safetensors", dict(wide_transformer().state_dict()))

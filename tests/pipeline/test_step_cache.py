@@ -40,6 +40,7 @@ def blocks(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> tuple[
     return count, made[0]
 
 
+@pytest.mark.slow
 def test_latents_equal_wan_pipelines_with_the_same_cache(tiny: Tiny) -> None:
     spec = tiny("wan2.1")
     plan = planned(spec, f"first-block:{STRENGTH}")
@@ -50,6 +51,7 @@ def test_latents_equal_wan_pipelines_with_the_same_cache(tiny: Tiny) -> None:
     assert abs(ours - plain).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_blocks_are_skipped_and_the_hooks_removed(tiny: Tiny) -> None:
     spec = tiny("wan2.2-a14b")
     every = 2 * 2 * 8  # blocks, passes, steps
@@ -66,6 +68,7 @@ def test_blocks_are_skipped_and_the_hooks_removed(tiny: Tiny) -> None:
         assert torch.equal(blocks(spec, planned(spec, f"first-block:{STRENGTH}"), residency)[1], with_cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [0.05, 0.12, 0.3])
 def test_magcache_equals_wan_pipelines_with_diffusers_own_decision(strength: float, tiny: Tiny) -> None:
     spec, steps = with_ratios(tiny("wan2.1")), 12
@@ -78,6 +81,7 @@ def test_magcache_equals_wan_pipelines_with_diffusers_own_decision(strength: flo
     assert abs(ours - plain).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_cache", ["magcache:0.12", "taylorseer:2", "taylorseer:5"])
 def test_as_many_steps_are_computed_as_planned(step_cache: str, tiny: Tiny) -> None:
     spec = with_ratios(tiny("wan2.2-a14b"))

@@ -139,6 +139,7 @@ def test_settings_and_kinds_of_engines(
         )
 
 
+@pytest.mark.slow
 def test_pairs_of_settings_that_block_engines_allow() -> None:
     """Block engines allow what PyTorch allows, except three settings: no pair of others is refused."""
     allowed = [settings for settings, _, in_blocks in SETTINGS if in_blocks]

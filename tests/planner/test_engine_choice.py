@@ -47,6 +47,7 @@ def job_plans(kind: Callable[[], EngineOffer], gpus: int) -> list[ExecutionPlan]
     return [plan([], backend="pytorch", **settings), plan([kind()], **settings)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "gpus", "timings"), [(whole, 1, TIMINGS), (blocks, 1, TIMINGS), (blocks, 2, SOME_TIMINGS)]
 )
@@ -93,6 +94,7 @@ def check_agreement(timing: tuple[float, float, float, float], kind: Callable[[]
         assert (numbers["seconds"], numbers["pytorch"]) == (engine, compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_jobs", "on_engine", "engine", "compiled", "faster"),
     [
@@ -192,6 +194,7 @@ def sized(offer: EngineOffer, gigabytes: float, seconds: float = 0.5) -> EngineO
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gib", "experts", "encoder", "engines"),
     [
@@ -226,6 +229,7 @@ def test_engines_give_way_one_at_a_time(gib: int, experts: tuple[float, float], 
     assert made.strategy == asked.strategy
 
 
+@pytest.mark.slow
 def test_requested_engines_never_give_way() -> None:
     offers: dict[str, Sequence[EngineOffer]] = {
         "text_encoder": [text(12)],

@@ -168,6 +168,7 @@ def decode_peak(name: str, size: tuple[int, int], dtype: torch.dtype, chunk: int
     return counted.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "chunk", "measured"), DECODED)
 def test_counted_bytes_are_those_measured_on_a_gpu(size: tuple[int, int], chunk: int, measured: int) -> None:
     peak = decode_peak("wan2.2-a14b", size, torch.bfloat16, chunk)
@@ -177,6 +178,7 @@ def test_counted_bytes_are_those_measured_on_a_gpu(size: tuple[int, int], chunk:
     assert forecast == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("chunk", [1, 4])
 @pytest.mark.parametrize(

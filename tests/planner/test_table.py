@@ -385,6 +385,7 @@ def check(row: Row, folder: Path) -> None:
         assert not why(part).endswith("..")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("differs", "badge", "reason"),
     [

@@ -83,6 +83,7 @@ def test_a_video_whose_disk_fills_up_is_made_when_there_is_space(
     assert [job.state for job in (first, second)] == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_a_video_fails_if_its_disk_has_space_but_refuses_it(start: Start, disk: Path, tmp_path: Path) -> None:
     job = (queue := start(tmp_path)).submit(small(steps=200))
     reach(job, StepDone)

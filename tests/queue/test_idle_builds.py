@@ -116,6 +116,7 @@ def test_a_video_interrupts_an_idle_build_which_is_done_later(
     assert ran_on(queue, **wanted) == "onnxruntime"
 
 
+@pytest.mark.slow
 def test_a_cancelled_or_paused_idle_build(queue: JobQueue) -> None:
     assert ran_on(queue) == "pytorch"
     (build,) = builds(queue.store)

@@ -83,6 +83,7 @@ def test_a_running_job_resumes_after_a_restart_of_the_app(start: Make, tmp_path:
     assert stream(again.plan.output) == stream(whole.plan.output)
 
 
+@pytest.mark.slow
 def test_a_paused_job_continues(start: Make, tmp_path: Path) -> None:
     queue, other = start(), stored(tmp_path)
     paused, passing = queue.submit(small(steps=200)), queue.submit(small())
@@ -99,6 +100,7 @@ def test_a_paused_job_continues(start: Make, tmp_path: Path) -> None:
     assert len([event for event in paused.events if isinstance(event, TerminalEvent)]) == 1
 
 
+@pytest.mark.slow
 def test_two_apps_share_a_queue(start: Make, tmp_path: Path) -> None:
     one, two = start(), start()
     jobs = [one.submit(small(seed=n)) for n in range(8)]
@@ -209,6 +211,7 @@ def test_an_invalid_batch_queues_nothing(start: Make) -> None:
     until(lambda: not queue.store.queue())
 
 
+@pytest.mark.slow
 def test_the_low_noise_steps_are_rerun(start: Make) -> None:
     queue = start()
     guided = {"guidance_scale": 5.0, "guidance_scale_2": 3.0}

@@ -92,6 +92,7 @@ def test_all_jobs_end_and_no_gpu_runs_two(seed: int) -> None:
     assert sorted(len(held) for _, held in workers.done) == sorted(jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2, 3, 4])
 def test_a_few_jobs_end(gpus: int) -> None:
     """With many jobs, a later one would free a worker that waits."""

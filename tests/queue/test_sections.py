@@ -96,6 +96,7 @@ def test_a_job_ends_after_a_section_and_is_continued(queue: JobQueue, request_of
     assert (record.state, record.resumable) == ("done", False)
 
 
+@pytest.mark.slow
 def test_a_paused_job_ends_with_the_sections_that_it_has(queue: JobQueue, request_of: Ask) -> None:
     job = queue.submit(request_of())
     until(lambda: bool(sections(job)))

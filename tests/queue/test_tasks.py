@@ -135,6 +135,7 @@ def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService,
     assert engines.store.index() == []
 
 
+@pytest.mark.slow
 def test_a_cancelled_build_leaves_no_files_and_the_worker_continues(
     queue: JobQueue, engines: EngineService, spec: ModelSpec
 ) -> None:
@@ -178,6 +179,7 @@ def test_an_internal_error_ends_the_task_and_not_the_worker(queue: JobQueue, mon
     assert add(queue, PruneEngines(max_bytes=0)).state == "done"
 
 
+@pytest.mark.slow
 def test_old_ended_tasks_are_forgotten(queue: JobQueue) -> None:
     for _ in range(30):
         last = add(queue, PruneEngines(max_bytes=0))

@@ -68,6 +68,7 @@ def test_jobs_run_in_order_and_every_watcher_sees_all_events(queue: JobQueue) ->
     assert queue.latest() is jobs[2]
 
 
+@pytest.mark.slow
 def test_only_the_newest_ended_jobs_stay_in_memory(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.queue.job_queue._ENDED_JOBS", 2)
     jobs = [queue.submit(small(seed=n)) for n in range(5)]

@@ -184,6 +184,7 @@ def test_a_video_made_in_sections_resumes_by_itself_after_its_worker_was_killed(
     assert not (folder / SECTIONS).exists()
 
 
+@pytest.mark.slow
 def test_a_second_death_without_progress_fails_the_job(app: App) -> None:
     for _ in range(2):
         app.planted.add("kill", event="StageStarted", stage="denoise")
@@ -194,6 +195,7 @@ def test_a_second_death_without_progress_fails_the_job(app: App) -> None:
     assert record.failure.fact.code == "queue.worker_died_again"
 
 
+@pytest.mark.slow
 def test_a_job_in_a_worker_process_is_paused_and_cancelled(app: App) -> None:
     paused, cancelled = (app.queue.submit(small(seed=7, steps=1000)) for _ in range(2))
     app.wait_for_step(paused)

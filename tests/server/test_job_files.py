@@ -45,6 +45,7 @@ def test_now_returns_states(made: tuple[App, str]) -> None:
     assert now["jobs"][job] == "done"
 
 
+@pytest.mark.slow
 def test_a_poster_is_a_still(made: tuple[App, str]) -> None:
     server, job = made
     status, body, headers = get(server, f"tandem/poster/{job}.webp")

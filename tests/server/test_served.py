@@ -113,6 +113,7 @@ def test_a_closed_stream_does_not_end_the_job(server: App, client: Any) -> None:
     until(lambda: set(videos.glob("*.mp4")) - before)
 
 
+@pytest.mark.slow
 def test_a_refusal_arrives_with_what_is_wrong_and_the_remedy(
     server: App, client: Any, subtests: pytest.Subtests
 ) -> None:

@@ -114,6 +114,7 @@ def test_openais_client_makes_a_video_with_the_shipped_model(client: Any, tmp_pa
     assert made.id not in [video.id for video in client.videos.list()]
 
 
+@pytest.mark.slow
 def test_openais_client_sends_an_image_and_nested_fields(client: Any, http: httpx.Client, tmp_path: Path) -> None:
     image = saved(tmp_path / "boat.png")
     made = client.videos.create(
@@ -323,6 +324,7 @@ def test_what_is_finished_can_be_watched(http: httpx.Client, server: App) -> Non
     http.delete(f"v1/videos/{made}")
 
 
+@pytest.mark.slow
 def test_a_deleted_video_ends_its_stream(http: httpx.Client, server: App) -> None:
     made = create(http, steps=900)["id"]
     ends: list[str] = []
@@ -419,6 +421,7 @@ def test_an_upload_that_ends_early_leaves_no_file_and_frees_its_place(http: http
     assert {path for path in (server.cache_dir / "images").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_all_followers_of_a_video_get_its_events(http: httpx.Client, server: App) -> None:
     made = create(http, steps=60)["id"]
 

@@ -169,6 +169,7 @@ def test_a_key_sees_only_its_own_videos(keyed: tuple[App, dict[str, str]]) -> No
         assert failure.status_code in {400, 422} and str(server.cache_dir) not in failure.text
 
 
+@pytest.mark.slow
 def test_limits_of_a_key_are_kept(keyed: tuple[App, dict[str, str]]) -> None:
     server, secrets = keyed
     with with_key(server, secrets["few"]) as few:

@@ -66,6 +66,7 @@ def test_short_prompts_name_the_subject_and_the_motion() -> None:
     assert all(len(a.split()) < len(b.split()) for a, b in zip(short, prompts, strict=True))
 
 
+@pytest.mark.slow
 def test_outlines_do_not_depend_on_colour() -> None:
     torch.manual_seed(0)
     model = judge.Judge(outlines=True).eval()
@@ -88,6 +89,7 @@ def test_each_judge_has_its_columns() -> None:
     assert rows["held_out"]["count"] == 3 and 0 <= rows["all"]["outlines everything"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["judge", "outlines"])
 def test_a_judge_learns_from_a_step(name: str) -> None:
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ def test_the_shipped_model_is_at_most_24_megabytes() -> None:
     assert sum(f.stat().st_size for f in DIORAMA.rglob("*") if f.is_file()) <= 24e6
 
 
+@pytest.mark.slow
 def test_diffusers_loads_it_and_makes_a_clip(pipe: WanPipeline) -> None:
     pipe.set_progress_bar_config(disable=True)
     clip = pipe("a red boat", width=64, height=64, num_frames=5, num_inference_steps=2, output_type="pt").frames
@@ -55,6 +56,7 @@ def test_the_sidecar_has_the_fields_of_the_app() -> None:
     assert torch.tensor(sidecar["latent_rgb_bias"]).shape == (3,)
 
 
+@pytest.mark.slow
 def test_decoding_at_once_equals_decoding_in_chunks(pipe: WanPipeline) -> None:
     clip = torch.rand(1, 3, 17, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.no_grad():

@@ -51,6 +51,7 @@ def test_roughness_is_one_for_noise_and_small_for_slopes() -> None:
     assert train_vae.roughness(slope)[2] < 0.05
 
 
+@pytest.mark.slow
 def test_the_vae_trains_on_resized_latents() -> None:
     torch.manual_seed(0)
     model = nets.vae(nets.REHEARSAL)

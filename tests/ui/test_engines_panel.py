@@ -165,6 +165,7 @@ FILES: dict[str, bytes] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("take", [True, False], ids=["import", "inspect"])
 @pytest.mark.parametrize(
     ("file", "expected"),
@@ -243,6 +244,7 @@ def test_a_component_belongs_to_the_model(tab: Tab, part: object) -> None:
     assert tab.bring("/x.onnx", part).endswith("has no such component. Choose another component, or Automatic.")
 
 
+@pytest.mark.slow
 def test_an_import_is_queued_once_and_shown(tab: Tab, tmp_path: Path) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(bytes(range(256)) * 20)

@@ -114,6 +114,7 @@ def prompts(worker: JobQueue) -> list[str]:
     return [job.prompt for job in worker.store.queue()]
 
 
+@pytest.mark.slow
 def test_queued_jobs_keep_their_plans_as_text(worker: JobQueue, desk: Panels) -> None:
     jobs = worker.submit_all(combined(small(seed=1), [f"boat {n}" for n in range(40)], []))
     act(desk, "refresh")
@@ -207,6 +208,7 @@ def test_invalid_requests_add_nothing(
     assert prompts(worker) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("move", "of", "order"),
     [
@@ -243,6 +245,7 @@ def test_a_duplicate_follows_its_job_with_a_new_seed(desk: Panels, worker: JobQu
     assert seeds[0] == 1 != seeds[1]
 
 
+@pytest.mark.slow
 def test_a_long_queue_is_shown_in_parts(worker: JobQueue, desk: Panels) -> None:
     jobs = worker.submit_all(combined(small(seed=1), [f"boat {n}" for n in range(60)], []))
     first = act(desk, "refresh")[0]["list"]

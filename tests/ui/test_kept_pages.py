@@ -91,6 +91,7 @@ def test_each_address_and_user_has_its_own_page() -> None:
     assert '"username":"ann"' in first[1] and '"username":"bob"' in first[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "headers",
     [

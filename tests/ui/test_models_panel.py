@@ -138,6 +138,7 @@ def test_a_model_that_fills_the_disk_is_marked(shown: Shown, monkeypatch: pytest
     assert "The disk may be too small: up to 28.9 GB, 10.0 GB free." in shown.card(NAME)
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_and_can_be_chosen(shown: Shown) -> None:
     # Else it may be complete before the panel is drawn.
     shown.hub.faults[VAE] = Fault("slow")

@@ -17,6 +17,8 @@ from tests.image_files import saved
 from tests.sharing_app import HOST, link_of
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow  # starts an app and logs in several times
+
 FLAGS = (
     *("--share", "--share-frames", "9", "--share-size", "192x128", "--share-steps", "400"),
     *("--share-queue", "1", "--share-queue-all", "2", "--share-rate", "4"),
@@ -107,7 +109,6 @@ def test_requests_from_other_sites_are_refused(visitor: Visitor) -> None:
     assert visitor.get("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="cors").status == 403
 
 
-@pytest.mark.slow
 def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, other: Visitor) -> None:
     prompt = "a red boat that only its visitor may see"
     final = visitor.client.predict(prompt, seed=3, steps=2, api_name="/generate")
@@ -212,7 +213,6 @@ def test_visitors_name_their_own_uploads_only(visitor: Visitor, other: Visitor, 
     assert refused.status == 422 and b"boat.png is not an image" in refused.body
 
 
-@pytest.mark.slow
 def test_videos_in_an_hour_are_limited(server: Server) -> None:
     visitor = Visitor(server)
     for seed in range(4):
@@ -222,7 +222,6 @@ def test_videos_in_an_hour_are_limited(server: Server) -> None:
     visitor.client.close()
 
 
-@pytest.mark.slow
 def test_the_owners_page_has_no_limits(server: Server) -> None:
     client = Client(server.url, verbose=False)
     final = client.predict("a red boat", steps=1, frames=13, backends={"vae": "pytorch"}, api_name="/generate")

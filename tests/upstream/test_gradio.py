@@ -66,6 +66,7 @@ assert (queue.ANAYLTICS_CACHE_FREQUENCY, queue.ANALYTICS_MAX_EVENTS) == (sys.max
 """
 
 
+@pytest.mark.slow
 def test_gradio_is_loaded_without_what_takes_time_and_memory() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", _LOADS], check=True, timeout=120, cwd=ROOT)
 

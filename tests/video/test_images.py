@@ -266,6 +266,7 @@ def test_fitting_shows_everything_between_borders() -> None:
     assert not wide[:12].any() and not wide[36:].any() and wide[12:36].any(axis=-1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [(64, 48), (16, 128), (300, 200), (1920, 1080)])
 def test_frames_have_the_wanted_size(given: tuple[int, int], subtests: pytest.Subtests) -> None:
     image = picture(*given)

@@ -200,6 +200,7 @@ def test_working_memory_is_freed_with_the_last_session(opened: Open, tiny: Calla
         sessions[1].infer(**part.inputs_for(64))
 
 
+@pytest.mark.slow
 def test_the_vaes_buffers_are_allocated_when_needed_and_freed(opened: Open, tiny: Callable[[str], ModelSpec]) -> None:
     begins, follows = vae(tiny, "vae_first"), vae(tiny, "vae_next")
     size = (2, 8, 6)

@@ -70,6 +70,7 @@ def close(frames: torch.Tensor, expected: torch.Tensor) -> bool:
     return frames.shape == expected.shape and bool((frames - expected).norm() / expected.norm() < 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "frames"), [(1, 1), (1, 8), (2, 4), (1, 9), (3, 7), (2, 16)])
 def test_any_number_of_frames_is_decoded_on_an_engine(batch: int, frames: int, found: Settings, decoder: Any) -> None:
     latents = decoders.latents(batch, frames)
@@ -80,6 +81,7 @@ def test_any_number_of_frames_is_decoded_on_an_engine(batch: int, frames: int, f
         assert not decode.fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
 def test_any_number_of_frames_is_decoded_in_pytorch(batch_size: int, found: Settings, decoder: Any) -> None:
     latents = decoders.latents(2, 5)
@@ -115,6 +117,7 @@ def test_the_fastest_engine_in_the_library_is_used(found: Settings, decoder: Any
     assert not usable_engines(service, decoder.tandem_spec, (3, 5), "cpu")
 
 
+@pytest.mark.slow
 def test_another_size_opens_another_engine(found: Settings, decoder: Any) -> None:
     events: list[Event] = []
     with make_batched_decode_fn(decoder, backend=BACKEND, settings=found, emit=events.append) as decode:
@@ -185,6 +188,7 @@ def test_a_build_that_is_cancelled(found: Settings, decoder: Any) -> None:
             decode(torch.randn(1, 2, 8, 2, 6))
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_damaged_is_built_again(found: Settings, on_engine: Any, decoder: Any) -> None:
     (engine,) = (path for path in found.engines_dir.iterdir() if (path / "engine.json").exists())
     (engine / "engine.onnx").write_bytes(b"short")
@@ -230,6 +234,7 @@ def test_engines_in_the_library_that_cannot_be_used_are_reported_or_passed_over(
         assert (decode.backend, decode.engine, decode.fallbacks) == ("pytorch", "", ())
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_built_for_another_size_is_reported(
     found: Settings, on_engine: Any, decoder: Any, engine_library: EngineLibrary
 ) -> None:
@@ -257,6 +262,7 @@ def test_an_engine_that_is_damaged_without_a_trace(found: Settings, on_engine: A
     fails(on_engine, decoders.latents(1, 3), decoder, "engine.unusable")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "code"),
     [
@@ -286,6 +292,7 @@ def test_an_engine_that_fails_at_a_call(
     assert [type(event) for event in reported] == [FellBack]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "code"),
     [
@@ -454,6 +461,7 @@ def test_other_batch_sizes_are_refused(size: int, found: Settings, decoder: Any)
     refuses(caught, "decode.batch_size")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [BACKEND, "pytorch"])
 def test_latents_of_any_layout_and_dtype_are_decoded(backend: str, found: Settings, decoder: Any) -> None:
     latents = decoders.latents(2, 5)
@@ -499,6 +507,7 @@ def test_threads_share_a_function(on_engine: Any, decoder: Any) -> None:
     assert not on_engine.fallbacks
 
 
+@pytest.mark.slow
 def test_threads_with_other_sizes_and_one_that_closes(found: Settings, decoder: Any) -> None:
     """Sizes without an engine run in PyTorch, and so does what comes after `close`."""
     given = [torch.randn(1, 5, 8, 3, width) for width in (4, 5, 4, 6)]
@@ -590,6 +599,7 @@ class TestEnvironment:
             assert (decode.backend, decode.fallbacks) == (BACKEND, ())
             assert (folder / decode.engine / "engine.json").is_file()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["engines", "-1", "a/b/c", ""])
     def test_an_engine_in_tensorrt_cache_dir_is_used(
         self,

@@ -67,6 +67,7 @@ def test_a_world_models_scale_is_read(tmp_path: Path) -> None:
     assert all(spec.only_decodes and spec.component_names == (FRAME_DECODER,) for spec in specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [decoders.DC, decoders.DC_BATCH_NORM, decoders.DC_INTERPOLATED])
 @pytest.mark.parametrize("whole", [True, False])
 @torch.no_grad()

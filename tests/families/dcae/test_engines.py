@@ -38,6 +38,7 @@ def model(kind: str, folder: Path) -> ModelSpec:
     return read_spec(folder / kind, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "builder"),
     [
@@ -77,6 +78,7 @@ def test_a_machine_without_a_gpu_builds_an_engine_of_each_backend(tmp_path: Path
     assert all(one.record is None and one.key.precision == "float32" and not one.takes_any for one in found)
 
 
+@pytest.mark.slow
 def test_engines_are_evicted_verified_and_found_stale_like_others(
     tmp_path: Path, engine_library: EngineLibrary
 ) -> None:

@@ -12,6 +12,7 @@ from runtime.families.dcae import load_decoder, make_batched_decode_fn
 EXAMPLE = Path(__file__).parents[3] / "examples" / "world.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache_dir")
 def test_the_shipped_decoder_shows_the_world_that_the_example_was_made_of() -> None:
     from tools.diorama import train_dcae, world

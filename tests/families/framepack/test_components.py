@@ -83,6 +83,7 @@ class Loaded:
         return SectionConditioning(lambda _: prompts, first, embeds, last[0] if last else None, guidance_scale=4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling_type", "last_image", "count"),
     [

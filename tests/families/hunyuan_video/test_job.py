@@ -76,6 +76,7 @@ def test_a_model_is_downloaded_by_its_name(
     assert command("generate", "a", "--model", "hunyuan-video", *SIZE, "--out", str(tmp_path / "1.mp4"))[0] == 0
 
 
+@pytest.mark.slow
 def test_a_job_uses_the_step_cache(command: Command, model: str, tmp_path: Path) -> None:
     pixels = []
     for cache in ("none", "first-block:0.0001", "first-block:1"):
@@ -86,6 +87,7 @@ def test_a_job_uses_the_step_cache(command: Command, model: str, tmp_path: Path)
     assert pixels[0] == pixels[1] != pixels[2]
 
 
+@pytest.mark.slow
 def test_a_lora_is_added_for_one_video(command: Command, tiny: Tiny, cache_dir: Path, tmp_path: Path) -> None:
     spec, pixels, out = tiny("hunyuan-video"), [], str(tmp_path / "x.mp4")
     factors = block_factors(spec.transformer)

@@ -74,6 +74,7 @@ def by_pipeline(spec: ModelSpec, plan: ExecutionPlan, output_type: str, shift: f
     ).frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["hunyuan-video", "hunyuan-video-cfg"])
 @pytest.mark.parametrize("guidance", [6.0, 1.0])
 def test_latents_equal_the_pipelines(architecture: str, guidance: float, tiny: Tiny, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_a_requests_shift_is_the_schedulers(tiny: Tiny, tmp_path: Path) -> None:
     assert abs(latents - by_pipeline(spec, plan, "latent", shift=3.0)).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_frames_equal_the_pipelines(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("hunyuan-video")
     plan = tiny_plan(spec, tmp_path / "x.mp4", frames=29)
@@ -117,6 +119,7 @@ def test_frames_equal_the_pipelines(tiny: Tiny, tmp_path: Path) -> None:
     assert np.abs(frames / 255.0 - wanted).max() < 0.6 / 255
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("latent_frames", "tile"), [(1, None), (4, 4), (5, None), (6, 4), (7, None), pytest.param(11, 4, marks=SLOW)]
 )

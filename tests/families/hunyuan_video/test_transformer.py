@@ -128,6 +128,7 @@ def nothing_compiled() -> Iterator[None]:
     discard_compiled_code()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled")
 def test_blocks_are_compiled_once_for_each_kind(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     module, counter = load(tiny("hunyuan-video")), CompileCounterWithBackend("aot_eager")
@@ -179,6 +180,7 @@ def shared(tiny: Tiny) -> Iterator[SharedDenoiser]:
     manager.dismiss()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SIZES)
 def test_a_pass_of_two_processes_equals_that_of_one(case: str, shared: SharedDenoiser, tiny: Tiny) -> None:
     given = inputs(*SIZES[case])
@@ -195,6 +197,7 @@ def test_passes_with_texts_of_different_lengths_are_shared(shared: SharedDenoise
         torch.testing.assert_close(got, denoiser(latents, times, text), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_fp8_attention_rounds_as_in_one_process(tiny: Tiny) -> None:
     spec, speed, given = tiny("hunyuan-video"), Speed(attention="fp8"), inputs((4, 46, 46))
     exact = PyTorchDenoiser(load(spec))(*given)
@@ -251,6 +254,7 @@ def test_scheduled_caches_reuse_residuals(step_cache: str, exact: set[int], tiny
         assert torch.equal(got, whole) == (index in exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_cache", ["first-block:0.02", "magcache:0.1", "taylorseer:2"])
 def test_processes_that_share_a_pass_skip_blocks_together(step_cache: str, shared: SharedDenoiser, tiny: Tiny) -> None:
     denoiser = PyTorchDenoiser(load(tiny("hunyuan-video")))

@@ -42,6 +42,7 @@ def noise(count: int) -> torch.Tensor:
     return torch.randn(1, 16, count, 4, 6, generator=torch.Generator().manual_seed(count))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("count", [1, 4, 5, 7, 8, 9])
 def test_a_decoder_on_engines_equals_diffusers(
@@ -56,6 +57,7 @@ def test_a_decoder_on_engines_equals_diffusers(
     torch.testing.assert_close(found, decoded.clamp(-1, 1), rtol=1e-5, atol=ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_pytorch_decodes_from_the_group_that_fails(tiny: Tiny, programs: dict[str, Program], failing: int) -> None:
     latents, reasons = noise(8), list[Fact]()

@@ -26,6 +26,7 @@ def weights(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+@pytest.mark.slow
 def test_parameter_counts_are_those_of_the_architectures(subtests: pytest.Subtests) -> None:
     counted: dict[str, int] = {}  # by class and configuration: several models have the same
 

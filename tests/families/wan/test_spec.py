@@ -58,6 +58,7 @@ def test_operations_of_a_forward_pass_equal_torchs_count(tiny: Tiny) -> None:
     assert spec.transformer.forward_flops(tokens, 512) == pytest.approx(counter.get_total_flops() + attention, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", VAES)
 def test_operations_of_decoding_equal_torchs_count(architecture: str, tiny: Tiny) -> None:
     spec = tiny(architecture)

@@ -55,6 +55,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((got - wanted).norm() / wanted.norm() < 2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speed",
     [Speed(), Speed(text_kept=True), Speed(fused=True), Speed(text_kept=True, fused=True, paired=True)],

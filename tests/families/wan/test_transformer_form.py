@@ -16,6 +16,7 @@ from tests.tiny_models import IN_JOBS
 SIZES = [(1, 4, 4), (3, 6, 8), (5, 10, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", IN_JOBS)
 @pytest.mark.parametrize("size", SIZES)
 def test_it_equals_diffusers(tiny: Callable[[str], ModelSpec], architecture: str, size: tuple[int, int, int]) -> None:

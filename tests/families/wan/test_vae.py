@@ -16,6 +16,7 @@ from runtime.models.spec import ModelSpec
 from tests.tiny_models import VAES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", VAES)
 @pytest.mark.parametrize("chunk", [1, 3])
 @torch.inference_mode()
@@ -70,6 +71,7 @@ class Kernels:
         return F.conv3d(x, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3])
 @torch.inference_mode()
 def test_kernels_compute_the_convolutions_of_96_channels(chunk: int) -> None:

@@ -14,6 +14,7 @@ from runtime.models.spec import ModelSpec
 from tests.tiny_models import VAES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", VAES)
 @pytest.mark.parametrize("last", [False, True], ids=["image", "two images"])
 @torch.inference_mode()
@@ -37,6 +38,7 @@ def test_latents_of_an_image_and_gray_frames_equal_autoencoder_encode(
         assert (got - wanted).abs().max() < 1e-5, frames
 
 
+@pytest.mark.slow
 def test_tiles_are_close_to_whole_frames() -> None:
     spec = find("diorama", Path("none"))  # trained: random weights attend to all pixels alike
     encoder = PyTorchVideoEncoder(AutoencoderKLWan.from_pretrained(spec.directory, subfolder="vae").float())

@@ -14,6 +14,7 @@ from tests.engines.conftest import relative
 FRAMES = 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b"])
 def test_they_equal_diffusers(tiny: Callable[[str], ModelSpec], architecture: str, subtests: pytest.Subtests) -> None:
     spec = tiny(architecture)

@@ -40,6 +40,7 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(10 * torch.log10(4 / (one - other).pow(2).mean()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", VAES)
 def test_bfloat16_is_close_to_float32(architecture: str, tiny: Tiny) -> None:
     spec = tiny(architecture)

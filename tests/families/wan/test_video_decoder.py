@@ -14,6 +14,7 @@ from tests.plans import Alone, tiny_plan
 from tests.tiny_models import VAES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", VAES)
 @pytest.mark.parametrize("steps", [1, 2])
 @torch.inference_mode()
