@@ -107,7 +107,7 @@ class InductorBuilder(Builder):
             "aot_inductor.precompile_headers": False,
         }
         report(Fact("engine.compiling"), 0.1)
-        with _paths_without_spaces(), torch.no_grad(), warnings.catch_warnings():
+        with _paths_without_spaces(), _shared_libstdcxx(options), torch.no_grad(), warnings.catch_warnings():
             # torch uses features that it has deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             try:
@@ -132,6 +132,28 @@ def _supports_all_vector_instructions() -> bool:
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False)
     major = version.stdout.partition(".")[0]
     return major.isdecimal() and int(major) >= _GCC
+
+
+@contextlib.contextmanager
+def _shared_libstdcxx(options: dict[str, Any]) -> Iterator[None]:
+    """Link packages with the C++ library that PyTorch uses, also if the compiler links a static one by itself.
+
+    A package with a C++ library of its own crashes when it is loaded: parts of both are mixed.
+
+    Args:
+        options: of Inductor; the library is added.
+    """
+    maps = Path("/proc/self/maps")
+    loaded = {Path(line.split(maxsplit=5)[-1]) for line in maps.read_text().splitlines()} if maps.exists() else set()
+    library = next((path for path in loaded if path.name.startswith("libstdc++.so")), None)
+    if library is None:
+        yield
+        return
+    # The linker takes from a static library what none before it has, and `-l:NAME` is the file of that name.
+    options["aot_inductor.custom_op_libs"] = [":libstdc++.so.6"]
+    folders = [str(library.parent), *filter(None, [os.environ.get("LIBRARY_PATH")])]
+    with environment_variables({"LIBRARY_PATH": os.pathsep.join(folders)}):
+        yield
 
 
 @contextlib.contextmanager
