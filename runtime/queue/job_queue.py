@@ -44,6 +44,8 @@ _REFRESH_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
+# The watcher may wait for a disk that does not answer; it ends with the process.
+_CLOSE_SECONDS = 10.0
 _MAX_BATCH = 1000
 
 logger = logging.getLogger(__name__)
@@ -353,14 +355,14 @@ class JobQueue:
         """
         if not self._is_app:
             self._closing.set()
-            self._watcher.join()
+            self._watcher.join(_CLOSE_SECONDS)
             return
         if self.store.temporary:
             self.cancel(self.store.queue_ids())
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()
-        self._watcher.join()
+        self._watcher.join(_CLOSE_SECONDS)
         with suppress(StoreError):  # done at the next start
             self._refresh()
             self._registry.remove_app(self.instance)

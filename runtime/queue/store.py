@@ -898,6 +898,12 @@ class JobStore:
         with self.database.reading() as connection:
             return {row["id"]: row["asked"] for row in connection.execute(query, tuple(ids))}
 
+    def cancelling(self, instances: Collection[str]) -> set[str]:
+        """Return which of these workers run a job that is to be cancelled."""
+        query = f"SELECT instance FROM jobs WHERE state = 'running' AND asked = 'cancel' AND instance IN ({_marks(instances)})"
+        with self.database.reading() as connection:
+            return {row["instance"] for row in connection.execute(query, tuple(instances))}
+
     def delete(self, job_id: str) -> None:
         """Delete a job; it can be restored until it is purged. A queued job is cancelled.
 

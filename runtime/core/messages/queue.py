@@ -71,6 +71,8 @@ MESSAGES: Mapping[str, Message] = {
     "queue.exit_probably_out_of_memory": Message("probably killed by the system because memory ran out"),
     "queue.node_lost": Message("the machine {host} was lost"),
     "queue.exit_unknown": Message("unknown reason"),
+    "queue.exit_not_responding": Message("no response for {seconds:.0f} s"),
+    "queue.exit_not_stopping": Message("not stopped within {seconds:.0f} s"),
     "queue.exit_device_lost": Message("CUDA error"),
     "queue.exited": Message("{how}"),
     "queue.worker_replaced": Message("The worker process of this job ended unexpectedly ({how}); the job was resumed."),
