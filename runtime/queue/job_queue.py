@@ -219,11 +219,12 @@ class JobQueue:
         spec = self.model(GenerationRequest.from_mapping(first.request_json()))
         output = output_path(self._outputs_dir, first.prompt)
         machine = seen_from(self.machine(), self._gpus[0])
-        plan = plan_rerun(
-            first, changes, spec, source, target, machine, output, self._engines.offers(spec), self.history()
-        )
-        request = GenerationRequest.from_mapping(plan.request_json())
-        return self._job_of(self.store.add(request, plan, owner=owner, parent=job_id, job_id=new_id))
+        offers, history = self._engines.offers(spec), self.history()
+        with storage.adding_folders(self.store):
+            plan = plan_rerun(first, changes, spec, source, target, machine, output, offers, history)
+            request = GenerationRequest.from_mapping(plan.request_json())
+            record = self.store.add(request, plan, owner=owner, parent=job_id, job_id=new_id)
+        return self._job_of(record)
 
     def edit(self, job_id: str, request: GenerationRequest) -> Job:
         """Change the request of a queued job; it keeps its place.
@@ -455,8 +456,14 @@ class JobQueue:
         states = self.store.states([view.id for view in views.values() if view.open])
         changed |= {*ids, *(view.id for view in views.values() if view.open and view.seen != states.get(view.id))}
         for job_id in changed & views.keys():
-            with suppress(StoreError):  # it was purged
+            try:
                 views[job_id].refresh()
+            except StoreError as error:
+                if error.code == "queue.no_such_job":  # it was purged; whoever follows it need not wait
+                    views[job_id].state = "cancelled"
+                    with self._lock:
+                        self._jobs.pop(job_id, None)
+                        self._tasks.pop(job_id, None)
         self._forget_old()
         for record in self.store.queue(kinds=["build"]):
             self._task_of(record)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # these import torch
 
 _POLL_SECONDS = 0.1
 _POLLS_TO_YIELD = 3
+_CLOSE_SECONDS = 10.0
 # Least time between two stored progress reports of an engine build; builders report more often.
 _PROGRESS_SECONDS = 0.2
 
@@ -232,13 +233,20 @@ class JobRecorder:
         return warnings
 
     def write(self) -> StoreError | None:
-        """Write all events that are not written yet; return the error if that fails."""
+        """Write all events that are not written yet; return the error if that fails.
+
+        Those of a job that is not in the store any more are dropped.
+        """
         with self._lock:
             try:
                 while self._unwritten:
                     self._store.record(self.id, self._unwritten[0], self._lease)
                     del self._unwritten[0]
             except StoreError as error:
+                if error.code == "queue.no_such_job":
+                    logger.warning("job %s: its row is gone; its events are not stored any more", self.id)
+                    self._unwritten.clear()
+                    return None
                 # Retried several times a second, but logged once.
                 if not self._failing:
                     logger.warning("job %s: its events cannot be written yet", self.id)
@@ -420,5 +428,5 @@ class ControlPoller:
             yield
         finally:
             end.set()
-            thread.join()
+            thread.join(_CLOSE_SECONDS)  # longer only while the store's disk does not answer
             self.poll()

@@ -14,6 +14,7 @@ import pytest
 from runtime.core.errors import StoreError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
+from runtime.engines import child
 from runtime.models.spec import ModelSpec
 from runtime.queue import recovery, supervisor
 from tests.queue.planted import Planted
@@ -30,7 +31,7 @@ def app(
 ) -> Iterator[App]:
     """An app whose workers may be silent for two seconds, or for one if they should stop."""
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
-    for name, value in {"_START_METHOD": "fork", "_MOST_DELAY_SECONDS": 0.05, "_LOOK_SECONDS": 0.1}.items():
+    for name, value in {"_START_METHOD": child._START_METHOD, "_MOST_DELAY_SECONDS": 0.05, "_LOOK_SECONDS": 0.1}.items():
         monkeypatch.setattr(supervisor, name, value)
     monkeypatch.setattr(supervisor, "_SILENT_STOPPING_SECONDS", 1.0)
     made = App(tmp_path, Planted(tmp_path / "planted", monkeypatch))
