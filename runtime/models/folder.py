@@ -360,9 +360,7 @@ def tensor_shapes(component: Path) -> dict[str, tuple[int, ...]]:
         ModelError: see `weight_files` and `read_header`; if the index names a tensor that no file has.
     """
     found = {
-        name: tensor.shape
-        for path in weight_files(component)
-        for name, tensor in read_header(path).tensors.items()
+        name: tensor.shape for path in weight_files(component) for name, tensor in read_header(path).tensors.items()
     }
     variants = _weights_by_variant(component)
     index = variants[_preferred(variants)][1]
@@ -372,9 +370,7 @@ def tensor_shapes(component: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def missing_weights(
-    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]] | None
-) -> int:
+def missing_weights(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]] | None) -> int:
     """Return how many weights are missing, or have another shape.
 
     Args:

@@ -372,7 +372,10 @@ def check_loadable(spec: ModelSpec) -> None:
         return
     if spec.scheduler not in WITH_SHIFT and spec.scheduler not in scheduler_names():
         raise ModelError(
-            "model.scheduler_unknown", model=spec.title, scheduler=spec.scheduler[:_MAX_NAME_LENGTH], version=version("diffusers")
+            "model.scheduler_unknown",
+            model=spec.title,
+            scheduler=spec.scheduler[:_MAX_NAME_LENGTH],
+            version=version("diffusers"),
         )
     check_tokenizers(spec.directory, list(filter(is_text_encoder, spec.component_names)), spec.title)
     family = family_of(spec.family)

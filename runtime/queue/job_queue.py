@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import Auto, GenerationRequest
 from runtime.engines.service import EngineService
@@ -278,7 +279,7 @@ class JobQueue:
         self.store.finish_early(job_id)
         self._refresh([job_id])
 
-    def add_task(self, work: Work, title: str) -> Task:
+    def add_task(self, work: Work, title: Fact | str) -> Task:
         """Add work on the engine library to the end of the queue."""
         build = isinstance(work, BuildEngines)
         record = self.store.add_work(

@@ -125,7 +125,10 @@ class ModelTasks:
                     task.result, task.state = _cancelled(task), "cancelled"
 
     def close(self) -> None:
-        """Stop all tasks and wait for that, at most some seconds. Received data is kept, and the next download continues from it."""
+        """Stop all tasks and wait for that, at most some seconds.
+
+        Received data is kept, and the next download continues from it.
+        """
         with self._lock:
             threads, self._threads = self._threads, []
             for task in self._tasks.values():

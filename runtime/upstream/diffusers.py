@@ -23,7 +23,8 @@ def scheduler_names() -> frozenset[str]:
     Reason: importing diffusers imports torch, which planning does not need; the names are in the text of the package.
     """
     found = importlib.util.find_spec("diffusers")
-    folders = [Path(place) / "schedulers" for place in (found.submodule_search_locations or ()) if found] if found else []
+    places = found.submodule_search_locations if found else None
+    folders = [Path(place) / "schedulers" for place in places or ()]
     classes = re.compile(r"^class (\w+)\([^)]*\bSchedulerMixin\b", re.MULTILINE)
     texts = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("scheduling_*.py")]
     return frozenset(name for text in texts for name in classes.findall(text) if not name.startswith("Flax"))

@@ -320,7 +320,9 @@ def test_an_error_while_an_engine_is_replaced_is_not_hidden(tiny: Tiny, tmp_path
     folder = Path(shutil.copytree(spec.directory, tmp_path / "model"))
     spec = read_spec(folder, "model")
     plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
-    use = EngineUse(id="0" * 16, builder="onnxruntime", program="denoiser", precision="float32", profile=((1, 4, 4),) * 3)
+    use = EngineUse(
+        id="0" * 16, builder="onnxruntime", program="denoiser", precision="float32", profile=((1, 4, 4),) * 3
+    )
     part = plan.components["transformer"].replace(backend="onnxruntime", engines=(use,))
     service = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
 

@@ -31,7 +31,11 @@ def app(
 ) -> Iterator[App]:
     """An app whose workers may be silent for two seconds, or for one if they should stop."""
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "tiny")
-    for name, value in {"_START_METHOD": child._START_METHOD, "_MOST_DELAY_SECONDS": 0.05, "_LOOK_SECONDS": 0.1}.items():
+    for name, value in {
+        "_START_METHOD": child._START_METHOD,
+        "_MOST_DELAY_SECONDS": 0.05,
+        "_LOOK_SECONDS": 0.1,
+    }.items():
         monkeypatch.setattr(supervisor, name, value)
     monkeypatch.setattr(supervisor, "_SILENT_STOPPING_SECONDS", 1.0)
     made = App(tmp_path, Planted(tmp_path / "planted", monkeypatch))

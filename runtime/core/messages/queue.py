@@ -79,6 +79,23 @@ MESSAGES: Mapping[str, Message] = {
     "queue.engine_disabled": Message(
         "Its {backend:backend} engine was running when the worker process ended unexpectedly ({how})."
     ),
+    # Titles of tasks
+    "task.build_all": Message("Build engines for all components of {model} at {width}×{height}, {frames:n frame}"),
+    "task.build_all_with": Message(
+        "Build engines for all components of {model} at {width}×{height}, {frames:n frame} with {backend:backend}"
+    ),
+    "task.build": Message(
+        "Build engines for the {components:named_components} of {model} at {width}×{height}, {frames:n frame}"
+    ),
+    "task.build_with": Message(
+        "Build engines for the {components:named_components} of {model} at {width}×{height}, {frames:n frame} "
+        "with {backend:backend}"
+    ),
+    "task.verify": Message("Verify {program:lower_component} {engine}"),
+    "task.delete": Message("Delete {program:lower_component} {engine}"),
+    "task.import": Message("Import {file}"),
+    "task.inspect": Message("Inspect {file}"),
+    "task.decode": Message("Decode {file}"),
     # Tasks
     "task.cancelled": Message("Cancelled. Completed work is kept."),
     "task.built": Message("{built} of {wanted} ready."),

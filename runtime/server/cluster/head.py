@@ -568,14 +568,7 @@ class _Proxy:
                 if ready or ray.wait([*self._samples], timeout=0)[0]:
                     heard = time.monotonic()
                 self._check_hangs(heard, asked.get("cancel"))
-                for request, wanted in (
-                    ("cancel", recorder.cancel.requested),
-                    ("pause", recorder.cancel.pausing or self._head.closing.is_set()),
-                    ("finish", recorder.cancel.finishing),
-                ):
-                    if wanted and request not in asked:
-                        asked[request] = time.monotonic()
-                        self._actor.control.remote(record.id, request)
+                self._pass_on(recorder, asked)
                 if not ready:
                     continue
                 try:
@@ -595,6 +588,17 @@ class _Proxy:
             elif isinstance(recorder.end, VideoSaved):
                 receiver.finish(recorder.end)
         return recorder.end
+
+    def _pass_on(self, recorder: JobRecorder, asked: dict[str, float]) -> None:
+        """Pass on requests for a job, each once; `asked` has when, by the monotonic clock."""
+        for request, wanted in (
+            ("cancel", recorder.cancel.requested),
+            ("pause", recorder.cancel.pausing or self._head.closing.is_set()),
+            ("finish", recorder.cancel.finishing),
+        ):
+            if wanted and request not in asked:
+                asked[request] = time.monotonic()
+                self._actor.control.remote(recorder.id, request)
 
     def _check_hangs(self, heard: float, cancelled: float | None) -> None:
         """Give up this worker if it has not answered for long, or has not followed a cancellation.
