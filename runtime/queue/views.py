@@ -279,8 +279,7 @@ class Task(TaskProgress):
             case {"event": "TaskLog", "text": str(text)}:
                 self.write(text)
             case {"event": "TaskProblem", "fact": {"code": str(code), "data": dict(data)}}:
-                text = render(Fact(code, data))
-                self.write(f"{text.what}\n{text.remedy}")
+                self.write("\n".join(render(Fact(code, data))))
             case {"event": "TaskFound", "facts": [*facts]}:
                 with contextlib.suppress(ValidationError):
                     self.found = tuple(str(Fact.model_validate(fact)) for fact in facts)

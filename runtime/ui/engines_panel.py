@@ -96,7 +96,7 @@ class EnginesPanel:
             case "build":
                 return self._add(*self._build(call.target, call.form))
             case "prune":
-                return self._add(PruneEngines(max_bytes=self._engines.store.max_bytes), "Prune to the limit")
+                return self._add(PruneEngines(max_bytes=self._engines.store.max_bytes), Fact("task.prune"))
             case "inspect" | "import":
                 return self._add(*self._import(call))
             case "cancel" if _TASK_ID.fullmatch(call.target):

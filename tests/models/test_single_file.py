@@ -403,11 +403,8 @@ def reshaped(axes: Callable[[torch.Tensor], tuple[int, ...]]) -> Change:
     """Return a change of the number of axes of one layer's weight in FP8."""
 
     def change(state: State) -> State:
-        name = next(
-            one
-            for one, tensor in state.items()
-            if tensor.dtype == transformer_files.E4M3 and tensor.shape[:1] != tensor.shape[1:2]
-        )
+        stored = {one: tensor for one, tensor in state.items() if tensor.dtype == transformer_files.E4M3}
+        name = next(one for one, tensor in stored.items() if tensor.ndim == 2)
         return state | {name: state[name].reshape(axes(state[name])).contiguous()}
 
     return change
@@ -416,7 +413,7 @@ def reshaped(axes: Callable[[torch.Tensor], tuple[int, ...]]) -> Change:
 WRONG: dict[str, tuple[Change, str]] = {
     "three axes": (reshaped(lambda one: (1, *one.shape)), ""),
     "one axis": (reshaped(lambda one: (one.numel(),)), ""),
-    "swapped axes": (reshaped(lambda one: (*one.shape[::-1],)), ""),
+    "other sizes": (reshaped(lambda one: (2 * one.shape[0], one.shape[1] // 2)), ""),
     "a scale for each column": (scaled(lambda weight, _: torch.ones(1, weight.shape[1])), "model.format_unknown"),
     "a scale for each value": (scaled(lambda weight, _: torch.ones(weight.shape)), "model.format_unknown"),
     "a scale for half of the rows": (scaled(lambda weight, _: torch.ones(len(weight) // 2)), "model.format_unknown"),

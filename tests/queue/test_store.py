@@ -1,5 +1,6 @@
 """The job store: the effect of each method on a job, and refusals."""
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable

@@ -96,6 +96,7 @@ MESSAGES: Mapping[str, Message] = {
     "task.import": Message("Import {file}"),
     "task.inspect": Message("Inspect {file}"),
     "task.decode": Message("Decode {file}"),
+    "task.prune": Message("Prune to the limit"),
     # Tasks
     "task.cancelled": Message("Cancelled. Completed work is kept."),
     "task.built": Message("{built} of {wanted} ready."),
