@@ -14,7 +14,7 @@ from runtime.cli.jobs import check_stored
 from runtime.cli.plan_and_doctor import clip_text, time_text
 from runtime.core import settings
 from runtime.core.environment import program
-from runtime.core.errors import InvalidRequestError, OutputError, StoreError, TandemError
+from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, OutputError, StoreError, TandemError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
 from runtime.core.facts import Fact, Words, render
 from runtime.core.files import give_usual_permissions
@@ -203,6 +203,7 @@ def _report_end(job: JobRecorder, store: JobStore, plan: ExecutionPlan, hint: st
         if end.internal:
             error = str(end.fact.data.get("error", end.fact))
             return exit_codes.report_internal_error(error, as_json=as_json, hint=hint)
+        hint = "" if end.fact.code in MODEL_UNUSABLE else hint
         return exit_codes.report_error(end.fact, as_json=as_json, components=plan.components, hint=hint)
     if not isinstance(end, Cancelled):
         store.put_back(job.id)

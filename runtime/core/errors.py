@@ -31,6 +31,22 @@ from runtime.core.facts import Fact, render
 DEVICE_LOST = "execution.device_lost"
 # The codes of errors of a video that does not fit on its disk.
 DISK_FULL = frozenset({"video.disk_full", "video.disk_too_small"})
+# The codes of errors of a model's files. A job fails again until they are replaced, so that no resume is offered.
+MODEL_UNUSABLE = frozenset(
+    f"model.{name}"
+    for name in (
+        "component_incomplete",
+        "component_unloadable",
+        "image_processor_unloadable",
+        "scale_missing",
+        "scale_not_finite",
+        "scheduler_unknown",
+        "scheduler_unloadable",
+        "tensor_missing",
+        "tokenizer_missing",
+        "tokenizer_unloadable",
+    )
+)
 # Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.
 _VRAM_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # CUDA's error when the capture of a graph ends in which a call had failed.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from string import Formatter
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from runtime.core.environment import installer, program
 from runtime.core.messages import MESSAGES
@@ -77,6 +77,17 @@ def _read_sentences(value: Any) -> Any:
     return [Fact("text", {"what": one, "remedy": ""}) if isinstance(one, str) else one for one in value]
 
 
+def _read_title(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return Fact.model_validate_json(value)
+    except ValidationError:
+        return Fact("text", {"what": value, "remedy": ""})
+
+
+# A fact in a column of the job store, as JSON. Earlier versions stored a sentence, which is read as a fact.
+StoredFact = Annotated[Fact, BeforeValidator(_read_title)]
 # Facts as they are stored. Earlier versions stored sentences, also in MP4 files; they are read as facts.
 Warnings = Annotated[tuple[Fact, ...], BeforeValidator(_read_sentences)]
 
@@ -160,6 +171,8 @@ class _Template(Formatter):
             "milliseconds": lambda: ", ".join(f"{name} {1000 * one:.3g} ms" for name, one in sorted(value.items())),
             "component": lambda: words.component(value),
             "lower_component": lambda: lowered(words.component(value)),
+            # {"names": …, "among": all components of the model}
+            "named_components": lambda: ", ".join(lowered(title_of(one, value["among"])) for one in value["names"]),
             "lower_components": lambda: " or ".join(
                 lowered(title_of(one, (*words.components, *value))) for one in value
             ),

@@ -93,8 +93,15 @@ def remove_own_scratch_folders() -> None:
 
 
 def remove_scratch_folders(parent: Path | None = None, prefix: str = _SCRATCH) -> None:
-    """Remove the scratch folders of killed processes; those of running processes and of other users stay."""
-    for left in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
+    """Remove the scratch folders of killed processes; those of running processes and of other users stay.
+
+    Those in a folder that cannot be listed, such as on a disk that does not answer, stay too.
+    """
+    try:
+        folders = list((parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"))
+    except OSError:
+        return
+    for left in folders:
         with contextlib.suppress(OSError):
             facts = left.lstat()
             # Another user's lock may be a link to any file.

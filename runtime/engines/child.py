@@ -129,7 +129,7 @@ def run_child(
                 process.join(_POLL_SECONDS)
         finally:
             kill_tree(process.pid)
-            process.join()
+            process.join(_ENDING_SECONDS)  # longer only in a system call that does not return
     tail = _write_log(output, log, last.details if isinstance(last, _Failed) else "")
     kind: FailureKind = last.kind if isinstance(last, _Failed) else "internal"
     code = process.exitcode or 0

@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,10 @@ NOT_HASHED = frozenset({NAME, _NEW, LOG_NAME})
 _RECORD = TypeAdapter(EngineRecord)
 # Of an engine file.
 Content = bytes | mmap.mmap
+# By file: device, inode, size, and the times of modification and of the last change, in nanoseconds.
+FileStates = dict[str, tuple[int, ...]]
+# Clocks of file systems have ticks of up to 10 ms.
+_SETTLED_NS = 100_000_000
 
 
 def write(folder: Path, record: EngineRecord) -> None:
@@ -142,7 +147,9 @@ def _check_hashes(folder: Path, files: Sequence[EngineFile]) -> Fact | None:
     return None
 
 
-def open_checked(folder: Path, record: EngineRecord, stack: contextlib.ExitStack) -> Content | Fact:
+def open_checked(
+    folder: Path, record: EngineRecord, stack: contextlib.ExitStack, hashed: FileStates | None = None
+) -> Content | Fact:
     """Return the content of an engine file if all of the engine's files have their recorded hashes, else the problem.
 
     The hash is that of the returned content, whatever happens to the file from then on: up to 2 GiB are read into
@@ -151,6 +158,8 @@ def open_checked(folder: Path, record: EngineRecord, stack: contextlib.ExitStack
 
     Args:
         stack: closes the mapping.
+        hashed: the files as they were when their hashes were compared before; unless one has changed since, they are
+            not computed again.
     """
     problem = check_sizes(folder, record)
     if problem is not None or not record.files:
@@ -160,6 +169,8 @@ def open_checked(folder: Path, record: EngineRecord, stack: contextlib.ExitStack
         content = _read(folder / first.name, stack)
     except (OSError, ValueError) as error:  # ValueError: a mapping of an empty file
         return _unreadable_file(first.name, error)
+    if hashed is not None and file_states(folder, record) == hashed:
+        return content
     if hashlib.sha256(content).hexdigest() != first.sha256:
         return Fact("engine.file_changed", {"file": first.name})
     return _check_hashes(folder, record.files[1:]) or content
@@ -172,9 +183,9 @@ def _read(path: Path, stack: contextlib.ExitStack) -> Content:
         return file.read(_MOST_READ)
 
 
-def file_states(folder: Path, record: EngineRecord) -> dict[str, tuple[int, ...]]:
+def file_states(folder: Path, record: EngineRecord) -> FileStates:
     """Return by file what changes if one of an engine's files is replaced or written; missing files are left out."""
-    found: dict[str, tuple[int, ...]] = {}
+    found: FileStates = {}
     for file in record.files:
         with contextlib.suppress(OSError):
             status = (folder / file.name).stat()
@@ -182,6 +193,11 @@ def file_states(folder: Path, record: EngineRecord) -> dict[str, tuple[int, ...]
             times = status.st_mtime_ns, status.st_ctime_ns
             found[file.name] = (status.st_dev, status.st_ino, status.st_size, *times)
     return found
+
+
+def are_settled(states: FileStates) -> bool:
+    """Return whether a later change of a file will change its state: clocks of file systems have coarse ticks."""
+    return all(time.time_ns() - changed > _SETTLED_NS for *_, changed in states.values())
 
 
 def folder_bytes(folder: Path) -> int:

@@ -317,7 +317,7 @@ def open_engines(
             folder = stack.enter_context(store.using(use.id))
             weights = _weights(spec, component, use, device)
             try:
-                session = open_session(folder, record, device=device, weights=weights)
+                session = open_session(folder, record, device=device, weights=weights, hashed=store.hashed(record))
             except EngineError as error:
                 store.report_problem(record, error.fact)
                 raise

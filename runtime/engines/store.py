@@ -99,6 +99,8 @@ class EngineStore:
         self._read: dict[str, tuple[tuple[int, int, int], EngineRecord]] = {}
         # Problems by id and build time: kept in memory, because a read-only folder cannot store them.
         self._problems: dict[tuple[str, float], Fact] = {}
+        # Of engines whose hashes this process has compared: their files then.
+        self._hashed: dict[tuple[str, float], manifest.FileStates] = {}
 
     def path(self, engine_id: str) -> Path:
         """Return the folder of an engine."""
@@ -150,11 +152,21 @@ class EngineStore:
 
     def verify_hash(self, record: EngineRecord) -> Fact | None:
         """Compare an engine's files with their hashes; mark a damaged engine as unusable and return the problem."""
-        unreadable = record.problem if record.key == UNREADABLE_KEY else None
-        problem = unreadable or manifest.check_hashes(self.path(record.id), record)
+        unreadable, folder = record.problem if record.key == UNREADABLE_KEY else None, self.path(record.id)
+        states = manifest.file_states(folder, record)
+        problem = unreadable or manifest.check_hashes(folder, record)
         if problem is not None:
             self.report_problem(record, problem)
+        elif manifest.are_settled(states):
+            self._hashed[record.id, record.built_at] = states
         return problem
+
+    def hashed(self, record: EngineRecord) -> manifest.FileStates | None:
+        """Return the files of an engine as they were when `verify_hash` found no problem; `None` if it was not called.
+
+        Files of the same state have the same content.
+        """
+        return self._hashed.get((record.id, record.built_at))
 
     def report_problem(self, record: EngineRecord, problem: Fact) -> None:
         """Mark an engine as unusable; in a read-only folder, only for this process."""

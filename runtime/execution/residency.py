@@ -381,9 +381,9 @@ class Residency:
             return loaded.part
 
         def fall_back(reason: Fact) -> Any:
-            self._drop(used.pop())
             replacement = part.in_pytorch(reason)
-            used.append(_key(spec, name, job.plan, replacement))
+            self._drop(used[0])
+            used[0] = _key(spec, name, job.plan, replacement)
             job.fell_back(name, reason)
             return pytorch(replacement)
 
@@ -541,7 +541,7 @@ def _block_engines_key(spec: ModelSpec, part: ComponentPlan) -> _Key:
 def _key(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> _Key:
     where = placement(name, part, plan.strategy.offload)
     files = spec.component_files(name)
-    stamp = max(path.stat().st_mtime_ns for path in files)
+    stamp = max((path.stat().st_mtime_ns for path in files), default=0)  # loading names what is missing
     split = plan.split if plan.split is not None and plan.split.shares(name) and not part.on_engine else None
     # A module is the same with and without block engines. Processes of several GPUs open their own.
     engines = tuple(use.id for use in part.engines) if part.on_engine or split is not None else ()

@@ -8,8 +8,9 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +40,14 @@ _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _MAX_NUMBER = 1_000_000
 # The default of some schedulers.
 _MAY_BE_INFINITE = frozenset({"lambda_min_clipped"})
+# Two names of one tensor; files may have either.
+_TIED = (("shared.weight", "encoder.embed_tokens.weight"),)
+# A weight of one of a list of equal layers, by the names of transformers and of diffusers' transformers.
+_LAYER = re.compile(
+    r"(?P<list>(?:.+\.)?(?:layers|(?:single_)?transformer_blocks|refiner_blocks))\.(?P<number>[0-9]{1,4})\.(?P<rest>.+)"
+)
+# Tokenizers of this size or less are read completely.
+_SMALL_TOKENIZER_BYTES = 4 << 20
 # Files without weights; the largest, UMT5's tokenizer, has 17 MB.
 MAX_SMALL_FILE_BYTES = 64 << 20
 _MAX_ENTRIES = 20_000
@@ -222,6 +231,47 @@ def check_tokenizers(directory: Path, encoders: Collection[str], title: str) -> 
         folder = directory / encoder.replace("text_encoder", "tokenizer")
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelError("model.tokenizer_missing", model=title, folder=folder, files=list(_TOKENIZER_FILES))
+        if not _is_tokenizer(folder):
+            raise ModelError("model.tokenizer_unloadable", model=title)
+
+
+def _is_tokenizer(folder: Path) -> bool:
+    """Return whether the files of a tokenizer are complete, as far as is known without loading a large one."""
+    try:
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "vocab.json"):
+            if (folder / name).is_file():
+                _read_object(folder / name)
+        path = folder / "tokenizer.json"
+        if path.is_file():
+            return _is_whole(path, path.stat().st_size, path.stat().st_mtime_ns)
+        return all(_begins_as_model(folder / name) for name in ("tokenizer.model", "spiece.model"))
+    except (ModelError, OSError):
+        return False
+
+
+@lru_cache(maxsize=16)
+def _is_whole(path: Path, size: int, _changed: int) -> bool:
+    """Return whether a `tokenizer.json` can be read; of a large one, whether it is a whole JSON object."""
+    if size > _SMALL_TOKENIZER_BYTES:
+        with open_file(path) as file:
+            start = file.read(16).lstrip()
+            file.seek(-16, os.SEEK_END)
+            return start.startswith(b"{") and file.read().rstrip().endswith(b"}")
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception:  # the package has no other type
+        return False
+    return True
+
+
+def _begins_as_model(path: Path) -> bool:
+    """Return whether a file is missing, or begins as SentencePiece's model: with its first piece."""
+    if not path.is_file():
+        return True
+    with open_file(path) as file:
+        return file.read(1) == b"\n"
 
 
 def weight_files(component: Path) -> list[Path]:
@@ -301,6 +351,53 @@ def tensor_types(component: Path) -> dict[str, tuple[str, int]]:
         for path in weight_files(component)
         for name, tensor in read_header(path).tensors.items()
     }
+
+
+def tensor_shapes(component: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a component, by name.
+
+    Raises:
+        ModelError: see `weight_files` and `read_header`; if the index names a tensor that no file has.
+    """
+    found = {
+        name: tensor.shape for path in weight_files(component) for name, tensor in read_header(path).tensors.items()
+    }
+    variants = _weights_by_variant(component)
+    index = variants[_preferred(variants)][1]
+    for name in _read_object(component / index)["weight_map"] if index is not None else ():
+        if name not in found:
+            raise ModelError("model.file_tensor_missing", file=f"{component.name}/{index}", tensor=name[:_MAX_SHOWN])
+    return found
+
+
+def missing_weights(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]] | None) -> int:
+    """Return how many weights are missing, or have another shape.
+
+    Args:
+        shapes: of the tensors in files. Libraries accept a prefix in their names.
+        expected: see `registry.Family.weights`; `None` compares the layers of each list with each other, and
+            expects a weight for each bias.
+    """
+    if expected is not None:
+        by_end = {name.partition(".")[2]: shape for name, shape in shapes.items()}
+        aliases = {name: other for pair in _TIED for name, other in (pair, pair[::-1])}
+        return sum(
+            shape not in {shapes.get(name), by_end.get(name), shapes.get(aliases.get(name, ""))}
+            for name, shape in expected.items()
+        )
+    layers: dict[str, dict[int, set[str]]] = {}
+    missing = sum(name.endswith(".bias") and f"{name[:-4]}weight" not in shapes for name in shapes)
+    for name in shapes:
+        found = _LAYER.fullmatch(name)
+        if found is not None:
+            layers.setdefault(found["list"], {}).setdefault(int(found["number"]), set()).add(found["rest"])
+    for own in layers.values():
+        every: set[str] = set().union(*own.values())
+        for number in range(max(own) + 1):
+            absent = every - own.get(number, set())
+            # A bias without its weight is counted already.
+            missing += sum(f"{name[:-6]}bias" not in own.get(number, ()) or name[-6:] != "weight" for name in absent)
+    return missing
 
 
 def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:

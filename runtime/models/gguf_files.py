@@ -146,6 +146,9 @@ class _Reader:
             if not (isinstance(original, tuple) and prod(original) == prod(shape) and len(original) <= _MAX_AXES):
                 raise self._invalid("safetensors.tensor_size", tensor=shown)
             shape = original
+            # The rows of a matrix are whole blocks: only then can they be dequantized apart.
+            if len(shape) == 2 and shape[-1] % kind.block:  # noqa: PLR2004
+                raise self._invalid("safetensors.tensor_size", tensor=shown)
         return name, kind, shape, offset
 
     def _entry(self) -> tuple[str, Any]:

@@ -12,14 +12,25 @@ To add one, write the folder and add its entry to `FAMILIES`. Both modules are i
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from runtime.core.errors import ModelError
 from runtime.core.loras import BOTH, Expert
-from runtime.models.folder import check_files, check_tokenizer, check_tokenizers, read_config, weight_files
-from runtime.models.spec import ModelSpec, is_text_encoder, is_transformer
+from runtime.models.folder import (
+    check_files,
+    check_tokenizer,
+    check_tokenizers,
+    missing_weights,
+    read_config,
+    tensor_shapes,
+    weight_files,
+)
+from runtime.models.spec import ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
+from runtime.models.timesteps import WITH_SHIFT
+from runtime.upstream.diffusers import scheduler_names
 
 
 class Entry(NamedTuple):
@@ -240,6 +251,13 @@ class Family(Protocol):
         """Other components in single files, by component; none by default."""
         return {}
 
+    def weights(self, component: str, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]] | None:
+        """Return name and shape of the weights of a component of this configuration.
+
+        `None` if only the library knows them, by default; then what follows from the files themselves is checked.
+        """
+        return None
+
     @property
     def known(self) -> Sequence[KnownModel]:
         """Published models of the family; none by default."""
@@ -337,10 +355,38 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
     family = _family_in(directory, directory.name)
     check_companions(directory)
     spec = with_quantized(family.read_spec(directory, name))
-    check_tokenizers(directory, list(filter(is_text_encoder, spec.component_names)), spec.title)
+    check_loadable(spec)
     if spec.latent_rgb is not None and len(spec.latent_rgb.factors) != spec.vae.z_dim:
         raise ModelError("model.config_invalid", model=spec.title, detail="latent_rgb_factors")
     return spec
+
+
+def check_loadable(spec: ModelSpec) -> None:
+    """Check what would otherwise fail when a model is loaded: scheduler, tokenizers, and names and shapes of weights.
+
+    Raises:
+        ModelError: if diffusers does not have the scheduler, a tokenizer is missing or damaged, or a component lacks
+            weights.
+    """
+    if spec.only_decodes:
+        return
+    if spec.scheduler not in WITH_SHIFT and spec.scheduler not in scheduler_names():
+        raise ModelError(
+            "model.scheduler_unknown",
+            model=spec.title,
+            scheduler=spec.scheduler[:_MAX_NAME_LENGTH],
+            version=version("diffusers"),
+        )
+    check_tokenizers(spec.directory, list(filter(is_text_encoder, spec.component_names)), spec.title)
+    family = family_of(spec.family)
+    for name in spec.component_names:
+        own, folder = spec.files.get(name), spec.directory / folder_of(name)
+        if own is not None and own.paths[0].parent != folder:
+            continue  # checked when the file was recognised
+        shapes = {one: weight.shape for one, weight in own.weights.items()} if own else tensor_shapes(folder)
+        missing = missing_weights(shapes, family.weights(name, read_config(folder / "config.json")))
+        if missing:
+            raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=missing)
 
 
 def check_name(path: Path) -> None:

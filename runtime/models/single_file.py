@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runtime.core.errors import ModelError, TandemError
-from runtime.models.registry import FAMILIES, KnownModel, check_companions, check_name, family_of
+from runtime.models.registry import FAMILIES, KnownModel, check_companions, check_loadable, check_name, family_of
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
 from runtime.models.stored_weights import StoredWeight, WeightFiles, file_tensors, stored_weights
 from runtime.models.tensor_files import unreadable
@@ -280,6 +280,7 @@ def combined(
             check_companions(folder)
             used = {part: own for part, own in parts.items() if not any((folder / part).glob("*.safetensors"))}
             spec = family.assemble(folder, name, {**files, **used}, first.known)
+            check_loadable(spec)
         except TandemError as error:
             # The published model's own folder fits, so it is damaged.
             if first.known is not None and folder.name.lower() in first.known.names:

@@ -33,6 +33,7 @@ from runtime.models.stored_weights import (
 from runtime.upstream.diffusers import kept_in_float32
 from runtime.upstream.transformers import mark_initialized
 
+_WHOLE_NUMBERS = frozenset({"I16", "I32", "I64", "U16", "U32", "U64", "BOOL"})
 _WITHOUT_MEMORY = threading.local()
 
 
@@ -89,7 +90,8 @@ def weights_of_folder(folder: Path, module: torch.nn.Module) -> dict[str, Stored
     tensors: dict[str, FileTensor] = {}
     for path in weight_files(folder):
         tensors |= file_tensors(path)
-    stored = stored_weights(tensors)
+    # Not buffers of whole numbers, such as positions, which older files contain.
+    stored = stored_weights({name: one for name, one in tensors.items() if one.dtype not in _WHOLE_NUMBERS})
     found: dict[str, StoredWeight] = {}
     for names in _same(module):
         own = [name for name in names if name in stored]

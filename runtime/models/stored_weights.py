@@ -30,6 +30,17 @@ NVFP4_BLOCK = 16
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALES = _PLAIN | {"F8_E4M3"}
+# The bits of an exponent, of which all are set in values that are not finite; in float8, which has no infinity, with
+# those of the mantissa.
+_EXPONENTS: Mapping[str, tuple[str, int]] = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F8_E4M3": ("u1", 0x7F),
+}
+# Larger ones, of NVFP4's blocks, take too long to read for a plan.
+_MOST_SCALE_BYTES = 1 << 20
 # What a tensor is to the weight of its layer, by the end of its name.
 _PARTS: Mapping[str, str] = {
     "._weight_qdata": "data",
@@ -210,7 +221,45 @@ def stored_weights(tensors: Mapping[str, FileTensor]) -> dict[str, StoredWeight]
         if role in found and role != "unused":
             raise _unreadable(name, tensor)
         found[role] = tensor
-    return {name: _weight(name, found) for name, found in parts.items()}
+    weights = {name: _weight(name, found) for name, found in parts.items()}
+    _check_scales(weights)
+    return weights
+
+
+def _check_scales(weights: Mapping[str, StoredWeight]) -> None:
+    """Check that scales are finite, and that none is missing where other matrices have one.
+
+    Raises:
+        ModelError: if not, or if a file cannot be read.
+    """
+    matrices = {name: one for name, one in weights.items() if one.kind == FP8_STORED and len(one.shape) == 2}  # noqa: PLR2004
+    if any(one.scales for one in matrices.values()):
+        for name, one in matrices.items():
+            if not one.scales and name.endswith(".weight"):
+                raise ModelError("model.scale_missing", file=one.data.path.name, tensor=name[:_MAX_NAME_LENGTH])
+    by_path: dict[Path, list[tuple[str, FileTensor]]] = {}
+    for name, one in weights.items():
+        for scale in one.scales:
+            if scale.nbytes <= _MOST_SCALE_BYTES:
+                by_path.setdefault(scale.path, []).append((name, scale))
+    for path, scales in by_path.items():
+        try:
+            with open_file(path) as file:
+                for name, scale in sorted(scales, key=lambda found: found[1].offset):
+                    file.seek(scale.offset)
+                    if not _is_finite(file.read(scale.nbytes), scale.dtype):
+                        raise ModelError("model.scale_not_finite", file=path.name, tensor=name[:_MAX_NAME_LENGTH])
+        except (OSError, ValueError) as error:
+            raise unreadable(path, error) from error
+
+
+def _is_finite(data: bytes, dtype: str) -> bool:
+    """Return whether all values of a scale are finite: not all bits of the exponent are set, in float8 of all."""
+    import numpy as np  # takes longer to import than most plans
+
+    kind, exponent = _EXPONENTS[dtype]
+    values = np.frombuffer(data, kind)
+    return not bool(((values & exponent) == exponent).any())
 
 
 def _weight(name: str, parts: Mapping[str, FileTensor]) -> StoredWeight:
@@ -220,7 +269,7 @@ def _weight(name: str, parts: Mapping[str, FileTensor]) -> StoredWeight:
     scales = tuple(parts[role] for role in ("scale", "scale_2") if role in parts)
     if data.dtype in _PLAIN and not scales:
         return StoredWeight(PLAIN, data.shape, data)
-    if data.dtype in _FP8 and len(scales) < 2 and _scales_rows(data, scales):  # noqa: PLR2004
+    if data.dtype in _FP8 and "scale_2" not in parts and _scales_rows(data, scales):
         return StoredWeight(FP8_STORED, data.shape, data, scales)
     # ComfyUI stores the scales of this kind in the order of the GPU's matrix units.
     if data.dtype == "U8" and len(data.shape) == 2 and "comfy" not in parts:  # noqa: PLR2004
@@ -234,8 +283,12 @@ def _weight(name: str, parts: Mapping[str, FileTensor]) -> StoredWeight:
 
 
 def _scales_rows(data: FileTensor, scales: Sequence[FileTensor]) -> bool:
-    """Return whether there is no scale, one, or one for each row."""
-    return all(scale.dtype in _SCALES and prod(scale.shape) in {1, data.shape[0]} for scale in scales)
+    """Return whether there is no scale, one, or one for each row: along the first axis, not along another one."""
+    return all(
+        scale.dtype in _SCALES
+        and (prod(scale.shape) == 1 or (scale.shape[:1] == data.shape[:1] and prod(scale.shape[1:]) == 1))
+        for scale in scales
+    )
 
 
 def _unreadable(name: str, tensor: FileTensor) -> ModelError:

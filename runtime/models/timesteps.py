@@ -25,6 +25,7 @@ _FLOW_MATCH: Mapping[str, Spread | None] = {
     "FlowMatchHeunDiscreteScheduler": None,
     "FlowMatchLCMScheduler": None,
 }
+WITH_SHIFT = frozenset({*_FLOW, *_FLOW_MATCH})
 # With these options, the spacing follows other rules.
 _OTHER_RULES = ("use_karras_sigmas", "use_lu_lambdas", "use_exponential_sigmas", "use_beta_sigmas")
 _UNSUPPORTED = ("shift_terminal", "invert_sigmas")

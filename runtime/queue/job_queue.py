@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import Auto, GenerationRequest
 from runtime.engines.service import EngineService
@@ -44,6 +45,8 @@ _REFRESH_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
+# The watcher may wait for a disk that does not answer; it ends with the process.
+_CLOSE_SECONDS = 10.0
 _MAX_BATCH = 1000
 
 logger = logging.getLogger(__name__)
@@ -217,11 +220,12 @@ class JobQueue:
         spec = self.model(GenerationRequest.from_mapping(first.request_json()))
         output = output_path(self._outputs_dir, first.prompt)
         machine = seen_from(self.machine(), self._gpus[0])
-        plan = plan_rerun(
-            first, changes, spec, source, target, machine, output, self._engines.offers(spec), self.history()
-        )
-        request = GenerationRequest.from_mapping(plan.request_json())
-        return self._job_of(self.store.add(request, plan, owner=owner, parent=job_id, job_id=new_id))
+        offers, history = self._engines.offers(spec), self.history()
+        with storage.adding_folders(self.store):
+            plan = plan_rerun(first, changes, spec, source, target, machine, output, offers, history)
+            request = GenerationRequest.from_mapping(plan.request_json())
+            record = self.store.add(request, plan, owner=owner, parent=job_id, job_id=new_id)
+        return self._job_of(record)
 
     def edit(self, job_id: str, request: GenerationRequest) -> Job:
         """Change the request of a queued job; it keeps its place.
@@ -275,7 +279,7 @@ class JobQueue:
         self.store.finish_early(job_id)
         self._refresh([job_id])
 
-    def add_task(self, work: Work, title: str) -> Task:
+    def add_task(self, work: Work, title: Fact | str) -> Task:
         """Add work on the engine library to the end of the queue."""
         build = isinstance(work, BuildEngines)
         record = self.store.add_work(
@@ -353,14 +357,14 @@ class JobQueue:
         """
         if not self._is_app:
             self._closing.set()
-            self._watcher.join()
+            self._watcher.join(_CLOSE_SECONDS)
             return
         if self.store.temporary:
             self.cancel(self.store.queue_ids())
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()
-        self._watcher.join()
+        self._watcher.join(_CLOSE_SECONDS)
         with suppress(StoreError):  # done at the next start
             self._refresh()
             self._registry.remove_app(self.instance)
@@ -453,8 +457,14 @@ class JobQueue:
         states = self.store.states([view.id for view in views.values() if view.open])
         changed |= {*ids, *(view.id for view in views.values() if view.open and view.seen != states.get(view.id))}
         for job_id in changed & views.keys():
-            with suppress(StoreError):  # it was purged
+            try:
                 views[job_id].refresh()
+            except StoreError as error:
+                if error.code == "queue.no_such_job":  # it was purged; whoever follows it need not wait
+                    views[job_id].state = "cancelled"
+                    with self._lock:
+                        self._jobs.pop(job_id, None)
+                        self._tasks.pop(job_id, None)
         self._forget_old()
         for record in self.store.queue(kinds=["build"]):
             self._task_of(record)

@@ -26,7 +26,7 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
-from runtime.core.facts import Fact, lowered
+from runtime.core.facts import Fact
 from runtime.core.files import replace_file
 from runtime.core.log import log_line
 from runtime.core.plan import ExecutionPlan
@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # these import torch
 
 _POLL_SECONDS = 0.1
 _POLLS_TO_YIELD = 3
+_CLOSE_SECONDS = 10.0
 # Least time between two stored progress reports of an engine build; builders report more often.
 _PROGRESS_SECONDS = 0.2
 
@@ -167,14 +168,21 @@ def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store:
         build="always" if request.build == "always" else "missing",
         seed=0,
     )
-    names = ", ".join(lowered(plan.title(name)) for name in later)
-    names = "all components" if len(later) == len(plan.components) else f"the {names}"
-    title = f"Build engines for {names} of {spec.title} at {plan.width}×{plan.height}, {plan.frames} frames"
     ids = {use.id for uses in later.values() for use in uses}
     devices = {plan.components[name].device for name in later} - {"cpu"}
     # Components that are not on the CPU are on one GPU.
     gpu = int(min(devices, default="cuda:0").removeprefix("cuda:"))
-    return store.add_idle_build(title, folder, work.to_json(), ids, gpu)
+    return store.add_idle_build(build_title(plan, spec, list(later)), folder, work.to_json(), ids, gpu)
+
+
+def build_title(plan: ExecutionPlan, spec: ModelSpec, components: Sequence[str], backend: str = "") -> Fact:
+    """Return the title of a task that builds engines for components, with one backend or those that fit."""
+    among = list(plan.components)
+    data: dict[str, object] = {"model": spec.title, "width": plan.width, "height": plan.height, "frames": plan.frames}
+    code = "task.build_all" if set(components) >= set(among) else "task.build"
+    if code == "task.build":
+        data["components"] = {"names": list(components), "among": among}
+    return Fact(f"{code}_with", {**data, "backend": backend}) if backend else Fact(code, data)
 
 
 class JobRecorder:
@@ -232,13 +240,20 @@ class JobRecorder:
         return warnings
 
     def write(self) -> StoreError | None:
-        """Write all events that are not written yet; return the error if that fails."""
+        """Write all events that are not written yet; return the error if that fails.
+
+        Those of a job that is not in the store any more are dropped.
+        """
         with self._lock:
             try:
                 while self._unwritten:
                     self._store.record(self.id, self._unwritten[0], self._lease)
                     del self._unwritten[0]
             except StoreError as error:
+                if error.code == "queue.no_such_job":
+                    logger.warning("job %s: its row is gone; its events are not stored any more", self.id)
+                    self._unwritten.clear()
+                    return None
                 # Retried several times a second, but logged once.
                 if not self._failing:
                     logger.warning("job %s: its events cannot be written yet", self.id)
@@ -420,5 +435,5 @@ class ControlPoller:
             yield
         finally:
             end.set()
-            thread.join()
+            thread.join(_CLOSE_SECONDS)  # longer only while the store's disk does not answer
             self.poll()

@@ -7,6 +7,7 @@ needs no GPU.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +22,9 @@ from runtime.models.hub.client import check_online, hub_of
 from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, Source, source_of
 from runtime.models.hub.files import verify
 from runtime.queue.views import TaskProgress
+
+# A thread that reads from a disk or host that does not answer ends with the process.
+_CLOSE_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -121,15 +125,19 @@ class ModelTasks:
                     task.result, task.state = _cancelled(task), "cancelled"
 
     def close(self) -> None:
-        """Stop all tasks and wait for that. Received data is kept, and the next download continues from it."""
+        """Stop all tasks and wait for that, at most some seconds.
+
+        Received data is kept, and the next download continues from it.
+        """
         with self._lock:
             threads, self._threads = self._threads, []
             for task in self._tasks.values():
                 task.cancel.request()
             self._downloader = None
         self._waiting.put(None)
+        end = time.monotonic() + _CLOSE_SECONDS
         for thread in threads:
-            thread.join()
+            thread.join(max(end - time.monotonic(), 0.0))
 
     def _from_hub(self, kind: Literal["download", "look"], name: str) -> ModelTask:
         check_online(self._settings)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, Json, TypeAdapter, ValidationError
 from runtime.core import events
 from runtime.core.errors import StoreError, first_line
 from runtime.core.events import Event, Failed, Planned, Stage, VideoSaved
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, StoredFact
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
@@ -44,7 +44,7 @@ class JobRecord(FrozenModel):
         number: increases with each job and orders the history, independent of the clock.
         id: 8 hexadecimal digits.
         kind: "video", "build" (of engines) or "task" (other work on the engine library).
-        title: of a build or task; empty for videos.
+        titled: what a build or task does; empty for videos. `title` is its text.
         position: its place in the queue.
         part: the only component that a build is for; `None` for all.
         state: see `State`; a queued job that is `held` is paused.
@@ -73,7 +73,7 @@ class JobRecord(FrozenModel):
     number: int
     id: str = Field(pattern=r"^[0-9a-f]{8}$")
     kind: Kind
-    title: str
+    titled: StoredFact = Field(alias="title")
     position: int
     part: str | None
     state: State
@@ -99,6 +99,11 @@ class JobRecord(FrozenModel):
     starred: bool = False
     finish: bool = False
     lease: int = 0
+
+    @property
+    def title(self) -> str:
+        """What a build or task does, in the words of the command line; empty for videos."""
+        return str(self.titled)
 
     @property
     def open(self) -> bool:

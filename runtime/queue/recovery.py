@@ -64,9 +64,23 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
             if state is not None:
                 logger.info("job %s: its process died; %s", job.id, state)
                 found.append(job.id)
-            for folder in {job.output.parent} if job.kind == "video" else ():
-                sweep(folder)
+            _sweep(job)
     return found
+
+
+def put_back(store: JobStore, worker: str) -> None:
+    """Put the job of a worker that was killed because its app ends back into the queue; it did not fail.
+
+    Raises:
+        StoreError: if the store cannot be read or written.
+    """
+    for job in store.running_on(worker):
+        saved = _finished(job)
+        _sweep(job)
+        if saved is not None or job.kind == "task":
+            store.interrupt(job.id, worker, saved)
+        else:
+            store.put_back(job.id)
 
 
 def settle_worker(
@@ -95,8 +109,7 @@ def settle_worker(
     """
     for job in store.running_on(worker):
         saved = _finished(job)
-        if job.kind == "video":
-            sweep(job.output.parent)
+        _sweep(job)
         if saved is not None or job.pending == "cancel":
             store.interrupt(job.id, worker, saved)
             continue
@@ -275,14 +288,21 @@ def _oom_kills(counters: Path) -> int | None:
     return None
 
 
+def _sweep(job: JobRecord) -> None:
+    """Remove the partial files beside a job's video."""
+    if job.kind == "video":
+        with contextlib.suppress(OSError):  # a disk that does not answer; see `storage.tidy`
+            sweep(job.output.parent)
+
+
 def _finished(job: JobRecord) -> VideoSaved | None:
     """Return the result of a job from its video's metadata; `None` if the video is missing or another job's."""
-    if job.kind != "video" or not job.output.is_file():
-        return None
     try:
+        if job.kind != "video" or not job.output.is_file():
+            return None
         metadata = read_metadata(job.output)
         saved = VideoSaved.model_validate({**metadata, "video": job.output})
-    except (TandemError, ValidationError):
+    except (TandemError, ValidationError, OSError):
         return None
     # A video that ended early may be continued by now; if not, the job makes it again from its sections.
     return saved if metadata.get("job") == job.id and not saved.continues else None

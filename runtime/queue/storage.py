@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from runtime.core.disk_caches import LATENT_COLORS
 from runtime.core.errors import StoreError
 from runtime.core.files import remove_partial_files
 from runtime.core.images import referenced
-from runtime.core.locks import remove_scratch_folders
+from runtime.core.locks import held, remove_scratch_folders
 from runtime.models.images import copy_bytes, remove_unused
 from runtime.pipeline.files import CHECKPOINTS, CLIP, SECTIONS
 from runtime.queue.records import JobRecord, State
@@ -24,6 +24,9 @@ KEPT_SECONDS = 7 * _DAY
 
 # Folders of the cache whose files are replaced as a whole.
 _CACHES = ("prompts", "verification", LATENT_COLORS.name)
+
+# How long a new folder waits until folders without a job are removed.
+_LOCK_SECONDS = 30.0
 
 _FINISHED: tuple[State, ...] = ("done",)
 
@@ -172,9 +175,35 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
     # The user may repair damaged rows, so the folders of their jobs stay.
     if store.path is None or _is_damaged(store) or store.unreadable is not None:
         return
-    folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
-    for name in set(folders) - store.known(folders):
-        shutil.rmtree(folders[name], ignore_errors=True)
+    with contextlib.suppress(OSError), held(_lock_of_folders(store.path), seconds=0):  # a later call removes them
+        folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
+        for name in set(folders) - store.known(folders):
+            shutil.rmtree(folders[name], ignore_errors=True)
+
+
+@contextlib.contextmanager
+def adding_folders(store: JobStore) -> Iterator[None]:
+    """Let no process remove folders without a job in a `with` block, which makes one and then adds its job.
+
+    Raises:
+        StoreError: if the lock's file cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        if store.path is not None:
+            lock = _lock_of_folders(store.path)
+            try:
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                # A process that holds it for longer is stopped, or removes large folders, which are not the new one.
+                with contextlib.suppress(TimeoutError):
+                    stack.enter_context(held(lock, seconds=_LOCK_SECONDS))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise StoreError("queue.locks_not_writable", folder=lock.parent, error=reason) from error
+        yield
+
+
+def _lock_of_folders(store_path: Path) -> Path:
+    return store_path.parent / "jobs" / "instances" / "folders.lock"
 
 
 def _checkpoints(store: JobStore, job_id: str) -> Sequence[Path]:

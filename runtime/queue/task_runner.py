@@ -70,9 +70,14 @@ class TaskRecorder:
         values = [one.model_dump(mode="json") for one in builds]
         self._store.record_task_event(self.id, {"event": "TaskBuilds", "builds": values})
 
-    def found(self, lines: tuple[str, ...]) -> None:
+    def problem(self, fact: Fact) -> None:
+        """Append a fact to the log, with what to do."""
+        self._store.record_task_event(self.id, {"event": "TaskProblem", "fact": fact.model_dump(mode="json")})
+
+    def found(self, facts: Sequence[Fact]) -> None:
         """Store what is known about an inspected file."""
-        self._store.record_task_event(self.id, {"event": "TaskFound", "lines": list(lines)})
+        facts_json = [fact.model_dump(mode="json") for fact in facts]
+        self._store.record_task_event(self.id, {"event": "TaskFound", "facts": facts_json})
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,9 @@ class TaskRunner:
                 built += 1
             else:
                 failed.append(one.error)
-                self.recorder.write("\n".join(filter(None, (one.error.what, one.error.remedy, one.error.log))))
+                self.recorder.problem(one.error.fact)
+                if one.error.log:
+                    self.recorder.write(one.error.log)
             number = built + len(failed) - 1
             builds[number] = _ended(builds[number], one, time.monotonic() - began, self.created)
             began = begin(number + 1)
@@ -179,10 +186,10 @@ class TaskRunner:
         contract = inspect_engine(
             work.path, device_here(self.engines.machine), self.recorder.report, self.recorder.cancel
         )
-        found = tuple(map(str, contract.describe()))
+        found = contract.describe()
         self.recorder.found(found)
         matches = find_matches(contract, spec, work.component)
-        self.recorder.found((*found, *map(str, describe_matches(matches, spec))))
+        self.recorder.found([*found, *describe_matches(matches, spec)])
         return Fact("task.inspected")
 
     def _import(self, work: ImportEngine) -> Fact:
@@ -199,7 +206,7 @@ class TaskRunner:
             self.recorder.cancel,
             baselines=Baselines(self.engines),
         )
-        self.recorder.found(tuple(map(str, done.describe())))
+        self.recorder.found(done.describe())
         code = "task.imported" if done.compared else "task.imported_unverified"
         return Fact(code, {"engine": done.engine.id, "detail": done.engine.detail})
 
@@ -230,7 +237,7 @@ class TaskRunner:
                 case FramesDecoded():
                     self.recorder.report(Fact("task.decoding"), event.frames / event.of)
                 case FellBack():
-                    self.recorder.write(str(event.fact))
+                    self.recorder.problem(event.fact)
 
         done = decode_file(request, settings.load(), self.engines, emit, self.recorder.cancel, gpu=self.gpu)
         rate = done.frames / done.seconds if done.seconds else 0.0

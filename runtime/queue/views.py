@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from runtime.core.events import Event, Planned
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, render
 from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
@@ -230,7 +230,7 @@ class Task(TaskProgress):
 
     Attributes:
         kind: of its `Work`.
-        title: for people.
+        titled, title: what it does, and its text.
         idle: whether it runs only while nothing else waits.
         cancelling: whether it runs and a cancel was requested.
         seen: see `Job`.
@@ -240,6 +240,7 @@ class Task(TaskProgress):
         super().__init__()
         self.idle = record.idle
         self.id = record.id
+        self.titled = record.titled
         self.title = record.title
         self.kind: str = record.request.get("kind", "build") if record.kind == "task" else "build"
         self.cancelling = False
@@ -277,7 +278,12 @@ class Task(TaskProgress):
                 self.write(str(Fact(code, data)))
             case {"event": "TaskLog", "text": str(text)}:
                 self.write(text)
-            case {"event": "TaskFound", "lines": [*lines]}:
+            case {"event": "TaskProblem", "fact": {"code": str(code), "data": dict(data)}}:
+                self.write("\n".join(render(Fact(code, data))))
+            case {"event": "TaskFound", "facts": [*facts]}:
+                with contextlib.suppress(ValidationError):
+                    self.found = tuple(str(Fact.model_validate(fact)) for fact in facts)
+            case {"event": "TaskFound", "lines": [*lines]}:  # of a version before
                 self.found = tuple(map(str, lines))
             case {"event": "Ended", "fact": {"code": str(code), "data": dict(data)}}:
                 self.result = Fact(code, data)

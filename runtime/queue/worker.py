@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 5.0
 # Videos wait while less than this is free on their disk: one after another would be computed and then not saved.
 _LEAST_FREE_BYTES = 50_000_000
+# Interval at which a worker shows its supervisor that it runs.
+_HEARTBEAT_SECONDS = 0.5
 # Exit code of a worker whose supervisor is gone.
 _EXIT_ORPHANED = 76
 
@@ -88,7 +91,11 @@ class WorkerConfig:
 
 
 def main(config: WorkerConfig, supervisor: Connection) -> None:
-    """Run a worker in this process until the supervisor sends a message or dies."""
+    """Run a worker in this process until the supervisor sends a message or dies.
+
+    Args:
+        supervisor: empty messages are sent there at short intervals; a stopped process sends none.
+    """
     # Ctrl-C reaches all processes of a terminal; the supervisor decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # This process is restarted and its job resumes; the web app cannot be.
@@ -107,7 +114,14 @@ def main(config: WorkerConfig, supervisor: Connection) -> None:
         if worker is None or not worker.stop():
             os._exit(0)  # it may import PyTorch, which takes seconds
 
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # `obey` ends this process
+            while True:
+                supervisor.send_bytes(b"")
+                time.sleep(_HEARTBEAT_SECONDS)
+
     threading.Thread(target=obey, name="supervisor", daemon=True).start()
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     worker = Worker(open_when_usable(config.store_path, config.store_problem), config)
     worker.run()
     logging.shutdown()

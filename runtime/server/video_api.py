@@ -54,6 +54,7 @@ from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.store import Submission
+from runtime.queue.supervisor import STOPPING_SECONDS
 from runtime.queue.views import Job
 from runtime.server import api_errors, video_events, video_requests
 from runtime.server.api_errors import ErrorAnswer, refused
@@ -80,8 +81,8 @@ _SCHEMAS = "#/components/schemas/"
 _MINUTE_SECONDS = 60
 # Of one key, and of all.
 _MOST_STREAMS, _MOST_STREAMS_ALL = 256, 512
-# Time in which a running video stops, before a deletion is refused.
-_STOP_SECONDS = 10.0
+# Time in which a running video stops, before a deletion is refused; a worker that does not stop is killed before.
+_STOP_SECONDS = STOPPING_SECONDS + 10.0
 _POLL_SECONDS = 0.1
 _PAGE, _MOST_PAGE = 20, 100
 _CACHED = {"Cache-Control": "private, max-age=3600"}

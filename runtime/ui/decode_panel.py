@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.core.errors import EngineError, InvalidRequestError
+from runtime.core.facts import Fact
 from runtime.models.catalogue import check_offered
 from runtime.models.latent_files import RGB, parse_channels
 from runtime.models.spec import ModelSpec
@@ -83,7 +84,7 @@ class DecodePanel:
         work = DecodeLatents(
             latents=path, model=str(name), output=output_path(self._outputs_dir, path.stem), channels=panels
         )
-        task = self._worker.add_task(work, f"Decode {path.name}")
+        task = self._worker.add_task(work, Fact("task.decode", {"file": path.name}))
         return {"message": f"{task.title}: {'queued' if self._worker.ahead(task) else 'started'}."}
 
     def _offered(self) -> dict[str, ModelSpec]:

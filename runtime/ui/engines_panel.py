@@ -25,6 +25,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile, serves_any_clip
 from runtime.planner.engine_offers import EngineOffer
 from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_runner import build_title
 from runtime.queue.records import (
     BuildEngines,
     BuildProgress,
@@ -95,7 +96,7 @@ class EnginesPanel:
             case "build":
                 return self._add(*self._build(call.target, call.form))
             case "prune":
-                return self._add(PruneEngines(max_bytes=self._engines.store.max_bytes), "Prune to the limit")
+                return self._add(PruneEngines(max_bytes=self._engines.store.max_bytes), Fact("task.prune"))
             case "inspect" | "import":
                 return self._add(*self._import(call))
             case "cancel" if _TASK_ID.fullmatch(call.target):
@@ -113,7 +114,7 @@ class EnginesPanel:
         tasks = [task for task in self._worker.tasks() if task.kind != "decode"]
         return drawn(
             {
-                "components": lambda: _components_html(preview, problem, {one.title for one in tasks if one.open}),
+                "components": lambda: _components_html(preview, problem, {one.titled for one in tasks if one.open}),
                 "choices": lambda: self._choices(call.form),
                 "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in tasks]),
                 "storage": lambda: self._storage(records),
@@ -133,9 +134,9 @@ class EnginesPanel:
             case _:
                 self._engines.store.pin(record.id, pinned=action == "pin")
                 return {"message": f"{'Pinned' if action == 'pin' else 'Unpinned'}: {title}."}
-        return self._add(work, f"{action.title()} {title} {record.id}")
+        return self._add(work, Fact(f"task.{action}", {"program": record.key.program, "engine": record.id}))
 
-    def _build(self, target: str, values: Sequence[Any]) -> tuple[Work, str]:
+    def _build(self, target: str, values: Sequence[Any]) -> tuple[Work, Fact]:
         """Return the task of a target: "all", a component, or "component=backend"."""
         component, _, backend = target.partition("=")
         request = form.read_settings(values, self._models)
@@ -151,10 +152,10 @@ class EnginesPanel:
             raise preview.error
         plan = preview.plan
         assert plan is not None, "neither a plan nor an error"
-        title = _build_title(plan, spec, component, backend)
+        title = _title_of_build(plan, spec, component, backend)
         return BuildEngines(request=request.to_json(), component=None if component == _ALL else component), title
 
-    def _import(self, call: Call) -> tuple[Work, str]:
+    def _import(self, call: Call) -> tuple[Work, Fact]:
         """Check the file's path, its first bytes, disk space and the user's trust; return the task and its title."""
         spec = form.read_model(call.form, self._models)
         component = read_component(call.values.get("component"), spec)
@@ -163,11 +164,12 @@ class EnginesPanel:
         check_disk_space(source, self._engines.store.folder)
         check_trusted(call.values.get("trusted"), source.path)
         kind = ImportEngine if call.action == "import" else InspectEngine
-        return kind(path=source.path, model=spec.name, component=component), f"{call.action.title()} {source.path.name}"
+        title = Fact(f"task.{call.action}", {"file": source.path.name})
+        return kind(path=source.path, model=spec.name, component=component), title
 
-    def _add(self, work: Work, title: str) -> Reply:
+    def _add(self, work: Work, title: Fact) -> Reply:
         open_tasks = [one for one in self._worker.tasks() if one.open]
-        if any(one.title == title for one in open_tasks):
+        if any(one.titled == title for one in open_tasks):
             raise EngineError("ui.task_exists")
         if len(open_tasks) >= _MAX_OPEN_TASKS:
             raise EngineError("ui.too_many_tasks", maximum=_MAX_OPEN_TASKS)
@@ -444,15 +446,12 @@ def _running(task: Task) -> float:
     return max(time.time() - task.build_began, 0.0) if any(one.state == "running" for one in task.builds) else 0.0
 
 
-def _build_title(plan: ExecutionPlan, spec: ModelSpec, component: str, backend: str = "") -> str:
-    """Return the title of a task that builds engines for one component or all, with one backend or those that fit."""
-    size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames"
-    components = "all components" if component == _ALL else f"the {lowered(plan.title(component))}"
-    how = f" with {BACKEND_TITLES[backend]}" if backend else ""
-    return f"Build engines for {components} of {spec.title} at {size}{how}"
+def _title_of_build(plan: ExecutionPlan, spec: ModelSpec, component: str, backend: str = "") -> Fact:
+    """Return the title of a task that builds engines for one component or all; see `build_title`."""
+    return build_title(plan, spec, list(plan.components) if component == _ALL else [component], backend)
 
 
-def _components_html(preview: Preview | None, problem: str, building: Collection[str]) -> str:
+def _components_html(preview: Preview | None, problem: str, building: Collection[Fact]) -> str:
     """Return the HTML of the components at the current settings.
 
     Args:
@@ -462,7 +461,7 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
     if preview is None or preview.plan is None:
         return render("engines_components.html", rows=[], what="", total="", problem=problem, build=False)
     plan = preview.plan
-    all_building = _build_title(plan, preview.spec, _ALL) in building
+    all_building = _title_of_build(plan, preview.spec, _ALL) in building
     badges = summarize(preview, tuple(plan.components)).badges
     rows: list[dict[str, Any]] = []
     known: list[BreakEven] = []
@@ -486,7 +485,7 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
                 "badge": badges[name],
                 "state": state,
                 "build": bool(tried),
-                "building": all_building or _build_title(plan, preview.spec, name) in building,
+                "building": all_building or _title_of_build(plan, preview.spec, name) in building,
                 "backends": _backends(offered) if preview.complete else [],
             }
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from runtime.core.errors import MODEL_UNUSABLE
 from runtime.core.events import (
     Cancelled,
     Event,
@@ -304,7 +305,8 @@ def _ended(end: TerminalEvent, job: Job, worker: JobQueue, audience: Audience) -
         return _resumable(Line("cancelled", "Cancelled.", kept), job)
     text = page_text(end.fact, job.plan.components)
     remedy = audience.details if end.internal else audience.redact(text.remedy)
-    return _resumable(Line("failed", what=audience.redact(text.what), remedy=remedy), job)
+    line = Line("failed", what=audience.redact(text.what), remedy=remedy)
+    return line if end.fact.code in MODEL_UNUSABLE else _resumable(line, job)
 
 
 def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> Line:

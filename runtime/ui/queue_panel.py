@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
-from runtime.core.errors import InvalidRequestError, StoreError
+from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, StoreError
 from runtime.core.events import OutOfMemory
 from runtime.core.request import AUTO, Auto
 from runtime.core.units import about, counted
@@ -235,7 +235,8 @@ class QueuePanel(JobsPanel):
 
     def _resumable(self) -> str:
         found = self._store.list(states=_RESUMABLE, owner=self._owner, limit=_MAX_RESUMABLE)
-        return resumable_html([(job, self._resume_status(job)) for job in found])
+        able = [job for job in found if job.failure is None or job.failure.fact.code not in MODEL_UNUSABLE]
+        return resumable_html([(job, self._resume_status(job)) for job in able])
 
 
 def queue_html(

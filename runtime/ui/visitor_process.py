@@ -129,7 +129,7 @@ class VisitorProcess:
             if process.exitcode is None:
                 process.kill()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
         for one in self._sockets:
             one.close()
 

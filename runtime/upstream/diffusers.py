@@ -4,13 +4,30 @@
 """
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 # Packages whose `__init__` imports every model of its kind.
 _EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
+
+
+@cache
+def scheduler_names() -> frozenset[str]:
+    """Return the names of diffusers' schedulers.
+
+    Reason: importing diffusers imports torch, which planning does not need; the names are in the text of the package.
+    """
+    found = importlib.util.find_spec("diffusers")
+    places = found.submodule_search_locations if found else None
+    folders = [Path(place) / "schedulers" for place in places or ()]
+    classes = re.compile(r"^class (\w+)\([^)]*\bSchedulerMixin\b", re.MULTILINE)
+    texts = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("scheduling_*.py")]
+    return frozenset(name for text in texts for name in classes.findall(text) if not name.startswith("Flax"))
 
 
 class _DeferredPackage(ModuleType):

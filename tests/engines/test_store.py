@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -296,6 +297,28 @@ def test_damaged_engine_is_not_used_and_remembered(store: EngineStore) -> None:
         assert each.index()[0].problem == Fact("engine.file_changed", {"file": "engine.pt2"})
     add(store, key())
     assert store.index()[0].usable
+
+
+def test_files_whose_hashes_were_compared_are_not_hashed_again_until_they_change(store: EngineStore) -> None:
+    record = add(store, key())
+    folder, hashed = store.path(record.id), store.hashed(record)
+    assert hashed is None
+
+    def settled() -> bool:
+        assert store.verify_hash(record) is None
+        return store.hashed(record) is not None
+
+    until(settled)
+    # With another hash in the record, a file that is hashed would be refused.
+    forged = replace(record, files=tuple(replace(file, sha256="0" * 64) for file in record.files))
+    changed = Fact("engine.file_changed", {"file": "engine.pt2"})
+    with ExitStack() as stack:
+        assert manifest.open_checked(folder, forged, stack) == changed
+        assert manifest.open_checked(folder, forged, stack, store.hashed(record)) == b"engine" * 100
+        times = (folder / "engine.pt2").stat()
+        (folder / "engine.pt2").write_bytes(b"Engine" * 100)
+        os.utime(folder / "engine.pt2", ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert manifest.open_checked(folder, record, stack, store.hashed(record)) == changed
 
 
 @pytest.mark.parametrize("what", ["emptied", "folder", "link", "gone"])

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,9 +19,13 @@ from safetensors.torch import load_file, save_file
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.events import Event, Failed, StageStarted, VideoSaved, Warned
-from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan
+from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.execution.attention import attention, problem
 from runtime.execution.residency import Residency
+from runtime.machine.probe import probe
+from runtime.models.folder import weight_files
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import NeedsLibraryError, beside_others, load_module
@@ -307,3 +312,33 @@ def test_what_only_a_library_loads_is_not_loaded_beside_other_threads(tiny: Tiny
         load_module(spec, "vae", part)
     with pytest.raises(ModelError):  # the library's findings
         load_module(spec, "vae", part)
+
+
+def test_an_error_while_an_engine_is_replaced_is_not_hidden(tiny: Tiny, tmp_path: Path) -> None:
+    """The engine is gone; then the weights for PyTorch, too; then it cannot be freed."""
+    spec = tiny("wan2.1")
+    folder = Path(shutil.copytree(spec.directory, tmp_path / "model"))
+    spec = read_spec(folder, "model")
+    plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
+    use = EngineUse(
+        id="0" * 16, builder="onnxruntime", program="denoiser", precision="float32", profile=((1, 4, 4),) * 3
+    )
+    part = plan.components["transformer"].replace(backend="onnxruntime", engines=(use,))
+    service = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
+
+    job = Alone(plan.with_component("transformer", part))
+    with Residency(service) as residency:
+        with residency.denoiser(spec, job, "transformer"):
+            assert [name for name, _ in job.fallen] == ["transformer"]
+        residency.free()
+        (path,) = weight_files(folder / "transformer")
+        path.unlink()
+        with pytest.raises(ModelError) as missing:  # noqa: SIM117
+            with residency.denoiser(spec, Alone(job.plan.with_component("transformer", part)), "transformer"):
+                pass
+        assert missing.value.code == "model.weights_missing"
+        residency._drop = Mock(side_effect=RuntimeError("CUDA error"))  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="CUDA error"):  # noqa: SIM117
+            with residency.denoiser(spec, Alone(job.plan.with_component("transformer", part)), "transformer"):
+                pass
+        del residency._drop

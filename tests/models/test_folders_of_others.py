@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from runtime.core.errors import ModelError
 from runtime.core.loras import Lora
-from runtime.models.folder import weight_files, weights_variant
+from runtime.models.folder import read_config, weight_files, weights_variant
 from runtime.models.loras import with_loras
-from runtime.models.registry import components_of, read_spec
-from runtime.models.spec import ModelSpec
+from runtime.models.registry import components_of, family_of, read_spec
+from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of
+from runtime.models.stored_modules import empty_module
 from runtime.models.tensor_files import read_header
 from runtime.models.weights import load_module, load_scheduler, load_stored
 from tests import lora_files
@@ -149,3 +150,84 @@ def test_headers_with_much_text_are_read(tiny: Tiny, tmp_path: Path) -> None:
     save_file(lora_files.peft(lora_files.factors(spec.transformer)), path, metadata={"workflow": workflow * 2})
     assert read_header(path).metadata["workflow"] == workflow * 2
     assert with_loras(spec, [Lora(str(path))], tmp_path).loras
+
+
+def weights_of(folder: Path, component: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    (path,) = weight_files(folder / component)
+    return path, load_file(path)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v", "wan2.2-i2v-a14b", "wan2.1-flf2v", "hunyuan-video"],
+)
+def test_a_component_that_lacks_a_weight_is_refused_before_it_is_loaded(
+    architecture: str, tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Each weight of a module that torch makes has a name and shape that are known without torch."""
+    spec = tiny(architecture)
+    folder = Path(shutil.copytree(spec.directory, tmp_path / "model"))
+    family = family_of(spec.family)
+    for component in spec.component_names:
+        config = read_config(folder / folder_of(component) / "config.json")
+        expected = family.weights(component, config)
+        path, weights = weights_of(folder, folder_of(component))
+        if expected is not None:
+            module = empty_module(spec, component)
+            shapes = {name: tuple(one.shape) for name, one in module.named_parameters(remove_duplicate=True)}
+            assert {name: shape for name, shape in shapes.items() if expected.get(name) != shape} == {}
+            if component != VAE_ENCODER and folder_of(component) != "vae":
+                assert expected == shapes
+        with subtests.test(component=component):
+            whole = path.read_bytes()
+            # Of a component without such a list, a layer of a list, or a weight with a bias.
+            biased = [one for one in weights if one.replace(".weight", ".bias") in {*weights} - {one}]
+            in_layers = [one for one in weights if ".layers.0." in one or one.startswith("layers.0.")]
+            name = (biased + in_layers if expected is None else list(weights))[0]
+            save_file({one: tensor for one, tensor in weights.items() if one != name}, path)
+            assert (refusal(folder).code, refusal(folder).data["missing"]) == ("model.component_incomplete", 1)
+            path.write_bytes(whole)
+            if expected is not None:
+                save_file(weights | {name: weights[name].reshape(1, *weights[name].shape).contiguous()}, path)
+                assert refusal(folder).code == "model.component_incomplete"
+                path.write_bytes(whole)
+    read_spec(folder, "model")
+
+
+def test_a_scheduler_of_another_library_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    path = folder / "scheduler" / "scheduler_config.json"
+    for name in ("FlowUniPCMultistepScheduler", "SchedulerMixin", "UMT5EncoderModel", "WanPipeline", ""):
+        path.write_text(json.dumps({"_class_name": name, "use_flow_sigmas": True}))
+        assert (refusal(folder).code, refusal(folder).data["scheduler"]) == ("model.scheduler_unknown", name)
+
+
+def test_a_damaged_tokenizer_is_refused_before_anything_is_loaded(folder: Path, subtests: pytest.Subtests) -> None:
+    path = folder / "tokenizer" / "tokenizer.json"
+    whole = path.read_bytes()
+    # Larger than what is parsed for a plan.
+    large = whole.rstrip()[:-1] + b" " * (5 << 20) + b"}"
+    for name, content in {
+        "cut": whole[: len(whole) // 2],
+        "large and cut": large[:-1],
+        "other version": b'{"version": "9"}',
+        "list": b"[]",
+        "noise": bytes(range(256)) * 100,
+        "empty": b"",
+    }.items():
+        with subtests.test(name):
+            path.write_bytes(content)
+            assert refusal(folder).code == "model.tokenizer_unloadable"
+    path.write_bytes(large)
+    read_spec(folder, "model")
+    path.unlink()
+    (folder / "tokenizer" / "spiece.model").write_bytes(b"")
+    assert refusal(folder).code == "model.tokenizer_unloadable"
+
+
+def test_a_tensor_that_only_the_index_names_is_missing(tiny: Tiny, folder: Path) -> None:
+    path, weights = weights_of(folder, "text_encoder")
+    save_file(weights, path.with_name("model-00001-of-00001.safetensors"))
+    path.unlink()
+    names = dict.fromkeys([*weights, "other"], "model-00001-of-00001.safetensors")
+    path.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert (refusal(folder).code, refusal(folder).data["tensor"]) == ("model.file_tensor_missing", "other")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from runtime.cli.main import run
 from runtime.core.errors import ModelError, TandemError
@@ -381,3 +381,66 @@ def test_the_command_line_states_one_line_and_exits_with_2(
     listed = capsys.readouterr().out
     assert "good.safetensors (expert unknown, used for all steps)" in listed
     assert "bad" in listed
+
+
+LAYER = "blocks.0.ffn.0"
+Change = Callable[[State], State]
+
+
+def scaled(scale: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]) -> Change:
+    """Return a change of the scale of one layer's weight, from the weight and the scale."""
+
+    def change(state: State) -> State:
+        name = next(one for one in state if one.endswith(("scale_weight", "weight_scale")) and "ffn" in one)
+        weight = state[name.replace("._weight_scale", "._weight_qdata").rpartition(".")[0] + ".weight"]
+        found = scale(weight, state[name])
+        return {one: tensor for one, tensor in state.items() if one != name} | ({} if found is None else {name: found})
+
+    return change
+
+
+def reshaped(axes: Callable[[torch.Tensor], tuple[int, ...]]) -> Change:
+    """Return a change of the number of axes of one layer's weight in FP8."""
+
+    def change(state: State) -> State:
+        stored = {one: tensor for one, tensor in state.items() if tensor.dtype == transformer_files.E4M3}
+        name = next(one for one, tensor in stored.items() if tensor.ndim == 2)
+        return state | {name: state[name].reshape(axes(state[name])).contiguous()}
+
+    return change
+
+
+WRONG: dict[str, tuple[Change, str]] = {
+    "three axes": (reshaped(lambda one: (1, *one.shape)), ""),
+    "one axis": (reshaped(lambda one: (one.numel(),)), ""),
+    "other sizes": (reshaped(lambda one: (2 * one.shape[0], one.shape[1] // 2)), ""),
+    "a scale for each column": (scaled(lambda weight, _: torch.ones(1, weight.shape[1])), "model.format_unknown"),
+    "a scale for each value": (scaled(lambda weight, _: torch.ones(weight.shape)), "model.format_unknown"),
+    "a scale for half of the rows": (scaled(lambda weight, _: torch.ones(len(weight) // 2)), "model.format_unknown"),
+    "a scale in whole numbers": (scaled(lambda *_: torch.ones(1, dtype=torch.int32)), "model.format_unknown"),
+    "no scale": (scaled(lambda *_: None), "model.scale_missing"),
+    "NaN": (scaled(lambda weight, _: torch.full((len(weight), 1), torch.nan)), "model.scale_not_finite"),
+    "infinite": (scaled(lambda *_: torch.tensor(torch.inf)), "model.scale_not_finite"),
+    "NaN in BF16": (scaled(lambda *_: torch.tensor(torch.nan).bfloat16()), "model.scale_not_finite"),
+    "NaN in FP8": (scaled(lambda *_: torch.tensor(torch.nan).to(torch.float8_e4m3fn)), "model.scale_not_finite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_weights_in_fp8_that_do_not_fit_are_refused_when_they_are_recognised(
+    name: str, state: State, weights: Path, subtests: pytest.Subtests
+) -> None:
+    change, code = WRONG[name]
+    save_fp8_scaled(weights / "model.safetensors", state)
+    file = load_file(weights / "model.safetensors")
+    find("model", weights)
+    save_file(change(file), weights / "model.safetensors")
+    with subtests.test("single file"):
+        assert refused("model", weights).code in ({code} if code else {"model.file_other_shape", "model.file_unknown"})
+    wide_transformer().save_pretrained(weights / "base" / "transformer")
+    quantized_folder(weights / "base", "fp8")
+    find("base", weights)
+    path = weights / "base" / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file(change(load_file(path)), path)
+    with subtests.test("folder"):
+        assert refused("base", weights).code == (code or "model.component_incomplete")

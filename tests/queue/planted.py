@@ -1,4 +1,4 @@
-"""Actions planted in the worker processes of a test: they kill themselves, fail or use tqdm after a chosen event.
+"""Actions planted in the worker processes of a test: they kill themselves, hang, fail or use tqdm after a chosen event.
 
 They wrap `JobRecorder.record` in the workers: in those of this process, which can then be forked, or by a
 `sitecustomize` module in `PYTHONPATH` in each process that `multiprocessing` spawns.
@@ -7,6 +7,7 @@ They wrap `JobRecorder.record` in the workers: in those of this process, which c
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from runtime.queue.job_runner import JobRecorder
     from runtime.queue.worker import WorkerConfig
 
-Action = Literal["kill", "allocate", "illegal access", "use tqdm"]
+Action = Literal["kill", "hang", "allocate", "illegal access", "use tqdm"]
 
 _ROOT = Path(__file__).parents[2]
 _SITE = '''
@@ -113,6 +114,10 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _hang() -> None:
+    threading.Event().wait()
+
+
 def _allocate() -> None:
     blocks = []
     while True:
@@ -133,6 +138,7 @@ def _use_tqdm() -> None:
 
 _ACTIONS: dict[Action, Callable[[], None]] = {
     "kill": _kill,
+    "hang": _hang,
     "allocate": _allocate,
     "illegal access": _illegal_access,
     "use tqdm": _use_tqdm,

@@ -34,6 +34,7 @@ from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.queue import instances, recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
+from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import JobRecord, PruneEngines
 from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, exit_reason
 from runtime.queue.store import JobStore
@@ -379,6 +380,16 @@ def test_files_of_killed_jobs_are_removed(store: JobStore, tmp_path: Path) -> No
     assert {entry.name for entry in (tmp_path / "jobs").iterdir()} == {kept.id, "instances", "something"}
 
 
+def test_a_folder_whose_job_is_being_added_is_kept(store: JobStore, tmp_path: Path) -> None:
+    folder = tmp_path / "jobs" / "0123abcd"
+    with storage.adding_folders(store):
+        folder.mkdir(parents=True)
+        storage.tidy(JobStore(store.path), tmp_path / "outputs")
+        assert folder.is_dir()
+    storage.tidy(store, tmp_path / "outputs")
+    assert not folder.exists()
+
+
 def test_folders_of_jobs_in_a_damaged_store_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"\xff" * 5000)
@@ -416,3 +427,17 @@ def test_a_folder_for_locks_that_cannot_be_created_is_an_error(tmp_path: Path) -
         pass
     assert error.value.code == "queue.locks_not_writable"
     assert error.value.data["folder"] == str(tmp_path / "jobs" / "instances")
+
+
+def test_events_of_a_job_whose_row_is_gone_are_dropped(store: JobStore) -> None:
+    """Otherwise each poll would try to write them, for ever."""
+    job = add_job(store)
+    store.start(job.id, "alive")
+    recorder, poller = JobRecorder(job.id, store), ControlPoller(store)
+    with poller.following(recorder):
+        with store.database.writing() as connection:
+            connection.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
+        recorder.record(StageStarted(stage="denoise", part="transformer"))
+        assert recorder.written and recorder.write() is None
+        poller.poll()
+        assert not recorder.cancel.requested

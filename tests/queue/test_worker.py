@@ -168,3 +168,12 @@ def test_a_plan_is_moved_to_a_free_gpu(device: str, gpu: int, gpus: int, moved: 
         plan = plan.with_component(name, plan.components[name].replace(device=device))
     found = move_to_gpu(plan, gpu, replace(machine(), gpus=(a_gpu(),) * gpus))
     assert (found and {part.device for part in found.components.values()}) == (moved and {moved})
+
+
+def test_a_job_whose_row_is_gone_is_followed_no_more(queue: JobQueue) -> None:
+    job = queue.submit(small())
+    queue.hold([job.id], True)
+    with queue.store.database.writing() as connection:
+        connection.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
+    until(lambda: not job.open)
+    assert queue.job(job.id) is None

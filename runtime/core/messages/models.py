@@ -228,6 +228,10 @@ _FILES: Mapping[str, Message] = {
         "missing.",
         _AGAIN,
     ),
+    "model.scale_missing": Message(
+        "{file} lacks the scale of {tensor}, although its other weights in FP8 have one.", _AGAIN
+    ),
+    "model.scale_not_finite": Message("A scale of {tensor} in {file} is not a finite number.", _AGAIN),
     "model.tensor_missing": Message("The model's files have no {tensor}.", _AGAIN),
     "model.image_processor_unloadable": Message("The image processor of {model} cannot be loaded.", _AGAIN),
     "model.tokenizer_unloadable": Message("The tokenizer of {model} cannot be loaded.", _AGAIN),

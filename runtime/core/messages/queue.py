@@ -71,12 +71,32 @@ MESSAGES: Mapping[str, Message] = {
     "queue.exit_probably_out_of_memory": Message("probably killed by the system because memory ran out"),
     "queue.node_lost": Message("the machine {host} was lost"),
     "queue.exit_unknown": Message("unknown reason"),
+    "queue.exit_not_responding": Message("no response for {seconds:.0f} s"),
+    "queue.exit_not_stopping": Message("not stopped within {seconds:.0f} s"),
     "queue.exit_device_lost": Message("CUDA error"),
     "queue.exited": Message("{how}"),
     "queue.worker_replaced": Message("The worker process of this job ended unexpectedly ({how}); the job was resumed."),
     "queue.engine_disabled": Message(
         "Its {backend:backend} engine was running when the worker process ended unexpectedly ({how})."
     ),
+    # Titles of tasks
+    "task.build_all": Message("Build engines for all components of {model} at {width}×{height}, {frames:n frame}"),
+    "task.build_all_with": Message(
+        "Build engines for all components of {model} at {width}×{height}, {frames:n frame} with {backend:backend}"
+    ),
+    "task.build": Message(
+        "Build engines for the {components:named_components} of {model} at {width}×{height}, {frames:n frame}"
+    ),
+    "task.build_with": Message(
+        "Build engines for the {components:named_components} of {model} at {width}×{height}, {frames:n frame} "
+        "with {backend:backend}"
+    ),
+    "task.verify": Message("Verify {program:lower_component} {engine}"),
+    "task.delete": Message("Delete {program:lower_component} {engine}"),
+    "task.import": Message("Import {file}"),
+    "task.inspect": Message("Inspect {file}"),
+    "task.decode": Message("Decode {file}"),
+    "task.prune": Message("Prune to the limit"),
     # Tasks
     "task.cancelled": Message("Cancelled. Completed work is kept."),
     "task.built": Message("{built} of {wanted} ready."),

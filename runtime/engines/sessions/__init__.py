@@ -87,7 +87,14 @@ class BlockSession(Session):
         """
 
 
-def open_session(folder: Path, record: EngineRecord, *, device: str, weights: Weights) -> Session:
+def open_session(
+    folder: Path,
+    record: EngineRecord,
+    *,
+    device: str,
+    weights: Weights,
+    hashed: manifest.FileStates | None = None,
+) -> Session:
     """Load an engine.
 
     An engine is code: TensorRT plans and Inductor's libraries run with the user's rights, and an ONNX file decides
@@ -102,6 +109,7 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
         record: from its engine.json.
         device: a torch device.
         weights: of the program, in the engine's precision.
+        hashed: see `manifest.open_checked`.
 
     Raises:
         EngineError: if a file is missing or changed, or the engine cannot be loaded.
@@ -109,7 +117,7 @@ def open_session(folder: Path, record: EngineRecord, *, device: str, weights: We
     """
     before = manifest.file_states(folder, record)
     with contextlib.ExitStack() as stack:
-        content = manifest.open_checked(folder, record, stack)
+        content = manifest.open_checked(folder, record, stack, hashed)
         if isinstance(content, Fact):
             raise EngineError("engine.unusable", engine=record.id, cause=content)
         name = record.key.backend

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from runtime.families.wan import file_names
+from runtime.models.spec import folder_of, is_transformer
+
 Shape = tuple[int, ...]
 
 # UMT5: by the names of llama.cpp and of Wan, those of transformers.
@@ -45,7 +48,26 @@ _UNUSED = ("spiece_model", "encoder.embed_tokens.weight")
 _MATRIX, _KERNEL = 2, 5
 _MAX_LAYERS = 512
 
+_TEXT_ENCODER_DEFAULTS = {
+    "d_kv": 64,
+    "num_heads": 6,
+    "relative_attention_num_buckets": 32,
+    "feed_forward_proj": "gated-gelu",
+}
+
+# Transformer.
+_TRANSFORMER_DEFAULTS = {
+    "out_channels": 16,
+    "freq_dim": 256,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "pos_embed_seq_len": None,
+}
+
 # VAE.
+_VAE_DEFAULTS = {"num_res_blocks": 2, "temperal_downsample": (False, True, True)}
 _VAE_OUTSIDE = {
     "conv1": "quant_conv",
     "conv2": "post_quant_conv",
@@ -126,6 +148,25 @@ def text_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
             f"{block}.layer.1.layer_norm.weight": (width,),
         }
     return found
+
+
+def weights(component: str, config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """See `registry.Family.weights`; `None` for options that no published model has."""
+    # Configurations leave out the defaults of their classes.
+    if is_transformer(component):
+        values = {**_TRANSFORMER_DEFAULTS, **config}
+        values["out_channels"] = values["out_channels"] or values["in_channels"]
+        by_image = values["image_dim"] is not None
+        usual = values["qk_norm"] == _TRANSFORMER_DEFAULTS["qk_norm"] and values["added_kv_proj_dim"] in (
+            {values["num_attention_heads"] * values["attention_head_dim"]} if by_image else {None}
+        )
+        return dict(file_names.parameters(values)) if usual else None
+    if component == "text_encoder":
+        values = {**_TEXT_ENCODER_DEFAULTS, **config}
+        return text_encoder_parameters(values) if str(values["feed_forward_proj"]).startswith("gated-") else None
+    if folder_of(component) == "vae" and not config.get("attn_scales"):
+        return vae_parameters({**_VAE_DEFAULTS, **config})
+    return None
 
 
 def vae_names(names: Sequence[str]) -> dict[str, str]:

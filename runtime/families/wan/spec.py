@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.families.wan import file_names, lora_names, part_files
 from runtime.families.wan.known import KNOWN
+from runtime.families.wan.part_files import weights
 from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading, tensor_types
 from runtime.models.registry import Family, KnownModel, PartFiles, SingleFiles
 from runtime.models.spec import (
@@ -359,6 +360,7 @@ class WanFamily:
         ),
         "vae": PartFiles(part_files.vae_names, _vae_config, part_files.vae_parameters),
     }
+    weights = staticmethod(weights)
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
     distilled_steps = staticmethod(lora_names.distilled_steps)

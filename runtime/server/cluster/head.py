@@ -20,6 +20,7 @@ from starlette.requests import Request
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact, cut
+from runtime.core.processes import kill_tree
 from runtime.core.settings import Settings
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
@@ -30,6 +31,7 @@ from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.recovery import MemoryKills
 from runtime.queue.store import JobStore
+from runtime.queue.supervisor import STOPPING_SECONDS
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Described, NodeWorker, memory_kills
 from runtime.server.cluster.placement import Placement
@@ -58,6 +60,10 @@ _SAMPLE_SECONDS = 5.0
 # Until a new process of a node has read the count.
 _COUNT_SECONDS = 30.0
 _CLOSING_SECONDS = 20.0
+# Until a worker that does not answer is given up.
+_SILENT_SECONDS = 60.0
+# Until a part of a file has reached a node.
+_SENT_SECONDS = 1800.0
 # Until a worker that was started has to answer.
 _START_SECONDS = 120.0
 # Machines that were refused, and characters of their names, which they state themselves.
@@ -219,6 +225,15 @@ class ClusterHead:
             logger.warning("Node %s does not count killed processes: %s", node[:8], type(error).__name__)
             return None
         return found
+
+    def kill(self, node: str, actor: Any, pid: int) -> None:
+        """Kill a worker that does not answer, without waiting for it: a stopped process does not end by itself."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+            killing: Any = ray.remote(kill_tree).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node))
+            killing.remote(pid)
 
     def _forever(self, work: Any, seconds: float) -> None:
         while not self.closing.wait(seconds):
@@ -388,6 +403,7 @@ class _Proxy:
         self._fallbacks: dict[tuple[str, str], Fallback] = {}
         # Results of `NodeWorker.memory_kills`, which may have been lost with the worker.
         self._samples: deque[Any] = deque(maxlen=2)
+        self._hangs: Fact | None = None
         self._wake = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -444,9 +460,10 @@ class _Proxy:
                 if time.monotonic() - checked > _NODES_SECONDS:
                     checked = time.monotonic()
                     try:
-                        ray.get(self._actor.control.remote("", ""))
+                        ray.get(self._actor.memory_kills.remote(), timeout=_SILENT_SECONDS)
                     except ray.exceptions.RayError:
                         if self._close():
+                            self._head.kill(self.node, self._actor, self.described.pid)
                             self._head.lost(self)
                             return
                 continue
@@ -462,6 +479,8 @@ class _Proxy:
                 end = self._record_end(record, Failed.because_of(cause))
             except ray.exceptions.RayError as error:
                 logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
+                if self._hangs is not None or isinstance(error, ray.exceptions.GetTimeoutError):
+                    self._head.kill(self.node, self._actor, self.described.pid)
                 self._head.lost(self)
                 self._ran(job, started, None)
                 self._settle(record, error)
@@ -490,14 +509,15 @@ class _Proxy:
 
     def _settle(self, record: JobRecord, error: Exception) -> None:
         """Queue the job of a lost worker again; the loss of a whole node is not the job's fault."""
-        killed = self._killed_for_memory(error)
-        end = time.monotonic() + _NODE_SECONDS
+        # What does not answer was not lost with its node.
+        killed = None if self._hangs else self._killed_for_memory(error)
+        end = time.monotonic() + (0.0 if self._hangs else _NODE_SECONDS)
         while time.monotonic() < end and self._head.is_up(self.node):
             time.sleep(_POLL_SECONDS)
         while not self._head.closing.is_set():
             try:
                 up = self._head.is_up(self.node)
-                how = killed or Fact("queue.exit_unknown")
+                how = killed or self._hangs or Fact("queue.exit_unknown")
                 if up:
                     self._head.placement.avoid(record.id, self.node)
                 else:
@@ -535,7 +555,8 @@ class _Proxy:
         order = self._sender.prepare(record, self._store, self._head.sending(self.node))
         recorder = JobRecorder(record.id, self._store, lease=record.lease)
         receiver = _Receiver(record, self._store)
-        asked: set[str] = set()
+        asked: dict[str, float] = {}
+        heard = time.monotonic()
         with self._head.poller.following(recorder), contextlib.closing(receiver):
             stream = self._actor.run.options(num_returns="streaming").remote(order)
             sampled = -_SAMPLE_SECONDS
@@ -544,14 +565,10 @@ class _Proxy:
                     sampled = time.monotonic()
                     self._samples.append(self._actor.memory_kills.remote())
                 ready, _ = ray.wait([stream], timeout=_POLL_SECONDS)
-                for request, wanted in (
-                    ("cancel", recorder.cancel.requested),
-                    ("pause", recorder.cancel.pausing or self._head.closing.is_set()),
-                    ("finish", recorder.cancel.finishing),
-                ):
-                    if wanted and request not in asked:
-                        asked.add(request)
-                        self._actor.control.remote(record.id, request)
+                if ready or ray.wait([*self._samples], timeout=0)[0]:
+                    heard = time.monotonic()
+                self._check_hangs(heard, asked.get("cancel"))
+                self._pass_on(recorder, asked)
                 if not ready:
                     continue
                 try:
@@ -571,6 +588,37 @@ class _Proxy:
             elif isinstance(recorder.end, VideoSaved):
                 receiver.finish(recorder.end)
         return recorder.end
+
+    def _pass_on(self, recorder: JobRecorder, asked: dict[str, float]) -> None:
+        """Pass on requests for a job, each once; `asked` has when, by the monotonic clock."""
+        for request, wanted in (
+            ("cancel", recorder.cancel.requested),
+            ("pause", recorder.cancel.pausing or self._head.closing.is_set()),
+            ("finish", recorder.cancel.finishing),
+        ):
+            if wanted and request not in asked:
+                asked[request] = time.monotonic()
+                self._actor.control.remote(recorder.id, request)
+
+    def _check_hangs(self, heard: float, cancelled: float | None) -> None:
+        """Give up this worker if it has not answered for long, or has not followed a cancellation.
+
+        Args:
+            heard, cancelled: when it answered last, and was asked to cancel its job, by the monotonic clock.
+
+        Raises:
+            RayActorError: if it is given up.
+        """
+        import ray
+
+        now = time.monotonic()
+        if now - heard > _SILENT_SECONDS:
+            self._hangs = Fact("queue.exit_not_responding", {"seconds": _SILENT_SECONDS})
+        elif cancelled is not None and now - cancelled > STOPPING_SECONDS:
+            self._hangs = Fact("queue.exit_not_stopping", {"seconds": STOPPING_SECONDS})
+        else:
+            return
+        raise ray.exceptions.RayActorError
 
     def _put_back(self, recorder: JobRecorder, record: JobRecord) -> None:
         while recorder.write() is not None and not self._head.closing.wait(_RETRY_SECONDS):
@@ -609,7 +657,7 @@ class _Proxy:
         import ray
 
         try:
-            return ray.get(begun)
+            return ray.get(begun, timeout=_SENT_SECONDS)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, TandemError):
                 raise error.cause from error

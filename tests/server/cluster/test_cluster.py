@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import strategies as st
 
@@ -288,4 +289,18 @@ def test_killed_processes_lose_nothing_and_leave_nothing(tmp_path: Path) -> None
         cluster.wait(cluster.finished, 400)
         assert {video["status"] for video in cluster.videos().values()} == {"completed"}
         assert {cluster.frames(job) for job in jobs} == {expected}
+    cluster.wait(lambda: not cluster.left(), 20)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_of_a_node_is_replaced(tmp_path: Path) -> None:
+    """Its video is cancelled by a deletion, as that of a stopped worker of this machine, and the next one runs."""
+    pytest.importorskip("ray")
+    with machines(tmp_path, 1) as cluster:
+        stopped, following = cluster.submit(0, steps=400), cluster.submit(1)
+        cluster.wait(lambda: any(worker["job"] == stopped for worker in cluster.workers()), 180)
+        os.kill(cluster.workers()[0]["pid"], signal.SIGSTOP)
+        answer = httpx.delete(f"http://127.0.0.1:{cluster.port}/v1/videos/{stopped}", timeout=60)
+        assert answer.status_code == 200
+        cluster.wait(lambda: cluster.videos()[following]["status"] == "completed", 180)
     cluster.wait(lambda: not cluster.left(), 20)
