@@ -4,7 +4,6 @@ The only module that reads them. Flags that were not given are `None`.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -16,6 +15,7 @@ from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
 from runtime.core.frozen import FrozenModel
 from runtime.core.request import MAX_FRAMES, MAX_STEPS
+from runtime.core.request_fields import read_size
 from runtime.core.untrusted_files import read_json
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,6 @@ TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
     "vae": ("vae_encoder", "vae"),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
-_SIZE = re.compile(r"([1-9][0-9]{0,3})[x×]([1-9][0-9]{0,3})")
 _NUMBERS = (
     "port",
     "engine_cache_gb",
@@ -196,8 +195,7 @@ class Settings(FrozenModel):
     @field_validator("share_size", mode="before")
     @classmethod
     def _parse_size(cls, value: Any) -> Any:
-        match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-        return tuple(map(int, match.groups())) if match else value
+        return (read_size(value) or value) if isinstance(value, str) else value
 
     @field_validator("offline", mode="before")
     @classmethod

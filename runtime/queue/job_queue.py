@@ -356,7 +356,8 @@ class JobQueue:
             self._watcher.join()
             return
         if self.store.temporary:
-            self.cancel(self.store.queue_ids())
+            with suppress(StoreError):  # its file was deleted
+                self.cancel(self.store.queue_ids())
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()
@@ -425,6 +426,7 @@ class JobQueue:
     def _watch(self) -> None:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
+        problem = ""
         while not self._closing.wait(_LOOK_SECONDS):
             self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
             self._look.clear()
@@ -440,8 +442,11 @@ class JobQueue:
                     cleaned = now
                     storage.purge(self.store, self._outputs_dir)
                     storage.tidy(self.store, self._outputs_dir)
+                problem = ""
             except StoreError as error:
-                logger.warning("The job store cannot be read: %s", type(error.__cause__ or error).__name__)
+                if error.code != problem:
+                    problem = error.code
+                    logger.warning("The job store cannot be read: %s (%s)", problem, type(error.__cause__).__name__)
             except Exception:  # internal error: logged, and tried again
                 logger.exception("The job watcher failed")
 

@@ -92,6 +92,8 @@ _MOST_POSITION = 1 << 53
 _HOUR_SECONDS = 3600.0
 # Between two attempts to open the store.
 _RETRY_SECONDS = 5.0
+# One value for any number of ids, see `_listed`: a statement of SQLite has at most 32,766.
+_AMONG = "id IN (SELECT value FROM json_each(?))"
 _LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
@@ -356,8 +358,8 @@ class JobStore:
     def known(self, ids: Collection[str]) -> set[str]:
         """Return the ids that belong to a job, those that were set aside included."""
         with self.database.reading() as connection:
-            query = f"SELECT id FROM jobs WHERE id IN ({_marks(ids)})"
-            return {row["id"] for row in connection.execute(query, tuple(ids))}
+            query = f"SELECT id FROM jobs WHERE {_AMONG}"
+            return {row["id"] for row in connection.execute(query, (_listed(ids),))}
 
     def images(self) -> set[str]:
         """Return the digests of the images of videos, also deleted and unreadable ones, and of builds in the queue."""
@@ -747,11 +749,11 @@ class JobStore:
 
     def states(self, ids: Collection[str]) -> dict[str, Seen]:
         """Return state, hold, request and live progress of each of these jobs that exists."""
-        query = f"SELECT id, state, held, asked, live FROM jobs WHERE id IN ({_marks(ids)})"
+        query = f"SELECT id, state, held, asked, live FROM jobs WHERE {_AMONG}"
         with self.database.reading() as connection:
             return {
                 row["id"]: (row["state"], bool(row["held"]), row["asked"], row["live"])
-                for row in connection.execute(query, tuple(ids))
+                for row in connection.execute(query, (_listed(ids),))
             }
 
     def running_on(self, instance: str) -> Sequence[JobRecord]:
@@ -888,15 +890,15 @@ class JobStore:
 
     def finishing(self, ids: Collection[str]) -> set[str]:
         """Return which of these running jobs end after their current section."""
-        query = f"SELECT id FROM jobs WHERE state = 'running' AND finish AND id IN ({_marks(ids)})"
+        query = f"SELECT id FROM jobs WHERE state = 'running' AND finish AND {_AMONG}"
         with self.database.reading() as connection:
-            return {row["id"] for row in connection.execute(query, tuple(ids))}
+            return {row["id"] for row in connection.execute(query, (_listed(ids),))}
 
     def pending(self, ids: Collection[str]) -> dict[str, Control]:
         """Return the pending pause and cancel requests of these running jobs."""
-        query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND id IN ({_marks(ids)})"
+        query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND {_AMONG}"
         with self.database.reading() as connection:
-            return {row["id"]: row["asked"] for row in connection.execute(query, tuple(ids))}
+            return {row["id"]: row["asked"] for row in connection.execute(query, (_listed(ids),))}
 
     def delete(self, job_id: str) -> None:
         """Delete a job; it can be restored until it is purged. A queued job is cancelled.
@@ -937,7 +939,7 @@ class JobStore:
         where = "deleted <= ?"
         values: Sequence[str | float] = (time.time() - older_than,)
         if ids is not None:
-            where, values = f"deleted IS NOT NULL AND id IN ({_marks(ids)})", tuple(ids)
+            where, values = f"deleted IS NOT NULL AND {_AMONG}", (_listed(ids),)
         with self.database.writing() as connection:
             found = connection.execute(f"SELECT * FROM jobs WHERE {where} AND unreadable IS NULL", values).fetchall()
             jobs, problems = _read_all(found)
@@ -1218,6 +1220,11 @@ def _check_resumable(job: JobRecord, *others: State) -> None:
     if job.state == "running":
         raise StoreError("queue.job_running", job=job.id)
     raise StoreError("queue.job_done", job=job.id, video=job.output)
+
+
+def _listed(ids: Collection[str]) -> str:
+    """Return ids as the value of `_AMONG`."""
+    return json.dumps(list(ids))
 
 
 def _marks(values: Collection[Any]) -> str:

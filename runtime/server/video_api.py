@@ -26,6 +26,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -43,7 +44,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
-from runtime.core.facts import shortened
+from runtime.core.facts import Fact, shortened
 from runtime.core.plan import ExecutionPlan
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
@@ -58,8 +59,9 @@ from runtime.queue.views import Job
 from runtime.server import api_errors, video_events, video_requests
 from runtime.server.api_errors import ErrorAnswer, refused
 from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
+from runtime.server.conditional import ConditionalMiddleware
 from runtime.server.connections import set_login
-from runtime.server.job_files import find_output, is_single_range
+from runtime.server.job_files import etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
 from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
@@ -140,6 +142,7 @@ class VideoApi:
                     open_without=_is_open(self._settings),
                     cluster_key=None if self._head is None else self._head.key,
                 ),
+                Middleware(ConditionalMiddleware, unsatisfiable=_beyond_the_end),
             ],
         )
         errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
@@ -180,6 +183,7 @@ class VideoApi:
             raise refused(400, "server.api_idempotency_key", "Idempotency-Key")
         caller = _caller(request)
         values, images = await self._bodies.read(request, _owner(caller) or "")
+        self._check_caller(caller)  # reading a body takes time
         record = await asyncio.to_thread(self._create, values, images, key, caller)
         return self._video(record)
 
@@ -250,11 +254,11 @@ class VideoApi:
         job = await asyncio.to_thread(self._worker.job, record.id)
         if job is None:
             raise refused(404, "server.api_no_video", video=record.id)
-        owner = _owner(_caller(request))
+        caller = _caller(request)
 
         async def watched() -> AsyncIterator[str]:
-            with self._watchers.watching(owner or "") as watch:
-                async for event in self._feeds.stream(job, watch):
+            with self._watchers.watching(_owner(caller) or "") as watch:
+                async for event in self._feeds.stream(job, watch, lambda: self._check_caller(caller)):
                     yield event
 
         headers = {**api_errors.PRIVATE, "X-Accel-Buffering": "no"}
@@ -277,6 +281,19 @@ class VideoApi:
     def metrics(self) -> Response:
         """Send the metrics."""
         return Response(self._metrics.text(), headers={**api_errors.PRIVATE, "Content-Type": CONTENT_TYPE})
+
+    def _check_caller(self, caller: ApiKey | None) -> None:
+        """Check that a request's key was not revoked meanwhile, or that none was added if it has none.
+
+        Raises:
+            ApiError: 401, if it was.
+            SettingsError: if the keys cannot be read.
+        """
+        keys = self._keys.keys()
+        if caller is None and keys is not None:
+            raise refused(401, "server.api_key_missing")
+        if caller is not None and caller not in (keys or ()):
+            raise refused(401, "server.api_key_wrong")
 
     def _create(
         self,
@@ -340,7 +357,8 @@ class VideoApi:
         folder = self._store.folder(record.id)
         for path in () if folder is None else (folder / POSTER, folder / PREVIEW):
             with suppress(OSError, ValueError):
-                return Response(still(path.read_bytes()), media_type="image/webp", headers=_CACHED)
+                picture = still(path.read_bytes())
+                return Response(picture, media_type="image/webp", headers={**_CACHED, "ETag": etag_of(picture)})
         raise refused(404, "server.api_no_file", video=record.id)
 
     def _clip(self, record: JobRecord, count: int) -> Response:
@@ -404,9 +422,8 @@ class KeyMiddleware:
             return
         caller = self._find(scope)  # it asks for a file's time, and reads the file if that has changed
         set_login(scope, True)
-        headers = [(name, value) for name, value in scope["headers"] if name != b"range" or is_single_range(value)]
         state = {**scope.get("state", {}), "caller": caller}
-        await self._app({**scope, "headers": headers, "state": state}, receive, send)
+        await self._app({**scope, "state": state}, receive, send)
 
     def _find(self, scope: Scope) -> ApiKey | None:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -489,6 +506,12 @@ def _model(spec: ModelSpec) -> Model:
     own = (spec.defaults.width, spec.defaults.height)
     sizes = [f"{width}x{height}" for width, height in dict.fromkeys((own, *spec.sizes))]
     return Model(id=spec.name, owned_by="tandem", title=spec.title, sizes=sizes)
+
+
+def _beyond_the_end() -> Response:
+    status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    fact = Fact("server.api_range")
+    return api_errors.answer(status, api_errors.body_of(fact, status, "Range", str))
 
 
 def _invalid_query(_request: Request, error: Exception) -> Response:
