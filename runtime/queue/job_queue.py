@@ -4,7 +4,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -44,6 +44,8 @@ _REFRESH_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
+# At most this late, ended videos beyond a limit are removed.
+_EXPIRY_SECONDS = 10.0
 _MAX_BATCH = 1000
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class JobQueue:
     Attributes:
         instance: the id of the app among the processes that share the store.
         makes_videos: whether this app's workers make videos, and not only tasks and builds.
+        retention: which ended videos are kept.
+        sending: ids of videos that are being sent, which are not removed meanwhile.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
         workers_elsewhere: returns the number of workers of a cluster's other machines.
     """
@@ -96,6 +100,8 @@ class JobQueue:
         self._supervisor: Supervisor | None = None
         self._read = 0
         self.makes_videos = True
+        self.retention = storage.Retention()
+        self.sending: Counter[str] = Counter()
         self.plans_for: Callable[[], Machine | None] = lambda: None
         self.workers_elsewhere: Callable[[], int] = lambda: 0
         if self._is_app:
@@ -426,7 +432,7 @@ class JobQueue:
     def _watch(self) -> None:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
-        problem = ""
+        expired, problem = -_EXPIRY_SECONDS, ""
         while not self._closing.wait(_LOOK_SECONDS):
             self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
             self._look.clear()
@@ -442,6 +448,9 @@ class JobQueue:
                     cleaned = now
                     storage.purge(self.store, self._outputs_dir)
                     storage.tidy(self.store, self._outputs_dir)
+                if self.retention != storage.Retention() and now - expired > _EXPIRY_SECONDS:
+                    expired = now
+                    storage.expire(self.store, self.retention, self._outputs_dir, set(self.sending))
                 problem = ""
             except StoreError as error:
                 if error.code != problem:

@@ -110,6 +110,15 @@ class Submission(NamedTuple):
 Seen = tuple[State, bool, Control, str | None]
 
 
+class Ended(NamedTuple):
+    """An ended video: its id, owner, the time in seconds since 1970, and its MP4 if it was completed."""
+
+    id: str
+    owner: str | None
+    at: float
+    video: Path | None
+
+
 class JobStore:
     """The jobs of one cache folder. Safe between threads and processes.
 
@@ -163,13 +172,17 @@ class JobStore:
         names = [f"{one.data['job']} ({', '.join(one.data['columns'])})" for one in problems]
         return Fact("queue.jobs_unreadable", {"count": len(names), "jobs": names}) if names else None
 
-    def check(self) -> None:
-        """Set aside the jobs whose rows cannot be read, and take back those that can be read again."""
+    def check(self, most: int = -1) -> None:
+        """Set aside the jobs whose rows cannot be read, and take back those that can be read again.
+
+        Args:
+            most: number of the newest jobs that are checked; negative for all.
+        """
         problems: dict[int, StoreError] = {}
         repaired: list[int] = []
         with self.database.reading() as connection:
             # One row at a time: garbage collection of thousands of jobs would take most of the time.
-            for row in connection.execute("SELECT * FROM jobs"):
+            for row in connection.execute("SELECT * FROM jobs ORDER BY number DESC LIMIT ?", (most,)):
                 jobs, unreadable = _read_all([row])
                 problems |= unreadable
                 repaired += jobs if row["unreadable"] is not None else ()
@@ -493,6 +506,19 @@ class JobStore:
         with self.database.reading() as connection:
             found = connection.execute(query, (time.time() - seconds, owner, limit))
             return {row["id"]: row["state"] for row in found}
+
+    def ended(self) -> Sequence[Ended]:
+        """Return the ended videos of all owners, newest first, without deleted and starred ones."""
+        query = (
+            "SELECT id, owner, coalesce(ended, created) AS at, state, output FROM jobs WHERE kind = 'video' "
+            "AND state NOT IN ('running', 'queued') AND deleted IS NULL AND unreadable IS NULL AND NOT starred "
+            "ORDER BY number DESC"
+        )
+        with self.database.reading() as connection:
+            return [
+                Ended(row["id"], row["owner"], row["at"], Path(row["output"]) if row["state"] == "done" else None)
+                for row in connection.execute(query)
+            ]
 
     def count_with_model(self, model: str) -> int:
         """Return how many running and queued jobs have requests for a model."""
@@ -900,14 +926,19 @@ class JobStore:
         with self.database.reading() as connection:
             return {row["id"]: row["asked"] for row in connection.execute(query, (_listed(ids),))}
 
-    def delete(self, job_id: str) -> None:
+    def delete(self, job_id: str, *, ended: bool = False) -> None:
         """Delete a job; it can be restored until it is purged. A queued job is cancelled.
+
+        Args:
+            ended: whether a queued job is not deleted.
 
         Raises:
             StoreError: if it is running.
         """
         with self.database.writing() as connection:
             row = _find(connection, job_id)
+            if ended and row["state"] == "queued":
+                raise StoreError("queue.job_queued", job=job_id)
             if row["state"] == "running":
                 raise StoreError("queue.job_running_delete", job=job_id)
             if row["state"] == "queued":

@@ -323,15 +323,17 @@ def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -
     """
     declared = FIELDS.get(name)
     if declared is not None and declared.repeatable:
+        if not text:
+            return
         if inner:
             mapping = values.setdefault(name, {})
             if isinstance(mapping, dict) and inner not in mapping:
-                mapping[inner] = text or None
+                mapping[inner] = text
                 return
         else:
             entries = values.setdefault(name, [])
             if isinstance(entries, list):
-                entries += [text] if text else []
+                entries.append(text)
                 return
     elif inner is not None:
         key = f"{name}[{inner}]"

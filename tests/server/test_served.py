@@ -217,6 +217,14 @@ def test_only_outputs_are_served(server: App, client: Any) -> None:
         assert status(server, f"gradio_api/file/{trick}") in {403, 404}, trick
 
 
+def test_the_manifest_of_the_page_is_served(server: App) -> None:
+    with urllib.request.urlopen(f"{server.url}manifest.json", timeout=30) as answer:
+        assert answer.headers["content-type"].startswith("application/manifest+json")
+        icon = json.load(answer)["icons"][0]["src"]
+    with urllib.request.urlopen(f"{server.url}{icon}", timeout=30) as found:
+        assert found.headers["content-type"] == "image/svg+xml"
+
+
 def test_unused_routes_are_closed(server: App) -> None:
     for path in ("upload", "proxy=https://example.com/", "api/generate", "component_server", "token", "stream/a/b/1/c"):
         assert status(server, f"gradio_api/{path}") == 403, path
