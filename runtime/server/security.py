@@ -27,7 +27,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server import gradio_requests
@@ -78,7 +79,7 @@ def middleware(
     """
     return [
         Middleware(SecurityHeadersMiddleware),
-        Middleware(ExceptionMiddleware),  # a RefusedError becomes a response
+        Middleware(ExceptionMiddleware, handlers={RefusedError: _refusal}),
         Middleware(CrossSiteMiddleware, host_names=host_names, visitors=visitors),
         Middleware(AuthenticationMiddleware, backend=GradioLogin(visitors)),
         Middleware(AccessMiddleware, visitors=visitors),
@@ -86,6 +87,14 @@ def middleware(
         Middleware(ConditionalMiddleware),
         Middleware(EndedStreamMiddleware),
     ]
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    """Return the response for a refused request: text, or what Gradio's page shows of a refused call."""
+    assert isinstance(error, RefusedError)
+    if request.url.path in {gradio_requests.JOIN, gradio_requests.RUN, gradio_requests.CANCEL}:
+        return JSONResponse({"detail": error.detail}, error.status_code)
+    return PlainTextResponse(error.detail, error.status_code)
 
 
 class SecurityHeadersMiddleware:
@@ -411,7 +420,7 @@ async def _read_body(receive: Receive, most: int) -> bytes:
             raise RefusedError("The request was incomplete.", 400)
         body += message.get("body", b"")
         if len(body) > most:
-            raise RefusedError(f"A request has at most {most:,} bytes.", 413)
+            raise RefusedError(f"The request has more than {most:,} bytes. Shorten its texts.", 413)
         if not message.get("more_body", False):
             return bytes(body)
 
