@@ -287,8 +287,10 @@ class JobStore:
             own = "FROM jobs WHERE kind = 'video' AND owner IS ?"
             query = f"SELECT count(*) {own} AND state IN ('queued', 'running')"
             (count,) = connection.execute(query, (owner,)).fetchone()
-            since = time.time() - _HOUR_SECONDS
-            times = connection.execute(f"SELECT created {own} AND created > ? ORDER BY created", (owner, since))
+            # Those of the future were added before the clock was set back.
+            now = time.time()
+            query = f"SELECT created {own} AND created > ? AND created <= ? ORDER BY created"
+            times = connection.execute(query, (owner, now - _HOUR_SECONDS, now))
             admit(int(count), [row["created"] for row in times])
             job = _insert(connection, "video", {**_video(request, plan, owner), "owner": owner})
             if submission is not None:
