@@ -19,18 +19,28 @@ from runtime.queue.support_report import report
 from runtime.server.cluster.problems import problems_of
 
 _PROMPT_SHOWN = 60
+# The newest jobs whose rows are checked before each list; the check of 25,000 takes more than five seconds.
+_CHECKED = 1_000
 _OPEN: tuple[State, ...] = ("running", "queued")
 _DAYS_KEPT = round(storage.KEPT_SECONDS / 86_400)
 
 
-def listing(states: Sequence[str], search: str) -> dict[str, Any]:
-    """Print and return jobs, newest first."""
+def listing(states: Sequence[str], search: str, limit: int, after: str | None) -> dict[str, Any]:
+    """Print and return jobs, newest first.
+
+    Args:
+        limit: maximum number; 0 for all.
+        after: the last job of the page before, or a prefix of its ID.
+    """
     loaded = settings.load()
     store = _store(loaded)
-    # So that each damaged row is named, also one that the list would not have.
-    store.check()
-    jobs = store.list(states=_states(states) or None, search=search)
-    builds = [] if search else store.list(states=_states(states) or _OPEN, kinds=["build"])
+    # So that each damaged row is named, also one that the list would not have; apps check all rows once an hour.
+    store.check(_CHECKED)
+    number = None if after is None else store.find(after).number
+    found = store.list(states=_states(states) or None, search=search, limit=limit + 1 if limit else -1, after=number)
+    jobs = found[:limit] if limit else found
+    more = len(found) > len(jobs)
+    builds = [] if search or after else store.list(states=_states(states) or _OPEN, kinds=["build"], limit=limit or -1)
     waits = {job.id: _waits(store, job) for job in jobs}
     if jobs:
         terminal.table(
@@ -39,6 +49,8 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
         )
     else:
         terminal.line("No jobs.")
+    if more:
+        terminal.line(f"There are more: `{program()} jobs list --after {jobs[-1].id}`, or --limit 0 for all.")
     if builds:
         terminal.table(
             ("Build", "State", "Created", "Engines"),
@@ -54,6 +66,8 @@ def listing(states: Sequence[str], search: str) -> dict[str, Any]:
         "cluster": [{"host": host, "what": what, "remedy": remedy} for host, (what, remedy) in problems],
         "unreadable": [] if unreadable is None else unreadable.data["jobs"],
         "jobs": [job_row(job) | {"waits": waits[job.id] or None} for job in jobs],
+        # Only of a page that is not the last one.
+        **({"after": jobs[-1].id} if more else {}),
         "builds": [_build_row(build) for build in builds],
     }
 

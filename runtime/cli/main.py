@@ -448,11 +448,15 @@ def jobs_list(
         typer.Option(help="Only jobs that are queued, running, done, failed, cancelled or interrupted. Repeatable."),
     ] = None,
     search: Annotated[str, typer.Option(metavar="TEXT", help="Only jobs whose prompt contains these words.")] = "",
+    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Maximum number of jobs; 0 for all.")] = 100,
+    after: Annotated[
+        OptionalText, typer.Option(metavar="ID", help="Only jobs that follow this one in the list.")
+    ] = None,
 ) -> Outcome:
     """List the jobs, newest first."""
     from runtime.cli import jobs
 
-    return jobs.listing(state or [], search)
+    return jobs.listing(state or [], search, limit, after)
 
 
 @_command(jobs_app, "show")
@@ -576,12 +580,25 @@ def serve(
     model: Annotated[
         OptionalText, typer.Option(metavar="NAME|DIR", help="Model of requests that name none. [default: diorama]")
     ] = None,
+    keep_days: Annotated[
+        OptionalText,
+        typer.Option(metavar="N", help="Delete videos for good so many days after they ended. [default: never]"),
+    ] = None,
+    keep_videos: Annotated[
+        OptionalText,
+        typer.Option(metavar="N", help="Keep the newest N ended videos of each key. [default: all]"),
+    ] = None,
+    keep_bytes: Annotated[
+        OptionalText,
+        typer.Option(metavar="N", help="Keep the newest ended videos of each key up to N bytes. [default: all]"),
+    ] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Let other machines join and make the videos.")] = False,
 ) -> Outcome:
     """Serve the HTTP API, without the web app: queue, workers and /v1/videos."""
     from runtime.cli.serve import run as run_server
 
-    return run_server({"host": host, "port": port, "model": model}, cluster=cluster)
+    kept = {"keep_days": keep_days, "keep_videos": keep_videos, "keep_bytes": keep_bytes}
+    return run_server({"host": host, "port": port, "model": model, **kept}, cluster=cluster)
 
 
 @_command(app, "worker")

@@ -1,6 +1,5 @@
 """`serve` and `serve keys`: the HTTP API without the web app, and its keys."""
 
-import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -10,9 +9,8 @@ from runtime.core import settings
 from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
 from runtime.core.request import MAX_SIDE
+from runtime.core.request_fields import read_size
 from runtime.server.api_keys import ApiKeys, KeyLimits
-
-_SIZE = re.compile(r"([0-9]{1,4})[x×]([0-9]{1,4})")
 
 
 def run(flags: Mapping[str, str | None], *, cluster: bool = False) -> dict[str, Any]:
@@ -65,8 +63,8 @@ def _keys() -> ApiKeys:
 
 def _pixels(size: str) -> int:
     """Return width times height of a size such as "832x480"."""
-    found = _SIZE.fullmatch(size)
-    pixels = int(found[1]) * int(found[2]) if found else 0
+    width, height = read_size(size) or (0, 0)
+    pixels = width * height
     if not 1 <= pixels <= MAX_SIDE**2:
         raise SettingsError("settings.not_a_size", source="--size", value=shortened(size))
     return pixels

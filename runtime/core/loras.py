@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -138,7 +139,8 @@ def _lora(entry: object) -> Lora:
         case str():
             return parse_lora(entry)
         case Mapping() if "file" in entry and set(entry) <= _KEYS:
-            return _checked(entry["file"], entry.get("weight", 1.0), entry.get("expert", BOTH))
+            given = {"weight": 1.0, "expert": BOTH} | {key: one for key, one in entry.items() if one is not None}
+            return _checked(entry["file"], given["weight"], given["expert"])
         case [file, weight]:
             return _checked(file, weight, BOTH)
     raise InvalidRequestError("loras", "lora.not_a_lora", value=shortened(entry))
@@ -148,6 +150,9 @@ def _checked(file: object, weight: object, expert: object) -> Lora:
     shown = {"file": shortened(file)}
     if not isinstance(file, str) or not file.strip() or not file.isprintable() or len(file) > _LONGEST_NAME:
         raise InvalidRequestError("loras", "lora.bad_name", **shown)
+    if isinstance(weight, str):
+        with suppress(ValueError):
+            weight = float(weight)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise InvalidRequestError(
             "loras", "lora.weight_not_a_number", **shown, weight=shortened(weight), most=MAX_WEIGHT

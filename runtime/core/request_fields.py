@@ -7,6 +7,7 @@ JSON schema and the table in docs/commands.md come from these declarations.
 """
 
 import math
+import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -28,6 +29,15 @@ ALL = "all"
 
 _WHITESPACE = "\t\n\r"
 _LONGEST_FILE = 4_000
+# Of a width and a height; `SIZE_PATTERN` is for JSON Schema.
+SIZE_PATTERN = r"^ *[0-9]{1,5} *[xX×*] *[0-9]{1,5} *$"
+_SIZE = re.compile(r"\s*([0-9]{1,5})\s*[xX×*]\s*([0-9]{1,5})\s*")
+
+
+def read_size(text: str) -> tuple[int, int] | None:
+    """Return the width and height that a text such as "832x480", "832 × 480" or "832*480" spells; `None` for others."""
+    found = _SIZE.fullmatch(text)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 @dataclass(frozen=True)
@@ -229,7 +239,7 @@ class Backends(RequestField):
 
     def _entries(self, name: str, value: object) -> dict[str, str]:
         if isinstance(value, Mapping):
-            return dict(value)
+            return {component: backend for component, backend in value.items() if backend is not None}
         if not isinstance(value, list | tuple):
             raise InvalidRequestError(name, "request.not_backends", value=shortened(value))
         found: dict[str, str] = {}

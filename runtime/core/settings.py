@@ -4,7 +4,6 @@ The only module that reads them. Flags that were not given are `None`.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -16,11 +15,13 @@ from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
 from runtime.core.frozen import FrozenModel
 from runtime.core.request import MAX_FRAMES, MAX_STEPS
+from runtime.core.request_fields import read_size
 from runtime.core.untrusted_files import read_json
 
 ROOT = Path(__file__).parents[2]
 
 _MAX_PORT = 65_535
+_MOST_DAYS = 36_500
 # Unknown names in one message.
 _MOST_NAMED = 3
 # Names and addresses of this machine, which no other machine reaches.
@@ -45,6 +46,9 @@ VARIABLES: Mapping[str, str] = {
     "share_queue": "TANDEM_SHARE_QUEUE",
     "share_queue_all": "TANDEM_SHARE_QUEUE_ALL",
     "share_rate": "TANDEM_SHARE_RATE",
+    "keep_days": "TANDEM_KEEP_DAYS",
+    "keep_videos": "TANDEM_KEEP_VIDEOS",
+    "keep_bytes": "TANDEM_KEEP_BYTES",
     "offline": "TANDEM_OFFLINE",
     "hub": "TANDEM_HUB",
 }
@@ -66,7 +70,6 @@ TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
     "vae": ("vae_encoder", "vae"),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
-_SIZE = re.compile(r"([1-9][0-9]{0,3})[x×]([1-9][0-9]{0,3})")
 _NUMBERS = (
     "port",
     "engine_cache_gb",
@@ -75,6 +78,9 @@ _NUMBERS = (
     "share_queue",
     "share_queue_all",
     "share_rate",
+    "keep_days",
+    "keep_videos",
+    "keep_bytes",
 )
 _Side = Annotated[int, Field(strict=True, ge=1, le=9_999)]
 # Text that is not empty and can be printed.
@@ -97,6 +103,9 @@ _INVALID: Mapping[str, str] = {
     "share_queue": "settings.not_a_count",
     "share_queue_all": "settings.not_a_count",
     "share_rate": "settings.not_a_count",
+    "keep_days": "settings.not_days",
+    "keep_videos": "settings.not_a_count",
+    "keep_bytes": "settings.not_a_count",
 }
 
 
@@ -119,6 +128,8 @@ class Settings(FrozenModel):
         share_size: its maximum (width, height), in either orientation; `None` allows the model's sizes.
         share_queue, share_queue_all: maximum of queued and running videos per visitor, and of all visitors.
         share_rate: videos that one visitor may request per hour.
+        keep_days, keep_videos, keep_bytes: how long `serve` keeps ended videos, and how many and how much of each key;
+            `None` keeps all.
         offline: the flag, variable or file that disables downloads; empty if they are enabled.
         hub: the address that models are downloaded from; one from HF_ENDPOINT is not validated yet.
     """
@@ -141,6 +152,9 @@ class Settings(FrozenModel):
     share_queue: int = Field(default=2, ge=1, le=1_000)
     share_queue_all: int = Field(default=10, ge=1, le=10_000)
     share_rate: int = Field(default=20, ge=1, le=10_000)
+    keep_days: float | None = Field(default=None, gt=0, le=_MOST_DAYS, allow_inf_nan=False)
+    keep_videos: int | None = Field(default=None, ge=1, le=10_000_000)
+    keep_bytes: int | None = Field(default=None, ge=1, le=1 << 60)
     offline: str = ""
     hub: str = HUB
 
@@ -196,8 +210,7 @@ class Settings(FrozenModel):
     @field_validator("share_size", mode="before")
     @classmethod
     def _parse_size(cls, value: Any) -> Any:
-        match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-        return tuple(map(int, match.groups())) if match else value
+        return (read_size(value) or value) if isinstance(value, str) else value
 
     @field_validator("offline", mode="before")
     @classmethod

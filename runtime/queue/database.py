@@ -56,6 +56,7 @@ class Database:
         self._lock = threading.RLock()
         self._durable = False
         self._identity: tuple[int, int] | None = None
+        self._missing = False
         self._open()
 
     def close(self) -> None:
@@ -89,10 +90,7 @@ class Database:
     @contextlib.contextmanager
     def _transaction(self, begin: str, *, durable: bool | None) -> Iterator[sqlite3.Connection]:
         with self._lock, _sqlite_errors(self.path):
-            if self._replaced():
-                self._connection.close()
-                self._identity = _CLOSED  # if it cannot be opened now, the next transaction tries again
-                self._open()
+            self._follow_file()
             connection = self._connection
             if durable is not None and durable != self._durable:
                 connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -162,9 +160,28 @@ class Database:
             return None
         return None if found is None else (found.st_dev, found.st_ino)
 
-    def _replaced(self) -> bool:
-        """Return whether the open file was replaced by another one, or deleted."""
-        return self.path is not None and self._on_disk() != self._identity
+    def _follow_file(self) -> None:
+        """Open the file again if another one has taken its place.
+
+        A deleted file is not made again: its jobs, which other processes may run, would be lost in silence.
+
+        Raises:
+            StoreError: if it was deleted, or the other one cannot be opened.
+        """
+        found = self._on_disk()
+        if self.path is None or found == self._identity:
+            self._missing = False
+        elif found is None:
+            if not self._missing:
+                logger.error("%s was deleted while Tandem runs", self.path.name)
+            self._missing = True
+            raise StoreError("queue.store_deleted", file=self.path)
+        else:
+            logger.warning("%s was replaced while Tandem runs", self.path.name)
+            self._connection.close()
+            self._identity = _CLOSED  # if it cannot be opened now, the next transaction tries again
+            self._open()
+            self._missing = False
 
 
 def _connect(name: str) -> sqlite3.Connection:

@@ -111,6 +111,11 @@ class WorkerRegistry:
                 (instance, app_of(instance), gpu, os.getpid()),
             )
 
+    def has(self, instance: str) -> bool:
+        """Return whether a worker was added."""
+        with self._database.reading() as connection:
+            return connection.execute("SELECT 1 FROM workers WHERE instance = ?", (instance,)).fetchone() is not None
+
     def remove_app(self, app: str) -> None:
         """Remove the workers of an app that ended."""
         with self._database.writing() as connection:

@@ -4,7 +4,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -47,6 +47,8 @@ _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
 # The watcher may wait for a disk that does not answer; it ends with the process.
 _CLOSE_SECONDS = 10.0
+# At most this late, ended videos beyond a limit are removed.
+_EXPIRY_SECONDS = 10.0
 _MAX_BATCH = 1000
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class JobQueue:
     Attributes:
         instance: the id of the app among the processes that share the store.
         makes_videos: whether this app's workers make videos, and not only tasks and builds.
+        retention: which ended videos are kept.
+        sending: ids of videos that are being sent, which are not removed meanwhile.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
         workers_elsewhere: returns the number of workers of a cluster's other machines.
     """
@@ -99,6 +103,8 @@ class JobQueue:
         self._supervisor: Supervisor | None = None
         self._read = 0
         self.makes_videos = True
+        self.retention = storage.Retention()
+        self.sending: Counter[str] = Counter()
         self.plans_for: Callable[[], Machine | None] = lambda: None
         self.workers_elsewhere: Callable[[], int] = lambda: 0
         if self._is_app:
@@ -360,7 +366,8 @@ class JobQueue:
             self._watcher.join(_CLOSE_SECONDS)
             return
         if self.store.temporary:
-            self.cancel(self.store.queue_ids())
+            with suppress(StoreError):  # its file was deleted
+                self.cancel(self.store.queue_ids())
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()
@@ -429,6 +436,7 @@ class JobQueue:
     def _watch(self) -> None:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
+        expired, problem = -_EXPIRY_SECONDS, ""
         while not self._closing.wait(_LOOK_SECONDS):
             self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
             self._look.clear()
@@ -444,8 +452,14 @@ class JobQueue:
                     cleaned = now
                     storage.purge(self.store, self._outputs_dir)
                     storage.tidy(self.store, self._outputs_dir)
+                if self.retention != storage.Retention() and now - expired > _EXPIRY_SECONDS:
+                    expired = now
+                    storage.expire(self.store, self.retention, self._outputs_dir, set(self.sending))
+                problem = ""
             except StoreError as error:
-                logger.warning("The job store cannot be read: %s", type(error.__cause__ or error).__name__)
+                if error.code != problem:
+                    problem = error.code
+                    logger.warning("The job store cannot be read: %s (%s)", problem, type(error.__cause__).__name__)
             except Exception:  # internal error: logged, and tried again
                 logger.exception("The job watcher failed")
 

@@ -3,9 +3,11 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from runtime.core.disk_caches import LATENT_COLORS
 from runtime.core.errors import StoreError
@@ -29,6 +31,19 @@ _CACHES = ("prompts", "verification", LATENT_COLORS.name)
 _LOCK_SECONDS = 30.0
 
 _FINISHED: tuple[State, ...] = ("done",)
+
+
+class Retention(NamedTuple):
+    """How long and how many ended videos are kept; `None` for all.
+
+    Attributes:
+        days: after their end.
+        videos, bytes: the newest of each owner.
+    """
+
+    days: float | None = None
+    videos: int | None = None
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,41 @@ def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) 
         remove_files(store, job, outputs_dir)
     if store.path is not None and not _is_damaged(store):
         remove_unused(store.path.parent, store.images())
+    return len(removed)
+
+
+def expire(
+    store: JobStore, retention: Retention, outputs_dir: Path, in_use: Container[str] = (), now: float | None = None
+) -> int:
+    """Remove ended videos for good that are beyond a limit, with their files; return their number.
+
+    Queued, running and starred videos stay.
+
+    Args:
+        in_use: ids of videos that are being sent, which stay until later.
+        now: seconds since 1970; by default, the clock's.
+    """
+    now = time.time() if now is None else now
+    counts: Counter[str | None] = Counter()
+    sizes: Counter[str | None] = Counter()
+    expired = []
+    for job in store.ended():
+        counts[job.owner] += 1
+        sizes[job.owner] += 0 if job.video is None else _size(job.video)
+        beyond = (
+            (retention.days is not None and now - job.at > retention.days * _DAY)
+            or (retention.videos is not None and counts[job.owner] > retention.videos)
+            or (retention.bytes is not None and sizes[job.owner] > retention.bytes)
+        )
+        if beyond and job.id not in in_use:
+            expired.append(job.id)
+    removed = []
+    for job_id in expired:
+        with contextlib.suppress(StoreError):  # it was resumed or deleted meanwhile
+            store.delete(job_id, ended=True)
+            removed.append(job_id)
+    for record in store.purge(0.0, removed) if removed else ():
+        remove_files(store, record, outputs_dir)
     return len(removed)
 
 

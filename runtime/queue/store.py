@@ -92,6 +92,8 @@ _MOST_POSITION = 1 << 53
 _HOUR_SECONDS = 3600.0
 # Between two attempts to open the store.
 _RETRY_SECONDS = 5.0
+# One value for any number of ids, see `_listed`: a statement of SQLite has at most 32,766.
+_AMONG = "id IN (SELECT value FROM json_each(?))"
 _LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,15 @@ class Submission(NamedTuple):
 
 # State, hold, pending request, and live progress of a job.
 Seen = tuple[State, bool, Control, str | None]
+
+
+class Ended(NamedTuple):
+    """An ended video: its id, owner, the time in seconds since 1970, and its MP4 if it was completed."""
+
+    id: str
+    owner: str | None
+    at: float
+    video: Path | None
 
 
 class JobStore:
@@ -161,13 +172,17 @@ class JobStore:
         names = [f"{one.data['job']} ({', '.join(one.data['columns'])})" for one in problems]
         return Fact("queue.jobs_unreadable", {"count": len(names), "jobs": names}) if names else None
 
-    def check(self) -> None:
-        """Set aside the jobs whose rows cannot be read, and take back those that can be read again."""
+    def check(self, most: int = -1) -> None:
+        """Set aside the jobs whose rows cannot be read, and take back those that can be read again.
+
+        Args:
+            most: number of the newest jobs that are checked; negative for all.
+        """
         problems: dict[int, StoreError] = {}
         repaired: list[int] = []
         with self.database.reading() as connection:
             # One row at a time: garbage collection of thousands of jobs would take most of the time.
-            for row in connection.execute("SELECT * FROM jobs"):
+            for row in connection.execute("SELECT * FROM jobs ORDER BY number DESC LIMIT ?", (most,)):
                 jobs, unreadable = _read_all([row])
                 problems |= unreadable
                 repaired += jobs if row["unreadable"] is not None else ()
@@ -272,8 +287,10 @@ class JobStore:
             own = "FROM jobs WHERE kind = 'video' AND owner IS ?"
             query = f"SELECT count(*) {own} AND state IN ('queued', 'running')"
             (count,) = connection.execute(query, (owner,)).fetchone()
-            since = time.time() - _HOUR_SECONDS
-            times = connection.execute(f"SELECT created {own} AND created > ? ORDER BY created", (owner, since))
+            # Those of the future were added before the clock was set back.
+            now = time.time()
+            query = f"SELECT created {own} AND created > ? AND created <= ? ORDER BY created"
+            times = connection.execute(query, (owner, now - _HOUR_SECONDS, now))
             admit(int(count), [row["created"] for row in times])
             job = _insert(connection, "video", {**_video(request, plan, owner), "owner": owner})
             if submission is not None:
@@ -358,8 +375,8 @@ class JobStore:
     def known(self, ids: Collection[str]) -> set[str]:
         """Return the ids that belong to a job, those that were set aside included."""
         with self.database.reading() as connection:
-            query = f"SELECT id FROM jobs WHERE id IN ({_marks(ids)})"
-            return {row["id"] for row in connection.execute(query, tuple(ids))}
+            query = f"SELECT id FROM jobs WHERE {_AMONG}"
+            return {row["id"] for row in connection.execute(query, (_listed(ids),))}
 
     def images(self) -> set[str]:
         """Return the digests of the images of videos, also deleted and unreadable ones, and of builds in the queue."""
@@ -493,6 +510,19 @@ class JobStore:
         with self.database.reading() as connection:
             found = connection.execute(query, (time.time() - seconds, owner, limit))
             return {row["id"]: row["state"] for row in found}
+
+    def ended(self) -> Sequence[Ended]:
+        """Return the ended videos of all owners, newest first, without deleted and starred ones."""
+        query = (
+            "SELECT id, owner, coalesce(ended, created) AS at, state, output FROM jobs WHERE kind = 'video' "
+            "AND state NOT IN ('running', 'queued') AND deleted IS NULL AND unreadable IS NULL AND NOT starred "
+            "ORDER BY number DESC"
+        )
+        with self.database.reading() as connection:
+            return [
+                Ended(row["id"], row["owner"], row["at"], Path(row["output"]) if row["state"] == "done" else None)
+                for row in connection.execute(query)
+            ]
 
     def count_with_model(self, model: str) -> int:
         """Return how many running and queued jobs have requests for a model."""
@@ -749,11 +779,11 @@ class JobStore:
 
     def states(self, ids: Collection[str]) -> dict[str, Seen]:
         """Return state, hold, request and live progress of each of these jobs that exists."""
-        query = f"SELECT id, state, held, asked, live FROM jobs WHERE id IN ({_marks(ids)})"
+        query = f"SELECT id, state, held, asked, live FROM jobs WHERE {_AMONG}"
         with self.database.reading() as connection:
             return {
                 row["id"]: (row["state"], bool(row["held"]), row["asked"], row["live"])
-                for row in connection.execute(query, tuple(ids))
+                for row in connection.execute(query, (_listed(ids),))
             }
 
     def running_on(self, instance: str) -> Sequence[JobRecord]:
@@ -890,15 +920,15 @@ class JobStore:
 
     def finishing(self, ids: Collection[str]) -> set[str]:
         """Return which of these running jobs end after their current section."""
-        query = f"SELECT id FROM jobs WHERE state = 'running' AND finish AND id IN ({_marks(ids)})"
+        query = f"SELECT id FROM jobs WHERE state = 'running' AND finish AND {_AMONG}"
         with self.database.reading() as connection:
-            return {row["id"] for row in connection.execute(query, tuple(ids))}
+            return {row["id"] for row in connection.execute(query, (_listed(ids),))}
 
     def pending(self, ids: Collection[str]) -> dict[str, Control]:
         """Return the pending pause and cancel requests of these running jobs."""
-        query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND id IN ({_marks(ids)})"
+        query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND {_AMONG}"
         with self.database.reading() as connection:
-            return {row["id"]: row["asked"] for row in connection.execute(query, tuple(ids))}
+            return {row["id"]: row["asked"] for row in connection.execute(query, (_listed(ids),))}
 
     def cancelling(self, instances: Collection[str]) -> set[str]:
         """Return which of these workers run a job that is to be cancelled."""
@@ -907,14 +937,19 @@ class JobStore:
         with self.database.reading() as connection:
             return {row["instance"] for row in connection.execute(query, tuple(instances))}
 
-    def delete(self, job_id: str) -> None:
+    def delete(self, job_id: str, *, ended: bool = False) -> None:
         """Delete a job; it can be restored until it is purged. A queued job is cancelled.
+
+        Args:
+            ended: whether a queued job is not deleted.
 
         Raises:
             StoreError: if it is running.
         """
         with self.database.writing() as connection:
             row = _find(connection, job_id)
+            if ended and row["state"] == "queued":
+                raise StoreError("queue.job_queued", job=job_id)
             if row["state"] == "running":
                 raise StoreError("queue.job_running_delete", job=job_id)
             if row["state"] == "queued":
@@ -946,7 +981,7 @@ class JobStore:
         where = "deleted <= ?"
         values: Sequence[str | float] = (time.time() - older_than,)
         if ids is not None:
-            where, values = f"deleted IS NOT NULL AND id IN ({_marks(ids)})", tuple(ids)
+            where, values = f"deleted IS NOT NULL AND {_AMONG}", (_listed(ids),)
         with self.database.writing() as connection:
             found = connection.execute(f"SELECT * FROM jobs WHERE {where} AND unreadable IS NULL", values).fetchall()
             jobs, problems = _read_all(found)
@@ -1231,6 +1266,11 @@ def _check_resumable(job: JobRecord, *others: State) -> None:
     if job.state == "running":
         raise StoreError("queue.job_running", job=job.id)
     raise StoreError("queue.job_done", job=job.id, video=job.output)
+
+
+def _listed(ids: Collection[str]) -> str:
+    """Return ids as the value of `_AMONG`."""
+    return json.dumps(list(ids))
 
 
 def _marks(values: Collection[Any]) -> str:

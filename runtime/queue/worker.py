@@ -202,7 +202,11 @@ class Worker:
         if waiting is not None and self._registry.gpus(instance):
             self._free()
             self._registry.lend(instance, waiting)
-        return not self._registry.gpus(instance)
+        gpus = self._registry.gpus(instance)
+        if not gpus and not self._registry.has(instance):  # another store has taken the place of the first
+            self._registry.register(instance, self._config.gpu)
+            gpus = self._registry.gpus(instance)
+        return not gpus
 
     def _settle(self) -> None:
         """Store the memory that stays in use; return lent GPUs unless processes stay loaded on them."""

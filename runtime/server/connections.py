@@ -189,6 +189,10 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Make room for a new connection."""
         super().connection_made(transport)
+        # asyncio does it only for sockets with a protocol number, which those of `socket.create_server` lack. Without
+        # it, the second part of each answer of a kept connection waits for the client's delayed acknowledgment.
+        if (one := transport.get_extra_info("socket")) is not None:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._others.append(self)
         self._await_request()
         strangers = [one for one in self._others if not one.logged_in]

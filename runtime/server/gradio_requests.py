@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from python_multipart.multipart import parse_options_header
 from starlette.exceptions import HTTPException
 
 from runtime.core.images import PREFIX
@@ -41,6 +42,7 @@ VIDEO = "/video/"
 MAX_BODY_BYTES = 192 * 1024
 # Of an upload: an image, and the form around it.
 MAX_UPLOAD_BYTES = MAX_FILE_BYTES + 64 * 1024
+_CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 _MAX_DEPTH = 16
 _MAX_VALUES = 5_000
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -97,6 +99,16 @@ def access(method: str, path: str, *, visitors: bool = False) -> Access | None:
 def is_upload(path: str) -> bool:
     """Return whether a POST to this path sends an image."""
     return _UPLOADS.fullmatch(path) is not None
+
+
+def charset_problem(content_type: str) -> str | None:
+    """Return the charset of a form if it is not UTF-8, else `None`.
+
+    Starlette decodes with any codec of Python; that of "idna" needs seconds for some names, on the event loop.
+    """
+    kind, options = parse_options_header(content_type)
+    charset = options.get(b"charset", b"utf-8").decode("latin-1").strip().lower()
+    return charset if kind == b"multipart/form-data" and charset not in _CHARSETS else None
 
 
 def read_session(value: object) -> str:

@@ -6,6 +6,7 @@ takes its place.
 """
 
 import asyncio
+import hashlib
 import json
 import re
 from contextlib import ExitStack, suppress
@@ -29,7 +30,8 @@ from runtime.video.preview import still
 
 # Media types by suffix; files with other suffixes are not served.
 _TYPES = {".mp4": "video/mp4"}
-_RANGE = re.compile(rb"bytes=(?:[0-9]{1,18}-[0-9]{0,18}|-[0-9]{1,18})")
+# Python reads numbers of at most 4,300 digits.
+_RANGE = re.compile(rb"(?i:bytes)=([0-9]{0,1000})-([0-9]{0,1000})")
 _ID = re.compile(r"[0-9a-f]{8}")
 # The page reports the end of jobs within this time, and follows so many that run, wait or ended.
 _RECENT_SECONDS = 60.0
@@ -68,8 +70,19 @@ def video_response(path: Path | None, *, cached: bool) -> Response:
 
 
 def is_single_range(value: bytes) -> bool:
-    """Return whether a Range header asks for one range of bytes; others are ignored and the whole file is sent."""
-    return _RANGE.fullmatch(value.strip()) is not None
+    """Return whether a Range header asks for one range of bytes; others are ignored and the whole file is sent.
+
+    Among the others are ranges that end before they start, which RFC 9110 (14.1.1) calls invalid.
+    """
+    found = _RANGE.fullmatch(value.strip())
+    if found is None or not (found[1] or found[2]):
+        return False
+    return not (found[1] and found[2]) or int(found[1]) <= int(found[2])
+
+
+def etag_of(content: bytes) -> str:
+    """Return the ETag of content."""
+    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
 def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
@@ -126,7 +139,7 @@ class _JobFiles:
         for path in () if folder is None else (folder / POSTER, folder / PREVIEW):
             with suppress(OSError, ValueError):
                 picture = await asyncio.to_thread(_still, path)
-                return Response(picture, media_type="image/webp", headers=_CACHED)
+                return Response(picture, media_type="image/webp", headers={**_CACHED, "ETag": etag_of(picture)})
         return _not_found()
 
     async def clip(self, request: Request) -> Response:

@@ -27,13 +27,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server import gradio_requests
+from runtime.server.conditional import ConditionalMiddleware
 from runtime.server.connections import set_login
 from runtime.server.gradio_requests import RefusedError, access
-from runtime.server.job_files import is_single_range
 from runtime.server.logins import LoginLimits, forwarded_address, network_of
 from runtime.server.visitors import Visitors
 from runtime.upstream import gradio as private
@@ -78,13 +79,22 @@ def middleware(
     """
     return [
         Middleware(SecurityHeadersMiddleware),
-        Middleware(ExceptionMiddleware),  # a RefusedError becomes a response
+        Middleware(ExceptionMiddleware, handlers={RefusedError: _refusal}),
         Middleware(CrossSiteMiddleware, host_names=host_names, visitors=visitors),
         Middleware(AuthenticationMiddleware, backend=GradioLogin(visitors)),
         Middleware(AccessMiddleware, visitors=visitors),
         Middleware(ValidationMiddleware, visitors=visitors, submissions=submissions or {}),
+        Middleware(ConditionalMiddleware),
         Middleware(EndedStreamMiddleware),
     ]
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    """Return the response for a refused request: text, or what Gradio's page shows of a refused call."""
+    assert isinstance(error, RefusedError)
+    if request.url.path in {gradio_requests.JOIN, gradio_requests.RUN, gradio_requests.CANCEL}:
+        return JSONResponse({"detail": error.detail}, error.status_code)
+    return PlainTextResponse(error.detail, error.status_code)
 
 
 class SecurityHeadersMiddleware:
@@ -164,7 +174,7 @@ class CrossSiteMiddleware:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        site, origin, host = headers.get("sec-fetch-site"), headers.get("origin"), headers.get("host", "")
+        site, origin, host = headers.get("sec-fetch-site"), headers.get("origin"), headers.get("host")
         # A link on another site may open this page; that site's scripts cannot read it.
         navigates = (
             scope["method"] in _SAFE_METHODS
@@ -173,15 +183,18 @@ class CrossSiteMiddleware:
         )
         if site is not None and site not in _OWN_SITE and not navigates:
             raise RefusedError("Requests from other sites are refused.", 403)
-        if _HOST.fullmatch(host) is None:
-            raise RefusedError("Invalid Host header.", 400)
         names = self._host_names()
-        if names is not None and _host_name(host) not in names:
-            raise RefusedError("This server only answers to its own host name.", 403)
-        own = {_origin(f"{scope['scheme']}://{host}")}
+        own: set[tuple[str, str, int | None] | None] = set()
+        # Programs may leave it out with HTTP/1.0, as health checks do; browsers send it.
+        if host is not None or scope["http_version"] != "1.0":
+            if _HOST.fullmatch(host or "") is None:
+                raise RefusedError("Invalid Host header.", 400)
+            if names is not None and _host_name(host or "") not in names:
+                raise RefusedError("This server only answers to its own host name.", 403)
+            own.add(_origin(f"{scope['scheme']}://{host}"))
         if self._visitors is not None:
             own.add(_origin(self._visitors.link))
-        if origin is None or _origin(origin) in own:
+        if origin is None or _origin(origin) in own - {None}:
             return
         # Elsewhere than on loopback, a proxy may end TLS or change the port; there browsers send Sec-Fetch-Site.
         if names is not None or (site is None and not navigates):
@@ -301,6 +314,8 @@ class ValidationMiddleware:
             return
         query = scope["query_string"]
         scope = {**scope, "headers": self._supported(scope["headers"]), "query_string": b""}
+        if gradio_requests.charset_problem(Headers(scope=scope).get("content-type", "")) is not None:
+            raise RefusedError("Forms must be in UTF-8.", 415)
         if scope["method"] == "POST" and gradio_requests.is_upload(scope["path"]):
             with self._uploading():
                 body = await _read_body(receive, gradio_requests.MAX_UPLOAD_BYTES)
@@ -389,14 +404,11 @@ class ValidationMiddleware:
             raise RefusedError("This session is another visitor's.", 403)
 
     def _supported(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return the headers without ranges that Starlette cannot handle, and without foreign forwarding headers."""
+        """Return the headers without foreign forwarding headers."""
         link = urlsplit("" if self._visitors is None else self._visitors.link)
         accepted = {(b"x-forwarded-host", link.netloc.encode()), (b"x-forwarded-proto", link.scheme.encode())}
         return [
-            (name, value)
-            for name, value in headers
-            if (name not in _FORWARDED or (value and (name, value) in accepted))
-            and (name != b"range" or is_single_range(value))
+            (name, value) for name, value in headers if name not in _FORWARDED or (value and (name, value) in accepted)
         ]
 
 
@@ -408,7 +420,7 @@ async def _read_body(receive: Receive, most: int) -> bytes:
             raise RefusedError("The request was incomplete.", 400)
         body += message.get("body", b"")
         if len(body) > most:
-            raise RefusedError(f"A request has at most {most:,} bytes.", 413)
+            raise RefusedError(f"The request has more than {most:,} bytes. Shorten its texts.", 413)
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -21,6 +21,7 @@ from runtime.machine.probe import probe
 from runtime.pipeline.files import make_folder
 from runtime.pipeline.history_file import HistoryFile
 from runtime.queue.job_queue import JobQueue
+from runtime.queue.storage import Retention
 from runtime.queue.store import JobStore, open_store
 from runtime.server.api_keys import OWNER_PREFIX, ApiKeys
 from runtime.server.connections import PageServer, limits_for, listen
@@ -70,6 +71,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     return_freed_memory()
     collect_garbage_as_usual()
     worker, engines = open_queue(settings, resume_all=cluster)
+    worker.retention = Retention(settings.keep_days, settings.keep_videos, settings.keep_bytes)
     server: PageServer | None = None
     head: ClusterHead | None = None
     try:

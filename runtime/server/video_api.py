@@ -10,6 +10,7 @@
     GET    /v1/cluster               the machines of a cluster, for its key or the owner of this machine
     GET    /v1/cluster/join          how a machine with the cluster's key joins
     GET    /v1/openapi.json          this API's schema
+    GET    /v1/docs                  the same as a page for people; needs no key
     GET    /healthz                  whether the server and its job store answer; needs no key
     GET    /metrics                  see `metrics`
 
@@ -24,8 +25,10 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,12 +41,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
-from runtime.core.facts import shortened
+from runtime.core.facts import Fact, shortened
 from runtime.core.plan import ExecutionPlan
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
@@ -56,14 +59,15 @@ from runtime.queue.records import JobRecord
 from runtime.queue.store import Submission
 from runtime.queue.supervisor import STOPPING_SECONDS
 from runtime.queue.views import Job
-from runtime.server import api_errors, video_events, video_requests
+from runtime.server import api_errors, api_page, video_events, video_requests
 from runtime.server.api_errors import ErrorAnswer, refused
 from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
+from runtime.server.conditional import ConditionalMiddleware
 from runtime.server.connections import set_login
-from runtime.server.job_files import find_output, is_single_range
+from runtime.server.job_files import etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
-from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
+from runtime.server.video_objects import DeletedVideo, Model, ModelList, Retained, Video, VideoList, video_of
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths
 from runtime.server.watchers import Watchers
@@ -73,6 +77,7 @@ if TYPE_CHECKING:  # imports ray
     from runtime.server.cluster.head import ClusterHead
 
 HEALTH = "/healthz"
+DOCS = "/v1/docs"
 CLUSTER = "/v1/cluster"
 _PATHS = re.compile(r"/v1(?:/.*)?|/healthz/?|/metrics/?", re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{8}")
@@ -141,6 +146,7 @@ class VideoApi:
                     open_without=_is_open(self._settings),
                     cluster_key=None if self._head is None else self._head.key,
                 ),
+                Middleware(ConditionalMiddleware, unsatisfiable=_beyond_the_end),
             ],
         )
         errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
@@ -165,7 +171,8 @@ class VideoApi:
         if self._head is not None:
             add(CLUSTER, self._head.view, methods=["GET"], include_in_schema=False)
             add(f"{CLUSTER}/join", self._head.joining, methods=["GET"], include_in_schema=False)
-        add("/v1/openapi.json", lambda: _openapi(app), methods=["GET"], include_in_schema=False)
+        add("/v1/openapi.json", lambda: JSONResponse(_openapi(app)), methods=["GET"], include_in_schema=False)
+        add(DOCS, lambda: HTMLResponse(api_page.render(_openapi(app))), methods=["GET"], include_in_schema=False)
         add(HEALTH, self.health, methods=["GET", "HEAD"], include_in_schema=False)
         add("/metrics", self.metrics, methods=["GET"], include_in_schema=False)
         return app
@@ -181,6 +188,7 @@ class VideoApi:
             raise refused(400, "server.api_idempotency_key", "Idempotency-Key")
         caller = _caller(request)
         values, images = await self._bodies.read(request, _owner(caller) or "")
+        self._check_caller(caller)  # reading a body takes time
         record = await asyncio.to_thread(self._create, values, images, key, caller)
         return self._video(record)
 
@@ -197,7 +205,8 @@ class VideoApi:
         found = self._store.list(owner=owner, limit=limit + 1, after=number, oldest_first=order == "asc")
         data = [self._video(record) for record in found[:limit]]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return _json(VideoList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
+        more, kept = len(found) > limit, Retained(**self._worker.retention._asdict())
+        return _json(VideoList(data=data, first_id=first, last_id=last, has_more=more, retention=kept))
 
     def retrieve(self, request: Request, video_id: VideoId) -> Response:
         """Return a video."""
@@ -243,7 +252,9 @@ class VideoApi:
         if path is None:
             raise refused(404, "server.api_no_file", video=record.id)
         headers = {"Cache-Control": "private"}
-        return FileResponse(path, media_type="video/mp4", filename=f"{record.id}.mp4", headers=headers)
+        return _SentVideo(
+            path, self._worker.sending, record.id, media_type="video/mp4", filename=f"{record.id}.mp4", headers=headers
+        )
 
     async def events(self, request: Request, video_id: VideoId) -> StreamingResponse:
         """Stream the progress of a video as server-sent events until it has ended."""
@@ -251,11 +262,11 @@ class VideoApi:
         job = await asyncio.to_thread(self._worker.job, record.id)
         if job is None:
             raise refused(404, "server.api_no_video", video=record.id)
-        owner = _owner(_caller(request))
+        caller = _caller(request)
 
         async def watched() -> AsyncIterator[str]:
-            with self._watchers.watching(owner or "") as watch:
-                async for event in self._feeds.stream(job, watch):
+            with self._watchers.watching(_owner(caller) or "") as watch:
+                async for event in self._feeds.stream(job, watch, lambda: self._check_caller(caller)):
                     yield event
 
         headers = {**api_errors.PRIVATE, "X-Accel-Buffering": "no"}
@@ -278,6 +289,19 @@ class VideoApi:
     def metrics(self) -> Response:
         """Send the metrics."""
         return Response(self._metrics.text(), headers={**api_errors.PRIVATE, "Content-Type": CONTENT_TYPE})
+
+    def _check_caller(self, caller: ApiKey | None) -> None:
+        """Check that a request's key was not revoked meanwhile, or that none was added if it has none.
+
+        Raises:
+            ApiError: 401, if it was.
+            SettingsError: if the keys cannot be read.
+        """
+        keys = self._keys.keys()
+        if caller is None and keys is not None:
+            raise refused(401, "server.api_key_missing")
+        if caller is not None and caller not in (keys or ()):
+            raise refused(401, "server.api_key_wrong")
 
     def _create(
         self,
@@ -335,13 +359,14 @@ class VideoApi:
         return self._shown(record, self._worker.job(record.id) if record.state == "running" else None)
 
     def _shown(self, record: JobRecord, job: Job | None) -> Video:
-        return video_of(record, job, self._name_of, self.redact)
+        return video_of(record, job, self._name_of, self.redact, self._worker.retention.days)
 
     def _thumbnail(self, record: JobRecord) -> Response:
         folder = self._store.folder(record.id)
         for path in () if folder is None else (folder / POSTER, folder / PREVIEW):
             with suppress(OSError, ValueError):
-                return Response(still(path.read_bytes()), media_type="image/webp", headers=_CACHED)
+                picture = still(path.read_bytes())
+                return Response(picture, media_type="image/webp", headers={**_CACHED, "ETag": etag_of(picture)})
         raise refused(404, "server.api_no_file", video=record.id)
 
     def _clip(self, record: JobRecord, count: int) -> Response:
@@ -362,6 +387,24 @@ class VideoApi:
         spec = self._models.get(model)
         found = next((one for one in tuple(self._models.values()) if str(one.location) == model), spec)
         return Path(model).name if found is None else found.name
+
+
+class _SentVideo(FileResponse):
+    """Sends a video, which is in `sending` meanwhile."""
+
+    def __init__(self, path: Path, sending: Counter[str], video: str, **values: Any) -> None:
+        super().__init__(path, **values)
+        self._sending, self._video = sending, video
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file."""
+        self._sending[self._video] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._sending[self._video] -= 1
+            if not self._sending[self._video]:
+                del self._sending[self._video]
 
 
 class ApiMiddleware:
@@ -400,14 +443,14 @@ class KeyMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"].rstrip("/") == HEALTH:
+        # The page of the schema is the same for all, and browsers cannot send a key.
+        if scope["path"].rstrip("/") in {HEALTH, DOCS}:
             await self._app(scope, receive, send)
             return
         caller = self._find(scope)  # it asks for a file's time, and reads the file if that has changed
         set_login(scope, True)
-        headers = [(name, value) for name, value in scope["headers"] if name != b"range" or is_single_range(value)]
         state = {**scope.get("state", {}), "caller": caller}
-        await self._app({**scope, "headers": headers, "state": state}, receive, send)
+        await self._app({**scope, "state": state}, receive, send)
 
     def _find(self, scope: Scope) -> ApiKey | None:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -492,6 +535,12 @@ def _model(spec: ModelSpec) -> Model:
     return Model(id=spec.name, owned_by="tandem", title=spec.title, sizes=sizes)
 
 
+def _beyond_the_end() -> Response:
+    status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    fact = Fact("server.api_range")
+    return api_errors.answer(status, api_errors.body_of(fact, status, "Range", str))
+
+
 def _invalid_query(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
@@ -511,7 +560,7 @@ def _body() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}, "parameters": [header]}
 
 
-def _openapi(app: FastAPI) -> JSONResponse:
+def _openapi(app: FastAPI) -> dict[str, Any]:
     """Return the schema of the API; that of requests follows from the declarations of their fields."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     template = f"{_SCHEMAS}{{model}}"
@@ -525,4 +574,4 @@ def _openapi(app: FastAPI) -> JSONResponse:
     schemas[video_events.VideoProgress.__name__].pop("$defs", None)
     schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     schema["security"] = [{"key": []}]
-    return JSONResponse(schema)
+    return schema

@@ -19,12 +19,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from runtime.core.errors import StoreError
+from runtime.core.errors import StoreError, TandemError
 from runtime.core.facts import Fact, render
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.views import Job
-from runtime.server.api_errors import ErrorAnswer, body_of
+from runtime.server.api_errors import ApiError, ErrorAnswer, body_of, status_of
 from runtime.server.api_words import ApiWords
 from runtime.server.video_objects import Video
 from runtime.server.watchers import Watch
@@ -103,13 +103,23 @@ class VideoFeeds:
         self._redact = redact
         self._feeds: dict[str, _Feed] = {}
 
-    async def stream(self, job: Job, watch: Watch) -> AsyncIterator[str]:
-        """Yield the events of a job until it or `watch` ends."""
+    async def stream(self, job: Job, watch: Watch, check: Callable[[], None]) -> AsyncIterator[str]:
+        """Yield the events of a job until it or `watch` ends.
+
+        Args:
+            check: raises an `ApiError` or `TandemError` once the follower may not follow the video any more.
+        """
         progress = preview = ""
         warnings = 0
         sent = time.monotonic()
         with self._following(job) as feed:
             while not watch.ended:
+                try:
+                    check()  # before each event, and as often as a follower that has to end is noticed
+                except (ApiError, TandemError) as error:
+                    status = error.status_code if isinstance(error, ApiError) else status_of(error)
+                    yield _event("error", ErrorAnswer(error=body_of(error.fact, status, None, self._redact)))
+                    return
                 changed = feed.changed
                 events = []
                 if feed.preview != preview:

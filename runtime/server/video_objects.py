@@ -21,6 +21,7 @@ _STATUSES: Mapping[State, Status] = {
     "interrupted": "failed",
 }
 _MOST_RUNNING = 99
+_DAY_SECONDS = 86_400
 
 
 class Video(BaseModel):
@@ -28,7 +29,7 @@ class Video(BaseModel):
 
     Attributes:
         created_at, completed_at: seconds since 1970.
-        expires_at: always null: videos are kept until they are deleted.
+        expires_at: seconds since 1970 at which an ended video is deleted because of its age; null without that limit.
         progress: percent.
         seconds: length of the video, as text.
         size: width and height, as in "832x480".
@@ -58,6 +59,14 @@ class Video(BaseModel):
     paused: bool = False
 
 
+class Retained(BaseModel):
+    """Which ended videos the server keeps: for so many days, and the newest of each key; null for all."""
+
+    days: float | None = None
+    videos: int | None = None
+    bytes: int | None = None
+
+
 class VideoList(BaseModel):
     """A page of videos; `last_id` is the `after` of the next one."""
 
@@ -66,6 +75,7 @@ class VideoList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+    retention: Retained = Retained()
 
 
 class DeletedVideo(BaseModel):
@@ -101,7 +111,11 @@ class ModelList(BaseModel):
 
 
 def video_of(
-    record: JobRecord, job: Job | None, names: Callable[[str], str], redact: Callable[[str], str] = str
+    record: JobRecord,
+    job: Job | None,
+    names: Callable[[str], str],
+    redact: Callable[[str], str] = str,
+    keep_days: float | None = None,
 ) -> Video:
     """Return a video.
 
@@ -109,8 +123,12 @@ def video_of(
         job: the view of a running job.
         names: returns a model's name in this API for that in requests.
         redact: removes from a message what users of the API should not read.
+        keep_days: after which ended videos are deleted, unless they are starred.
     """
     plan = record.plan
+    expires = None
+    if keep_days is not None and not record.open and not record.starred:
+        expires = int((record.ended or record.created) + keep_days * _DAY_SECONDS)
     percent = 100 if record.state == "done" else 0
     if record.state == "running" and job is not None:
         percent = min(round(100 * job.progress.fraction), _MOST_RUNNING)
@@ -127,6 +145,7 @@ def video_of(
         progress=percent,
         created_at=int(record.created),
         completed_at=int(record.ended) if record.state == "done" and record.ended is not None else None,
+        expires_at=expires,
         size="" if plan is None else f"{plan.width}x{plan.height}",
         seconds="" if plan is None else f"{round(values['frames'] / plan.fps, 3):g}",
         prompt=record.prompt,

@@ -5,12 +5,13 @@ are parsed, `loras` may be repeated or written `loras[]`, and `backends[vae]` na
 send them. Images are files of a form, or data URLs; nothing is fetched.
 """
 
+import asyncio
 import base64
-import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -21,10 +22,10 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import cut, shortened
 from runtime.core.loras import Lora
 from runtime.core.request import FIELDS, MAX_SIDE, GenerationRequest
-from runtime.core.request_fields import Prompt
+from runtime.core.request_fields import SIZE_PATTERN, Number, Prompt, read_size
 from runtime.core.untrusted_files import DuplicateNameError, parse_json
 from runtime.server.api_errors import refused
-from runtime.server.gradio_requests import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
+from runtime.server.gradio_requests import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, charset_problem
 from runtime.server.image_uploads import NAMELESS, plain_name
 
 JSON, FORM = "application/json", "multipart/form-data"
@@ -35,9 +36,12 @@ _REFERENCE = "input_reference"
 _OWN = ("size", _REFERENCE)
 _MOST_FIELDS = 200
 _MOST_VALUES = 500
-_SIZE = re.compile(r"([0-9]{1,5})[x×]([0-9]{1,5})")
 _NESTED = re.compile(r"([a-z_0-9]{1,40})\[([a-z_0-9]{0,40})\]")
-_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+_IMAGE_TYPE = re.compile(r"data:image/[a-z0-9.+-]{1,40}")
+_BASE64 = "base64"
+# JSON with more is read on a thread.
+_QUICK_BYTES = 64 << 10
+_NUMBER = {"type": "string", "pattern": r"^ *[+-]?[0-9]+(\.[0-9]+)? *$"}
 # Bodies that are larger than the fields of a request: of one user, and of all.
 _MOST_UPLOADS, _MOST_UPLOADS_ALL = 2, 4
 
@@ -72,20 +76,28 @@ def json_schema(reference: str) -> dict[str, Any]:
     }
     for name in _IMAGES:
         described = {key: properties[name][key] for key in ("title", "description")}
-        properties[name] = {**described, "anyOf": [image, {"type": "null"}], "default": None}
-    seconds = properties["seconds"]
-    seconds["anyOf"] = [*seconds.get("anyOf", ()), {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}]
+        properties[name] = {**described, "anyOf": [image], "default": None}
     own = {
         "size": {
             "title": "Size",
             "description": "Width and height, instead of those fields.",
-            "type": "string",
-            "pattern": r"^[0-9]{1,5}x[0-9]{1,5}$",
+            "anyOf": [{"type": "string", "pattern": SIZE_PATTERN}],
             "examples": ["832x480"],
         },
         _REFERENCE: {"title": "Input reference", "description": "The same as image.", "anyOf": [image]},
     }
+    for name, described in (properties | own).items():
+        if name not in schema["required"]:
+            _accept(described, {"type": "null"}, *[_NUMBER] * isinstance(FIELDS.get(name), Number))
     return {**schema, "title": "CreateVideo", "properties": {**properties, **own}, "additionalProperties": False}
+
+
+def _accept(described: dict[str, Any], *also: dict[str, str]) -> None:
+    """Let the schema of a field accept more types."""
+    kinds = described.pop("anyOf", None)
+    if kinds is None:
+        kinds = [{key: described.pop(key) for key in ("type", "enum") if key in described}]
+    described["anyOf"] = [*kinds, *(one for one in also if one not in kinds)]
 
 
 def form_schema(reference: str) -> dict[str, Any]:
@@ -115,8 +127,17 @@ class BodyReader:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in {JSON, FORM}:
             raise refused(415, "server.api_media_type", given=shortened(kind))
+        charset = charset_problem(request.headers["content-type"])
+        if charset is not None:
+            raise refused(415, "server.api_charset", given=shortened(charset))
         body = await self._body(request, user, MAX_JSON_BYTES if kind == JSON else MAX_UPLOAD_BYTES)
-        return _from_json(body) if kind == JSON else await _from_form(request, body)
+        if kind == FORM:
+            values, images = await _from_form(request, body)
+        elif len(body) > _QUICK_BYTES:
+            values, images = await asyncio.to_thread(_from_json, body)
+        else:
+            values, images = _from_json(body)
+        return set_values(values), images
 
     async def _body(self, request: Request, user: str, most: int) -> bytes:
         """Read a body; the large ones of few requests at once, since each takes its size of memory."""
@@ -156,6 +177,21 @@ class BodyReader:
                 del self._uploads[user]
 
 
+def set_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a program has set: without null, which stands for a default, and with numbers as numbers.
+
+    Args:
+        values: of fields, by name; unknown names are kept.
+    """
+    found = {}
+    for name, value in values.items():
+        optional = name in (*FIELDS, *_OWN) and name != "prompt"
+        if value is not None or not optional:
+            declared = FIELDS.get(name)
+            found[name] = declared.parse(value) if isinstance(declared, Number) and isinstance(value, str) else value
+    return found
+
+
 def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> GenerationRequest:
     """Return the request that a body describes.
 
@@ -177,8 +213,6 @@ def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> Generati
         if taken is not None:
             raise InvalidRequestError("size", "server.api_excludes", name="size", other=taken)
         fields["width"], fields["height"] = _size(values["size"])
-    if isinstance(fields.get("seconds"), str):
-        fields["seconds"] = FIELDS["seconds"].parse(fields["seconds"])
     for name in _IMAGES:
         if fields.get(name) is not None:
             raise InvalidRequestError(name, "server.api_image")
@@ -214,7 +248,7 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
         match values.get(name):
             case None:
                 values.pop(name, None)
-            case {"image_url": str(url), **rest} if not rest:
+            case {"image_url": str(url), **rest} if not any(value is not None for value in rest.values()):
                 _add_image(images, name, (_data_of(url, name), NAMELESS))
                 del values[name]
             case _:
@@ -223,13 +257,18 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
 
 
 def _data_of(url: str, field: str) -> bytes:
-    """Return the content of a data URL."""
-    found = _DATA_URL.match(url)
-    if found is None:
+    """Return the content of a data URL, as in RFC 2397; base64 may have line breaks, as in MIME, and lack its end."""
+    head, comma, text = url.strip().partition(",")
+    kind, *parameters = [part.strip().lower() for part in head.split(";")]
+    if not comma or _IMAGE_TYPE.fullmatch(kind) is None:
         raise InvalidRequestError(field, "server.api_image")
+    data = unquote_to_bytes(text)
+    if _BASE64 not in parameters:
+        return data
+    data = b"".join(data.split())
     try:
-        return base64.b64decode(url[found.end() :], validate=True)
-    except (binascii.Error, ValueError) as error:
+        return base64.b64decode(data if data.endswith(b"=") else data + b"=" * (-len(data) % 4), validate=True)
+    except ValueError as error:
         raise InvalidRequestError(field, "server.api_image") from error
 
 
@@ -263,24 +302,29 @@ async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, Image]]:
         if isinstance(value, UploadFile):
             if name not in (*_IMAGES, _REFERENCE) or inner is not None:
                 raise InvalidRequestError(cut(key, 40), "server.api_image")
-            _add_image(images, name, (await value.read(), plain_name(value.filename or NAMELESS)))
+            # Browsers send a file field that was left empty as a file without name and content.
+            if value.filename or value.size:
+                _add_image(images, name, (await value.read(), plain_name(value.filename or NAMELESS)))
         elif name in (*_IMAGES, _REFERENCE):
-            if inner != "image_url":
+            if inner != "image_url" and (inner or value):
                 raise InvalidRequestError(name, "server.api_image")
-            _add_image(images, name, (_data_of(value, name), NAMELESS))
+            if value:
+                _add_image(images, name, (_data_of(value, name), NAMELESS))
         else:
             _add_text(values, name, inner, value)
     return values, images
 
 
 def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -> None:
-    """Add the text of a form's field to the values.
+    """Add the text of a form's field to the values; without text, the field is not set, unless it is a prompt.
 
     Args:
         inner: the name in brackets, such as a component of `backends`; empty for an entry of a list.
     """
     declared = FIELDS.get(name)
     if declared is not None and declared.repeatable:
+        if not text:
+            return
         if inner:
             mapping = values.setdefault(name, {})
             if isinstance(mapping, dict) and inner not in mapping:
@@ -295,7 +339,7 @@ def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -
         key = f"{name}[{inner}]"
         raise InvalidRequestError(key, "server.api_field_unknown", name=shortened(key), known=known_fields())
     elif name not in values:
-        values[name] = text if declared is None or isinstance(declared, Prompt) else declared.parse(text)
+        values[name] = text if text or isinstance(declared, Prompt) or name not in (*FIELDS, *_OWN) else None
         return
     raise refused(400, "server.api_field_repeated", cut(name, 40), name=shortened(name))
 
@@ -309,10 +353,10 @@ def _add_image(images: dict[str, Image], name: str, image: Image) -> None:
 
 
 def _size(value: object) -> tuple[int, int]:
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if found is None or max(int(found[1]), int(found[2])) > MAX_SIDE:
+    found = read_size(value) if isinstance(value, str) else None
+    if found is None or max(found) > MAX_SIDE:
         raise InvalidRequestError("size", "server.api_size", value=shortened(value))
-    return int(found[1]), int(found[2])
+    return found
 
 
 def _replay(body: bytes) -> Any:

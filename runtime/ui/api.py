@@ -22,7 +22,7 @@ from runtime.queue.views import Job
 from runtime.server.api_words import ApiWords
 from runtime.server.gradio_requests import RefusedError
 from runtime.server.security import Submit
-from runtime.server.video_requests import by_name
+from runtime.server.video_requests import by_name, set_values
 from runtime.server.visitors import Visitors
 from runtime.server.watchers import Watch, Watchers
 from runtime.ui import form, job_view
@@ -37,7 +37,7 @@ _MOST_WHOLE = 10
 _TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
 
 
-def submission(worker: JobQueue, models: dict[str, ModelSpec]) -> Submit:
+def submission(worker: JobQueue, models: dict[str, ModelSpec], default_model: str) -> Submit:
     """Return what submits the job of a call of `/generate` on the owner's page."""
 
     def submit(request: GenerationRequest, _visitor: str) -> Job:
@@ -46,12 +46,12 @@ def submission(worker: JobQueue, models: dict[str, ModelSpec]) -> Submit:
         check_copies(request)
         return worker.submit(request)
 
-    return _submission(FIELDS, submit)
+    return _submission(FIELDS, default_model, submit)
 
 
-def visitors_submission(visitors: Visitors, audience: job_view.Audience) -> Submit:
+def visitors_submission(visitors: Visitors, audience: job_view.Audience, default_model: str) -> Submit:
     """Return what submits the job of a call of `/generate` on the visitors' page."""
-    return _submission(form.BASIC, visitors.submit, audience.redact)
+    return _submission(form.BASIC, default_model, visitors.submit, audience.redact)
 
 
 def endpoint(default_model: str) -> Callable[..., Any]:
@@ -94,7 +94,10 @@ def visitors_endpoint(
 
 
 def _submission(
-    names: Iterable[str], submit: Callable[[GenerationRequest, str], Job], redact: Callable[[str], str] = str
+    names: Iterable[str],
+    default_model: str,
+    submit: Callable[[GenerationRequest, str], Job],
+    redact: Callable[[str], str] = str,
 ) -> Submit:
     """Return what submits the job of a call.
 
@@ -105,7 +108,7 @@ def _submission(
 
     async def submitted(values: Iterable[Any], visitor: str) -> object:
         try:
-            return await asyncio.to_thread(lambda: submit(_request(names, values), visitor))
+            return await asyncio.to_thread(lambda: submit(_request(names, values, default_model), visitor))
         except TandemError as error:
             return RefusedError(redact(_text(error.fact)), 429 if isinstance(error, LimitError) else 422)
 
@@ -124,10 +127,9 @@ def _submitted(request: gr.Request) -> Job:
     return submitted
 
 
-def _request(names: Iterable[str], values: Iterable[Any]) -> GenerationRequest:
-    """Return the request with these fields; null for a list or mapping means its default."""
-    given = zip(names, values, strict=True)
-    return GenerationRequest(**{name: value for name, value in given if value is not None or name not in _TYPES})
+def _request(names: Iterable[str], values: Iterable[Any], default_model: str) -> GenerationRequest:
+    """Return the request with these fields; see `set_values`."""
+    return GenerationRequest(**{"model": default_model, **set_values(dict(zip(names, values, strict=True)))})
 
 
 def _with_parameters(function: Callable[..., Any], names: Iterable[str], default_model: str) -> Callable[..., Any]:

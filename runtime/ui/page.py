@@ -150,7 +150,7 @@ def build(
     def frame_decoders() -> list[ModelSpec]:
         return decoders(settings.weights_dir)
 
-    submissions = {"generate": api.submission(worker, models), SUBMITS: handlers.submit}
+    submissions = {"generate": api.submission(worker, models, settings.model), SUBMITS: handlers.submit}
     routes = panels.routes(
         {
             "preview": PreviewPanel(preview, models, worker.store),

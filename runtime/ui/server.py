@@ -90,7 +90,7 @@ def start(
                 state_session_capacity=_MAX_SESSIONS,
                 favicon_path=theme.ICON,
                 theme=theme.theme(),
-                app_kwargs={"middleware": middleware, "routes": [theme.fonts(), *routes]},
+                app_kwargs={"middleware": middleware, "routes": [theme.fonts(), theme.manifest(), *routes]},
             )
     except BaseException:
         server.close()

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from starlette.routing import Mount
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from runtime.models.catalogue import EMBEDDED
@@ -39,6 +41,17 @@ def theme() -> gr.themes.Base:
 def fonts() -> Mount:
     """Return the route of the font files that `style.css` names; no login is needed for them."""
     return Mount(f"{OWN}fonts", StaticFiles(directory=ASSETS / "fonts"))
+
+
+def manifest() -> Route:
+    """Return the route of the manifest that Gradio's page names; Gradio has one for installed pages only."""
+    icon = {"src": "favicon.ico", "sizes": "any", "type": "image/svg+xml"}
+    values = {"name": "Tandem", "icons": [icon], "start_url": "./", "display": "browser"}
+
+    def answer(_request: Request) -> Response:
+        return JSONResponse(values, media_type="application/manifest+json")
+
+    return Route("/manifest.json", answer)
 
 
 def head() -> str:

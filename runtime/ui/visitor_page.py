@@ -54,7 +54,7 @@ def build(
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
         add_make(page, handlers, chosen, form.sampling_section, {"limits": limits})
-    submissions = {"generate": api.visitors_submission(visitors, handlers.audience), SUBMITS: handlers.submit}
+    submissions = {"generate": api.visitors_submission(visitors, handlers.audience, chosen), SUBMITS: handlers.submit}
     return page, submissions, handlers.audience.redact
 
 

@@ -65,6 +65,23 @@ def test_listing_and_searching(cache_dir: Path, capsys: pytest.CaptureFixture[st
     assert (refused["error"]["code"], refused["error"]["data"]["value"]) == ("request.not_a_choice", "'asleep'")
 
 
+def test_the_list_has_pages(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(cache_dir)
+    made = [add_job(store).id for _ in range(5)][::-1]
+    found: list[str] = []
+    after: list[str] = []
+    while True:
+        page, _ = answer(["jobs", "list", "--limit", "2", *after], capsys)
+        found += [job["id"] for job in page["jobs"]]
+        assert len(page["jobs"]) <= 2
+        if "after" not in page:
+            break
+        after = ["--after", page["after"]]
+    assert found == made
+    assert [job["id"] for job in answer(["jobs", "list", "--limit", "0"], capsys)[0]["jobs"]] == made
+    assert answer(["jobs", "list", "--after", "zzzz"], capsys, 2)[0]["error"]
+
+
 def test_builds_are_listed_with_their_progress(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     request = {"prompt": "a boat"}

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -461,6 +461,19 @@ def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, mo
     again = store.resume(before.id, made[1])
     assert (again.state, again.prompt, again.held) == ("queued", "boat 1", False)
     assert store.queue()[-1].id == before.id
+
+
+def test_a_clock_that_was_set_back_does_not_use_up_an_hour(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    seen: list[int] = []
+
+    def admit(_count: int, times: Sequence[float]) -> None:
+        seen.append(len(times))
+
+    for at in (now, now + 1, now - 86_400, now - 86_399, now + 2):
+        monkeypatch.setattr(time, "time", lambda at=at: at)
+        store.add_once(sample_request(), sample_plan(), owner="ann", admit=admit)
+    assert seen == [0, 1, 0, 1, 2]
 
 
 def test_queries_of_each_request_and_claim_do_not_read_all_jobs(store: JobStore) -> None:

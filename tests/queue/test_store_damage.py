@@ -398,14 +398,19 @@ def test_a_damaged_store_is_kept_as_a_backup_and_a_new_one_is_started(harm: Call
     assert backup.read_bytes() == damaged
 
 
-def test_a_removed_store_file_is_created_again(path: Path) -> None:
+def test_a_removed_store_file_is_reported_and_not_made_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = JobStore(path)
     job = add_job(store, instance="a")
+    kept = path.read_bytes()
     for file in path.parent.glob("jobs.sqlite*"):
         file.unlink()
-    with pytest.raises(StoreError) as error:
-        store.record(job.id, sample_result())
-    assert error.value.code == "queue.no_such_job"
+    for use in (lambda: store.record(job.id, sample_result()), store.list, lambda: add_job(store)):
+        with pytest.raises(StoreError) as error:
+            use()
+        assert (error.value.code, error.value.data) == ("queue.store_deleted", {"file": str(path)})
+    assert not path.exists() and kept
+    assert len([record for record in caplog.records if "was deleted" in record.message]) == 1
+    # At the next start, or once the user has restored the file.
     assert JobStore(path).get(add_job(store).id)
 
 

@@ -99,6 +99,21 @@ def test_a_request_that_does_not_arrive_is_closed(sent: bytes) -> None:
         assert received(connection) == b""
 
 
+def test_small_parts_of_an_answer_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every accepted socket has TCP_NODELAY."""
+    made: list[int] = []
+    before = connections._Connection.connection_made
+
+    def look(self: connections._Connection, transport: asyncio.Transport) -> None:
+        before(self, transport)
+        made.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(connections._Connection, "connection_made", look)
+    with serving(ConnectionLimits(9, 9, 9)) as port, connect(port, HEAD + b"\r\n") as connection:
+        assert b" bytes" in reply(connection)
+    assert made and all(made)
+
+
 def test_a_trickle_of_bytes_does_not_extend_the_deadline() -> None:
     with serving(ConnectionLimits(9, 9, 9, SECONDS, LONG)) as port, connect(port, HEAD) as connection:
         began = time.monotonic()

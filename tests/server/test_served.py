@@ -25,12 +25,13 @@ from starlette.types import Message
 
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import render
-from runtime.core.request import GenerationRequest
+from runtime.core.request import FIELDS, GenerationRequest
 from runtime.queue.store import JobStore
 from runtime.server import security
 from runtime.server.api_keys import ApiKeys, KeyLimits
 from runtime.server.api_words import ApiWords
 from tests.app_server import DEFAULTS, MODEL, ROOT, App, make_cache, serving_here
+from tests.fuzz.raw_http import send
 from tests.image_files import saved
 from tests.queue.samples import add_job
 from tests.waiting import until
@@ -215,6 +216,31 @@ def test_only_outputs_are_served(server: App, client: Any) -> None:
     ):
         assert status(server, f"gradio_api/file={trick}") in {403, 404}, trick
         assert status(server, f"gradio_api/file/{trick}") in {403, 404}, trick
+
+
+def test_a_refused_call_of_the_page_has_what_the_page_shows(server: App) -> None:
+    """Gradio's page shows "detail" of JSON; of text, it shows that it cannot parse it."""
+    for body, status in ((b'{"data": ["' + b"x" * 200_000 + b'"]}', 413), (b"{", 422)):
+        answer = send(server.port, b"POST", b"/gradio_api/queue/join", {b"Content-Type": b"application/json"}, body)
+        assert answer.status == status and json.loads(answer.body)["detail"].endswith(".")
+        for path in (b"/login", b"/gradio_api/upload"):
+            kind = {b"Content-Type": b"multipart/form-data; boundary=x; charset=idna"}
+            assert send(server.port, b"POST", path, kind, b"--x--").status == 415
+
+
+def test_null_is_the_default_of_every_parameter_of_generate(server: App, client: Any) -> None:
+    values = dict.fromkeys(name for name in FIELDS if name not in {"prompt", "steps", "seed"})
+    done = client.predict("a red boat", **values, steps="1", seed="5", api_name="/generate")
+    assert (done["request"]["seed"], done["request"]["steps"]) == (5, 1)
+    assert done["event"] == "VideoSaved"
+
+
+def test_the_manifest_of_the_page_is_served(server: App) -> None:
+    with urllib.request.urlopen(f"{server.url}manifest.json", timeout=30) as answer:
+        assert answer.headers["content-type"].startswith("application/manifest+json")
+        icon = json.load(answer)["icons"][0]["src"]
+    with urllib.request.urlopen(f"{server.url}{icon}", timeout=30) as found:
+        assert found.headers["content-type"] == "image/svg+xml"
 
 
 def test_unused_routes_are_closed(server: App) -> None:

@@ -15,17 +15,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
+from runtime.core.errors import InvalidRequestError
 from runtime.core.request import FIELDS
 from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.store import JobStore
 from runtime.server.serve import until_stopped
+from runtime.server.video_requests import _from_json
 from runtime.video.mp4 import read_metadata
-from tests.app_server import MODEL, ROOT, App, make_cache, serving
-from tests.fuzz.raw_http import send
+from tests.app_server import MODEL, ROOT, App, make_cache, serving, serving_here
+from tests.fuzz.raw_http import exchange, send
 from tests.image_files import saved
 from tests.waiting import until
 
@@ -180,6 +183,52 @@ def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -
             assert error_of(answer) == (status, param, code), answer.text
 
 
+def test_null_is_the_default_of_every_optional_field(http: httpx.Client) -> None:
+    names = [name for name in (*FIELDS, "size", "input_reference") if name not in {*SMALL, "model"}]
+    made = create(http, model=None, **dict.fromkeys(names))
+    assert made["model"] == MODEL
+    empty = [("prompt", (None, "a boat")), ("image", ("", b"", "application/octet-stream"))]
+    empty += [(name, (None, "")) for name in (*FIELDS, "size", "backends[vae]", "loras[]") if name not in {"prompt"}]
+    answer = http.post("v1/videos", files=[*empty, ("input_reference", ("", b""))])
+    assert answer.status_code == 200, answer.text
+    for one in (made, answer.json()):
+        http.delete(f"v1/videos/{one['id']}")
+
+
+def test_numbers_may_be_text_and_sizes_have_several_signs(http: httpx.Client, subtests: pytest.Subtests) -> None:
+    for values, expected in (
+        ({"seed": "5", "steps": "2", "fps": "8", "shift": "1.5"}, {"seed": 5, "steps": 2, "fps": 8}),
+        *(({"size": size}, {"size": "64x32"}) for size in ("64X32", "64×32", "64*32", " 64 x 32 ")),
+        ({"width": "64", "height": "32", "frames": "5"}, {"size": "64x32", "frames": 5}),
+    ):
+        with subtests.test(msg=str(values)):
+            made = create(http, **values)
+            assert made | expected == made
+            http.delete(f"v1/videos/{made['id']}")
+    for wrong in ("x", "1e999", "nan", "", "1" * 5000):
+        assert error_of(http.post("v1/videos", json={**SMALL, "seed": wrong}))[:2] == (400, "seed")
+
+
+def test_forms_of_data_urls(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    data = saved(tmp_path / "a.png").read_bytes()
+    text = base64.b64encode(data).decode()
+    for url in (
+        f"data:image/png;base64,{text}",
+        f"data:image/png;charset=utf-8;base64,{text}",
+        f"DATA:image/PNG;BASE64,{text}",
+        "data:image/png;base64," + base64.encodebytes(data).decode().replace("\n", "\r\n"),
+        f"data:image/png;base64,{quote(text, safe='')}",
+        f"data:image/png;base64,{text.rstrip('=')}",
+        f"data:image/png,{quote(data, safe='')}",
+    ):
+        with subtests.test(msg=url[:40]):
+            _, images = _from_json(json.dumps({"prompt": "a", "image": {"image_url": url}}).encode())
+            assert images["image"][0] == data
+    for url in ("data:image/png;base64", "data:text/plain,a", "http://a/b.png", "data:image/png;base64,A"):
+        with pytest.raises(InvalidRequestError):
+            _from_json(json.dumps({"prompt": "a", "image": {"image_url": url}}).encode())
+
+
 def test_bodies_that_cannot_be_read_are_refused(http: httpx.Client, subtests: pytest.Subtests) -> None:
     for body, kind, status, code in (
         (b"{", "application/json", 400, "server.api_not_json"),
@@ -193,6 +242,8 @@ def test_bodies_that_cannot_be_read_are_refused(http: httpx.Client, subtests: py
         (b"x" * (9 << 20), "application/json", 413, "server.api_too_large"),
         (b"prompt=a", "application/x-www-form-urlencoded", 415, "server.api_media_type"),
         (b"a", "", 415, "server.api_media_type"),
+        (b"--x--", "multipart/form-data; boundary=x; charset=idna", 415, "server.api_charset"),
+        (b"--x--", 'multipart/form-data; charset="UTF-16"; boundary=x', 415, "server.api_charset"),
         (b"a", "multipart/form-data", 400, "server.api_not_a_form"),
         (b"a", "multipart/form-data; boundary=x", 400, "server.api_not_a_form"),
         (b"--x\r\n\r\na\r\n--x--\r\n", "multipart/form-data; boundary=x", 400, "server.api_not_a_form"),
@@ -273,10 +324,37 @@ def test_content_supports_ranges(http: httpx.Client) -> None:
     assert part.headers["content-range"] == f"bytes 4-7/{len(whole.content)}"
     assert http.get(path, headers={"Range": "bytes=-8"}).content == whole.content[-8:]
     assert http.get(path, headers={"Range": f"bytes={len(whole.content)}-"}).status_code == 416
-    for ignored in ("bytes=0-1,2-3", "lines=0-1", "bytes=z"):
+    assert http.get(path, headers={"Range": f"bytes=0-{'9' * 300}"}).status_code == 206
+    assert error_of(http.get(path, headers={"Range": "bytes=" + "9" * 300 + "-"})) == (
+        416,
+        "Range",
+        "server.api_range",
+    )
+    for ignored in ("bytes=0-1,2-3", "lines=0-1", "bytes=z", "bytes=5-2", "bytes=-"):
         answer = http.get(path, headers={"Range": ignored})
         assert (answer.status_code, len(answer.content)) == (200, len(whole.content))
     assert http.head(path).headers["content-length"] == str(len(whole.content))
+    assert http.head(path, headers={"Range": "bytes=0-1"}).status_code == 200
+    tag, date = whole.headers["etag"], whole.headers["last-modified"]
+    for method in ("GET", "HEAD"):
+        for name, value, status in (
+            ("If-None-Match", tag, 304),
+            ("If-None-Match", f'"other", W/{tag}', 304),
+            ("If-None-Match", "*", 304),
+            ("If-None-Match", '"other"', 200),
+            ("If-Modified-Since", date, 304),
+            ("If-Modified-Since", "Thu, 01 Jan 1970 00:00:00 GMT", 200),
+            ("If-Modified-Since", "yesterday", 200),
+        ):
+            found = http.request(method, path, headers={name: value})
+            assert (found.status_code, found.headers["etag"]) == (status, tag), (name, value)
+            assert bool(found.content) == (status == 200 and method == "GET")
+    assert http.get(path, headers={"If-None-Match": '"x"', "If-Modified-Since": date}).status_code == 200
+    assert http.get(path, headers={"If-Range": tag, "Range": "bytes=0-1"}).status_code == 206
+    assert http.get(path, headers={"If-Range": '"x"', "Range": "bytes=0-1"}).status_code == 200
+    thumbnail = http.get(path, params={"variant": "thumbnail"}).headers["etag"]
+    again = http.get(path, params={"variant": "thumbnail"}, headers={"If-None-Match": thumbnail})
+    assert (again.status_code, again.content) == (304, b"")
     assert error_of(http.get(path, params={"variant": "spritesheet"}))[:2] == (400, "variant")
 
 
@@ -368,7 +446,44 @@ def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
         assert name in schema["components"]["schemas"], name
 
 
-def test_other_routes_methods_sites_and_hosts_are_refused(http: httpx.Client) -> None:
+def test_the_schema_can_be_read_as_a_page(http: httpx.Client) -> None:
+    answer = http.get("v1/docs")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    for path in http.get("v1/openapi.json").json()["paths"]:
+        assert f"{path}</code>" in answer.text
+    for name in (*FIELDS, "size", "input_reference"):
+        assert f"<code>{name}</code>" in answer.text
+    assert not re.search(r"(?:src|href)=.?(?:https?:)?//|<script|@import|url\(", answer.text)
+
+
+def test_a_deleted_job_store_is_reported_and_refuses_videos(tmp_path: Path) -> None:
+    with serving_here(make_cache(tmp_path), page=False) as own, httpx.Client(base_url=own.url, timeout=60) as http:
+        kept = (tmp_path / "jobs.sqlite").rename(tmp_path / "kept")
+        for method, path in (("GET", "healthz"), ("GET", "v1/videos"), ("POST", "v1/videos")):
+            answer = http.request(method, path, json=SMALL if method == "POST" else None)
+            assert error_of(answer)[0::2] == (503, "queue.store_deleted"), path
+        kept.rename(tmp_path / "jobs.sqlite")
+        assert http.get("healthz").status_code == 200
+        # Another process has made a new one meanwhile: its videos are made.
+        for file in tmp_path.glob("jobs.sqlite*"):
+            file.unlink()
+        JobStore(tmp_path / "jobs.sqlite").close()
+        assert ended(http, create(http)["id"])["status"] == "completed"
+
+
+def test_videos_beyond_a_limit_expire(tmp_path: Path) -> None:
+    running = serving_here(make_cache(tmp_path), page=False, keep_videos=1, keep_days=2.0)
+    with running as own, httpx.Client(base_url=own.url, timeout=60) as http:
+        first, second = [ended(http, create(http)["id"]) for _ in range(2)]
+        assert second["expires_at"] - second["completed_at"] == 2 * 86_400
+        until(lambda: http.get(f"v1/videos/{first['id']}").status_code == 404, pause=0.1)
+        page = http.get("v1/videos").json()
+        assert [one["id"] for one in page["data"]] == [second["id"]]
+        assert page["retention"] == {"days": 2.0, "videos": 1, "bytes": None}
+        assert len(list((tmp_path / "outputs").glob("*.mp4"))) == 1
+
+
+def test_other_routes_methods_sites_and_hosts_are_refused(http: httpx.Client, server: App) -> None:
     assert error_of(http.get("v1/nothing"))[0] == 404
     assert error_of(http.get("/"))[0] == 404
     assert error_of(http.put("v1/videos"))[0] == 405
@@ -378,6 +493,10 @@ def test_other_routes_methods_sites_and_hosts_are_refused(http: httpx.Client) ->
     for path in ("v1/videos/../../etc/passwd", "v1/videos/%2e%2e%2fjobs.sqlite/content", "v1/videos/%00/content"):
         assert error_of(http.get(path))[0] == 404
     assert http.get("healthz").json() == {"status": "ok"}
+    assert exchange(server.port, b"GET /healthz HTTP/1.0\r\n\r\n").status == 200
+    assert exchange(server.port, b"GET /healthz HTTP/1.1\r\n\r\n").status == 400
+    evil = b"GET /healthz HTTP/1.0\r\nHost: evil.example\r\n\r\n"
+    assert exchange(server.port, evil).status == 403
     assert http.get("healthz").headers["x-content-type-options"] == "nosniff"
 
 

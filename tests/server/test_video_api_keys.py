@@ -209,6 +209,22 @@ def test_revoked_and_new_keys_take_effect_at_once(keyed: tuple[App, dict[str, st
         assert http.get(f"v1/videos/{made}").status_code == 200
 
 
+def test_a_revoked_keys_event_stream_ends(keyed: tuple[App, dict[str, str]]) -> None:
+    server, _ = keyed
+    keys = ApiKeys(server.cache_dir)
+    with with_key(server, keys.add("revoked", KeyLimits())) as http:
+        made = http.post("v1/videos", json={**SMALL, "steps": 900}).json()["id"]
+        with http.stream("GET", f"v1/videos/{made}/events") as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("event: ")
+            keys.revoke("revoked")
+            last = [line for line in lines if line.startswith("data: ")][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server.api_key_wrong"
+    # The next key of that name does not revive a stream, but may delete the video.
+    with with_key(server, keys.add("revoked", KeyLimits())) as http:
+        assert http.delete(f"v1/videos/{made}").status_code == 200
+
+
 def test_the_web_app_serves_the_api_beside_its_page(web_app: App) -> None:
     with httpx.Client(base_url=web_app.url, timeout=60) as http:
         assert "<html" in http.get("").text

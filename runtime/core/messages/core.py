@@ -128,6 +128,7 @@ MESSAGES: Mapping[str, Message] = {
         "The cache folder {folder} cannot be created: {error}.", "Set {variable} to a writable folder."
     ),
     "settings.not_a_count": Message("{source} is {value}.", "Give a whole number from 1 to {most}."),
+    "settings.not_days": Message("{source} is {value}.", "Give a number of days above 0, up to {most}."),
     "settings.not_a_folder": Message("{source} is {value}, not a folder.", "Give a folder; it is created when needed."),
     "settings.not_a_hub": Message("{source} is {value}, not a hub's address.", "Give an address such as {hub}."),
     "settings.not_a_port": Message("{source} is {value}, not a port.", "Give a number from 1 to {most}."),

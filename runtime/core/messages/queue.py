@@ -50,6 +50,9 @@ MESSAGES: Mapping[str, Message] = {
         "{folder} cannot be written: {error}.", "Make the folder writable, or set TANDEM_CACHE_DIR to another folder."
     ),
     "queue.store_locked": Message("{file} is locked by another program.", "Close that program and try again."),
+    "queue.store_deleted": Message(
+        "{file} was deleted while Tandem runs.", "Restore the file, or start Tandem again with an empty list of jobs."
+    ),
     "queue.store_unusable": Message(
         "{file} cannot be used: {reason}.", "Check the folder and its disk, or set TANDEM_CACHE_DIR to another folder."
     ),

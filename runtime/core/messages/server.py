@@ -88,11 +88,15 @@ MESSAGES: Mapping[str, Message] = {
         "There is no such clip of the video {video}.",
         "Use the newest path in its events, or its content once it is completed.",
     ),
+    "server.api_range": Message(
+        "The range starts beyond the end of the file.", "Ask for a range within the size in Content-Range."
+    ),
     "server.api_no_file": Message("The file of the video {video} does not exist any more.", "Generate it again."),
     "server.api_still_stopping": Message(
         "The video {video} is being stopped.", "Delete it again once its status is failed."
     ),
     "server.api_media_type": Message("The content type is {given}.", "Send application/json or multipart/form-data."),
+    "server.api_charset": Message("The charset of the form is {given}.", "Send it in UTF-8."),
     "server.api_not_json": Message("The body is not valid JSON: {problem}.", "Send one JSON object."),
     "server.api_not_an_object": Message("The body is not a JSON object.", "Send one JSON object."),
     "server.api_not_a_form": Message(

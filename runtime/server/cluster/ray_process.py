@@ -86,7 +86,8 @@ class RayProcess:
     """
 
     def __init__(self, arguments: Mapping[str, str], key: str, resources: Mapping[str, float], cpus: int) -> None:
-        # Short: paths of sockets have at most 107 characters.
+        # Ray lets everyone write to its own folder, so that is in one of this user's. The names are short: paths of
+        # sockets have at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))
         self._log = self._folder / "start.txt"
         flags = {
@@ -95,7 +96,7 @@ class RayProcess:
             "num-cpus": str(cpus),
             "resources": json.dumps(resources),
             "object-store-memory": str(_OBJECT_STORE_BYTES),
-            "temp-dir": str(self._folder),
+            "temp-dir": str(self._folder / "r"),
             "log-color": "false",
         }
         command = [sys.executable, str(_SCRIPT)]

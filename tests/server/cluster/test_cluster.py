@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from runtime.server.api_keys import ApiKeys, KeyLimits
 from runtime.server.cluster import node, transfer
 from runtime.server.cluster.cluster_key import VARIABLE, given_key, make_key
 from runtime.server.cluster.problems import problems_of
-from runtime.server.cluster.ray_process import versions
+from runtime.server.cluster.ray_process import RayProcess, free_port, versions
 from tests.app_server import ROOT, environment
 from tests.cluster_machines import Machines, machines
 from tests.families import framepack_models
@@ -46,6 +47,22 @@ def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert make_key(tmp_path) == key
     with pytest.raises(SettingsError):
         make_key(tmp_path, {VARIABLE: "short"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="permissions")
+def test_rays_files_are_private() -> None:
+    """Ray lets everyone write to the folder that it is given, so that lies in one of this user's."""
+    pytest.importorskip("ray")
+    arguments = {"head": "", "port": str(free_port()), "no-monitor": "", "include-dashboard": "false"}
+    before = {path for path in Path(tempfile.gettempdir()).glob("tandem-ray-*")}
+    ray = RayProcess(arguments, "a" * 64, {}, cpus=0)
+    try:
+        made = {path for path in Path(tempfile.gettempdir()).glob("tandem-ray-*")} - before
+        assert made and all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in made)
+        assert any(path.is_socket() for folder in made for path in folder.rglob("sockets/*"))
+    finally:
+        ray.close()
 
 
 @pytest.mark.parametrize(("given", "code"), [({}, "missing"), ({VARIABLE: "short"}, "invalid")])
