@@ -1,7 +1,7 @@
 """The routes for uploads, behind the middleware that limits them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.core.cancel import never
 from runtime.core.errors import LimitError
 from runtime.core.images import ImageUse
 from runtime.models.images import images_dir, keep_image
@@ -35,11 +36,11 @@ class Anna:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    def keep(data: bytes, name: str, visitor: str) -> ImageUse:
+    def keep(data: bytes, name: str, visitor: str, check: Callable[[], None] = never) -> ImageUse:
         assert visitor == "anna"
         if name == "late.png":
             raise LimitError("server.images_full")
-        return keep_image(data, name, "image", tmp_path)
+        return keep_image(data, name, "image", tmp_path, check=check)
 
     limits = Middleware(security.ValidationMiddleware, visitors=None, submissions={})
     middleware = [Middleware(ExceptionMiddleware), Middleware(Anna), limits]
