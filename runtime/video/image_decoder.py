@@ -54,6 +54,9 @@ _SIGNATURES = {
 _AVIF = frozenset({b"avif", b"avis"})
 _HEIC = frozenset({b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"})
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "I;16", "I;16B", "I;16L"})
+# Values of TIFF's tags: of SampleFormat, and of PhotometricInterpretation.
+_UNSIGNED, _UNDEFINED = 1, 4
+_WHITE_IS_ZERO, _YCBCR = 0, 6
 _DEEP_VALUES = 1 << 16
 _TO_8_BITS = [round(value / 257) for value in range(_DEEP_VALUES)]
 # Factors with which Pillow spreads gray values of few bits, by its names for them.
@@ -137,7 +140,7 @@ def _check_header(image: Image.Image) -> None:
     # Photos of many phones have further pictures behind the first, such as a depth map.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise RefusedError("image.animated")
-    if image.mode not in _MODES or (image.mode.startswith("I;16") and not _is_plain_deep(image)):
+    if image.mode not in _MODES or (isinstance(image, TiffImagePlugin.TiffImageFile) and not _is_plain_tiff(image)):
         raise RefusedError("image.kind_unknown", format=image.format)
 
 
@@ -145,13 +148,18 @@ def _too_large() -> RefusedError:
     return RefusedError("image.too_large", most=MAX_PIXELS // 1_000_000)
 
 
-def _is_plain_deep(image: Image.Image) -> bool:
-    """Return whether gray values of an image with 16 bits are from 0, black, to 65,535. TIFF has other kinds too."""
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
-        return True
+def _is_plain_tiff(image: TiffImagePlugin.TiffImageFile) -> bool:
+    """Return whether Pillow reads the values of a TIFF as they are meant; of rare kinds, it does not notice."""
     tags = image.tag_v2
-    bits, photometric = tags.get(TiffImagePlugin.BITSPERSAMPLE), tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION)
-    return bits == (16,) and photometric == 1
+    bits = set(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
+    photometric = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION, 0)
+    if not set(tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))) <= {_UNSIGNED, _UNDEFINED}:
+        return False
+    if tags.get(TiffImagePlugin.PLANAR_CONFIGURATION, 1) != 1 and (bits != {8} or photometric == _WHITE_IS_ZERO):
+        return False
+    if photometric == _YCBCR and image.info.get("compression") != "jpeg":
+        return False
+    return not image.mode.startswith("I;16") or (bits == {16} and photometric != _WHITE_IS_ZERO)
 
 
 def _transparency(image: Image.Image) -> Any:

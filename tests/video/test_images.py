@@ -135,9 +135,6 @@ def test_damaged_metadata_does_not_matter() -> None:
     for exif in (b"Exif\0\0", b"Exif\0\0MM\0*\xff\xff\xff\xff", b"Exif\0\0" + b"\x01" * 40):
         for kind in ("JPEG", "PNG"):
             assert difference(decode_image(encoded(PICTURE, kind, exif=exif), "boat")) < 3
-    upside_down = Image.Exif()
-    upside_down[274] = "3"
-    assert decode_image(encoded(PICTURE, exif=upside_down), "boat").size == (64, 48)
 
 
 def with_brands(data: bytes, major: bytes, others: list[bytes]) -> bytes:
@@ -185,14 +182,14 @@ def test_plain_tiffs_are_read(planar: bool, tile: int, subtests: pytest.Subtests
             try:
                 image = decode_image(data, "boat")
             except InvalidRequestError as error:
-                assert planar and error.code in {"image.kind_unknown", "image.damaged"}, error
+                assert planar and error.code == "image.kind_unknown", error
             else:
                 assert difference(image, wanted.astype(int)) <= 1
 
 
 @pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "raw"])
 def test_compressed_tiffs_are_read(compression: str) -> None:
-    data = encoded(PICTURE, "TIFF", compression=compression, quality=95)
+    data = encoded(PICTURE, "TIFF", compression=compression, **({"quality": 95} if compression == "jpeg" else {}))
     assert difference(decode_image(data, "boat")) < 3
 
 
@@ -206,6 +203,7 @@ TIFF_KINDS: dict[str, tuple[np.ndarray, int]] = {
     "signed 8 bits": (GRAY.astype(np.int8), 1),
     "inverted 16 bits": (DEEP[..., :1].copy(), 0),
     "CIELAB": (RAMP, 8),
+    "raw YCbCr": (RAMP, 6),
 }
 
 
@@ -230,9 +228,10 @@ def test_pillows_own_rare_tiffs_are_refused_by_name() -> None:
 def test_every_mode_of_every_format_is_what_pillow_shows(mode: str, subtests: pytest.Subtests) -> None:
     image = deep(0x8000) if mode == "I;16" else PICTURE.convert(mode)
     wanted = np.full((48, 64, 3), 128) if mode == "I;16" else np.asarray(image.convert("RGB")).astype(int)
-    for kind in ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF"):
+    lossy = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
+    for kind in ("PNG", "TIFF") if mode == "I;16" else ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF"):
         try:
-            data = encoded(image, kind)
+            data = encoded(image, kind, **lossy.get(kind, {}))
         except (OSError, ValueError, KeyError):  # the format has no such images
             continue
         with subtests.test(kind=kind):
