@@ -1,6 +1,7 @@
 """Images of several users: fair turns, limits, clients that leave, and other requests meanwhile."""
 
 import asyncio
+import hashlib
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from starlette.types import Message
 
 from runtime.core.cancel import CancelledError
 from runtime.core.errors import LimitError
+from runtime.models import images
 from runtime.models.images import images_dir
 from runtime.server import image_queue
 from runtime.server.api_keys import NAME, ApiKeys, KeyLimits
@@ -169,6 +171,7 @@ def is_reading() -> bool:
     return pid is not None and psutil.Process(pid).cpu_times().user > 1
 
 
+@pytest.mark.slow
 def test_slow_images_of_one_key_delay_no_other(
     api: App, users: Callable[[str], httpx.Client], slow: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +194,7 @@ def test_slow_images_of_one_key_delay_no_other(
             assert code_of(one.result()) == (400, "image.slow")
 
 
+@pytest.mark.slow
 def test_images_of_clients_that_have_left_are_not_read(
     api: App, users: Callable[[str], httpx.Client], slow: bytes
 ) -> None:
@@ -216,6 +220,22 @@ def test_images_of_clients_that_have_left_are_not_read(
     assert len(list(images_dir(api.cache_dir).glob("*"))) == before
     assert anna.get("v1/videos").json()["data"] == []
     assert "Traceback" not in api.printed()
+
+
+@pytest.mark.slow
+def test_a_video_is_deleted_while_its_image_is_read(
+    users: Callable[[str], httpx.Client], slow: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the image had been within the limits when it was sent."""
+    monkeypatch.setitem(images._DECODED, hashlib.sha256(slow).hexdigest(), (6000, 6000))
+    ben = users("ben")
+    PROCESS.close()
+    made = post(ben, slow, model="diorama").json()["id"]
+    until(is_reading)
+    since = time.monotonic()
+    assert ben.delete(f"v1/videos/{made}").status_code == 200
+    assert time.monotonic() - since < 5 and PROCESS.pid is None
+    assert ben.get(f"v1/videos/{made}").status_code == 404
 
 
 def test_whatever_a_decoder_raises_is_an_answer_about_the_image(users: Callable[[str], httpx.Client]) -> None:
