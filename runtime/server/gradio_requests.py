@@ -17,7 +17,7 @@ from typing import Any, Literal
 from starlette.exceptions import HTTPException
 
 from runtime.core.images import PREFIX
-from runtime.video.image_decoder import MAX_FILE_BYTES
+from runtime.video.image_messages import MAX_FILE_BYTES
 
 Access = Literal["public", "login"]
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from runtime.core.cancel import CancelledError
 from runtime.core.errors import LimitError
-from runtime.video.image_decoder import MAX_FILE_BYTES
+from runtime.video.image_messages import MAX_FILE_BYTES
 
 Result = TypeVar("Result")
 # Images that wait or are decoded, each in memory: of one user, and of all.

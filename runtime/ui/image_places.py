@@ -25,7 +25,7 @@ from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.ui.formatting import page_text, render
 from runtime.ui.panels import unknown_action
-from runtime.video.image_decoder import MAX_FILE_BYTES
+from runtime.video.image_messages import MAX_FILE_BYTES
 from runtime.video.images import thumbnail
 from runtime.video.mp4 import read_frame
 

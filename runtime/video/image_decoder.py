@@ -1,13 +1,10 @@
 """Decodes images in a process of its own, with limits; see `image_process`. Imports nothing but Pillow.
 
 Decoders are large C libraries, and files come from anyone: one may crash a decoder, or keep it busy for hours.
-
-Each request and each answer on the standard streams is a line of JSON, and as many bytes as its `bytes` says.
 """
 
 import contextlib
 import io
-import json
 import os
 import queue
 import signal
@@ -27,17 +24,15 @@ from PIL import (
     WebPImagePlugin,  # noqa: F401 - else Pillow imports the plugins of all formats
 )
 
+from runtime.video.image_messages import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_PIXELS, receive, send
+
 if sys.platform != "win32":
     import resource
 
 # Formats that are read, by Pillow's names.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "TIFF")
-MAX_FILE_BYTES = 64 << 20
-MAX_PIXELS = 50_000_000
 MIN_SIDE = 16
 MAX_RATIO = 8
-# Of a line of JSON.
-MAX_LINE_BYTES = 1 << 16
 # Threads of dav1d, each of which needs memory.
 _AVIF_THREADS = 2
 # First bytes of files of the formats that are read, except AVIF.
@@ -225,8 +220,9 @@ def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
 def main() -> None:
     """Answer requests on standard input until it ends, and with it the process that has sent them.
 
-    A request is `{"bytes": …, "pixels": …, "seconds": …, "memory": …}` and a file's content; see `image_process`. An
-    answer is `{"width": …, "height": …, "bytes": …}` and, if asked for, the pixels; or `{"code": …, "data": …}`.
+    A request is `{"pixels": …, "seconds": …, "wait": …, "memory": …}` and a file's content; see `image_process`. An
+    answer is `{"width": …, "height": …}` and, if asked for, the pixels; or `{"code": …, "data": …, "reason": …}`,
+    where the code is empty if memory ran out. The first answer says that the process has started.
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library may print
@@ -242,31 +238,6 @@ def main() -> None:
         del data
         _limit(None, 0, None)
         send(answers, answer, pixels)
-
-
-def send(stream: IO[bytes], values: dict[str, Any], data: bytes = b"") -> None:
-    """Write a message."""
-    stream.write(json.dumps({**values, "bytes": len(data)}).encode() + b"\n")
-    stream.write(data)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
-    """Read a message.
-
-    Raises:
-        EOFError: if the stream ends before.
-        ValueError: if it is none.
-    """
-    line = stream.readline(MAX_LINE_BYTES)
-    if not line.endswith(b"\n"):
-        raise EOFError
-    values = json.loads(line)
-    size = values.pop("bytes")
-    data = stream.read(size)
-    if len(data) != size:
-        raise EOFError
-    return values, data
 
 
 def _receive(stream: IO[bytes], received: "queue.SimpleQueue[tuple[dict[str, Any], bytes]]") -> None:

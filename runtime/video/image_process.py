@@ -24,10 +24,10 @@ from PIL import Image
 from runtime.core.cancel import never
 from runtime.core.errors import MachineError
 from runtime.core.processes import describe_exit
-from runtime.video import image_decoder
+from runtime.video.image_messages import receive, send
 
-# Of one image: processor time; time, of which a busy machine needs more; memory. A photo with the most pixels takes a
-# tenth of the time and half of the memory.
+# Of one image: processor time; time, of which a busy machine needs more; memory. An image with the most pixels
+# takes a third of the time and two thirds of the memory.
 SECONDS = 10.0
 WAIT_SECONDS = 60.0
 MEMORY_BYTES = 1536 << 20
@@ -255,10 +255,10 @@ def _talk(child: _Child, request: dict[str, Any], data: bytes, talk: "Future[tup
     assert stdin is not None and stdout is not None
     try:
         if not child.ready:
-            image_decoder.receive(stdout)
+            receive(stdout)
         child.begin()
-        image_decoder.send(stdin, request, data)
-        talk.set_result(image_decoder.receive(stdout))
+        send(stdin, request, data)
+        talk.set_result(receive(stdout))
     except BaseException as error:
         talk.set_exception(error)
 

@@ -75,9 +75,13 @@ def test_a_client_that_leaves_ends_its_image() -> None:
     begun = threading.Event()
 
     def call(check: Callable[[], None]) -> None:
+        def ends() -> bool:
+            check()
+            return False
+
         begun.set()
         try:
-            until(lambda: check() is not None)
+            until(ends)
         except CancelledError as error:
             ended.append(error)
             raise

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -78,9 +79,7 @@ def test_processor_time_is_limited(slow: bytes) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its own limits")
 @pytest.mark.parametrize("limits", [{"seconds": 1.0}, {"wait_seconds": 1.0}])
-def test_the_system_keeps_the_limits_too(
-    limits: dict[str, float], slow: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_system_keeps_the_limits_too(limits: dict[str, Any], slow: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process that asks were gone or busy."""
     monkeypatch.setattr(image_process._Child, "check", lambda *_: None)
     process = ImageProcess(**limits)
@@ -264,7 +263,7 @@ def test_hostile_files_end_within_the_limits(name: str) -> None:
     assert check_image(SMALL, "boat") == (64, 48)
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "PNG": {}, "JPEG": {}, "JPEG progressive": {"progressive": True}, "WEBP": {}, "AVIF": {}, "BMP": {}, "TIFF": {},
     "TIFF packed": {"compression": "tiff_lzw"},
 }  # fmt: skip

@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
 from runtime.core.errors import InvalidRequestError
-from runtime.video.image_decoder import MAX_FILE_BYTES
+from runtime.video.image_messages import MAX_FILE_BYTES
 from runtime.video.images import THUMBNAIL_BYTES, check_image, decode_image, fitted, read_image, thumbnail
 from tests.hostile_files import HOSTILE
 from tests.image_files import bomb, chunk, compressed_text, encoded, picture, saved, tiff, with_chunk
@@ -228,7 +229,11 @@ def test_pillows_own_rare_tiffs_are_refused_by_name() -> None:
 def test_every_mode_of_every_format_is_what_pillow_shows(mode: str, subtests: pytest.Subtests) -> None:
     image = deep(0x8000) if mode == "I;16" else PICTURE.convert(mode)
     wanted = np.full((48, 64, 3), 128) if mode == "I;16" else np.asarray(image.convert("RGB")).astype(int)
-    lossy = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
+    lossy: dict[str, dict[str, Any]] = {
+        "JPEG": {"quality": 95},
+        "WEBP": {"lossless": True},
+        "AVIF": {"quality": 100, "subsampling": "4:4:4"},
+    }
     for kind in ("PNG", "TIFF") if mode == "I;16" else ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF"):
         try:
             data = encoded(image, kind, **lossy.get(kind, {}))
