@@ -62,3 +62,58 @@ def bomb(side: int = 50_000) -> bytes:
     data = b"\x78\xda" + repeated * (size // len(block)) + rest + checksum.to_bytes(4, "big")
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def many_scans(side: int = 6000, scans: int = 4000) -> bytes:
+    """Return a small progressive JPEG that a decoder reads for minutes: its last scan, of all pixels, is repeated."""
+    data = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True, quality=50)
+    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return data[:last] + data[last:end] * scans + data[end:]
+
+
+def with_chunk(png: bytes, kind: bytes, data: bytes) -> bytes:
+    """Return a PNG with one more chunk before its pixels."""
+    start = png.index(b"IDAT") - 4
+    return png[:start] + chunk(kind, data) + png[start:]
+
+
+def compressed_text(size: int) -> bytes:
+    """Return the data of a PNG's zTXt chunk, whose text has so many characters."""
+    return b"workflow\0\0" + zlib.compress(b"a" * size)
+
+
+def tiff(pixels: np.ndarray, *, planar: bool = False, tile: int = 0, **tags: Any) -> bytes:
+    """Return a plain TIFF of an array (height, width, samples), as Pillow cannot write it.
+
+    Args:
+        planar: whether the samples are stored apart.
+        tile: side of square tiles; by default, there are none.
+        tags: `photometric`, 2 for RGB by default.
+    """
+    height, width, samples = pixels.shape
+    bits, kind = 8 * pixels.dtype.itemsize, {"u": 1, "i": 2, "f": 3}[pixels.dtype.kind]
+    planes = [pixels[..., one : one + 1] for one in range(samples)] if planar else [pixels]
+    parts = [
+        np.pad(plane, ((0, -height % tile), (0, -width % tile), (0, 0)))[y : y + tile, x : x + tile].tobytes()
+        for plane in planes
+        for y in range(0, height, tile)
+        for x in range(0, width, tile)
+    ] if tile else [plane.tobytes() for plane in planes]  # fmt: skip
+    offsets = [8 + sum(map(len, parts[:index])) for index in range(len(parts))]
+    places, sizes = (324, 325) if tile else (273, 279)
+    entries: dict[int, list[int]] = {
+        256: [width], 257: [height], 258: [bits] * samples, 259: [1], 262: [tags.get("photometric", 2)],
+        277: [samples], 284: [2 if planar else 1], 339: [kind] * samples,
+        **({322: [tile], 323: [tile]} if tile else {278: [height]}),
+        places: offsets, sizes: list(map(len, parts)),
+    }  # fmt: skip
+    body = b"".join(parts)
+    table, extra = b"", b""
+    extra_at = 8 + len(body) + 2 + 12 * len(entries) + 4
+    for tag, values in sorted(entries.items()):
+        data = struct.pack(f"<{len(values)}I", *values)
+        field = data if len(data) == 4 else struct.pack("<I", extra_at + len(extra))
+        table += struct.pack("<HHI", tag, 4, len(values)) + field
+        extra += b"" if len(data) == 4 else data
+    head = b"II*\0" + struct.pack("<I", 8 + len(body))
+    return head + body + struct.pack("<H", len(entries)) + table + bytes(4) + extra

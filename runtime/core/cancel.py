@@ -3,6 +3,10 @@
 from threading import Event
 
 
+def never() -> None:
+    """Check nothing: in the place of `Cancel.check` where nobody cancels."""
+
+
 class CancelledError(Exception):
     """Raised by `Cancel.check`. Not an error: the job ends with the `Cancelled` event."""
 

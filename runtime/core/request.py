@@ -413,7 +413,7 @@ class GenerationRequest(FrozenModel):
         str | None,
         ImageFile(
             label="Image",
-            help="Start the video from this PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF file. Only some models can.",
+            help="Start the video from this PNG, JPEG, WebP, AVIF, BMP or TIFF file. Only some models can.",
             group="image",
             flag="--image",
             metavar="FILE",

@@ -10,13 +10,14 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 
 from PIL import Image
 
+from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, OutputError, TandemError
 from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.images import ImageUse, parse_reference
@@ -24,7 +25,7 @@ from runtime.core.locks import held
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import add_usable, not_downloaded
 from runtime.models.spec import ModelSpec
-from runtime.video.images import decode_image, read_bytes, read_size
+from runtime.video.images import check_image, decode_image, read_bytes
 
 _FOLDER = "images"
 # Held while a copy is written, found or removed.
@@ -51,7 +52,7 @@ def with_images(
     *,
     needs_image: bool = True,
     keep: bool = True,
-    decode: bool = True,
+    check: Callable[[], None] = never,
 ) -> ModelSpec:
     """Return a model with the images of a request, checked and copied.
 
@@ -59,22 +60,24 @@ def with_images(
         cache_dir: the cache folder; `None` for none, so that nothing is copied.
         needs_image: whether an image must be given for a model that makes no video without one.
         keep: whether the images are copied to the cache; otherwise the files themselves are used.
-        decode: whether the images are decoded; otherwise only their headers are checked, which runs less of the
-            decoders on files that others sent.
+        check: called many times a second while images are decoded; an exception that it raises ends that.
 
     Raises:
         InvalidRequestError: if an image cannot be read, or the model does not start from an image, or ends with none.
+        MachineError: if the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
     _check_supported(spec, request, weights_dir, needs_image=needs_image)
     image, last_image = (
-        None if file is None else find_image(file, field, cache_dir, keep=keep, decode=decode)
+        None if file is None else find_image(file, field, cache_dir, keep=keep, check=check)
         for field, file in (("image", request.image), ("last_image", request.last_image))
     )
     return replace(spec, image=image, last_image=last_image)
 
 
-def find_image(file: str, field: str, cache_dir: Path | None, *, keep: bool = True, decode: bool = True) -> ImageUse:
+def find_image(
+    file: str, field: str, cache_dir: Path | None, *, keep: bool = True, check: Callable[[], None] = never
+) -> ImageUse:
     """Return an image that a request names, checked; see `with_images`.
 
     Args:
@@ -93,35 +96,37 @@ def find_image(file: str, field: str, cache_dir: Path | None, *, keep: bool = Tr
         path = path.absolute()
         # Backslashes separate folders in names of other systems.
         name, data = path.name.replace("\\", "_"), read_bytes(path, field)
-    use = _checked(data, name, field, path, decode=decode)
+    use = _checked(data, name, field, path, check)
     return use.replace(path=_kept(path, data, use.digest, cache_dir)) if keep and cache_dir is not None else use
 
 
-def keep_image(data: bytes, name: str, field: str, cache_dir: Path, *, decode: bool = True) -> ImageUse:
+def keep_image(data: bytes, name: str, field: str, cache_dir: Path, *, check: Callable[[], None] = never) -> ImageUse:
     """Check the content of an image's file, and keep it in the cache folder; see `find_image`.
 
     Raises:
         InvalidRequestError: if it cannot be used.
+        MachineError: if the process that decodes images does not start.
         OutputError: if it cannot be written.
     """
-    use = _checked(data, name, field, Path(), decode=decode)
+    use = _checked(data, name, field, Path(), check)
     path = _kept(Path(), data, use.digest, cache_dir)
     if path == Path():
         raise OutputError("image.not_kept", folder=images_dir(cache_dir))
     return use.replace(path=path)
 
 
-def _checked(data: bytes, name: str, field: str, path: Path, *, decode: bool) -> ImageUse:
+def _checked(data: bytes, name: str, field: str, path: Path, check: Callable[[], None]) -> ImageUse:
     digest = hashlib.sha256(data).hexdigest()
-    width, height = _decoded_size(data, digest, name, field) if decode else read_size(data, name, field)
+    width, height = _decoded_size(data, digest, name, field, check)
     return ImageUse(name=name, path=path, digest=digest, width=width, height=height)
 
 
-def open_image(use: ImageUse, field: str = "image") -> Image.Image:
-    """Return an image as RGB, 8 bits, upright, in sRGB; see `video.images.read_image`.
+def open_image(use: ImageUse, field: str = "image", check: Callable[[], None] = never) -> Image.Image:
+    """Return an image as RGB, 8 bits, upright, in sRGB; see `video.images.decode_image`.
 
     Raises:
         InvalidRequestError: if its file is gone or has changed.
+        MachineError: if the process that decodes images does not start.
     """
     try:
         data = read_bytes(use.path, field)
@@ -129,7 +134,7 @@ def open_image(use: ImageUse, field: str = "image") -> Image.Image:
         raise InvalidRequestError(field, "image.gone", file=use.name, cause=error.fact) from error
     if hashlib.sha256(data).hexdigest() != use.digest:
         raise InvalidRequestError(field, "image.changed", file=use.name)
-    return decode_image(data, use.name, field)
+    return decode_image(data, use.name, field, check)
 
 
 def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_image: bool) -> None:
@@ -161,9 +166,9 @@ def models_with_images(weights_dir: Path) -> list[str]:
     return [spec.name for spec in specs if spec.image_input is not None]
 
 
-def _decoded_size(data: bytes, digest: str, name: str, field: str) -> tuple[int, int]:
+def _decoded_size(data: bytes, digest: str, name: str, field: str, check: Callable[[], None]) -> tuple[int, int]:
     if digest not in _DECODED:
-        size = decode_image(data, name, field).size
+        size = check_image(data, name, field, check)
         if len(_DECODED) >= _MOST_DECODED:
             _DECODED.clear()
         _DECODED[digest] = size

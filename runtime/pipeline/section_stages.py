@@ -46,7 +46,7 @@ def encode_section_images(context: RunContext, conditioning: Conditioning) -> tu
     The images' latents are drawn by the generator that then draws the noise of the sections.
     """
     plan, spec = context.plan, context.spec
-    images = images_of(plan)
+    images = images_of(plan, context.cancel.check)
     context.current = ("load", IMAGE_ENCODER)
     with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
         context.begin_stage("encode", IMAGE_ENCODER)

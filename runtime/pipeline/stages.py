@@ -17,7 +17,8 @@ import torch
 from PIL.Image import Image
 
 from runtime import __version__
-from runtime.core.errors import InvalidRequestError
+from runtime.core.cancel import never
+from runtime.core.errors import TandemError
 from runtime.core.events import FramesDecoded, StageStarted, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import ImageUse
@@ -95,7 +96,7 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     """Return the conditioning with the plan's images: their latents and, where the model attends to it, embeddings."""
     plan, spec = context.plan, context.spec
     context.current = ("load", VAE_ENCODER)
-    images = images_of(plan)
+    images = images_of(plan, context.cancel.check)
     if IMAGE_ENCODER in plan.components:
         with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
             context.begin_stage("encode", IMAGE_ENCODER)
@@ -107,14 +108,17 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     return replace(conditioning, given=GivenFrames.of(spec, latents.to(device), len(images)))
 
 
-def images_of(plan: ExecutionPlan) -> list[Image]:
+def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Image]:
     """Read a plan's images; return them as frames of its size.
+
+    Args:
+        check: see `models.images.with_images`.
 
     Raises:
         InvalidRequestError: if one cannot be read.
     """
     return [
-        fitted(open_image(use, field), plan.width, plan.height, plan.image_fit, plan.image_position)
+        fitted(open_image(use, field, check), plan.width, plan.height, plan.image_fit, plan.image_position)
         for field, use in plan.images.items()
     ]
 
@@ -252,9 +256,9 @@ def _metadata(saved: VideoSaved, plan: ExecutionPlan, job_id: str | None) -> dic
 
 
 def _thumbnail(use: ImageUse) -> dict[str, str]:
-    """Return a small picture of an image as a data address; empty if the image's copy is gone by now."""
+    """Return a small picture of an image as a data address; empty if it cannot be read by now."""
     try:
         picture = thumbnail(open_image(use))
-    except InvalidRequestError:
+    except TandemError:
         return {}
     return {"thumbnail": f"data:image/webp;base64,{base64.b64encode(picture).decode()}"}

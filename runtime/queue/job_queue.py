@@ -161,17 +161,14 @@ class JobQueue:
             for gpu in self._gpus
         ]
 
-    def submit(self, request: GenerationRequest, owner: str | None = None, *, decode: bool = True) -> Job:
+    def submit(self, request: GenerationRequest, owner: str | None = None) -> Job:
         """Plan a request and queue it.
-
-        Args:
-            decode: see `models.images.with_images`; the worker decodes in any case.
 
         Raises:
             TandemError: if it cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self._job_of(self.store.add(request, self._plan(request, decode=decode), owner=owner))
+        return self._job_of(self.store.add(request, self._plan(request), owner=owner))
 
     def submit_once(
         self,
@@ -180,15 +177,12 @@ class JobQueue:
         check: Callable[[ExecutionPlan], None],
         admit: Callable[[int, Sequence[float]], None],
         submission: Submission | None = None,
-        *,
-        decode: bool = True,
     ) -> JobRecord:
         """Plan a request and queue it, unless its submission was queued before; return its job.
 
         Args:
             check: raises an error if the plan is beyond a limit.
             admit, submission: see `JobStore.add_once`.
-            decode: see `submit`.
 
         Raises:
             TandemError: if it cannot be planned, is not admitted, or its submission had another request.
@@ -197,7 +191,7 @@ class JobQueue:
         if known is not None:
             return known
         make_folder(self._outputs_dir)
-        plan = self._plan(request, decode=decode)
+        plan = self._plan(request)
         check(plan)
         return self.store.add_once(request, plan, owner=owner, admit=admit, submission=submission)
 
@@ -381,12 +375,12 @@ class JobQueue:
         except StoreError as error:
             logger.warning("Jobs that were running cannot be updated: %s", error)
 
-    def model(self, request: GenerationRequest, *, decode: bool = True) -> ModelSpec:
+    def model(self, request: GenerationRequest) -> ModelSpec:
         """Return a request's model; see `models.requested.model_for`."""
-        return model_for(request, self._weights_dir, self._engines.cache_dir, decode=decode)
+        return model_for(request, self._weights_dir, self._engines.cache_dir)
 
-    def _plan(self, request: GenerationRequest, *, decode: bool = True) -> ExecutionPlan:
-        spec = self.model(request, decode=decode)
+    def _plan(self, request: GenerationRequest) -> ExecutionPlan:
+        spec = self.model(request)
         output = output_path(self._outputs_dir, request.prompt)
         other = self.plans_for()
         if other is not None:

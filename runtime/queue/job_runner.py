@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.core.cancel import Cancel
+from runtime.core.cancel import Cancel, never
 from runtime.core.errors import CheckpointError, StoreError
 from runtime.core.events import (
     EngineProgress,
@@ -81,17 +81,19 @@ class Planner:
         gpu: int = 0,
         others: Sequence[int] | None = None,
         deaths: Sequence[Mapping[str, object]] = (),
+        check: Callable[[], None] = never,
     ) -> tuple[ModelSpec, ExecutionPlan]:
         """Return the model and the plan of a claimed job; a job that started before keeps its plan if it can.
 
         Args:
             gpu, others: see `planner.resolve.resolve`.
             deaths: see `recovery.avoid_causes`.
+            check: see `models.images.with_images`.
 
         Raises:
             TandemError: if the job cannot run on this machine now.
         """
-        spec = model_for(record.generation_request(), self._weights_dir, self._engines.cache_dir)
+        spec = model_for(record.generation_request(), self._weights_dir, self._engines.cache_dir, check=check)
         if record.begun and record.plan is not None and _has_same_inputs(record.plan, spec):
             planned = record.plan.replace(
                 model_directory=spec.directory,

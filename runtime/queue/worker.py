@@ -328,7 +328,7 @@ class Worker:
         """
         gpu, instance, registry = self._config.gpu, self._config.instance, self._registry
         deaths = self._store.deaths(record.id)
-        spec, plan = self._planner.plan(record, self._machine(), gpu, deaths=deaths)
+        spec, plan = self._planner.plan(record, self._machine(), gpu, deaths=deaths, check=recorder.cancel.check)
         held = registry.gpus(instance)
         if plan.gpus == 1:
             if len(held) > 1:
@@ -338,7 +338,7 @@ class Worker:
         if len(held) < plan.gpus:
             self._gather(recorder, plan.gpus)
         others = registry.return_spare(instance, plan.gpus)[1:]
-        return self._planner.plan(record, self._machine(), gpu, others, deaths)
+        return self._planner.plan(record, self._machine(), gpu, others, deaths, recorder.cancel.check)
 
     def _gather(self, recorder: JobRecorder, count: int) -> None:
         """Wait until this worker has `count` GPUs; report how many it has so far."""

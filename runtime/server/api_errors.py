@@ -139,7 +139,8 @@ def handlers(redact: Callable[[str], str]) -> dict[type[Exception], Callable[[Re
         return answer(status, body_of(error.fact, status, param, redact), headers)
 
     def internal(_request: Request, error: Exception) -> Response:
-        # Starlette raises it again, and uvicorn logs the traceback.
+        # Starlette raises it again, and uvicorn prints the traceback.
+        logger.error("A request failed", exc_info=error)
         return answer(500, body_of(Fact("server.api_internal"), 500, None, redact))
 
     return {HTTPException: http, TandemError: tandem, Exception: internal}

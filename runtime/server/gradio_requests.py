@@ -18,7 +18,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.exceptions import HTTPException
 
 from runtime.core.images import PREFIX
-from runtime.video.images import MAX_FILE_BYTES
+from runtime.video.image_messages import MAX_FILE_BYTES
 
 Access = Literal["public", "login"]
 

@@ -4,28 +4,34 @@ An upload is answered with the name of its copy, "sha256:DIGEST/NAME", which req
 upload route and folder are not used, and no route sends an image: only jobs read the copies.
 """
 
-import asyncio
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from runtime.core.cancel import never
 from runtime.core.errors import LimitError, TandemError
 from runtime.core.images import ImageUse
 from runtime.server.gradio_requests import IMAGES, UPLOAD, RefusedError
+from runtime.server.image_queue import ImageQueue
 
 _PRIVATE = {"Cache-Control": "private, no-store"}
 _MOST_NAME = 200
 # Of an image that was sent without a name.
 NAMELESS = "image"
 
-# Checks and keeps an image: given its file's content, its name, and the visitor's name or "" for the owner.
-Keep = Callable[[bytes, str, str], ImageUse]
+
+class Keep(Protocol):
+    """Checks and keeps an image: given its file's content, its name, and the visitor's name or "" for the owner."""
+
+    def __call__(self, data: bytes, name: str, visitor: str, check: Callable[[], None] = never) -> ImageUse:
+        """Return the image; `check` is called while it is decoded."""
 
 
 def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
@@ -35,9 +41,14 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
         redact: removes from a message what a visitor should not read.
     """
 
+    queue = ImageQueue()
+
     async def kept(request: Request, data: bytes, name: str) -> ImageUse:
+        visitor = request.user.display_name
         try:
-            return await asyncio.to_thread(keep, data, plain_name(name), request.user.display_name)
+            return await queue.run(request, visitor, len(data), partial(keep, data, plain_name(name), visitor))
+        except ClientDisconnect as error:
+            raise RefusedError("The request was incomplete.", 400) from error
         except TandemError as error:
             status = 429 if isinstance(error, LimitError) else 422
             raise RefusedError(redact(f"{error.what} {error.remedy}".strip()), status) from error

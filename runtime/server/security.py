@@ -15,6 +15,7 @@ References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `Tr
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -58,8 +59,8 @@ _HEADERS = (
     ("X-Content-Type-Options", "nosniff"),
 )
 
-# Of one page, at once.
-_MOST_UPLOADS = 4
+# Of one user of a page, and of all, at once.
+_MOST_UPLOADS, _MOST_UPLOADS_ALL = 4, 8
 
 # Queues the job of a call. It is given the call's values and the visitor's name, and returns the job, or an error.
 Submit = Callable[[Sequence[Any], str], Awaitable[object]]
@@ -290,22 +291,23 @@ class ValidationMiddleware:
         self._app = app
         self._visitors = visitors
         self._submissions = submissions
-        self._uploads = 0
+        self._uploads: Counter[str] = Counter()
 
     @contextmanager
-    def _uploading(self) -> Iterator[None]:
+    def _uploading(self, user: str) -> Iterator[None]:
         """Count an upload that is read: each takes its size of memory.
 
         Raises:
             RefusedError: if there are too many.
         """
-        if self._uploads >= _MOST_UPLOADS:
+        if self._uploads[user] >= _MOST_UPLOADS or self._uploads.total() >= _MOST_UPLOADS_ALL:
             raise RefusedError("Too many uploads at once. Try again.", 429)
-        self._uploads += 1
+        self._uploads[user] += 1
         try:
             yield
         finally:
-            self._uploads -= 1
+            self._uploads[user] -= 1
+            self._uploads = +self._uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -317,7 +319,7 @@ class ValidationMiddleware:
         if gradio_requests.charset_problem(Headers(scope=scope).get("content-type", "")) is not None:
             raise RefusedError("Forms must be in UTF-8.", 415)
         if scope["method"] == "POST" and gradio_requests.is_upload(scope["path"]):
-            with self._uploading():
+            with self._uploading(getattr(scope.get("user"), "display_name", "")):
                 body = await _read_body(receive, gradio_requests.MAX_UPLOAD_BYTES)
                 await self._app(scope, _replayed(body, receive), send)
             return

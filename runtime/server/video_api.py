@@ -26,7 +26,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -40,7 +40,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,6 +48,7 @@ from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import Fact, shortened
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import GenerationRequest
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
@@ -64,6 +65,7 @@ from runtime.server.api_errors import ErrorAnswer, refused
 from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
 from runtime.server.conditional import ConditionalMiddleware
 from runtime.server.connections import set_login
+from runtime.server.image_queue import ImageQueue
 from runtime.server.job_files import etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
@@ -116,6 +118,7 @@ class VideoApi:
         self._models = offered(settings.model, settings.weights_dir)
         self._folders = private_folders(settings)
         self._bodies = video_requests.BodyReader()
+        self._images = ImageQueue()
         self._watchers = Watchers(_MOST_STREAMS, _MOST_STREAMS_ALL)
         self._feeds = video_events.VideoFeeds(worker, self._shown, self.redact)
         self._metrics = Metrics(worker)
@@ -188,8 +191,9 @@ class VideoApi:
             raise refused(400, "server.api_idempotency_key", "Idempotency-Key")
         caller = _caller(request)
         values, images = await self._bodies.read(request, _owner(caller) or "")
-        self._check_caller(caller)  # reading a body takes time
-        record = await asyncio.to_thread(self._create, values, images, key, caller)
+        copies = await self._keep(request, values, images) if images else {}
+        self._check_caller(caller)  # reading a body and its images takes time
+        record = await asyncio.to_thread(self._create, values, copies, key, caller)
         return self._video(record)
 
     def list(
@@ -303,26 +307,35 @@ class VideoApi:
         if caller is not None and caller not in (keys or ()):
             raise refused(401, "server.api_key_wrong")
 
-    def _create(
-        self,
-        values: Mapping[str, Any],
-        images: Mapping[str, video_requests.Image],
-        key: str | None,
-        caller: ApiKey | None,
-    ) -> JobRecord:
-        name = values.get("model", self._settings.model)
-        model = self._key_of(name)
+    async def _keep(
+        self, request: Request, values: Mapping[str, Any], images: Mapping[str, video_requests.Image]
+    ) -> dict[str, str]:
+        """Keep a request's images; return their copies by field."""
+
+        def keep(check: Callable[[], None]) -> dict[str, str]:
+            # First without its images, so that a request that is refused keeps none.
+            self._requested(values, {})
+            return {
+                field: keep_image(data, file, field, self._settings.cache_dir, check=check).reference
+                for field, (data, file) in images.items()
+            }
+
+        size = sum(len(data) for data, _ in images.values())
+        try:
+            return await self._images.run(request, _owner(_caller(request)) or "", size, keep)
+        except ClientDisconnect as error:
+            raise refused(400, "server.api_incomplete") from error
+
+    def _requested(self, values: Mapping[str, Any], copies: Mapping[str, str]) -> GenerationRequest:
+        model = self._key_of(values.get("model", self._settings.model))
         check_offered(model, self._models)
         check_disk(free_disk_bytes(self._settings.outputs_dir))
-        # Workers decode the images of others.
-        decode = caller is None
-        # First without its images, so that a request that is refused keeps none.
-        video_requests.request_of({**values, "model": model}, {})
-        copies = {
-            field: keep_image(data, file, field, self._settings.cache_dir, decode=decode).reference
-            for field, (data, file) in images.items()
-        }
-        request = video_requests.request_of({**values, "model": model}, copies)
+        return video_requests.request_of({**values, "model": model}, copies)
+
+    def _create(
+        self, values: Mapping[str, Any], copies: Mapping[str, str], key: str | None, caller: ApiKey | None
+    ) -> JobRecord:
+        request = self._requested(values, copies)
         digest = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()
         limits = None if caller is None else caller.limits
 
@@ -335,7 +348,7 @@ class VideoApi:
                 check_queue(limits, waiting, times, time.time())
 
         submission = None if key is None else Submission(key, digest)
-        return self._worker.submit_once(request, _owner(caller), check, admit, submission, decode=decode)
+        return self._worker.submit_once(request, _owner(caller), check, admit, submission)
 
     def _record(self, video_id: str, request: Request) -> JobRecord:
         """Return a video of the caller.

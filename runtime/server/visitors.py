@@ -8,9 +8,10 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import VideoSaved
 from runtime.core.images import ImageUse, parse_reference
@@ -89,7 +90,7 @@ class Visitors:
         limits = limits_of(self._settings, spec)
         self._check_images(request, visitor)
         weights, cache = self._settings.weights_dir, self._settings.cache_dir
-        request = filled_in(request, with_images(spec, request, weights, cache, decode=False), limits)
+        request = filled_in(request, with_images(spec, request, weights, cache), limits)
         check_request(request, limits)
         check_disk(free_disk_bytes(self._settings.outputs_dir))
         # One at a time, so that two simultaneous requests cannot both take the last place in the queue.
@@ -98,16 +99,16 @@ class Visitors:
             waiting = [*visitor_jobs(self._worker).values()]
             times = self._submitted.get(visitor, deque())
             check_queue(limits, waiting.count(visitor), len(waiting), tuple(times), now)
-            job = self._worker.submit(request, owner=visitor, decode=False)
+            job = self._worker.submit(request, owner=visitor)
             self._submitted = {name: times for name, times in self._submitted.items() if now - times[-1] < HOUR_SECONDS}
             self._submitted.setdefault(visitor, deque(maxlen=limits.per_hour)).append(now)
         return job
 
-    def keep_image(self, data: bytes, name: str, visitor: str) -> ImageUse:
-        """Keep an image that a visitor uploaded. Only its header is checked here: workers decode images.
+    def keep_image(self, data: bytes, name: str, visitor: str, check: Callable[[], None] = never) -> ImageUse:
+        """Check and keep an image that a visitor uploaded; see `models.images.keep_image`.
 
         Raises:
-            TandemError: if it cannot be an image, or a limit is reached.
+            TandemError: if it cannot be used, or a limit is reached.
         """
         check_disk(free_disk_bytes(self._settings.cache_dir))
         now = time.monotonic()
@@ -117,7 +118,7 @@ class Visitors:
             own = [at for at, name, _ in self._uploads if name == visitor]
             check_uploads(own, sum(size for _, _, size in self._uploads), now)
             self._uploads.append((now, visitor, len(data)))
-        use = keep_image(data, name, "image", self._settings.cache_dir, decode=False)
+        use = keep_image(data, name, "image", self._settings.cache_dir, check=check)
         with self._lock:
             images = self._images.setdefault(visitor, OrderedDict())
             images[use.digest] = None

@@ -25,7 +25,8 @@ from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.ui.formatting import page_text, render
 from runtime.ui.panels import unknown_action
-from runtime.video.images import MAX_FILE_BYTES, read_image, thumbnail
+from runtime.video.image_messages import MAX_FILE_BYTES
+from runtime.video.images import thumbnail
 from runtime.video.mp4 import read_frame
 
 EXAMPLES = ROOT / "examples"
@@ -65,7 +66,7 @@ def guidance(spec: ModelSpec, *, from_image: bool) -> dict[str, float]:
 @cache
 def examples() -> list[tuple[str, str]]:
     """Return the names of the images that ship with Tandem, each with a small picture."""
-    return [(path.stem, _address(thumbnail(read_image(path)))) for path in sorted(EXAMPLES.glob("*.png"))]
+    return [(path.stem, _address(thumbnail(_own(path.read_bytes())))) for path in sorted(EXAMPLES.glob("*.png"))]
 
 
 class ImageAnswers:
@@ -73,13 +74,13 @@ class ImageAnswers:
 
     Args:
         keep: checks and keeps an image: its file's content and name, and the visitor's name or "" for the owner.
-        decode: whether the page's process may decode images that were uploaded.
+        pictures: whether the page is sent pictures of all images that it names: a visitor may name another's.
     """
 
-    def __init__(self, settings: Settings, keep: Callable[[bytes, str, str], ImageUse], *, decode: bool) -> None:
+    def __init__(self, settings: Settings, keep: Callable[[bytes, str, str], ImageUse], *, pictures: bool) -> None:
         self._settings = settings
         self._keep = keep
-        self._decode = decode
+        self._pictures = pictures
 
     def answer(self, asked: Mapping[str, Any], job: Job | None, visitor: str) -> dict[str, Any]:
         """Return what the script asks for.
@@ -96,7 +97,7 @@ class ImageAnswers:
             case {"what": "example", "name": str(name)}:
                 return self._example(name, visitor)
             # A page cannot open files of its choice.
-            case {"what": "picture", "image": str(image)} if self._decode and image.startswith(PREFIX):
+            case {"what": "picture", "image": str(image)} if self._pictures and image.startswith(PREFIX):
                 use = find_image(image, "image", self._settings.cache_dir, keep=False)
                 return {"picture": picture(open_image(use)), "width": use.width, "height": use.height}
             case {"what": "refusal", "model": str(model)}:
@@ -127,9 +128,13 @@ class ImageAnswers:
 
     def _kept(self, data: bytes, name: str, visitor: str) -> dict[str, Any]:
         use = self._keep(data, name, visitor)
-        with Image.open(io.BytesIO(data)) as image:  # Tandem's own PNG
-            shown = picture(image.convert("RGB"))
-        return {"image": use.reference, "width": use.width, "height": use.height, "picture": shown}
+        return {"image": use.reference, "width": use.width, "height": use.height, "picture": picture(_own(data))}
+
+
+def _own(data: bytes) -> Image.Image:
+    """Decode a PNG of Tandem's own."""
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+        return image.convert("RGB")
 
 
 def error_answer(error: TandemError, redact: Callable[[str], str]) -> dict[str, Any]:
@@ -160,7 +165,7 @@ def used_images(given: Mapping[str, ImageUse], *, pictures: bool = True) -> list
 
     Args:
         given: by the request's field.
-        pictures: whether this process may decode them.
+        pictures: whether they are shown.
     """
     return [
         UsedImage(FIELDS[field].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
@@ -172,7 +177,7 @@ def used_images(given: Mapping[str, ImageUse], *, pictures: bool = True) -> list
 def _small_picture(use: ImageUse, exists: bool) -> str:
     try:
         return _address(thumbnail(open_image(use))) if exists else ""
-    except InvalidRequestError:
+    except TandemError:
         return ""
 
 

@@ -1,11 +1,12 @@
 """The owner's page: its parts and how they are connected, and the routes of its panels."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from starlette.routing import BaseRoute
 
+from runtime.core.cancel import never
 from runtime.core.images import ImageUse
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.imported.importing import WARNING
@@ -77,10 +78,8 @@ def build(
         opens_folders=opens_folders,
     )
 
-    def keep(data: bytes, name: str, _visitor: str) -> ImageUse:
-        return keep_image(data, name, "image", settings.cache_dir)
-
-    images = ImageAnswers(settings, keep, decode=True)
+    keep = _keeping(settings)
+    images = ImageAnswers(settings, keep, pictures=True)
     handlers = Handlers(worker, models, audience, icon, images, preset, lambda: len(usable_gpus(preview.machine())))
     models_panel = ModelsPanel(model_tasks, models, settings, preview, worker)
 
@@ -165,6 +164,14 @@ def build(
         }
     )
     return page, submissions, [*routes, *image_uploads.routes(keep)]
+
+
+def _keeping(settings: Settings) -> image_uploads.Keep:
+    def keep(data: bytes, name: str, visitor: str, check: Callable[[], None] = never) -> ImageUse:
+        del visitor
+        return keep_image(data, name, "image", settings.cache_dir, check=check)
+
+    return keep
 
 
 def _add_cluster() -> None:

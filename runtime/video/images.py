@@ -1,36 +1,23 @@
 """Reads the image that a video starts from, or ends with, whatever file it comes from, and makes a frame of it.
 
-Sizes are checked before pixels are decoded. Pillow decodes formats that people have; metadata is not kept.
+Files are decoded in a process of their own, see `image_process`; metadata is not kept.
 """
 
-import contextlib
 import errno
 import io
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import Image
 
+from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import CROP, MIDDLE
 from runtime.core.untrusted_files import NotRegularFileError, read_file
+from runtime.video.image_messages import MAX_FILE_BYTES
+from runtime.video.image_process import PROCESS, Decoded, DecodingError
 
-# Formats that are read, by Pillow's names.
-FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
-MAX_FILE_BYTES = 64 << 20
 THUMBNAIL_BYTES = 8_000
-MAX_PIXELS = 50_000_000
-MIN_SIDE = 16
-MAX_RATIO = 8
-# Brands of HEIC in the first box of a file, which Pillow does not read.
-_HEIC = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
-# Modes with more than 8 bits per value, and the largest value of integer ones.
-_DEEP = {"I;16": 65_535, "I;16L": 65_535, "I;16B": 65_535, "I": 65_535}
-_WHITE = (255, 255, 255)
-# Values of EXIF's orientation with exchanged sides.
-_TURNED = frozenset({5, 6, 7, 8})
 _THUMBNAIL_SIDE = 192
 # Noise takes 2.5 kB in the last one.
 _THUMBNAIL_QUALITIES = (70, 40, 10, 0)
@@ -44,7 +31,7 @@ def read_image(path: Path, field: str = "image") -> Image.Image:
 
     Raises:
         InvalidRequestError: if the file cannot be read, is not an image of a known format, is incomplete, animated, too
-            large or too small, or has extreme proportions.
+            large or too small, has extreme proportions, or takes too much time or memory.
     """
     return decode_image(read_bytes(path, field), path.name, field)
 
@@ -66,68 +53,30 @@ def read_bytes(path: Path, field: str = "image") -> bytes:
         raise InvalidRequestError(field, "image.unreadable", file=path, reason=reason) from error
 
 
-def decode_image(data: bytes, name: str, field: str = "image") -> Image.Image:
+def decode_image(data: bytes, name: str, field: str = "image", check: Callable[[], None] = never) -> Image.Image:
     """Return the image in a file's content; see `read_image`.
 
     Args:
         name: of the file, for errors.
-    """
-    with _opened(data, name, field) as image:
-        image.load()
-        return _plain(ImageOps.exif_transpose(image))
-
-
-def read_size(data: bytes, name: str, field: str = "image") -> tuple[int, int]:
-    """Return width and height of the upright image from a file's header, without decoding pixels.
+        check: called many times a second; an exception that it raises ends the decoding.
 
     Raises:
-        InvalidRequestError: as `decode_image`, except for damage beyond the header.
+        MachineError: if no process can be started.
     """
-    with _opened(data, name, field) as image:
-        width, height = image.size
-        # Without `getexif` of the format, which may decode the image to find data behind the pixels. Pillow turns the
-        # size of a TIFF itself.
-        turned = image.format != "TIFF" and Image.Image.getexif(image).get(ExifTags.Base.Orientation) in _TURNED
-        return (height, width) if turned else (width, height)
+    return _decoded(data, name, field, check, pixels=True).image()
 
 
-@contextlib.contextmanager
-def _opened(data: bytes, name: str, field: str) -> Iterator[Image.Image]:
-    """Open the image in a file's content and check its header; errors of Pillow in the `with` block are refusals."""
+def check_image(data: bytes, name: str, field: str = "image", check: Callable[[], None] = never) -> tuple[int, int]:
+    """Decode the image in a file's content; return its width and height. See `decode_image`."""
+    decoded = _decoded(data, name, field, check, pixels=False)
+    return decoded.width, decoded.height
 
-    def refused(code: str, **values: Any) -> InvalidRequestError:
-        return InvalidRequestError(field, code, file=name, **values)
 
-    if not data:
-        raise refused("image.empty")
-    if data[4:8] == b"ftyp" and data[8:12] in _HEIC:
-        raise refused("image.format_heic")
+def _decoded(data: bytes, name: str, field: str, check: Callable[[], None], *, pixels: bool) -> Decoded:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large images, which have their own limit here
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_header(image, refused)
-                yield image
-    except UnidentifiedImageError as error:
-        raise refused("image.format_unknown", formats=FORMATS) from error
-    except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, KeyError, TypeError) as error:
-        raise refused("image.damaged") from error
-    except (Image.DecompressionBombError, MemoryError) as error:
-        raise refused("image.too_large", most=MAX_PIXELS // 1_000_000) from error
-
-
-def _check_header(image: Image.Image, refused: Callable[..., InvalidRequestError]) -> None:
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise refused("image.too_large", most=MAX_PIXELS // 1_000_000)
-    if min(width, height) < MIN_SIDE:
-        raise refused("image.too_small", width=width, height=height, least=MIN_SIDE)
-    if max(width, height) > MAX_RATIO * min(width, height):
-        raise refused("image.too_long", width=width, height=height, most=MAX_RATIO)
-    # Photos of many phones have further pictures behind the first, such as a depth map.
-    # Counting the frames of a GIF would read all of it.
-    if image.format != "MPO" and getattr(image, "is_animated", False):
-        raise refused("image.animated")
+        return PROCESS.decode(data, pixels=pixels, check=check)
+    except DecodingError as error:
+        raise InvalidRequestError(field, error.code, file=name, **error.data) from error
 
 
 def fitted(image: Image.Image, width: int, height: int, fit: str = CROP, position: float = MIDDLE) -> Image.Image:
@@ -165,29 +114,3 @@ def thumbnail(image: Image.Image) -> bytes:
         if file.tell() <= THUMBNAIL_BYTES:
             break
     return file.getvalue()
-
-
-def _plain(image: Image.Image) -> Image.Image:
-    """Return an image in RGB, 8 bits, in sRGB, on white."""
-    profile = image.info.get("icc_profile")
-    if image.mode in _DEEP:
-        image = image.convert("I").point(lambda value: value * (255 / _DEEP[image.mode])).convert("L")
-    elif image.mode == "F":
-        image = image.convert("L")
-    if image.mode in {"P", "PA", "LA", "La", "RGBa"} or "transparency" in image.info:
-        image = image.convert("RGBA")
-    if image.mode == "RGBA":
-        white = Image.new("RGBA", image.size, (*_WHITE, 255))
-        image = Image.alpha_composite(white, image).convert("RGB")
-    if profile and image.mode in {"RGB", "CMYK", "L"}:
-        image = _in_srgb(image, profile)
-    return image.convert("RGB")
-
-
-def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    try:
-        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
-    except (ImageCms.PyCMSError, OSError, ValueError):  # a damaged profile, or one for another mode
-        return image
-    return image if converted is None else converted

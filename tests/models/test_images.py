@@ -218,16 +218,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert files.replace_file is not read_only
 
 
-def test_the_header_alone_is_checked_on_demand(tmp_path: Path) -> None:
-    file = tmp_path / "boat.png"
-    file.write_bytes(encoded(picture(640, 480))[:2000])
-    use = find_image(str(file), "image", tmp_path, decode=False)
-    assert (use.width, use.height) == (640, 480)
-    with pytest.raises(InvalidRequestError) as refused:
-        find_image(use.reference, "image", tmp_path)
-    assert refused.value.code == "image.damaged"
-
-
 def test_names_of_copies() -> None:
     use = ImageUse(name="my boat.png", path=Path("cache") / NOBODYS, digest=NOBODYS, width=1, height=1)
     assert use.reference == f"sha256:{NOBODYS}/my boat.png"

@@ -1,7 +1,7 @@
 """The routes for uploads, behind the middleware that limits them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +13,14 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.core.cancel import never
 from runtime.core.errors import LimitError
 from runtime.core.images import ImageUse
 from runtime.models.images import images_dir, keep_image
 from runtime.server import gradio_requests, image_uploads, security
 from runtime.server.gradio_requests import RefusedError
-from tests.image_files import encoded, picture
+from runtime.video.image_process import PROCESS
+from tests.image_files import encoded, many_scans, picture
 
 BOAT = encoded(picture())
 
@@ -35,11 +37,11 @@ class Anna:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    def keep(data: bytes, name: str, visitor: str) -> ImageUse:
+    def keep(data: bytes, name: str, visitor: str, check: Callable[[], None] = never) -> ImageUse:
         assert visitor == "anna"
         if name == "late.png":
             raise LimitError("server.images_full")
-        return keep_image(data, name, "image", tmp_path)
+        return keep_image(data, name, "image", tmp_path, check=check)
 
     limits = Middleware(security.ValidationMiddleware, visitors=None, submissions={})
     middleware = [Middleware(ExceptionMiddleware), Middleware(Anna), limits]
@@ -87,6 +89,20 @@ def test_bad_images_are_refused_with_a_remedy(data: bytes, words: str, client: T
         client.post("/gradio_api/upload", files={"files": ("boat.png", data)}),
     ):
         assert answer.status_code == 422 and "boat.png" in answer.text and words in answer.text
+    assert copies(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_images_that_take_too_long_are_refused(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROCESS._limits, "seconds", 1.5)
+    data = many_scans()
+    for answer in (
+        client.post("/tandem/images/boat.jpg", content=data),
+        client.post("/gradio_api/upload", files={"files": ("boat.jpg", data)}),
+    ):
+        assert answer.status_code == 422 and "boat.jpg takes more than 2 seconds" in answer.text
     assert copies(tmp_path) == []
 
 

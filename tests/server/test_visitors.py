@@ -6,15 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image
 
 from runtime.core.errors import InvalidRequestError, LimitError, ModelError, TandemError
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
-from runtime.models import images
 from runtime.models.catalogue import find
 from runtime.models.images import find_image
 from runtime.models.spec import ModelSpec
@@ -24,7 +21,6 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.visitors import Visitors, cancel_orphaned, stop_videos, visitor_jobs
-from runtime.video.images import decode_image
 from tests.image_files import bomb, encoded, picture, saved
 from tests.plans import no_engines, tiny_plan
 from tests.thread_queue import RunningQueue
@@ -231,28 +227,18 @@ def test_a_visitors_size_follows_from_the_image_within_the_limits(
     assert end_of(job) == "done"
 
 
-def test_a_visitors_image_is_decoded_by_the_worker(
-    able: Visitors, worker: JobQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    anna, decoded = able.name_of("anna"), []
-    decode = decode_image
-
-    def decode_here(*arguments: Any) -> Image.Image:
-        decoded.append(threading.current_thread().name)
-        return decode(*arguments)
-
-    monkeypatch.setattr(images, "decode_image", decode_here)
-    cut = able.keep_image(encoded(picture(640, 480))[:1500], "cut.png", anna).reference
-    job = able.submit(long(model="able", image=cut), anna)
-    assert decoded == [] or "MainThread" not in decoded
-    assert end_of(job) == "failed"
-    failure = worker.store.get(job.id).failure
-    assert failure is not None and failure.fact.code == "image.damaged" and decoded
-    assert "MainThread" not in decoded
-    for data, code in ((b"", "image.empty"), (b"text", "image.format_unknown"), (bomb(10_000), "image.too_large")):
+def test_a_visitors_image_is_checked_when_it_is_uploaded(able: Visitors, tmp_path: Path) -> None:
+    anna = able.name_of("anna")
+    for data, code in (
+        (encoded(picture(640, 480))[:1500], "image.damaged"),
+        (b"", "image.empty"),
+        (b"text", "image.format_unknown"),
+        (bomb(10_000), "image.too_large"),
+    ):
         with pytest.raises(InvalidRequestError) as refused:
             able.keep_image(data, "boat.png", anna)
         assert refused.value.code == code
+    assert not (tmp_path / "images").exists()
 
 
 def test_visitors_upload_a_limited_number_of_images(

@@ -28,7 +28,7 @@ from tests.plans import tiny_plan
 def answers(tmp_path: Path) -> ImageAnswers:
     settings = Settings(cache_dir=tmp_path / "cache")
     return ImageAnswers(
-        settings, lambda data, name, _visitor: keep_image(data, name, "image", settings.cache_dir), decode=True
+        settings, lambda data, name, _visitor: keep_image(data, name, "image", settings.cache_dir), pictures=True
     )
 
 
@@ -77,8 +77,8 @@ def test_a_picture_of_a_kept_image_is_small(answers: ImageAnswers, tmp_path: Pat
     with pytest.raises(InvalidRequestError) as refused:
         answers.answer({"what": "picture", "image": use.reference}, None, "")
     assert refused.value.code == "image.copy_missing"
-    # A page that may not decode what others sent has no picture of it.
-    visitors = ImageAnswers(answers._settings, answers._keep, decode=False)
+    # A visitors' page has no pictures of images: they may be another visitor's.
+    visitors = ImageAnswers(answers._settings, answers._keep, pictures=False)
     with pytest.raises(InvalidRequestError) as refused:
         visitors.answer({"what": "picture", "image": use.reference}, None, "")
     assert refused.value.code == "ui.unknown_action"

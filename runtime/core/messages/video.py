@@ -11,9 +11,29 @@ MESSAGES: Mapping[str, Message] = {
     "image.damaged": Message("{file} is damaged or incomplete.", "Open it in another program and save it again."),
     "image.empty": Message("{file} is empty.", "Give the file of an image, such as a PNG or JPEG."),
     "image.file_too_large": Message("{file} is larger than {most:bytes}.", "Save it as a JPEG, and give that."),
+    "image.format_gif": Message(
+        "{file} is a GIF, which Tandem does not read.",
+        "Save the picture to start from as a PNG or JPEG.",
+    ),
     "image.format_heic": Message("{file} is a HEIC image, which Tandem does not read.", "Save it as a PNG or JPEG."),
     "image.format_unknown": Message("{file} is not an image that Tandem reads.", "Give one of: {formats:list}."),
+    "image.kind_unknown": Message(
+        "{file} is damaged, or a kind of {format} that Tandem does not read, such as one with 32 bits per value.",
+        "Open it in another program and save it as a PNG or JPEG.",
+    ),
+    "image.memory": Message(
+        "Reading {file} takes more than {most:bytes} of memory.",
+        "Open it in another program and save it again as a PNG or JPEG.",
+    ),
+    "image.no_process": Message(
+        "The program that reads images did not start: {reason}.",
+        "Free some memory and try again. If that does not help, install Tandem again.",
+    ),
     "image.not_a_file": Message("{file} is not a file.", "Give the file of an image, such as a PNG or JPEG."),
+    "image.slow": Message(
+        "Reading {file} takes more than {seconds:.0f} seconds.",
+        "Open it in another program and save it again as a PNG or JPEG.",
+    ),
     "image.too_large": Message("{file} has more than {most} million pixels.", "Make it smaller, and try again."),
     "image.too_long": Message(
         "{file} has {width} × {height} pixels: one side is more than {most} times the other.",

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.core import log, settings
-from runtime.core.cancel import Cancel
+from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
 from runtime.core.errors import EngineError, ModelError, TandemError
 from runtime.core.events import (
+    Cancelled,
     CheckpointSaved,
     EngineProgress,
     Event,
@@ -277,7 +278,10 @@ class NodeWorker:
             record = order.record.model_copy(update={"output": output, "request": self._request(order)})
             machine = self._engines.machine if self._engines.machine.gpus else probe()
             try:
-                spec, plan = self._planner.plan(record, machine, 0, None, order.deaths)
+                spec, plan = self._planner.plan(record, machine, 0, None, order.deaths, cancel.check)
+            except CancelledError:
+                waiting.put(("event", Cancelled()))
+                return
             except TandemError as error:
                 waiting.put(("refused", Failed.because_of(error)))
                 return

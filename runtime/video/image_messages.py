@@ -1,0 +1,39 @@
+"""Messages between this program and the process that decodes images: a line of JSON, then bytes."""
+
+import json
+from typing import IO, Any
+
+# Of an image's file.
+MAX_FILE_BYTES = 64 << 20
+# Of an image.
+MAX_PIXELS = 50_000_000
+# Of a line of JSON.
+MAX_LINE_BYTES = 1 << 16
+_MAX_BYTES = max(MAX_FILE_BYTES, 3 * MAX_PIXELS)
+
+
+def send(stream: IO[bytes], values: dict[str, Any], data: bytes = b"") -> None:
+    """Write a message."""
+    stream.write(json.dumps({**values, "bytes": len(data)}).encode() + b"\n")
+    stream.write(data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
+    """Read a message.
+
+    Raises:
+        EOFError: if the stream ends before.
+        ValueError: if it is none.
+    """
+    line = stream.readline(MAX_LINE_BYTES)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    values = json.loads(line)
+    size = int(values.pop("bytes"))
+    if not 0 <= size <= _MAX_BYTES:
+        raise ValueError(size)
+    data = stream.read(size)
+    if len(data) != size:
+        raise EOFError
+    return values, data
