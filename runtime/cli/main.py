@@ -5,7 +5,6 @@ Exit codes: 0 done; 2 user error; 1 internal error; 130 cancelled.
 
 import functools
 import inspect
-import io
 import logging
 import os
 import sys
@@ -95,26 +94,38 @@ OptionalText = str | None
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     make_private_files()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not if it is closed
-            stream.reconfigure(errors="backslashreplace")  # prompts may not fit the terminal's encoding
+    terminal.name_output_errors()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = OUTPUT_CLOSED
-    if code == OUTPUT_CLOSED:
-        # Python flushes again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except terminal.OutputUnwritableError as error:
+        code = code if code != DONE else report_error(error.fact, as_json=False)
+    else:
+        sys.exit(code)
+    # Python flushes again at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _run(arguments)
+    except (terminal.OutputClosedError, SystemExit):  # typer exits when it cannot print the help
+        return OUTPUT_CLOSED
+    except terminal.OutputUnwritableError as error:
+        return report_error(error.fact, as_json=False)
+
+
+def _run(arguments: list[str]) -> int:
     wants_json = "--json" in arguments
     try:
         code = app(arguments, prog_name=program(), standalone_mode=False)
         return code if isinstance(code, int) else DONE
+    except (terminal.OutputClosedError, terminal.OutputUnwritableError):
+        raise
     except TandemError as error:
         strategies = error.strategies if isinstance(error, MemoryShortError) else ()
         return report_error(error.fact, as_json=wants_json, strategies=strategies)
@@ -123,8 +134,6 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort, CancelledError):
         terminal.line("Cancelled.")
         return CANCELLED
-    except (terminal.OutputClosedError, SystemExit):  # typer exits when it cannot print the help
-        return OUTPUT_CLOSED
     except Exception as error:  # the traceback is in the log
         logger.exception("A command failed")
         return report_internal_error(repr(error), as_json=wants_json)
