@@ -7,7 +7,7 @@ from pathlib import Path
 if str(Path(__file__).parent.resolve()) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent.resolve()))
 
-from runtime.cli import main  # noqa: E402 - see above
+from runtime.cli import main
 
 if __name__ == "__main__":
     main()

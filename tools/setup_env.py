@@ -50,7 +50,7 @@ LOCK = ROOT / ".install.lock"  # not in .venv, which may be deleted while the lo
 # tests, which share fixtures, and takes over tests of another process when it has none left.
 _PARALLEL = ("--numprocesses=3", "--dist=worksteal")
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-# Of Python's variables, only these reach the program: others name modules of another Python, or end it for a wrong value.
+# Only these of Python's variables reach the program: others name modules of another Python, or end it at once.
 PYTHON_VARIABLES = (NO_BYTECODE, "PYTHONUNBUFFERED", "PYTHONPYCACHEPREFIX", "PYTHONFAULTHANDLER", "PYTHONNOUSERSITE")
 # Of pip's variables, only these: where packages come from. Others would change what is installed where.
 PIP_VARIABLES = (

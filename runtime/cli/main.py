@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -42,11 +43,13 @@ from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
 from runtime.core.environment import program
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, shortened
 from runtime.core.files import make_private_files
 from runtime.core.request import MAX_FRAMES, MAX_STEPS, GenerationRequest
 
 logger = logging.getLogger(__name__)
+
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 # What a command returns: its JSON output, its exit code, or both.
 Outcome = dict[str, Any] | int | tuple[dict[str, Any], int]
@@ -122,6 +125,7 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     wants_json = "--json" in arguments
     try:
+        _check_encoding(arguments)
         code = app(arguments, prog_name=program(), standalone_mode=False)
         return code if isinstance(code, int) else DONE
     except (terminal.OutputClosedError, terminal.OutputUnwritableError):
@@ -137,6 +141,15 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:  # the traceback is in the log
         logger.exception("A command failed")
         return report_internal_error(repr(error), as_json=wants_json)
+
+
+def _check_encoding(arguments: list[str]) -> None:
+    """Refuse arguments with bytes that are not UTF-8, for which Python has lone surrogates."""
+    for argument in arguments:
+        found = _NOT_UTF8.search(argument)
+        if found is not None:
+            shown = re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", shortened(argument))
+            raise SettingsError("cli.not_utf8", argument=shown, byte=f"0x{ord(found[0]) - 0xDC00:02X}")
 
 
 def _usage_fact(error: TyperException) -> Fact:

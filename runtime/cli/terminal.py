@@ -47,7 +47,7 @@ class OutputUnwritableError(TandemError):
 class _RawOutput(io.FileIO):
     """Standard output, whose errors are named, or standard error, whose errors cannot be shown anywhere."""
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         """Write bytes.
 
         Raises:

@@ -33,12 +33,18 @@ _NEW_OBJECTS = 50_000
 
 
 def restart_without_variables_of_python() -> None:
-    """Start this program again if Python was started with variables that disturb it, or without docstrings (-OO)."""
+    """Start this program again if Python was started with variables that disturb it, or without docstrings (-OO).
+
+    The same if it takes bytes of arguments for ASCII, which it does if PYTHONUTF8 and PYTHONCOERCECLOCALE are 0.
+    """
     disturbing = [name for name in _OF_PYTHON if os.environ.get(name)]
     own = len(sys.orig_argv) - len(sys.argv) + 1
     flags = [flag.replace("O", "") if _SHORT_FLAGS.fullmatch(flag) else flag for flag in sys.orig_argv[1:own]]
-    if not disturbing and flags == sys.orig_argv[1:own]:
+    in_ascii = sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1"
+    if not disturbing and not in_ascii and flags == sys.orig_argv[1:own]:
         return
+    if in_ascii:
+        os.environ["PYTHONUTF8"] = "1"
     for name in disturbing:
         del os.environ[name]
     command = [sys.executable, *(flag for flag in flags if flag != "-"), *sys.orig_argv[own:]]

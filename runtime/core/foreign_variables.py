@@ -244,6 +244,6 @@ def problem_of_downloads(
 
 
 def _is_exempt(host: str, environ: Mapping[str, str]) -> bool:
-    from urllib.request import proxy_bypass_environment
+    from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # not in typeshed
 
     return bool(proxy_bypass_environment(host, {"no": environ.get("no_proxy") or environ.get("NO_PROXY", "")}))
