@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.app_server import ROOT
 from tests.cli.refusals import refused
 from tests.environment.cases import REFUSED, RUNS, TABLE, broken, command, make_cache, runs_with
 
@@ -17,7 +18,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("run", [pytest.param(run, marks=[] if run == "plan" else pytest.mark.slow) for run in RUNS])
 def test_variables_of_other_programs_stop_nothing(run: str, cache: Path) -> None:
-    if run == "install" and not Path(".venv/tandem-install.json").is_file():
+    if run == "install" and not (ROOT / ".venv" / "tandem-install.json").is_file():
         pytest.skip("needs an installation")
     assert not broken(run, cache, [name for name in TABLE if run in runs_with(name)])
 
@@ -57,7 +58,7 @@ def test_a_proxy_is_used_for_downloads(cache: Path) -> None:
         command("models", "download", "a/b", "--yes", cache_dir=cache, values=values)
         listener.shutdown(socket.SHUT_RDWR)
     thread.join()
-    assert asked and set(asked) == {b"CONNECT hub.example:443 HTTP/1.1"}
+    assert b"CONNECT hub.example:443 HTTP/1.1" in asked
 
 
 def test_a_download_names_the_proxy_that_it_needs(
