@@ -50,6 +50,14 @@ LOCK = ROOT / ".install.lock"  # not in .venv, which may be deleted while the lo
 # tests, which share fixtures, and takes over tests of another process when it has none left.
 _PARALLEL = ("--numprocesses=3", "--dist=worksteal")
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+# Only these of Python's variables reach the program: others name modules of another Python, or end it at once.
+PYTHON_VARIABLES = (NO_BYTECODE, "PYTHONUNBUFFERED", "PYTHONPYCACHEPREFIX", "PYTHONFAULTHANDLER", "PYTHONNOUSERSITE")
+# Of pip's variables, only these: where packages come from. Others would change what is installed where.
+PIP_VARIABLES = (
+    *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE", "PIP_CONSTRAINT"),
+    *("PIP_TRUSTED_HOST", "PIP_CERT", "PIP_CLIENT_CERT", "PIP_PROXY", "PIP_KEYRING_PROVIDER", "PIP_CACHE_DIR"),
+    *("PIP_TIMEOUT", "PIP_DEFAULT_TIMEOUT", "PIP_RETRIES", "PIP_ONLY_BINARY", "PIP_NO_BINARY", "PIP_PREFER_BINARY"),
+)
 APP, GPU, DEV = "requirements.txt", "requirements-gpu.txt", "requirements-dev.txt"
 TORCH = "2.13.0"
 TORCH_RANGE = ((2, 11), (2, 13))  # the same range as in requirements.txt
@@ -78,7 +86,20 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def open_closed_streams() -> None:
+    """Open standard streams that the caller has closed: files would take their numbers, and be written to by others."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
 def main(args: Sequence[str]) -> int:
+    open_closed_streams()
     testing = list(args[:1]) == ["test"]
     try:
         if not is_current(testing):
@@ -106,6 +127,9 @@ def main(args: Sequence[str]) -> int:
 
 
 def start(command: list[str]) -> int:
+    """Replace this process with the program, without variables of other Pythons."""
+    for name in [name for name in os.environ if name.startswith("PYTHON") and name not in PYTHON_VARIABLES]:
+        del os.environ[name]
     if sys.platform != "win32":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would inherit that
         os.execv(command[0], command)
@@ -486,7 +510,7 @@ def run_pip(args: list[str]) -> tuple[int, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_NO_COMPILE")
+        if not name.startswith("PIP_") or (name in PIP_VARIABLES and value)
     }
     captured: list[str] = []
     with (

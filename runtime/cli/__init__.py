@@ -3,11 +3,19 @@
 import os
 import sys
 
-from runtime.core.environment import collect_garbage_less_often, limit_thread_spinning
+from runtime.core.environment import (
+    collect_garbage_less_often,
+    limit_thread_spinning,
+    restart_without_variables_of_python,
+)
+from runtime.core.foreign_variables import prepare
 
 
 def main() -> None:
     """Run the command line and exit; if a package is missing, print how to install it."""
+    _open_closed_streams()
+    restart_without_variables_of_python()
+    prepare()
     limit_thread_spinning()
     collect_garbage_less_often()
     # CUDA counts GPUs in the driver's order, which plans use.
@@ -17,8 +25,30 @@ def main() -> None:
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         from runtime.cli.main import main as run
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"Error: The package {error.name!r} is not installed for this Python.\n")
-        sys.stderr.write("To do: Start Tandem with ./install.sh (install.bat on Windows), which installs it.\n")
-        sys.exit(2)
+    except Exception as error:
+        if os.environ.get("PYTHONPATH"):
+            _end(f"A module of PYTHONPATH may be in the way: {error!r}.", "Unset PYTHONPATH, or start Tandem with")
+        if not isinstance(error, ModuleNotFoundError):
+            raise
+        _end(f"The package {error.name!r} is not installed for this Python.", "Start Tandem with")
     run()
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the caller has closed: files would take their numbers, and be written to by prints."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+            setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def _end(what: str, start_with: str) -> None:
+    """Exit with a user error whose remedy is the installer."""
+    sys.stderr.write(f"Error: {' '.join(what.split())}\n")
+    sys.stderr.write(f"To do: {start_with} ./install.sh (install.bat on Windows), which has what Tandem needs.\n")
+    sys.exit(2)

@@ -5,9 +5,9 @@ Exit codes: 0 done; 2 user error; 1 internal error; 130 cancelled.
 
 import functools
 import inspect
-import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -43,11 +43,13 @@ from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
 from runtime.core.environment import program
 from runtime.core.errors import MemoryShortError, SettingsError, TandemError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, shortened
 from runtime.core.files import make_private_files
 from runtime.core.request import MAX_FRAMES, MAX_STEPS, GenerationRequest
 
 logger = logging.getLogger(__name__)
+
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 # What a command returns: its JSON output, its exit code, or both.
 Outcome = dict[str, Any] | int | tuple[dict[str, Any], int]
@@ -95,26 +97,39 @@ OptionalText = str | None
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     make_private_files()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not if it is closed
-            stream.reconfigure(errors="backslashreplace")  # prompts may not fit the terminal's encoding
+    terminal.name_output_errors()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = OUTPUT_CLOSED
-    if code == OUTPUT_CLOSED:
-        # Python flushes again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except terminal.OutputUnwritableError as error:
+        code = code if code != DONE else report_error(error.fact, as_json=False)
+    else:
+        sys.exit(code)
+    # Python flushes again at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _run(arguments)
+    except (terminal.OutputClosedError, SystemExit):  # typer exits when it cannot print the help
+        return OUTPUT_CLOSED
+    except terminal.OutputUnwritableError as error:
+        return report_error(error.fact, as_json=False)
+
+
+def _run(arguments: list[str]) -> int:
     wants_json = "--json" in arguments
     try:
+        _check_encoding(arguments)
         code = app(arguments, prog_name=program(), standalone_mode=False)
         return code if isinstance(code, int) else DONE
+    except (terminal.OutputClosedError, terminal.OutputUnwritableError):
+        raise
     except TandemError as error:
         strategies = error.strategies if isinstance(error, MemoryShortError) else ()
         return report_error(error.fact, as_json=wants_json, strategies=strategies)
@@ -123,11 +138,18 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort, CancelledError):
         terminal.line("Cancelled.")
         return CANCELLED
-    except (terminal.OutputClosedError, SystemExit):  # typer exits when it cannot print the help
-        return OUTPUT_CLOSED
     except Exception as error:  # the traceback is in the log
         logger.exception("A command failed")
         return report_internal_error(repr(error), as_json=wants_json)
+
+
+def _check_encoding(arguments: list[str]) -> None:
+    """Refuse arguments with bytes that are not UTF-8, for which Python has lone surrogates."""
+    for argument in arguments:
+        found = _NOT_UTF8.search(argument)
+        if found is not None:
+            shown = re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", shortened(argument))
+            raise SettingsError("cli.not_utf8", argument=shown, byte=f"0x{ord(found[0]) - 0xDC00:02X}")
 
 
 def _usage_fact(error: TyperException) -> Fact:

@@ -1,5 +1,6 @@
 """Text for people: results on standard output; progress, warnings, errors and questions on standard error."""
 
+import io
 import os
 import re
 import sys
@@ -9,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.cells import cell_len
@@ -17,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import Event
 from runtime.core.facts import BIDI_CONTROLS
 from runtime.core.progress import Progress
@@ -36,6 +38,45 @@ _json_only = False
 
 class OutputClosedError(Exception):
     """The program that reads standard output has ended."""
+
+
+class OutputUnwritableError(TandemError):
+    """Standard output cannot be written, for example because its disk is full."""
+
+
+class _RawOutput(io.FileIO):
+    """Standard output, whose errors are named, or standard error, whose errors cannot be shown anywhere."""
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes.
+
+        Raises:
+            BrokenPipeError, OutputUnwritableError: of standard output only.
+        """
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self.fileno() == sys.__stdout__.fileno():  # type: ignore[union-attr]  # `open_streams` was called
+                raise OutputUnwritableError("cli.output_unwritable", error=error.strerror or str(error)) from error
+        return len(data)
+
+
+def name_output_errors() -> None:
+    """Have prompts that do not fit the terminal's encoding escaped, and errors of writing to it named."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        stream.reconfigure(errors="backslashreplace")
+        if sys.platform == "win32":  # consoles have streams of their own
+            continue
+        stream.flush()
+        raw = _RawOutput(stream.fileno(), "wb", closefd=False)
+        options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        buffered = io.BufferedWriter(raw)
+        setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, "backslashreplace", "\n", **options))
 
 
 class _Output(Console):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,10 +18,41 @@ _INSTALLER = "install.bat" if sys.platform == "win32" else "install.sh"
 # without spinning. With a shorter clip while another program is busy: more than 11, 2.0 and 1.5.
 _SPINS = "1000"
 
+# Python has read these variables when Tandem's code begins: they remove docstrings that libraries read, make warnings
+# errors, ask for statements after the end, print each import, or hide the folder of app.py.
+_OF_PYTHON = (
+    *("PYTHONOPTIMIZE", "PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONDEBUG", "PYTHONVERBOSE"),
+    *("PYTHONPROFILEIMPORTTIME", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONSAFEPATH", "PYTHONBREAKPOINT"),
+)
+_SHORT_FLAGS = re.compile(r"-[bBdEhiIOPqRsSuvVx?]+")
+
 _THRESHOLDS = gc.get_threshold()
 # New objects until Python searches for unreachable ones. Seconds to import PyTorch and diffusers: 3.3 with the default
 # of 700, 2.5 with this value, 2.4 without a search.
 _NEW_OBJECTS = 50_000
+
+
+def restart_without_variables_of_python() -> None:
+    """Start this program again if Python was started with variables that disturb it, or without docstrings (-OO).
+
+    The same if it takes bytes of arguments for ASCII, which it does if PYTHONUTF8 and PYTHONCOERCECLOCALE are 0.
+    """
+    disturbing = [name for name in _OF_PYTHON if os.environ.get(name)]
+    own = len(sys.orig_argv) - len(sys.argv) + 1
+    flags = [flag.replace("O", "") if _SHORT_FLAGS.fullmatch(flag) else flag for flag in sys.orig_argv[1:own]]
+    in_ascii = sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1"
+    if not disturbing and not in_ascii and flags == sys.orig_argv[1:own]:
+        return
+    if in_ascii:
+        os.environ["PYTHONUTF8"] = "1"
+    for name in disturbing:
+        del os.environ[name]
+    command = [sys.executable, *(flag for flag in flags if flag != "-"), *sys.orig_argv[own:]]
+    if sys.platform == "win32":
+        import subprocess
+
+        sys.exit(subprocess.call(command))
+    os.execv(command[0], command)
 
 
 def limit_thread_spinning() -> None:

@@ -19,6 +19,7 @@ import httpx
 
 from runtime.core.errors import MachineError, first_line
 from runtime.core.facts import Fact
+from runtime.core.foreign_variables import problem_of_downloads
 from runtime.upstream import gradio as private
 
 _WATCHDOG = Path(__file__).with_name("tunnel_watchdog.py")
@@ -93,6 +94,7 @@ def _server(folder: Path) -> tuple[str, list[str]]:
     if address is not None:
         return address, []
     api = private.share_api_address()
+    _check_variables(api)
     try:
         answer = httpx.get(api, timeout=_ANSWER_SECONDS)
         answer.raise_for_status()
@@ -121,6 +123,7 @@ def _program() -> Path:
         return path
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)  # incomplete, or not what Gradio published
+    _check_variables(program.address)
     try:
         genuine = private.download_tunnel_program()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -176,6 +179,12 @@ def _stop(process: "subprocess.Popen[str]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _check_variables(address: str) -> None:
+    variable = problem_of_downloads(address)
+    if variable is not None:
+        raise _failed("hub.variable_unusable", variable=variable)
 
 
 def _failed(code: str, **data: object) -> MachineError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import gradio as gr
 
+from runtime.core.foreign_variables import use_no_proxy_for_this_machine
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import has_screen
 from runtime.queue.model_tasks import ModelTasks
@@ -55,7 +56,9 @@ def launch(settings: Settings, *, cluster: bool = False) -> None:
     def started(url: str) -> None:
         print_line(f"Tandem is at {url} - Ctrl-C stops it.")
         if settings.browser and has_screen():
-            webbrowser.open(url)
+            # BROWSER may name one that does not start.
+            with contextlib.suppress(OSError, ValueError, webbrowser.Error):
+                webbrowser.open(url)
 
     until_stopped(serve(settings, print_line, cluster=cluster), started)
 
@@ -124,6 +127,4 @@ def _prepare_environment(settings: Settings) -> None:
     scratch = settings.cache_dir / "gradio"
     os.environ["GRADIO_TEMP_DIR"] = str(scratch)
     os.environ["GRADIO_EXAMPLES_CACHE"] = str(scratch / "examples")
-    for name in ("NO_PROXY", "no_proxy"):
-        known = os.environ.get(name, "")
-        os.environ[name] = ",".join(filter(None, (known, "localhost,127.0.0.1,::1")))
+    use_no_proxy_for_this_machine()

@@ -93,7 +93,11 @@ def test_a_prompt_is_needed_and_refused_by_the_rules_of_requests(
 ) -> None:
     cases: list[tuple[list[str], str, dict[str, Any]]] = [
         (["generate", ""], "request.prompt_empty", {"field": "prompt"}),
-        (["generate", "a red \udcff boat"], "request.control_character", {"character": "U+DCFF"}),
+        (["generate", "a red \udcff boat"], "cli.not_utf8", {"argument": "'a red \\xff boat'", "byte": "0xFF"}),
+        (["generate", "a red boat", "--negative-prompt", "\udce9"], "cli.not_utf8", {"byte": "0xE9"}),
+        (["jobs", "list", "--search", "caf\udce9"], "cli.not_utf8", {"argument": "'caf\\xe9'"}),
+        (["jobs", "show", "\udce9"], "cli.not_utf8", {"byte": "0xE9"}),
+        (["bench", "compare", "a.json", "\udce9.json"], "cli.not_utf8", {"byte": "0xE9"}),
         (["generate"], "cli.usage", {"help": "./install.sh generate --help"}),
     ]
     check_refusals(cases, capsys, subtests)

@@ -116,6 +116,14 @@ def test_tandem_is_compiled_where_python_may_not_write_bytecode(repo: Repo) -> N
     assert report(repo.run("test", PYTHONDONTWRITEBYTECODE="1"))["writes_bytecode"]
 
 
+def test_variables_of_other_pythons_do_not_reach_the_program(shared: Repo, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the module of another Python')")
+    home, wrong = str(tmp_path / "none"), "x"
+    done = shared.run("a", PYTHONPATH=str(tmp_path), PYTHONHOME=home, PYTHONHASHSEED=wrong, PYTHONUTF8=wrong)
+    assert report(done)["arguments"] == [b"a".hex()]
+    assert done.stderr == ""
+
+
 def test_works_through_a_link(shared: Repo, tmp_path: Path) -> None:
     link = tmp_path / "tandem"
     link.symlink_to(os.path.relpath(shared.command, tmp_path))

@@ -25,6 +25,14 @@ MESSAGES: Mapping[str, Message] = {
     "cli.limit_without_share": Message("{flag} has no effect without a share link.", "Add --share."),
     "cli.no_such_component": Message("{model} has no component {component}.", "Select one of {choices:list}."),
     "cli.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give a file name that ends in .mp4."),
+    "cli.not_utf8": Message(
+        "The argument {argument} has bytes that are not UTF-8, such as {byte}.",
+        "Type it again in a terminal that uses UTF-8, or rename the file that it names.",
+    ),
+    "cli.output_unwritable": Message(
+        "Standard output cannot be written: {error}.",
+        "Send it somewhere else. What the command did stays: `{tandem} jobs list` shows the videos.",
+    ),
     "cli.preset_without_lora": Message(
         "The preset {preset} is for a step-distillation LoRA, and none is given.",
         "Add {set[loras]} FILE, with both files for a model with two experts.",

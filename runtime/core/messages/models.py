@@ -14,6 +14,10 @@ _HUB: Mapping[str, Message] = {
         "Downloads are disabled: {by} is set.",
         "Unset it to download the model, or copy the model's folder into the weights folder.",
     ),
+    "hub.variable_unusable": Message(
+        "Downloads need the environment variable {variable}, whose value cannot be used.",
+        "Correct it, or unset it. Proxies are http:// or https:// addresses, certificates files in PEM format.",
+    ),
     "hub.name_invalid": Message(
         "{name!r} is not a model's name.", "Use a name of `{tandem} models list`, or OWNER/REPOSITORY."
     ),

@@ -23,6 +23,7 @@ from runtime import __version__
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError, InvalidRequestError, first_line
 from runtime.core.facts import Fact
+from runtime.core.foreign_variables import problem_of_downloads
 from runtime.core.settings import HUB, LOOPBACK, Settings, check_hub
 from runtime.models.hub.files import Hasher, Listing, Origin, RemoteFile, chunks, hasher_of, matches, read_listing
 from runtime.models.registry import Part
@@ -96,13 +97,18 @@ def hub_of(settings: Settings, mirror: str | None = None) -> "Hub":
     """Return the hub to download from: `mirror` if given, else that of the settings.
 
     Raises:
-        DownloadError: if downloads are not allowed.
+        DownloadError: if downloads are not allowed, or need a variable of the environment that cannot be used.
         SettingsError: if the address is invalid.
     """
     check_online(settings)
     if mirror is not None:
-        return Hub(check_hub(mirror, "--mirror"))
-    return Hub(check_hub(settings.hub, "HF_ENDPOINT or the setting `hub`"))
+        address = check_hub(mirror, "--mirror")
+    else:
+        address = check_hub(settings.hub, "HF_ENDPOINT or the setting `hub`")
+    variable = problem_of_downloads(address, with_token=True)
+    if variable is not None:
+        raise DownloadError("hub.variable_unusable", variable=variable)
+    return Hub(address)
 
 
 def check_repository(name: str) -> str:

@@ -1,0 +1,31 @@
+"""Set each variable of the table alone, for minutes; the last line is JSON with what refused and what failed.
+
+python -m tests.environment [RUN...]      some of install, plan, serve, app, generate; all without arguments
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.environment.cases import REFUSED, RUNS, TABLE, make_cache, runs_with
+
+
+def main(chosen: list[str]) -> int:
+    """Run the table; return the exit code."""
+    results: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cache_dir = make_cache(Path(folder))
+        for name, value in {"": "", **TABLE, **REFUSED}.items():
+            values = {name: value} if name else {}
+            for run in [run for run in runs_with(name) if run in chosen]:
+                result = RUNS[run](cache_dir, values)
+                sys.stderr.write(f"{name or '(nothing set)'} {run}: {result}\n")
+                if result != "works":
+                    results.setdefault(name, {})[run] = result
+    sys.stdout.write(f"{json.dumps(results)}\n")
+    return int(any(result != "refuses" for runs in results.values() for result in runs.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or list(RUNS)))
