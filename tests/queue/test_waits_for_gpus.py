@@ -111,7 +111,7 @@ def test_a_waiting_job_reports_free_gpus_and_can_be_cancelled(
     assert "Waiting for 4 GPUs: 3 free" in queue
     assert ">Waiting<" in queue and ">Running<" not in queue
     # The command line, and another process.
-    (row,) = listing([], "")["jobs"]
+    (row,) = listing([], "", 0, None)["jobs"]
     assert (row["state"], row["waits"]) == ("running", "Waiting for 4 GPUs: 3 free.")
     assert "Waiting for 4 GPUs: 3 free." in capsys.readouterr().out.replace("\n", " ")
     assert "WaitsForGpus" in str(details(job.id, with_prompt=False)["job"]["events"])
@@ -124,7 +124,7 @@ def test_a_waiting_job_reports_free_gpus_and_can_be_cancelled(
     assert job.events[-1] == Cancelled()
     assert not any(isinstance(event, Planned) for event in job.events)
     until(lambda: all(registry.gpus(f"{APP}.{gpu}") == [gpu] for gpu in range(4)))
-    assert listing([], "")["jobs"][0]["waits"] is None
+    assert listing([], "", 0, None)["jobs"][0]["waits"] is None
 
 
 def test_a_paused_waiting_job_is_queued_again(waiting: Waiting) -> None:

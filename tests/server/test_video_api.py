@@ -187,7 +187,7 @@ def test_null_is_the_default_of_every_optional_field(http: httpx.Client) -> None
     names = [name for name in (*FIELDS, "size", "input_reference") if name not in {*SMALL, "model"}]
     made = create(http, model=None, **dict.fromkeys(names))
     assert made["model"] == MODEL
-    empty = [("prompt", (None, "a boat")), ("image", ("", b"", "application/octet-stream"))]
+    empty: list[Any] = [("prompt", (None, "a boat")), ("image", ("", b"", "application/octet-stream"))]
     empty += [(name, (None, "")) for name in (*FIELDS, "size", "backends[vae]", "loras[]") if name not in {"prompt"}]
     answer = http.post("v1/videos", files=[*empty, ("input_reference", ("", b""))])
     assert answer.status_code == 200, answer.text
@@ -196,13 +196,14 @@ def test_null_is_the_default_of_every_optional_field(http: httpx.Client) -> None
 
 
 def test_numbers_may_be_text_and_sizes_have_several_signs(http: httpx.Client, subtests: pytest.Subtests) -> None:
-    for values, expected in (
+    cases: list[tuple[dict[str, str], dict[str, Any]]] = [
         ({"seed": "5", "steps": "2", "fps": "8", "shift": "1.5"}, {"seed": 5, "steps": 2, "fps": 8}),
         *(({"size": size}, {"size": "64x32"}) for size in ("64X32", "64×32", "64*32", " 64 x 32 ")),
         ({"width": "64", "height": "32", "frames": "5"}, {"size": "64x32", "frames": 5}),
-    ):
+    ]
+    for values, expected in cases:
         with subtests.test(msg=str(values)):
-            made = create(http, **values)
+            made = create(http, None, **values)
             assert made | expected == made
             http.delete(f"v1/videos/{made['id']}")
     for wrong in ("x", "1e999", "nan", "", "1" * 5000):
