@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 
 from runtime.core.environment import (
     collect_garbage_less_often,
@@ -26,11 +27,11 @@ def main() -> None:
     try:
         from runtime.cli.main import main as run
     except Exception as error:
-        if os.environ.get("PYTHONPATH"):
-            _end(f"A module of PYTHONPATH may be in the way: {error!r}.", "Unset PYTHONPATH, or start Tandem with")
-        if not isinstance(error, ModuleNotFoundError):
+        if isinstance(error, ModuleNotFoundError) and find_spec((error.name or "").partition(".")[0]) is None:
+            _end(f"The package {error.name!r} is not installed for this Python.", "Start Tandem with")
+        if not os.environ.get("PYTHONPATH"):
             raise
-        _end(f"The package {error.name!r} is not installed for this Python.", "Start Tandem with")
+        _end(f"A module of PYTHONPATH may be in the way: {error!r}.", "Unset PYTHONPATH, or start Tandem with")
     run()
 
 

@@ -181,10 +181,12 @@ def build_title(plan: ExecutionPlan, spec: ModelSpec, components: Sequence[str],
     """Return the title of a task that builds engines for components, with one backend or those that fit."""
     among = list(plan.components)
     data: dict[str, object] = {"model": spec.title, "width": plan.width, "height": plan.height, "frames": plan.frames}
-    code = "task.build_all" if set(components) >= set(among) else "task.build"
-    if code == "task.build":
+    complete = set(components) >= set(among)
+    if not complete:
         data["components"] = {"names": list(components), "among": among}
-    return Fact(f"{code}_with", {**data, "backend": backend}) if backend else Fact(code, data)
+    if backend:
+        return Fact("task.build_all_with" if complete else "task.build_with", {**data, "backend": backend})
+    return Fact("task.build_all" if complete else "task.build", data)
 
 
 class JobRecorder:

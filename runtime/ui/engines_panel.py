@@ -52,6 +52,7 @@ _MAX_OPEN_TASKS = 20
 _MAX_PATH = 4096
 _ROOT_USER = 0
 _ALL = "all"
+_TITLES = {"verify": "task.verify", "delete": "task.delete", "import": "task.import", "inspect": "task.inspect"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class EnginesPanel:
             case _:
                 self._engines.store.pin(record.id, pinned=action == "pin")
                 return {"message": f"{'Pinned' if action == 'pin' else 'Unpinned'}: {title}."}
-        return self._add(work, Fact(f"task.{action}", {"program": record.key.program, "engine": record.id}))
+        return self._add(work, Fact(_TITLES[action], {"program": record.key.program, "engine": record.id}))
 
     def _build(self, target: str, values: Sequence[Any]) -> tuple[Work, Fact]:
         """Return the task of a target: "all", a component, or "component=backend"."""
@@ -164,7 +165,7 @@ class EnginesPanel:
         check_disk_space(source, self._engines.store.folder)
         check_trusted(call.values.get("trusted"), source.path)
         kind = ImportEngine if call.action == "import" else InspectEngine
-        title = Fact(f"task.{call.action}", {"file": source.path.name})
+        title = Fact(_TITLES[call.action], {"file": source.path.name})
         return kind(path=source.path, model=spec.name, component=component), title
 
     def _add(self, work: Work, title: Fact) -> Reply:

@@ -39,7 +39,7 @@ def test_closed_streams_are_as_good_as_none(redirections: str, tmp_path: Path) -
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [("jobs", "list"), ("jobs", "list", "--json"), ("jobs", "--help")])
+@pytest.mark.parametrize("arguments", [("models", "list"), ("jobs", "list", "--json"), ("jobs", "--help")])
 def test_a_full_standard_output_is_a_user_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = run(tmp_path, arguments, ">/dev/full")
     assert done.returncode == 2

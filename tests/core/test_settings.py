@@ -207,7 +207,7 @@ def test_a_settings_file_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
         ({"host": " "}, "settings.empty"),
         ({"model": "a\x07b"}, "settings.empty"),
         ({"engine_cache_dir": 5}, "settings.not_a_folder"),
-        ({"share_size": "832 x 480"}, "settings.not_a_size"),
+        ({"share_size": "832 by 480"}, "settings.not_a_size"),
         ({"hub": "hub"}, "settings.not_a_hub"),
         ({"prot": 1}, "settings.unknown"),
         ([], "settings.unknown"),

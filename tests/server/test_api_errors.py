@@ -18,13 +18,13 @@ def test_the_log_has_the_traceback_of_an_internal_error(caplog: pytest.LogCaptur
 
     handlers: Any = api_errors.handlers(str)
     app = Starlette(routes=[Route("/", fail)], exception_handlers=handlers)
-    logger = logging.getLogger("runtime")
-    before, logger.propagate = logger.propagate, True
+    logger = logging.getLogger(api_errors.__name__)
+    logger.addHandler(caplog.handler)
     try:
         answer = TestClient(app, raise_server_exceptions=False).get("/")
     finally:
-        logger.propagate = before
+        logger.removeHandler(caplog.handler)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "server.api_internal")
     assert "secret" not in answer.text and "Traceback" not in answer.text
-    (record,) = [one for one in caplog.records if one.name == "runtime.server.api_errors"]
+    record = next(one for one in caplog.records if one.name == logger.name)
     assert record.exc_info is not None and isinstance(record.exc_info[1], RuntimeError)
