@@ -472,6 +472,7 @@ def test_a_deleted_job_store_is_reported_and_refuses_videos(tmp_path: Path) -> N
         assert ended(http, create(http)["id"])["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_videos_beyond_a_limit_expire(tmp_path: Path) -> None:
     running = serving_here(make_cache(tmp_path), page=False, keep_videos=1, keep_days=2.0)
     with running as own, httpx.Client(base_url=own.url, timeout=60) as http:

@@ -88,6 +88,7 @@ def test_the_system_keeps_the_limits_too(limits: dict[str, Any], slow: bytes, mo
     assert refused.value.code == "image.slow" and process.pid is None
 
 
+@pytest.mark.slow
 def test_memory_is_limited() -> None:
     process = ImageProcess(memory=200 << 20)
     with pytest.raises(DecodingError) as refused:
@@ -269,6 +270,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_are_refused_or_images(kind: str) -> None:
     """Whatever a decoder raises for a byte that was changed or a file that was cut, it is a fact about the image."""
