@@ -89,7 +89,7 @@ _MINUTE_SECONDS = 60
 # Of one key, and of all.
 _MOST_STREAMS, _MOST_STREAMS_ALL = 256, 512
 # Time in which a running video stops, before a deletion is refused; a worker that does not stop is killed before.
-_STOP_SECONDS = STOPPING_SECONDS + 10.0
+_STOP_SECONDS = STOPPING_SECONDS + 40.0
 _POLL_SECONDS = 0.1
 _PAGE, _MOST_PAGE = 20, 100
 _CACHED = {"Cache-Control": "private, max-age=3600"}

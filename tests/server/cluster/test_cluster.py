@@ -317,7 +317,7 @@ def test_a_stopped_worker_of_a_node_is_replaced(tmp_path: Path) -> None:
         stopped, following = cluster.submit(0, steps=400), cluster.submit(1)
         cluster.wait(lambda: any(worker["job"] == stopped for worker in cluster.workers()), 180)
         os.kill(cluster.workers()[0]["pid"], signal.SIGSTOP)
-        answer = httpx.delete(f"http://127.0.0.1:{cluster.port}/v1/videos/{stopped}", timeout=60)
+        answer = httpx.delete(f"http://127.0.0.1:{cluster.port}/v1/videos/{stopped}", timeout=120)
         assert answer.status_code == 200
         cluster.wait(lambda: cluster.videos()[following]["status"] == "completed", 180)
     cluster.wait(lambda: not cluster.left(), 20)
