@@ -125,7 +125,6 @@ def test_a_refusal_arrives_with_what_is_wrong_and_the_remedy(
         {"steps": 0},
         {"fps": "fast"},
         {"seed": 1.5},
-        {"offload": None},
         {"backends": {"vae": "cuda"}},
         {"backends": ["vae=pytorch", "vae=inductor"]},
         {"backends": [7]},
