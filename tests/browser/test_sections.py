@@ -17,7 +17,7 @@ from tests.families import framepack_models
 
 pytestmark = pytest.mark.browser
 
-DEFAULTS = {"width": 48, "height": 32, "frames": 109, "fps": 12, "steps": 100, "guidance_scale": 4.0}
+DEFAULTS = {"width": 48, "height": 32, "frames": 109, "fps": 12, "steps": 200, "guidance_scale": 4.0}
 PROMPT = "[0s: a red boat sails left] [3s: a blue ball rolls right]"
 VIDEO = "#picture video[data-grows]"
 # Fields of the form, and whether each model has them.
@@ -137,7 +137,7 @@ def test_a_video_is_watched_while_it_is_made_ended_and_continued(open_page: Open
     other.wait_for_selector(f"#card .model[data-title={title}]")
     other.wait_for_selector("#length [data-length]:has-text('4 sections')")
     assert other.input_value("#field-prompt textarea") == PROMPT
-    assert (value(other, "frames"), value(other, "steps")) == (145, 100)
+    assert (value(other, "frames"), value(other, "steps")) == (145, 200)
     assert page.complaints == other.complaints == []
 
 
