@@ -315,8 +315,10 @@ def test_a_stopped_worker_of_a_node_is_replaced(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     with machines(tmp_path, 1) as cluster:
         stopped, following = cluster.submit(0, steps=400), cluster.submit(1)
-        cluster.wait(lambda: any(worker["job"] == stopped for worker in cluster.workers()), 180)
-        os.kill(cluster.workers()[0]["pid"], signal.SIGSTOP)
+        # Not while the model is sent.
+        cluster.wait(lambda: cluster.videos()[stopped]["progress"] > 0, 180)
+        (worker,) = (worker for worker in cluster.workers() if worker["job"] == stopped)
+        os.kill(worker["pid"], signal.SIGSTOP)
         answer = httpx.delete(f"http://127.0.0.1:{cluster.port}/v1/videos/{stopped}", timeout=120)
         assert answer.status_code == 200
         cluster.wait(lambda: cluster.videos()[following]["status"] == "completed", 180)
