@@ -28,7 +28,7 @@ from runtime.core.untrusted_files import (
     read_json,
 )
 from runtime.models.spec import Defaults, LatentRgb
-from runtime.models.tensor_files import lfs_pointer, read_header
+from runtime.models.tensor_files import Header, StoredTensor, lfs_pointer, read_header, unreadable
 
 # Names of weights as diffusers and transformers write them, with `variant` or without; "fp16" and the like.
 _WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.(?P<variant>[A-Za-z0-9_]+))?\.safetensors")
@@ -346,11 +346,7 @@ def tensor_types(component: Path) -> dict[str, tuple[str, int]]:
     Raises:
         ModelError: see `weight_files` and `read_header`.
     """
-    return {
-        name: (tensor.dtype, tensor.elements)
-        for path in weight_files(component)
-        for name, tensor in read_header(path).tensors.items()
-    }
+    return {name: (tensor.dtype, tensor.elements) for name, tensor in _tensors(component).items()}
 
 
 def tensor_shapes(component: Path) -> dict[str, tuple[int, ...]]:
@@ -359,15 +355,30 @@ def tensor_shapes(component: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         ModelError: see `weight_files` and `read_header`; if the index names a tensor that no file has.
     """
-    found = {
-        name: tensor.shape for path in weight_files(component) for name, tensor in read_header(path).tensors.items()
-    }
+    shapes = {name: tensor.shape for name, tensor in _tensors(component).items()}
     variants = _weights_by_variant(component)
     index = variants[_preferred(variants)][1]
     for name in _read_object(component / index)["weight_map"] if index is not None else ():
-        if name not in found:
+        if name not in shapes:
             raise ModelError("model.file_tensor_missing", file=f"{component.name}/{index}", tensor=name[:_MAX_SHOWN])
-    return found
+    return shapes
+
+
+def _tensors(component: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in all files of a component, by name."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in weight_files(component):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        tensors |= _header(path, status.st_size, status.st_mtime_ns).tensors
+    return tensors
+
+
+@lru_cache(maxsize=32)
+def _header(path: Path, _size: int, _changed: int) -> Header:
+    return read_header(path)
 
 
 def missing_weights(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]] | None) -> int:
@@ -388,9 +399,9 @@ def missing_weights(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str
     layers: dict[str, dict[int, set[str]]] = {}
     missing = sum(name.endswith(".bias") and f"{name[:-4]}weight" not in shapes for name in shapes)
     for name in shapes:
-        found = _LAYER.fullmatch(name)
-        if found is not None:
-            layers.setdefault(found["list"], {}).setdefault(int(found["number"]), set()).add(found["rest"])
+        layer = _LAYER.fullmatch(name)
+        if layer is not None:
+            layers.setdefault(layer["list"], {}).setdefault(int(layer["number"]), set()).add(layer["rest"])
     for own in layers.values():
         every: set[str] = set().union(*own.values())
         for number in range(max(own) + 1):
