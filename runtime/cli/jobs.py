@@ -37,9 +37,9 @@ def listing(states: Sequence[str], search: str, limit: int, after: str | None) -
     # So that each damaged row is named, also one that the list would not have; apps check all rows once an hour.
     store.check(_CHECKED)
     number = None if after is None else store.find(after).number
-    found = store.list(states=_states(states) or None, search=search, limit=limit + 1 if limit else -1, after=number)
-    jobs = found[:limit] if limit else found
-    more = len(found) > len(jobs)
+    page = store.list(states=_states(states) or None, search=search, limit=limit + 1 if limit else -1, after=number)
+    jobs = page[:limit] if limit else page
+    more = len(page) > len(jobs)
     builds = [] if search or after else store.list(states=_states(states) or _OPEN, kinds=["build"], limit=limit or -1)
     waits = {job.id: _waits(store, job) for job in jobs}
     if jobs:

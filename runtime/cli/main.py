@@ -146,10 +146,10 @@ def _run(arguments: list[str]) -> int:
 def _check_encoding(arguments: list[str]) -> None:
     """Refuse arguments with bytes that are not UTF-8, for which Python has lone surrogates."""
     for argument in arguments:
-        found = _NOT_UTF8.search(argument)
-        if found is not None:
+        byte = _NOT_UTF8.search(argument)
+        if byte is not None:
             shown = re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", shortened(argument))
-            raise SettingsError("cli.not_utf8", argument=shown, byte=f"0x{ord(found[0]) - 0xDC00:02X}")
+            raise SettingsError("cli.not_utf8", argument=shown, byte=f"0x{ord(byte[0]) - 0xDC00:02X}")
 
 
 def _usage_fact(error: TyperException) -> Fact:

@@ -58,7 +58,7 @@ class _RawOutput(io.FileIO):
         except BrokenPipeError:
             raise
         except OSError as error:
-            if self.fileno() == sys.__stdout__.fileno():  # type: ignore[union-attr]  # `open_streams` was called
+            if self.fileno() == sys.__stdout__.fileno():  # type: ignore[union-attr]  # closed streams were opened
                 raise OutputUnwritableError("cli.output_unwritable", error=error.strerror or str(error)) from error
         return len(data)
 

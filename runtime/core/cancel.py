@@ -4,7 +4,7 @@ from threading import Event
 
 
 def never() -> None:
-    """Check nothing: in the place of `Cancel.check` where nobody cancels."""
+    """Do nothing: the default of parameters that take `Cancel.check`."""
 
 
 class CancelledError(Exception):

@@ -38,16 +38,17 @@ def restart_without_variables_of_python() -> None:
     The same if it takes bytes of arguments for ASCII, which it does if PYTHONUTF8 and PYTHONCOERCECLOCALE are 0.
     """
     disturbing = [name for name in _OF_PYTHON if os.environ.get(name)]
-    own = len(sys.orig_argv) - len(sys.argv) + 1
-    flags = [flag.replace("O", "") if _SHORT_FLAGS.fullmatch(flag) else flag for flag in sys.orig_argv[1:own]]
+    # Where the program's own arguments begin, behind Python's.
+    start = len(sys.orig_argv) - len(sys.argv) + 1
+    flags = [flag.replace("O", "") if _SHORT_FLAGS.fullmatch(flag) else flag for flag in sys.orig_argv[1:start]]
     in_ascii = sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1"
-    if not disturbing and not in_ascii and flags == sys.orig_argv[1:own]:
+    if not disturbing and not in_ascii and flags == sys.orig_argv[1:start]:
         return
     if in_ascii:
         os.environ["PYTHONUTF8"] = "1"
     for name in disturbing:
         del os.environ[name]
-    command = [sys.executable, *(flag for flag in flags if flag != "-"), *sys.orig_argv[own:]]
+    command = [sys.executable, *(flag for flag in flags if flag != "-"), *sys.orig_argv[start:]]
     if sys.platform == "win32":
         import subprocess
 

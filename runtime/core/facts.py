@@ -71,10 +71,15 @@ class Fact(BaseModel):
         return render(self).what
 
 
+def sentence(text: str) -> Fact:
+    """Return a text that has no code as a fact."""
+    return Fact("text", {"what": text, "remedy": ""})
+
+
 def _read_sentences(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         return value
-    return [Fact("text", {"what": one, "remedy": ""}) if isinstance(one, str) else one for one in value]
+    return [sentence(one) if isinstance(one, str) else one for one in value]
 
 
 def _read_title(value: Any) -> Any:
@@ -83,7 +88,7 @@ def _read_title(value: Any) -> Any:
     try:
         return Fact.model_validate_json(value)
     except ValidationError:
-        return Fact("text", {"what": value, "remedy": ""})
+        return sentence(value)
 
 
 # A fact in a column of the job store, as JSON. Earlier versions stored a sentence, which is read as a fact.

@@ -113,8 +113,8 @@ def _proxy(value: str) -> bool:
         host, _ = parts.hostname or "", parts.port
     except ValueError:
         return False
-    known = parts.scheme in _SCHEMES or (parts.scheme in _SOCKS and find_spec("socksio") is not None)
-    return known and value.isascii() and value.isprintable() and " " not in value and _is_host(host)
+    supported = parts.scheme in _SCHEMES or (parts.scheme in _SOCKS and find_spec("socksio") is not None)
+    return supported and value.isascii() and value.isprintable() and " " not in value and _is_host(host)
 
 
 def _is_host(host: str) -> bool:
@@ -127,7 +127,7 @@ def _is_host(host: str) -> bool:
 _RULES: tuple[_Rule, ...] = (
     # Tandem's own share server, and what Tandem itself sets.
     _Rule(("GRADIO_SHARE_SERVER_ADDRESS",), bool),
-    # Tandem decides all that Gradio can be told: addresses, folders, threads, debugging, links, pages.
+    # Tandem sets all of Gradio's options itself: addresses, folders, threads, debugging, links, pages.
     _Rule(("GRADIO_*",), _never),
     # Of a hosted service whose pages Gradio changes.
     _Rule(("SPACE_*", "SPACES_*", "SYSTEM", "KAGGLE_KERNEL_RUN_TYPE", "OAUTH_*", "OPENID_PROVIDER_URL"), _never),
@@ -202,8 +202,8 @@ def use_no_proxy_for_this_machine(environ: MutableMapping[str, str] = os.environ
     """
     for name in ("no_proxy", "NO_PROXY"):
         # The other spelling holds if this one is not set; libraries differ in which one they read first.
-        given = environ.get(name) or environ.get(name.swapcase(), "")
-        entries = [entry for entry in map(_exception, given.split(",")) if entry]
+        value = environ.get(name) or environ.get(name.swapcase(), "")
+        entries = [entry for entry in map(_exception, value.split(",")) if entry]
         environ[name] = ",".join(dict.fromkeys([*entries, *_THIS_MACHINE]))
 
 

@@ -139,8 +139,8 @@ def _lora(entry: object) -> Lora:
         case str():
             return parse_lora(entry)
         case Mapping() if "file" in entry and set(entry) <= _KEYS:
-            given = {"weight": 1.0, "expert": BOTH} | {key: one for key, one in entry.items() if one is not None}
-            return _checked(entry["file"], given["weight"], given["expert"])
+            values = {"weight": 1.0, "expert": BOTH} | {key: one for key, one in entry.items() if one is not None}
+            return _checked(entry["file"], values["weight"], values["expert"])
         case [file, weight]:
             return _checked(file, weight, BOTH)
     raise InvalidRequestError("loras", "lora.not_a_lora", value=shortened(entry))

@@ -16,7 +16,7 @@ from pydantic import field_validator, model_validator
 from runtime.core import facts
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
-from runtime.core.facts import Fact, short
+from runtime.core.facts import Fact, sentence, short
 from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ImageUse
 from runtime.core.loras import LoraUse
@@ -520,4 +520,4 @@ def _component_from_flat(part: dict[str, Any]) -> dict[str, Any]:
 
 def _stored_text(text: str | None) -> Fact | None:
     """Return a sentence as a fact: the previous version stored sentences."""
-    return Fact("text", {"what": text, "remedy": ""}) if text else None
+    return sentence(text) if text else None

@@ -36,8 +36,8 @@ _SIZE = re.compile(r"\s*([0-9]{1,5})\s*[xX×*]\s*([0-9]{1,5})\s*")
 
 def read_size(text: str) -> tuple[int, int] | None:
     """Return the width and height that a text such as "832x480", "832 × 480" or "832*480" spells; `None` for others."""
-    found = _SIZE.fullmatch(text)
-    return None if found is None else (int(found[1]), int(found[2]))
+    size = _SIZE.fullmatch(text)
+    return None if size is None else (int(size[1]), int(size[2]))
 
 
 @dataclass(frozen=True)

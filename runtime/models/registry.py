@@ -380,10 +380,10 @@ def check_loadable(spec: ModelSpec) -> None:
     check_tokenizers(spec.directory, list(filter(is_text_encoder, spec.component_names)), spec.title)
     family = family_of(spec.family)
     for name in spec.component_names:
-        own, folder = spec.files.get(name), spec.directory / folder_of(name)
-        if own is not None and own.paths[0].parent != folder:
+        files, folder = spec.files.get(name), spec.directory / folder_of(name)
+        if files is not None and files.paths[0].parent != folder:
             continue  # checked when the file was recognised
-        shapes = {one: weight.shape for one, weight in own.weights.items()} if own else tensor_shapes(folder)
+        shapes = {one: weight.shape for one, weight in files.weights.items()} if files else tensor_shapes(folder)
         missing = missing_weights(shapes, family.weights(name, read_config(folder / "config.json")))
         if missing:
             raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=missing)

@@ -168,10 +168,10 @@ class Database:
         Raises:
             StoreError: if it was deleted, or the other one cannot be opened.
         """
-        found = self._on_disk()
-        if self.path is None or found == self._identity:
+        identity = self._on_disk()
+        if self.path is None or identity == self._identity:
             self._missing = False
-        elif found is None:
+        elif identity is None:
             if not self._missing:
                 logger.error("%s was deleted while Tandem runs", self.path.name)
             self._missing = True

@@ -279,7 +279,7 @@ class JobQueue:
         self.store.finish_early(job_id)
         self._refresh([job_id])
 
-    def add_task(self, work: Work, title: Fact | str) -> Task:
+    def add_task(self, work: Work, title: Fact) -> Task:
         """Add work on the engine library to the end of the queue."""
         build = isinstance(work, BuildEngines)
         record = self.store.add_work(
@@ -468,7 +468,7 @@ class JobQueue:
             try:
                 views[job_id].refresh()
             except StoreError as error:
-                if error.code == "queue.no_such_job":  # it was purged; whoever follows it need not wait
+                if error.code == "queue.no_such_job":  # it was purged; those that follow it stop
                     views[job_id].state = "cancelled"
                     with self._lock:
                         self._jobs.pop(job_id, None)

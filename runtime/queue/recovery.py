@@ -74,9 +74,7 @@ def put_back(store: JobStore, worker: str) -> None:
     Raises:
         StoreError: if the store cannot be read or written.
     """
-    for job in store.running_on(worker):
-        saved = _finished(job)
-        _sweep(job)
+    for job, saved in _left_by(store, worker):
         if saved is not None or job.kind == "task":
             store.interrupt(job.id, worker, saved)
         else:
@@ -107,9 +105,7 @@ def settle_worker(
     Raises:
         StoreError: if the store cannot be read or written.
     """
-    for job in store.running_on(worker):
-        saved = _finished(job)
-        _sweep(job)
+    for job, saved in _left_by(store, worker):
         if saved is not None or job.pending == "cancel":
             store.interrupt(job.id, worker, saved)
             continue
@@ -286,6 +282,14 @@ def _oom_kills(counters: Path) -> int | None:
             if name == "oom_kill":
                 return int(count)
     return None
+
+
+def _left_by(store: JobStore, worker: str) -> Iterator[tuple[JobRecord, VideoSaved | None]]:
+    """Yield the jobs of a dead worker with the results of those that it had finished; their partial files are gone."""
+    for job in store.running_on(worker):
+        saved = _finished(job)
+        _sweep(job)
+        yield job, saved
 
 
 def _sweep(job: JobRecord) -> None:

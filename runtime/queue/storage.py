@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from runtime.core.disk_caches import LATENT_COLORS
 from runtime.core.errors import StoreError
 from runtime.core.files import remove_partial_files
+from runtime.core.frozen import FrozenModel
 from runtime.core.images import referenced
 from runtime.core.locks import held, remove_scratch_folders
 from runtime.models.images import copy_bytes, remove_unused
@@ -33,17 +33,16 @@ _LOCK_SECONDS = 30.0
 _FINISHED: tuple[State, ...] = ("done",)
 
 
-class Retention(NamedTuple):
-    """How long and how many ended videos are kept; `None` for all.
-
-    Attributes:
-        days: after their end.
-        videos, bytes: the newest of each owner.
-    """
+class Retention(FrozenModel):
+    """Which ended videos are kept: for so many days, and the newest of each key; null for all."""
 
     days: float | None = None
     videos: int | None = None
     bytes: int | None = None
+
+    def expires_at(self, ended: float) -> float | None:
+        """Return when a video that ended then has reached its age; both in seconds since 1970."""
+        return None if self.days is None else ended + self.days * _DAY
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,11 @@ def expire(
     expired = []
     for job in store.ended():
         counts[job.owner] += 1
-        sizes[job.owner] += 0 if job.video is None else _size(job.video)
+        if retention.bytes is not None and job.video is not None:
+            sizes[job.owner] += _size(job.video)
+        end = retention.expires_at(job.at)
         beyond = (
-            (retention.days is not None and now - job.at > retention.days * _DAY)
+            (end is not None and now > end)
             or (retention.videos is not None and counts[job.owner] > retention.videos)
             or (retention.bytes is not None and sizes[job.owner] > retention.bytes)
         )

@@ -310,21 +310,21 @@ class JobStore:
             return _submitted(connection, owner, submission)
 
     def add_work(
-        self, kind: Kind, title: Fact | str, folder: Path, request: Mapping[str, Any], *, part: str | None = None
+        self, kind: Kind, title: Fact, folder: Path, request: Mapping[str, Any], *, part: str | None = None
     ) -> JobRecord:
         """Add work on the engine library in `folder` to the end of the queue.
 
         Args:
-            title: what to do, for people; text is stored as it is.
+            title: what to do, for people.
             request: what to do, see `records.work_of`.
             part: the only component that a build is for.
         """
-        values = {"title": _stored(title), "request": json.dumps(request), "part": part, "output": str(folder)}
+        values = {"title": title.model_dump_json(), "request": json.dumps(request), "part": part, "output": str(folder)}
         with self.database.writing() as connection:
             return _insert(connection, kind, values)
 
     def add_idle_build(
-        self, title: Fact | str, folder: Path, request: Mapping[str, Any], engines: Collection[str], gpu: int = 0
+        self, title: Fact, folder: Path, request: Mapping[str, Any], engines: Collection[str], gpu: int = 0
     ) -> bool:
         """Add a build that runs while no other work waits, unless one of the same engines is queued or failed lately.
 
@@ -334,7 +334,11 @@ class JobStore:
             gpu: index of the GPU that they are for, whose worker builds them; 0 for the CPU.
         """
         ids = " ".join(sorted(engines))
-        values: dict[str, Any] = {"title": _stored(title), "request": json.dumps(request), "output": str(folder)}
+        values: dict[str, Any] = {
+            "title": title.model_dump_json(),
+            "request": json.dumps(request),
+            "output": str(folder),
+        }
         values |= {"idle": 1, "engines": ids, "gpu": gpu}
         with self.database.writing() as connection:
             known = connection.execute(
@@ -1058,10 +1062,6 @@ def _is_busy(connection: sqlite3.Connection, instance: str, kinds: Collection[Ki
     """Return whether other work than idle builds waits for a worker, or a video runs on its GPU elsewhere."""
     wanted = _claimant(instance, kinds)
     return any(connection.execute(query, wanted).fetchone() is not None for query in (_NEXT, _VIDEO_ON_GPU))
-
-
-def _stored(title: Fact | str) -> str:
-    return title if isinstance(title, str) else title.model_dump_json()
 
 
 def _find(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row:

@@ -29,7 +29,7 @@ _SAMPLE_SECONDS = 5.0
 # Interval at which workers are looked at, and failed work is tried again.
 _LOOK_SECONDS = 1.0
 # Seconds without a heartbeat after which a worker is killed: while it starts, later, and once it should stop.
-_START_SECONDS, _SILENT_SECONDS, _SILENT_STOPPING_SECONDS = 300.0, 60.0, 5.0
+_START_SECONDS, SILENT_SECONDS, _SILENT_STOPPING_SECONDS = 300.0, 60.0, 5.0
 # Seconds that a worker has for a request to stop or to cancel its job. Steps of large videos may take longer.
 STOPPING_SECONDS = 20.0
 # A killed process whose system call does not return is left to the system.
@@ -63,7 +63,7 @@ class _Slot:
     def hangs(self) -> Fact | None:
         """Return why the worker is to be killed; `None` if it responds."""
         silent, stops = self.silent, self.stopping > 0
-        limit = _SILENT_STOPPING_SECONDS if stops else _SILENT_SECONDS if self.heard else _START_SECONDS
+        limit = _SILENT_STOPPING_SECONDS if stops else SILENT_SECONDS if self.heard else _START_SECONDS
         if silent > limit:
             return Fact("queue.exit_not_responding", {"seconds": limit})
         if self.stopping > STOPPING_SECONDS:
@@ -154,14 +154,14 @@ class Supervisor:
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 4 * _LOOK_SECONDS), now
-        found = [slot for slot in self._slots if slot.process is not None]
-        for slot in found:
+        running = [slot for slot in self._slots if slot.process is not None]
+        for slot in running:
             slot.silent += passed
             with contextlib.suppress(EOFError, OSError):  # it has ended
                 while slot.connection is not None and slot.connection.poll():
                     slot.connection.recv_bytes()
                     slot.heard, slot.silent = True, 0.0
-        return [(slot, passed) for slot in found]
+        return [(slot, passed) for slot in running]
 
     def _kill(self, slot: _Slot) -> None:
         assert slot.process is not None and slot.process.pid is not None

@@ -186,10 +186,10 @@ class TaskRunner:
         contract = inspect_engine(
             work.path, device_here(self.engines.machine), self.recorder.report, self.recorder.cancel
         )
-        found = contract.describe()
-        self.recorder.found(found)
+        facts = contract.describe()
+        self.recorder.found(facts)
         matches = find_matches(contract, spec, work.component)
-        self.recorder.found([*found, *describe_matches(matches, spec)])
+        self.recorder.found([*facts, *describe_matches(matches, spec)])
         return Fact("task.inspected")
 
     def _import(self, work: ImportEngine) -> Fact:

@@ -19,7 +19,7 @@ from runtime.core.errors import (
     StoreError,
     TandemError,
 )
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact, render, sentence
 from runtime.server.api_words import ApiWords
 
 PRIVATE = {"Cache-Control": "private, no-store"}
@@ -126,7 +126,7 @@ def handlers(redact: Callable[[str], str]) -> dict[type[Exception], Callable[[Re
             data = {"method": request.method, "path": _path(request), "allowed": allowed}
             fact, param = Fact("server.api_no_method", data), None
         else:
-            fact, param = Fact("text", {"what": error.detail, "remedy": ""}), None
+            fact, param = sentence(error.detail), None
         body = body_of(fact, error.status_code, param, redact)
         return answer(error.status_code, body, error.headers)
 

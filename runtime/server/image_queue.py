@@ -29,7 +29,7 @@ class _User:
 class ImageQueue:
     """Decodes the images of requests on a thread of its own. For one event loop.
 
-    A user's next image waits behind those of other users, so that nobody waits for more than one image of each of them.
+    Users take turns: an image waits for at most one image of each other user.
     """
 
     def __init__(self) -> None:
@@ -48,18 +48,18 @@ class ImageQueue:
             ClientDisconnect: if the client has left.
             LimitError: if too many images wait.
         """
-        with self._waiting(user, size) as own:
-            work = asyncio.create_task(self._run(own, call))
-            left = asyncio.create_task(_until_left(request))
+        with self._waiting(user, size) as waiting:
+            work = asyncio.create_task(self._run(waiting, call))
+            leaving = asyncio.create_task(_until_left(request))
             try:
-                await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
                     raise ClientDisconnect
                 return work.result()
             finally:
                 work.cancel()
-                left.cancel()
-                await asyncio.gather(work, left, return_exceptions=True)
+                leaving.cancel()
+                await asyncio.gather(work, leaving, return_exceptions=True)
 
     async def _run(self, user: _User, call: Callable[[Callable[[], None]], Result]) -> Result:
         ended = threading.Event()
@@ -76,22 +76,23 @@ class ImageQueue:
 
     @contextmanager
     def _waiting(self, user: str, size: int) -> Iterator[_User]:
-        own, everyone = self._users.setdefault(user, _User()), [one.sizes for one in self._users.values()]
+        waiting = self._users.setdefault(user, _User())
+        everyone = [other.sizes for other in self._users.values()]
         try:
             if (
-                len(own.sizes) >= _MOST
+                len(waiting.sizes) >= _MOST
                 or sum(map(len, everyone)) >= _MOST_ALL
-                or sum(own.sizes) + size > _MOST_BYTES
+                or sum(waiting.sizes) + size > _MOST_BYTES
                 or sum(map(sum, everyone)) + size > _MOST_BYTES_ALL
             ):
                 raise LimitError("server.api_uploads")
-            own.sizes.append(size)
+            waiting.sizes.append(size)
             try:
-                yield own
+                yield waiting
             finally:
-                own.sizes.remove(size)
+                waiting.sizes.remove(size)
         finally:
-            if not own.sizes:
+            if not waiting.sizes:
                 self._users.pop(user, None)
 
 

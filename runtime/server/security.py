@@ -15,9 +15,7 @@ References: OWASP CSRF cheat sheet (fetch metadata, origin check), Starlette `Tr
 import json
 import re
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -37,6 +35,7 @@ from runtime.server.conditional import ConditionalMiddleware
 from runtime.server.connections import set_login
 from runtime.server.gradio_requests import RefusedError, access
 from runtime.server.logins import LoginLimits, forwarded_address, network_of
+from runtime.server.visitor_limits import UploadLimit
 from runtime.server.visitors import Visitors
 from runtime.upstream import gradio as private
 
@@ -88,6 +87,10 @@ def middleware(
         Middleware(ConditionalMiddleware),
         Middleware(EndedStreamMiddleware),
     ]
+
+
+def _too_many_uploads() -> RefusedError:
+    return RefusedError("Too many uploads at once. Try again.", 429)
 
 
 def _refusal(request: Request, error: Exception) -> Response:
@@ -291,23 +294,7 @@ class ValidationMiddleware:
         self._app = app
         self._visitors = visitors
         self._submissions = submissions
-        self._uploads: Counter[str] = Counter()
-
-    @contextmanager
-    def _uploading(self, user: str) -> Iterator[None]:
-        """Count an upload that is read: each takes its size of memory.
-
-        Raises:
-            RefusedError: if there are too many.
-        """
-        if self._uploads[user] >= _MOST_UPLOADS or self._uploads.total() >= _MOST_UPLOADS_ALL:
-            raise RefusedError("Too many uploads at once. Try again.", 429)
-        self._uploads[user] += 1
-        try:
-            yield
-        finally:
-            self._uploads[user] -= 1
-            self._uploads = +self._uploads
+        self._uploads = UploadLimit(_MOST_UPLOADS, _MOST_UPLOADS_ALL, _too_many_uploads)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -319,7 +306,7 @@ class ValidationMiddleware:
         if gradio_requests.charset_problem(Headers(scope=scope).get("content-type", "")) is not None:
             raise RefusedError("Forms must be in UTF-8.", 415)
         if scope["method"] == "POST" and gradio_requests.is_upload(scope["path"]):
-            with self._uploading(getattr(scope.get("user"), "display_name", "")):
+            with self._uploads.receiving(getattr(scope.get("user"), "display_name", "")):
                 body = await _read_body(receive, gradio_requests.MAX_UPLOAD_BYTES)
                 await self._app(scope, _replayed(body, receive), send)
             return

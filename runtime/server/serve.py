@@ -71,7 +71,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     return_freed_memory()
     collect_garbage_as_usual()
     worker, engines = open_queue(settings, resume_all=cluster)
-    worker.retention = Retention(settings.keep_days, settings.keep_videos, settings.keep_bytes)
+    worker.retention = Retention(days=settings.keep_days, videos=settings.keep_videos, bytes=settings.keep_bytes)
     server: PageServer | None = None
     head: ClusterHead | None = None
     try:

@@ -69,7 +69,7 @@ from runtime.server.image_queue import ImageQueue
 from runtime.server.job_files import etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
-from runtime.server.video_objects import DeletedVideo, Model, ModelList, Retained, Video, VideoList, video_of
+from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths
 from runtime.server.watchers import Watchers
@@ -209,7 +209,7 @@ class VideoApi:
         found = self._store.list(owner=owner, limit=limit + 1, after=number, oldest_first=order == "asc")
         data = [self._video(record) for record in found[:limit]]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
-        more, kept = len(found) > limit, Retained(**self._worker.retention._asdict())
+        more, kept = len(found) > limit, self._worker.retention
         return _json(VideoList(data=data, first_id=first, last_id=last, has_more=more, retention=kept))
 
     def retrieve(self, request: Request, video_id: VideoId) -> Response:
@@ -372,7 +372,7 @@ class VideoApi:
         return self._shown(record, self._worker.job(record.id) if record.state == "running" else None)
 
     def _shown(self, record: JobRecord, job: Job | None) -> Video:
-        return video_of(record, job, self._name_of, self.redact, self._worker.retention.days)
+        return video_of(record, job, self._name_of, self.redact, self._worker.retention)
 
     def _thumbnail(self, record: JobRecord) -> Response:
         folder = self._store.folder(record.id)

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from runtime.core.facts import Fact
 from runtime.queue.records import JobRecord, State
+from runtime.queue.storage import Retention
 from runtime.queue.views import Job
 from runtime.server.api_errors import ErrorBody, body_of
 
@@ -21,7 +22,7 @@ _STATUSES: Mapping[State, Status] = {
     "interrupted": "failed",
 }
 _MOST_RUNNING = 99
-_DAY_SECONDS = 86_400
+_UNLIMITED = Retention()
 
 
 class Video(BaseModel):
@@ -59,14 +60,6 @@ class Video(BaseModel):
     paused: bool = False
 
 
-class Retained(BaseModel):
-    """Which ended videos the server keeps: for so many days, and the newest of each key; null for all."""
-
-    days: float | None = None
-    videos: int | None = None
-    bytes: int | None = None
-
-
 class VideoList(BaseModel):
     """A page of videos; `last_id` is the `after` of the next one."""
 
@@ -75,7 +68,7 @@ class VideoList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
-    retention: Retained = Retained()
+    retention: Retention
 
 
 class DeletedVideo(BaseModel):
@@ -115,7 +108,7 @@ def video_of(
     job: Job | None,
     names: Callable[[str], str],
     redact: Callable[[str], str] = str,
-    keep_days: float | None = None,
+    retention: Retention = _UNLIMITED,
 ) -> Video:
     """Return a video.
 
@@ -123,12 +116,12 @@ def video_of(
         job: the view of a running job.
         names: returns a model's name in this API for that in requests.
         redact: removes from a message what users of the API should not read.
-        keep_days: after which ended videos are deleted, unless they are starred.
+        retention: starred videos stay.
     """
     plan = record.plan
     expires = None
-    if keep_days is not None and not record.open and not record.starred:
-        expires = int((record.ended or record.created) + keep_days * _DAY_SECONDS)
+    if not record.open and not record.starred:
+        expires = retention.expires_at(record.ended or record.created)
     percent = 100 if record.state == "done" else 0
     if record.state == "running" and job is not None:
         percent = min(round(100 * job.progress.fraction), _MOST_RUNNING)
@@ -145,7 +138,7 @@ def video_of(
         progress=percent,
         created_at=int(record.created),
         completed_at=int(record.ended) if record.state == "done" and record.ended is not None else None,
-        expires_at=expires,
+        expires_at=None if expires is None else int(expires),
         size="" if plan is None else f"{plan.width}x{plan.height}",
         seconds="" if plan is None else f"{round(values['frames'] / plan.fps, 3):g}",
         prompt=record.prompt,

@@ -8,8 +8,7 @@ send them. Images are files of a form, or data URLs; nothing is fetched.
 import asyncio
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -27,6 +26,7 @@ from runtime.core.untrusted_files import DuplicateNameError, parse_json
 from runtime.server.api_errors import refused
 from runtime.server.gradio_requests import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, charset_problem
 from runtime.server.image_uploads import NAMELESS, plain_name
+from runtime.server.visitor_limits import UploadLimit
 
 JSON, FORM = "application/json", "multipart/form-data"
 # JSON holds an image as base64; larger ones are sent in a form.
@@ -116,7 +116,7 @@ class BodyReader:
     """Reads bodies within limits. For one event loop."""
 
     def __init__(self) -> None:
-        self._uploads: dict[str, int] = {}
+        self._uploads = UploadLimit(_MOST_UPLOADS, _MOST_UPLOADS_ALL, lambda: refused(429, "server.api_uploads"))
 
     async def read(self, request: Request, user: str) -> tuple[dict[str, Any], dict[str, Image]]:
         """Return the values of a request's fields, and its images by field. The values are not validated.
@@ -158,23 +158,10 @@ class BodyReader:
             return True
 
         if not await read(MAX_BODY_BYTES):
-            with self._uploading(user):
+            with self._uploads.receiving(user):
                 if len(body) > most or not await read(most):
                     raise refused(413, "server.api_too_large", maximum=most)
         return bytes(body)
-
-    @contextmanager
-    def _uploading(self, user: str) -> Iterator[None]:
-        own = self._uploads.get(user, 0)
-        if own >= _MOST_UPLOADS or sum(self._uploads.values()) >= _MOST_UPLOADS_ALL:
-            raise refused(429, "server.api_uploads")
-        self._uploads[user] = own + 1
-        try:
-            yield
-        finally:
-            self._uploads[user] -= 1
-            if not self._uploads[user]:
-                del self._uploads[user]
 
 
 def set_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The limits for visitors of a share link: of a video, of the number of videos, and of disk space."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -17,6 +19,37 @@ MOST_IMAGES, MOST_IMAGE_BYTES = 20, 1 << 30
 _MINUTE_SECONDS = 60
 # Disk space that is kept free for the owner's videos.
 _RESERVED_BYTES = 1 << 29
+
+
+class UploadLimit:
+    """Limits how many bodies are received at once, each of which takes its size of memory. For one event loop.
+
+    Args:
+        each, most: maximum of one user, and of all.
+        refusal: returns the error for another one.
+    """
+
+    def __init__(self, each: int, most: int, refusal: Callable[[], Exception]) -> None:
+        self._each = each
+        self._most = most
+        self._refusal = refusal
+        self._received: Counter[str] = Counter()
+
+    @contextmanager
+    def receiving(self, user: str) -> Iterator[None]:
+        """Count a body of a user while it is received.
+
+        Raises:
+            Exception: the refusal, if there are too many.
+        """
+        if self._received[user] >= self._each or self._received.total() >= self._most:
+            raise self._refusal()
+        self._received[user] += 1
+        try:
+            yield
+        finally:
+            self._received[user] -= 1
+            self._received = +self._received  # without users who send nothing any more
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from PIL import (
     WebPImagePlugin,  # noqa: F401 - else Pillow imports the plugins of all formats
 )
 
-from runtime.video.image_messages import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_PIXELS, receive, send
+from runtime.video.image_messages import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_PIXELS, DecodingError, receive, send
 
 if sys.platform != "win32":
     import resource
@@ -67,21 +67,12 @@ _UPRIGHT = {
 }
 
 
-class RefusedError(Exception):
-    """An image that is not read: a code of `core.messages.video`, and its data."""
-
-    def __init__(self, code: str, **data: Any) -> None:
-        super().__init__(code)
-        self.code = code
-        self.data = data
-
-
 def decode(data: bytes) -> Image.Image:
     """Return the image in a file's content as RGB, 8 bits, upright, in sRGB; transparent parts are white.
 
     Raises:
-        RefusedError: if it is not an image of a known format and kind, is damaged, animated, too large or too small, or
-            has extreme proportions.
+        DecodingError: if it is not an image of a known format and kind, is damaged, animated, too large or too small,
+            or has extreme proportions.
         MemoryError: if decoding needs more memory than this process may use.
     """
     kind = _kind_of(data)
@@ -93,25 +84,25 @@ def decode(data: bytes) -> Image.Image:
             image.load()
             orientation = _orientation(image)
             plain = _plain(image)
-    except (RefusedError, MemoryError):
+    except (DecodingError, MemoryError):
         raise
     except Image.DecompressionBombError as error:
         raise _too_large() from error
     except UnidentifiedImageError as error:
         if kind is None:
-            raise RefusedError("image.format_unknown", formats=FORMATS) from error
-        raise RefusedError("image.kind_unknown", format=kind) from error
+            raise DecodingError("image.format_unknown", formats=FORMATS) from error
+        raise DecodingError("image.kind_unknown", format=kind) from error
     except Exception as error:  # decoders raise anything
-        raise RefusedError("image.damaged") from error
+        raise DecodingError("image.damaged") from error
     return plain.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else plain
 
 
 def _kind_of(data: bytes) -> str | None:
     """Return the format that the first bytes announce; `None` if it is none of those that are read."""
     if not data:
-        raise RefusedError("image.empty")
+        raise DecodingError("image.empty")
     if data.startswith((b"GIF87a", b"GIF89a")):
-        raise RefusedError("image.format_gif")
+        raise DecodingError("image.format_gif")
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return "WEBP"
     if data[4:8] == b"ftyp":
@@ -120,7 +111,7 @@ def _kind_of(data: bytes) -> str | None:
         if brands & _AVIF:
             return "AVIF"
         if brands & _HEIC:
-            raise RefusedError("image.format_heic")
+            raise DecodingError("image.format_heic")
     return next((kind for signature, kind in _SIGNATURES.items() if data.startswith(signature)), None)
 
 
@@ -129,18 +120,18 @@ def _check_header(image: Image.Image) -> None:
     if width * height > MAX_PIXELS:
         raise _too_large()
     if min(width, height) < MIN_SIDE:
-        raise RefusedError("image.too_small", width=width, height=height, least=MIN_SIDE)
+        raise DecodingError("image.too_small", width=width, height=height, least=MIN_SIDE)
     if max(width, height) > MAX_RATIO * min(width, height):
-        raise RefusedError("image.too_long", width=width, height=height, most=MAX_RATIO)
+        raise DecodingError("image.too_long", width=width, height=height, most=MAX_RATIO)
     # Photos of many phones have further pictures behind the first, such as a depth map.
     if image.format != "MPO" and getattr(image, "is_animated", False):
-        raise RefusedError("image.animated")
+        raise DecodingError("image.animated")
     if image.mode not in _MODES or (isinstance(image, TiffImagePlugin.TiffImageFile) and not _is_plain_tiff(image)):
-        raise RefusedError("image.kind_unknown", format=image.format)
+        raise DecodingError("image.kind_unknown", format=image.format)
 
 
-def _too_large() -> RefusedError:
-    return RefusedError("image.too_large", most=MAX_PIXELS // 1_000_000)
+def _too_large() -> DecodingError:
+    return DecodingError("image.too_large", most=MAX_PIXELS // 1_000_000)
 
 
 def _is_plain_tiff(image: TiffImagePlugin.TiffImageFile) -> bool:
@@ -252,7 +243,7 @@ def _answer(data: bytes, *, pixels: bool) -> tuple[dict[str, Any], bytes]:
     try:
         image = decode(data)
         return {"width": image.width, "height": image.height}, image.tobytes() if pixels else b""
-    except RefusedError as error:
+    except DecodingError as error:
         cause = error.__cause__
         reason = "" if cause is None else f"{type(cause).__name__}: {cause}"[:300]
         return {"code": error.code, "data": error.data, "reason": reason}, b""

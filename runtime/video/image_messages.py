@@ -1,4 +1,7 @@
-"""Messages between this program and the process that decodes images: a line of JSON, then bytes."""
+"""What this program and the process that decodes images share: limits, refusals, and messages.
+
+A message is a line of JSON, then bytes.
+"""
 
 import json
 from typing import IO, Any
@@ -10,6 +13,15 @@ MAX_PIXELS = 50_000_000
 # Of a line of JSON.
 MAX_LINE_BYTES = 1 << 16
 _MAX_BYTES = max(MAX_FILE_BYTES, 3 * MAX_PIXELS)
+
+
+class DecodingError(Exception):
+    """An image that is not decoded: a code of `core.messages.video`, and its data."""
+
+    def __init__(self, code: str, **data: Any) -> None:
+        super().__init__(code)
+        self.code = code
+        self.data = data
 
 
 def send(stream: IO[bytes], values: dict[str, Any], data: bytes = b"") -> None:

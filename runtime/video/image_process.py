@@ -24,7 +24,7 @@ from PIL import Image
 from runtime.core.cancel import never
 from runtime.core.errors import MachineError
 from runtime.core.processes import describe_exit
-from runtime.video.image_messages import receive, send
+from runtime.video.image_messages import DecodingError, receive, send
 
 # Of one image: processor time; time, of which a busy machine needs more; memory. An image with the most pixels
 # takes a third of the time and two thirds of the memory.
@@ -52,15 +52,6 @@ class Decoded:
     def image(self) -> Image.Image:
         """Return it as an image of Pillow."""
         return Image.frombytes("RGB", (self.width, self.height), self.pixels)
-
-
-class DecodingError(Exception):
-    """An image that is not decoded: a code of `core.messages.video`, and its data."""
-
-    def __init__(self, code: str, **data: Any) -> None:
-        super().__init__(code)
-        self.code = code
-        self.data = data
 
 
 class ImageProcess:

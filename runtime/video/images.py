@@ -14,8 +14,8 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import CROP, MIDDLE
 from runtime.core.untrusted_files import NotRegularFileError, read_file
-from runtime.video.image_messages import MAX_FILE_BYTES
-from runtime.video.image_process import PROCESS, Decoded, DecodingError
+from runtime.video.image_messages import MAX_FILE_BYTES, DecodingError
+from runtime.video.image_process import PROCESS, Decoded
 
 THUMBNAIL_BYTES = 8_000
 _THUMBNAIL_SIDE = 192

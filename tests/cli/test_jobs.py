@@ -14,7 +14,7 @@ import pytest
 from runtime.cli import terminal
 from runtime.cli.main import run
 from runtime.core.events import Failed, Planned, Warned
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, sentence
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
@@ -85,7 +85,7 @@ def test_the_list_has_pages(cache_dir: Path, capsys: pytest.CaptureFixture[str])
 def test_builds_are_listed_with_their_progress(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     request = {"prompt": "a boat"}
-    assert store.add_idle_build("Build engines for the VAE", cache_dir, request, {"e1"})
+    assert store.add_idle_build(sentence("Build engines for the VAE"), cache_dir, request, {"e1"})
     found, text = answer(["jobs", "list"], capsys)
     (build,) = found["builds"]
     assert (build["state"], build["idle"], build["share"]) == ("queued", True, None)

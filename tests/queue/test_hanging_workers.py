@@ -63,7 +63,7 @@ def test_a_cancelled_job_of_a_stopped_worker_ends_and_the_next_one_runs(app: App
 
 
 def test_the_job_of_a_stopped_worker_continues_in_another_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "SILENT_SECONDS", 2.0)
     job = app.queue.submit(small(steps=40))
     app.wait_for_step(job)
     stop(app)
@@ -101,7 +101,7 @@ def test_a_worker_that_was_stopped_together_with_the_app_is_not_killed(app: App)
     # The supervisor's own look is late by hours, such as after SIGSTOP for both.
     app.queue._supervisor._looked -= 7200  # type: ignore[union-attr]
     time.sleep(0.5)
-    assert slots[0].silent < supervisor._SILENT_SECONDS
+    assert slots[0].silent < supervisor.SILENT_SECONDS
     assert app.queue.worker_pids()
 
 

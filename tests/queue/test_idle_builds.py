@@ -8,6 +8,7 @@ import pytest
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import VideoSaved
+from runtime.core.facts import sentence
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
@@ -24,7 +25,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
-BUILD = ("Build", Path("/nowhere"), {"prompt": "a boat"})
+BUILD = (sentence("Build"), Path("/nowhere"), {"prompt": "a boat"})
 
 
 @pytest.fixture
@@ -181,13 +182,13 @@ def test_the_same_engines_are_queued_once(store: JobStore, spec: ModelSpec, engi
 
 def test_a_build_for_a_gpu_of_another_kind_is_queued_once(queue: JobQueue) -> None:
     store, request = queue.store, small(build="missing").to_json()
-    assert store.add_idle_build("Build", Path("/nowhere"), request, {"not-of-this-machine"})
+    assert store.add_idle_build(sentence("Build"), Path("/nowhere"), request, {"not-of-this-machine"})
     (build,) = builds(store)
     until(lambda: not store.get(build.id).open)
     (ended,) = (values for _, _, values in store.events(build.id) if values["event"] == "Ended")
     assert (store.get(build.id).state, ended["fact"]["code"]) == ("done", "task.nothing_to_build")
-    assert not store.add_idle_build("Build", Path("/nowhere"), request, {"not-of-this-machine"})
-    assert store.add_idle_build("Build", Path("/nowhere"), request, {"not-of-this-machine", "new"})
+    assert not store.add_idle_build(sentence("Build"), Path("/nowhere"), request, {"not-of-this-machine"})
+    assert store.add_idle_build(sentence("Build"), Path("/nowhere"), request, {"not-of-this-machine", "new"})
 
 
 def test_a_task_that_starts_during_a_poll_is_polled_again(store: JobStore) -> None:

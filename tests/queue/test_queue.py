@@ -16,7 +16,7 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, sentence
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
@@ -240,8 +240,8 @@ def test_a_build_continues_after_a_restart_of_the_app(tiny: Callable[[str], Mode
     request = small(backends={"text_encoder": "onnxruntime"})
     queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
     busy = queue.submit(small(steps=1000))
-    build = queue.add_task(BuildEngines(request=request.to_json()), "Build it")
-    task = queue.add_task(PruneEngines(max_bytes=10**10), "Prune")
+    build = queue.add_task(BuildEngines(request=request.to_json()), sentence("Build it"))
+    task = queue.add_task(PruneEngines(max_bytes=10**10), sentence("Prune"))
     assert [(one.kind, one.title) for one in queue.store.queue()][1:] == [("build", "Build it"), ("task", "Prune")]
     queue.close()
     assert (build.state, task.state) == ("queued", "queued")

@@ -24,7 +24,7 @@ from runtime.core.events import (
     VideoSaved,
     WaitsForDisk,
 )
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, sentence
 from runtime.core.plan import EngineUse, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import EMBEDDED
@@ -87,7 +87,9 @@ def test_jobs_of_a_killed_process_are_interrupted(store: JobStore) -> None:
 
 def test_a_task_of_a_dead_app_is_cancelled(store: JobStore, tmp_path: Path) -> None:
     prune = PruneEngines(max_bytes=0).model_dump(mode="json")
-    task, mine, waiting = (store.add_work("task", title, tmp_path, prune) for title in ("Prune", "Prune", "Prune"))
+    task, mine, waiting = (
+        store.add_work("task", sentence(title), tmp_path, prune) for title in ("Prune", "Prune", "Prune")
+    )
     WorkerRegistry(store.database).register("deadbeef.0", 0)
     assert store.claim("deadbeef.0")
     with Instance(store.path) as own:
@@ -243,8 +245,8 @@ def test_a_pending_cancel_or_pause_is_followed_after_a_death(store: JobStore, tm
 
 
 def test_a_build_is_queued_again_and_another_task_fails(store: JobStore, tmp_path: Path) -> None:
-    build = store.add_work("build", "Build", tmp_path, {"prompt": "a boat"})
-    task = store.add_work("task", "Prune", tmp_path, PruneEngines(max_bytes=0).model_dump(mode="json"))
+    build = store.add_work("build", sentence("Build"), tmp_path, {"prompt": "a boat"})
+    task = store.add_work("task", sentence("Prune"), tmp_path, PruneEngines(max_bytes=0).model_dump(mode="json"))
     assert store.claim("app.0") and store.claim("app.0")
     recovery.settle_worker(store, "app.0", CRASHED)
     assert store.get(build.id).state == "queued"

@@ -22,7 +22,7 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, sentence
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED, look_up
@@ -164,8 +164,8 @@ def test_simultaneous_claims_return_each_job_once(store: JobStore, tmp_path: Pat
 
 def test_a_task_is_claimed_by_a_worker_for_tasks(store: JobStore, tmp_path: Path) -> None:
     work = DeleteEngine(engine="0" * 16)
-    task = store.add_work("task", "Delete it", tmp_path, work.model_dump(mode="json"))
-    build = store.add_work("build", "Build it", tmp_path, sample_request().to_json(), part="vae")
+    task = store.add_work("task", sentence("Delete it"), tmp_path, work.model_dump(mode="json"))
+    build = store.add_work("build", sentence("Build it"), tmp_path, sample_request().to_json(), part="vae")
     video = add_job(store)
     assert ids(store.queue()) == [task.id, build.id, video.id]
     other = store.claim("a.1", records.VIDEOS)
@@ -535,8 +535,8 @@ def test_the_queue_is_filtered_in_order(store: JobStore) -> None:
         return store.add(sample_request(prompt=prompt), sample_plan(), owner=owner).id
 
     first, second, third = add("a", None), add("b", "ann"), add("c", None)
-    task = store.add_work("task", "Prune", Path("/engines"), {})
-    store.add_idle_build("Build", Path("/engines"), {"model": "m"}, ["one"])
+    task = store.add_work("task", sentence("Prune"), Path("/engines"), {})
+    store.add_idle_build(sentence("Build"), Path("/engines"), {"model": "m"}, ["one"])
     store.claim_job(third, "app.0")
     store.hold([first], True)
     assert ids(store.queue())[:4] == [third, first, second, task.id]
@@ -559,7 +559,7 @@ def test_the_queue_is_filtered_in_order(store: JobStore) -> None:
 
 def test_jobs_are_moved_to_places(store: JobStore) -> None:
     jobs = [add_job(store).id for _ in range(5)]
-    store.add_idle_build("Build", Path("/engines"), {}, ["one"])
+    store.add_idle_build(sentence("Build"), Path("/engines"), {}, ["one"])
 
     def order() -> list[int]:
         return [jobs.index(one.id) for one in store.queue(states=["queued"]) if not one.idle]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.events import TerminalEvent, VideoSaved
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, sentence
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
@@ -49,7 +49,7 @@ def wait_for(one: Job | Task) -> None:
 
 def add(queue: JobQueue, work: Work) -> Task:
     """Queue a task and wait until it has ended."""
-    task = queue.add_task(work, "Test")
+    task = queue.add_task(work, sentence("Test"))
     wait_for(task)
     return task
 
@@ -118,7 +118,7 @@ def test_a_damaged_engine_fails_verification_and_is_pruned(
 
 def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
     running = queue.submit(small(steps=1000, backends={}))
-    built = queue.add_task(build(), "Build")
+    built = queue.add_task(build(), sentence("Build"))
     waiting = queue.submit(small(backends={}))
     assert list(queue.ahead(waiting)) == [running.id, built.id]
     assert len(queue.ahead(waiting)) == 2
@@ -139,7 +139,7 @@ def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService,
 def test_a_cancelled_build_leaves_no_files_and_the_worker_continues(
     queue: JobQueue, engines: EngineService, spec: ModelSpec
 ) -> None:
-    built = queue.add_task(build(), "Build")
+    built = queue.add_task(build(), sentence("Build"))
     until(lambda: any("xporting" in line for line in built.log), meanwhile=lambda: built.open)
     queue.cancel([built.id])
     wait_for(built)
@@ -190,7 +190,7 @@ def test_old_ended_tasks_are_forgotten(queue: JobQueue) -> None:
 
 def test_closing_a_queue_in_memory_cancels_tasks(engines: EngineService, spec: ModelSpec, tmp_path: Path) -> None:
     queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
-    built = [queue.add_task(build(width=size), "Build") for size in (32, 48)]
+    built = [queue.add_task(build(width=size), sentence("Build")) for size in (32, 48)]
     queue.close()
     assert [task.state for task in built] == ["cancelled", "cancelled"]
     assert engines.store.index() == []
@@ -228,7 +228,7 @@ def test_a_cancelled_or_mismatched_import_leaves_no_files(
     queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path
 ) -> None:
     path = exported_files.transformer(spec, tmp_path / "other.onnx", module=exported_files.other_transformer(spec))
-    cancelled = queue.add_task(ImportEngine(path=path, model="tiny"), "Import")
+    cancelled = queue.add_task(ImportEngine(path=path, model="tiny"), sentence("Import"))
     until(lambda: any(line.startswith("Comparing") for line in cancelled.log), meanwhile=lambda: cancelled.open)
     queue.cancel([cancelled.id])
     wait_for(cancelled)

@@ -13,7 +13,7 @@ import pytest
 from runtime.cli.main import run
 from runtime.core.errors import StoreError
 from runtime.core.events import Planned
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, sentence
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
 from runtime.queue import database, recovery, storage
@@ -218,7 +218,7 @@ def test_a_death_without_details_still_counts(path: Path) -> None:
 @pytest.mark.parametrize("live", ["{", "[]", "{}", '{"fact": {"code": 5}, "share": "x"}'])
 def test_live_progress_that_cannot_be_read_is_left_out(live: str, path: Path, cache_dir: Path) -> None:
     store = JobStore(cache_dir / "jobs.sqlite")
-    build = store.add_work("build", "Build engines", path.parent, {"kind": "build"})
+    build = store.add_work("build", sentence("Build engines"), path.parent, {"kind": "build"})
     assert store.claim("a") is not None
     damage(cache_dir / "jobs.sqlite", build.id, "live", live)
     store.record_task_event(build.id, {"event": "TaskProgress", "fact": "?"})

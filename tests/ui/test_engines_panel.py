@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, sentence
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import cpp_compiler, probe
@@ -129,7 +129,7 @@ def test_an_invalid_form_builds_nothing(tab: Tab) -> None:
 
 
 def test_a_build_is_queued_once_and_cancelled(tab: Tab) -> None:
-    hold = tab.worker.add_task(PRUNE, "Hold")
+    hold = tab.worker.add_task(PRUNE, sentence("Hold"))
     chosen = [GOOD[name] if name != "backend_vae" else "onnxruntime" for name in form.NAMES]
     assert tab.press("build", "vae", chosen).endswith(": queued.")
     assert tab.press("build", "vae", chosen) == "This task is already queued or running. See Tasks."
@@ -248,7 +248,7 @@ def test_a_component_belongs_to_the_model(tab: Tab, part: object) -> None:
 def test_an_import_is_queued_once_and_shown(tab: Tab, tmp_path: Path) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(bytes(range(256)) * 20)
-    tab.worker.add_task(PRUNE, "Hold")
+    tab.worker.add_task(PRUNE, sentence("Hold"))
     # As a file manager gives it.
     assert tab.bring(f' "{path}" ') == "Import noise.onnx: queued."
     assert tab.bring(str(path)) == "This task is already queued or running. See Tasks."
@@ -273,19 +273,19 @@ def test_an_import_only_needs_a_valid_model(tab: Tab) -> None:
 
 def test_findings_are_escaped(tmp_path: Path) -> None:
     store, work = JobStore(None), InspectEngine(path=Path("x"), model="tiny")
-    added = store.add_work("task", "Inspect x", tmp_path, work.model_dump(mode="json"))
+    added = store.add_work("task", sentence("Inspect x"), tmp_path, work.model_dump(mode="json"))
     store.claim("00000000.0")
     store.record_task_event(added.id, {"event": "TaskFound", "lines": ["takes <b>x</b> (1, 2)"]})
     task = Task(added, store)
     task.refresh()
     assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in tasks_html([(task, 0)])
-    other = store.add_work("task", "P", tmp_path, PRUNE.model_dump(mode="json"))
+    other = store.add_work("task", sentence("P"), tmp_path, PRUNE.model_dump(mode="json"))
     assert 'class="found" aria-label="Findings" hidden' in tasks_html([(Task(other, store), 0)])
 
 
 def test_the_number_of_open_tasks_is_limited(tab: Tab) -> None:
     for number in range(40):
-        tab.worker.add_task(PRUNE, f"Hold {number}")
+        tab.worker.add_task(PRUNE, sentence(f"Hold {number}"))
     assert tab.press("prune", "") == "20 tasks are already queued or running. Wait until one is done, or cancel one."
 
 
@@ -298,7 +298,7 @@ def test_unchanged_parts_are_not_sent_again(tab: Tab) -> None:
     assert set(drawn) == {"components", "choices", "tasks", "storage", "table"}
     assert respond(tab.panel, Call(form=VALUES, drawn=drawn))["parts"] == {}
     # A task that proceeds leaves the other parts alone.
-    tab.worker.add_task(PRUNE, "Quick")
+    tab.worker.add_task(PRUNE, sentence("Quick"))
     tab.settle()
     reply = respond(tab.panel, Call(form=VALUES, drawn=drawn))
     assert set(reply["parts"]) == {"tasks"} and "Quick" in reply["parts"]["tasks"]
@@ -353,7 +353,7 @@ def test_an_import_offers_the_components_of_the_model(tab: Tab) -> None:
 
 def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
     store = JobStore(None)
-    added = store.add_work("task", "Build", tmp_path, PRUNE.model_dump(mode="json"))
+    added = store.add_work("task", sentence("Build"), tmp_path, PRUNE.model_dump(mode="json"))
     store.claim("00000000.0")
     failed = Fact("engine.file_missing", {"file": "x"})
     builds = [

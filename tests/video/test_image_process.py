@@ -20,7 +20,8 @@ from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.messages import MESSAGES
 from runtime.video import image_process
-from runtime.video.image_process import Decoded, DecodingError, ImageProcess
+from runtime.video.image_messages import DecodingError
+from runtime.video.image_process import Decoded, ImageProcess
 from runtime.video.images import check_image
 from tests.image_files import compressed_text, encoded, many_scans, picture, with_chunk
 from tests.waiting import until

@@ -141,7 +141,7 @@ def test_damaged_metadata_does_not_matter() -> None:
 def with_brands(data: bytes, major: bytes, others: list[bytes]) -> bytes:
     """Return an AVIF whose first box names other brands."""
     box = struct.pack(">I", 16 + 4 * len(others)) + b"ftyp" + major + bytes(4) + b"".join(others)
-    # Offsets in the file are absolute, so what is longer or shorter is taken up by the box.
+    # Offsets in the file are absolute, so the box keeps its length.
     size = int.from_bytes(data[:4], "big")
     assert len(box) <= size
     box = struct.pack(">I", size) + box[4:] + b"free" * ((size - len(box)) // 4)

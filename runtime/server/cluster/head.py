@@ -31,7 +31,7 @@ from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.recovery import MemoryKills
 from runtime.queue.store import JobStore
-from runtime.queue.supervisor import STOPPING_SECONDS
+from runtime.queue.supervisor import SILENT_SECONDS, STOPPING_SECONDS
 from runtime.server.cluster import transfer
 from runtime.server.cluster.node_worker import Described, NodeWorker, memory_kills
 from runtime.server.cluster.placement import Placement
@@ -60,8 +60,6 @@ _SAMPLE_SECONDS = 5.0
 # Until a new process of a node has read the count.
 _COUNT_SECONDS = 30.0
 _CLOSING_SECONDS = 20.0
-# Until a worker that does not answer is given up.
-_SILENT_SECONDS = 60.0
 # Until a part of a file has reached a node.
 _SENT_SECONDS = 1800.0
 # Until a worker that was started has to answer.
@@ -460,7 +458,7 @@ class _Proxy:
                 if time.monotonic() - checked > _NODES_SECONDS:
                     checked = time.monotonic()
                     try:
-                        ray.get(self._actor.memory_kills.remote(), timeout=_SILENT_SECONDS)
+                        ray.get(self._actor.memory_kills.remote(), timeout=SILENT_SECONDS)
                     except ray.exceptions.RayError:
                         if self._close():
                             self._head.kill(self.node, self._actor, self.described.pid)
@@ -612,8 +610,8 @@ class _Proxy:
         import ray
 
         now = time.monotonic()
-        if now - heard > _SILENT_SECONDS:
-            self._hangs = Fact("queue.exit_not_responding", {"seconds": _SILENT_SECONDS})
+        if now - heard > SILENT_SECONDS:
+            self._hangs = Fact("queue.exit_not_responding", {"seconds": SILENT_SECONDS})
         elif cancelled is not None and now - cancelled > STOPPING_SECONDS:
             self._hangs = Fact("queue.exit_not_stopping", {"seconds": STOPPING_SECONDS})
         else:
