@@ -221,7 +221,7 @@ def hunyuan_pipeline(*, guidance_embeds: bool) -> HunyuanVideoPipeline:
         rope_axes_dim=(4, 6, 6),
         guidance_embeds=guidance_embeds,
     )
-    vae = AutoencoderKLHunyuanVideo(block_out_channels=(4, 4, 8, 8), layers_per_block=1, norm_num_groups=2)
+    vae = AutoencoderKLHunyuanVideo(block_out_channels=(2, 4, 4, 4), layers_per_block=1, norm_num_groups=2)
     return HunyuanVideoPipeline(
         tokenizer=tokenizer(),
         text_encoder=LlamaModel(llama).eval(),

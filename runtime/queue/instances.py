@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import sqlite3
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -134,12 +135,7 @@ class WorkerRegistry:
     def workers(self, app: str) -> list[WorkerEntry]:
         """Return the workers of an app, by GPU; rows that cannot be read are left out."""
         with self._database.reading() as connection:
-            rows = connection.execute("SELECT * FROM workers WHERE app = ? ORDER BY gpu", (app,)).fetchall()
-        found = []
-        for row in rows:
-            with contextlib.suppress(ValidationError):
-                found.append(WorkerEntry.model_validate(dict(row)))
-        return found
+            return _workers(connection, app)
 
     def gpus(self, instance: str) -> list[int]:
         """Return the GPUs that a worker may use, its own first; none while its own is lent."""
@@ -150,31 +146,33 @@ class WorkerRegistry:
 
         It is the one that has waited longest: only one at a time gathers GPUs, so no two workers block each other.
         """
-        workers = self.workers(app_of(instance))
-        waiting = [one for one in workers if one.wanted > len(_gpus(workers, one.instance))]
-        first = min(waiting, key=lambda one: (one.since, one.gpu), default=None)
-        return None if first is None or first.instance == instance else first.instance
+        first = _first_waiting(self.workers(app_of(instance)))
+        return None if first == instance else first
 
     def lend(self, instance: str, to: str, *, waits: bool = False) -> None:
         """Lend a worker's GPU, and return the GPUs that were lent to it. It must have freed its memory on all of them.
 
+        Nothing happens if the other worker no longer is the first that waits: a GPU lent to a later one could not be
+        returned while that one has lent its own.
+
         Args:
             waits: whether it waits for GPUs itself and continues to wait.
         """
-        self.release(instance, keep_waiting=waits)
         with self._database.writing() as connection:
-            connection.execute(
-                "UPDATE workers SET lent_to = ? WHERE instance = ? AND lent_to IS NULL "
-                "AND EXISTS (SELECT 1 FROM workers WHERE instance = ? AND wanted > 0)",
-                (to, instance, to),
-            )
+            if _first_waiting(_workers(connection, app_of(instance))) != to:
+                return
+            _release(connection, instance, keep_waiting=waits)
+            connection.execute("UPDATE workers SET lent_to = ? WHERE instance = ? AND lent_to IS NULL", (to, instance))
 
     def want(self, instance: str, count: int) -> None:
-        """Ask for GPUs: idle workers lend theirs until this one has `count`."""
+        """Ask for GPUs: idle workers lend theirs until this one has `count`, after those that wait already.
+
+        This holds also if the clock was set back.
+        """
         with self._database.writing() as connection:
-            connection.execute(
-                "UPDATE workers SET wanted = ?, since = ? WHERE instance = ?", (count, time.time(), instance)
-            )
+            last = max((one.since for one in _workers(connection, app_of(instance))), default=0.0)
+            since = max(time.time(), last + 0.001)
+            connection.execute("UPDATE workers SET wanted = ?, since = ? WHERE instance = ?", (count, since, instance))
 
     def release(self, instance: str, *, keep_waiting: bool = False) -> None:
         """Return all GPUs that were lent to a worker.
@@ -183,21 +181,40 @@ class WorkerRegistry:
             keep_waiting: whether it waits for GPUs itself and continues to wait.
         """
         with self._database.writing() as connection:
-            connection.execute("UPDATE workers SET lent_to = NULL WHERE lent_to = ?", (instance,))
-            if not keep_waiting:
-                connection.execute("UPDATE workers SET wanted = 0, since = 0 WHERE instance = ?", (instance,))
+            _release(connection, instance, keep_waiting=keep_waiting)
 
     def return_spare(self, instance: str, count: int) -> list[int]:
-        """Return all but `count` GPUs of a worker to their owners.
+        """End the wait of a worker whose job begins, and return all but `count` GPUs to their owners.
 
         Returns:
             The GPUs that it still has, its own first.
         """
-        gpus = self.gpus(instance)
         with self._database.writing() as connection:
+            gpus = _gpus(_workers(connection, app_of(instance)), instance)
             for gpu in gpus[count:]:
                 connection.execute("UPDATE workers SET lent_to = NULL WHERE lent_to = ? AND gpu = ?", (instance, gpu))
+            connection.execute("UPDATE workers SET wanted = 0, since = 0 WHERE instance = ?", (instance,))
         return gpus[:count]
+
+
+def _workers(connection: sqlite3.Connection, app: str) -> list[WorkerEntry]:
+    workers = []
+    for row in connection.execute("SELECT * FROM workers WHERE app = ? ORDER BY gpu", (app,)).fetchall():
+        with contextlib.suppress(ValidationError):
+            workers.append(WorkerEntry.model_validate(dict(row)))
+    return workers
+
+
+def _first_waiting(workers: list[WorkerEntry]) -> str | None:
+    waiting = [one for one in workers if one.wanted > len(_gpus(workers, one.instance))]
+    first = min(waiting, key=lambda one: (one.since, one.gpu), default=None)
+    return None if first is None else first.instance
+
+
+def _release(connection: sqlite3.Connection, instance: str, *, keep_waiting: bool) -> None:
+    connection.execute("UPDATE workers SET lent_to = NULL WHERE lent_to = ?", (instance,))
+    if not keep_waiting:
+        connection.execute("UPDATE workers SET wanted = 0, since = 0 WHERE instance = ?", (instance,))
 
 
 def _gpus(workers: list[WorkerEntry], instance: str) -> list[int]:

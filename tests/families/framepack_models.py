@@ -64,7 +64,7 @@ def _transformer() -> HunyuanVideoFramepackTransformer3DModel:
 
 def _vae() -> AutoencoderKLHunyuanVideo:
     return AutoencoderKLHunyuanVideo(
-        latent_channels=LATENT_CHANNELS, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+        latent_channels=LATENT_CHANNELS, block_out_channels=(2, 4, 4, 4), layers_per_block=1, norm_num_groups=2
     ).eval()
 
 

@@ -99,7 +99,7 @@ def test_logins_stay_valid_when_the_process_is_started_again(tiny: Callable[[str
         assert process is not None
         process.kill()
         until(lambda: page._process not in (process, None))
-        assert send(page.port, b"GET", b"/config", cookies).status == 200
+        until(lambda: send(page.port, b"GET", b"/config", cookies).status == 200, pause=0.1)
         assert send(page.port, b"GET", b"/config").status == 401
     finally:
         page.close()
