@@ -23,7 +23,6 @@ from tests.families.dcae import decoders
 
 USUAL = ("DepthToSpace", "Resize", "Expand")
 ANY, FULL = (1, 8), (8, 8)
-SLOW = pytest.mark.slow
 
 
 def kinds_of(path: Path) -> Counter[str]:
@@ -52,13 +51,11 @@ def exported(module: nn.Module, x: torch.Tensor, path: Path) -> Counter[str]:
     [
         # The last pixel shuffle has 3 channels.
         pytest.param(decoders.DC_BATCH_NORM, (3, 4), {"DepthToSpace": 1}, ANY, id="dc"),
-        pytest.param(decoders.DC_BATCH_NORM, (3, 4), {"DepthToSpace": 1}, FULL, id="dc-8", marks=SLOW),
+        pytest.param(decoders.DC_BATCH_NORM, (3, 4), {"DepthToSpace": 1}, FULL, id="dc-8"),
         # Interpolation to the nearest pixel is not translated.
-        pytest.param(decoders.DC_INTERPOLATED, (3, 4), {"Resize": 2}, ANY, id="dc-interpolated", marks=SLOW),
-        pytest.param(decoders.OWL, (8, 8), {}, ANY, id="owl", marks=SLOW),
-        pytest.param(decoders.OWL, (8, 8), {}, FULL, id="owl-8", marks=SLOW),
-        pytest.param(decoders.OWL_LANDSCAPE, (8, 8), {}, ANY, id="owl-landscape", marks=SLOW),
-        pytest.param(decoders.OWL_LANDSCAPE, (8, 8), {}, FULL, id="owl-landscape-8", marks=SLOW),
+        pytest.param(decoders.DC_INTERPOLATED, (3, 4), {"Resize": 2}, ANY, id="dc-interpolated"),
+        pytest.param(decoders.OWL, (8, 8), {}, ANY, id="owl"),
+        pytest.param(decoders.OWL_LANDSCAPE, (8, 8), {}, FULL, id="owl-landscape-8"),
     ],
 )
 def test_frame_decoders_compute_the_same(

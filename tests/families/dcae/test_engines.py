@@ -42,13 +42,11 @@ def model(kind: str, folder: Path) -> ModelSpec:
 @pytest.mark.parametrize(
     ("kind", "builder"),
     [
-        pytest.param("dc", ONNX_RUNTIME, id="dc-cpu", marks=pytest.mark.slow),
-        pytest.param("owl", ONNX_RUNTIME, id="owl-cpu", marks=pytest.mark.slow),
+        pytest.param("dc", ONNX_RUNTIME, id="dc-cpu"),
+        pytest.param("owl", ONNX_RUNTIME, id="owl-cpu"),
         pytest.param("dc", OPENVINO, id="dc-openvino"),
-        pytest.param("owl", OPENVINO, id="owl-openvino", marks=pytest.mark.slow),
-        pytest.param("dc", InductorBuilder(), id="dc-inductor", marks=INDUCTOR.marks),
         pytest.param("owl", InductorBuilder(), id="owl-inductor", marks=INDUCTOR.marks),
-        pytest.param("owl-landscape", ONNX_RUNTIME, id="owl-landscape-cpu", marks=pytest.mark.slow),
+        pytest.param("owl-landscape", ONNX_RUNTIME, id="owl-landscape-cpu"),
     ],
 )
 def test_engines_equal_pytorch(builder: Builder, kind: str, tmp_path: Path) -> None:
