@@ -8,7 +8,7 @@ import pytest
 from runtime.engines.store import EngineStore
 from runtime.models.registry import read_spec
 from tests.app_server import MODEL, Server
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ready
+from tests.browser.conftest import DESKTOP, OpenPage, ready
 from tests.browser.test_acceleration import choose, unfold
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.engines import exported_files
@@ -182,9 +182,7 @@ def test_an_engine_file_is_inspected_trusted_and_imported(open_page: OpenPage, s
     assert page.complaints == []
 
 
-@pytest.mark.parametrize(
-    ("viewport", "scheme"), [(PHONE, "light"), (DESKTOP, "dark"), (SMALL, "light")], ids=["phone", "desktop", "320"]
-)
+@pytest.mark.parametrize(("viewport", "scheme"), [(DESKTOP, "dark"), (SMALL, "light")], ids=["desktop", "320"])
 def test_the_layout_fits_and_has_accessible_names(
     open_page: OpenPage, server: Server, viewport: dict[str, int], scheme: str
 ) -> None:

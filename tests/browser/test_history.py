@@ -329,7 +329,7 @@ def test_checkpoints_are_removed_after_confirmation(open_page: OpenPage) -> None
     page.wait_for_selector("#history-storage [data-action=remove-checkpoints]", state="detached")
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, PHONE, {"width": 320, "height": 640}], ids=["1280", "390", "320"])
+@pytest.mark.parametrize("viewport", [DESKTOP, {"width": 320, "height": 640}], ids=["1280", "320"])
 def test_comparison_and_storage_are_used_by_keyboard(open_page: OpenPage, viewport: dict[str, int]) -> None:
     page = open_page(viewport)
     prompt = f"{viewport['width']} keys on the sea"  # the tests share one history

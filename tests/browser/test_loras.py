@@ -6,7 +6,7 @@ import pytest
 
 from runtime.models.registry import read_spec
 from tests.app_server import MODEL, Server
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, advance
+from tests.browser.conftest import DESKTOP, OpenPage, advance
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.lora_files import factors, peft, save
 
@@ -16,7 +16,7 @@ FIELD = "#field-loras textarea"
 SMALL = {"width": 320, "height": 640}
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, PHONE, SMALL], ids=["1280", "390", "320"])
+@pytest.mark.parametrize("viewport", [DESKTOP, SMALL], ids=["1280", "320"])
 def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server, viewport: dict[str, int]) -> None:
     folder = server.cache_dir / "weights" / "loras"
     spec = read_spec(server.cache_dir / "weights" / MODEL, MODEL)

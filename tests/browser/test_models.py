@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.app_server import MODEL, Server
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ready
+from tests.browser.conftest import DESKTOP, OpenPage, ready
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.models.hub import Fault, LoopbackHub, of_folder
 
@@ -73,7 +73,7 @@ def test_a_download_is_confirmed_paused_resumed_and_removed(
     assert page.complaints == []
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, PHONE, SMALL], ids=["1280", "390", "320"])
+@pytest.mark.parametrize("viewport", [DESKTOP, SMALL], ids=["1280", "320"])
 def test_a_model_is_used_and_deleted_by_keyboard(open_page: OpenPage, server: Server, viewport: dict[str, int]) -> None:
     weights = server.cache_dir / "weights"
     shutil.copytree(weights / MODEL, weights / "Second")

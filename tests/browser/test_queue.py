@@ -172,7 +172,7 @@ def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: 
     page.reload()
     ready(page)
     page.wait_for_selector("#sound:has-text('Sound on')")
-    ask(page, "a red boat", long=True)
+    ask(page, "a red boat", long=True, steps=50)
     start(page)
     wait_for_state(page, "running")
     page.wait_for_function("() => /^[0-9]+% · Tandem$/.test(document.title)")

@@ -34,16 +34,19 @@ while Path("/proc", pid).exists() and len(held) < 160:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="counters are Linux's")
-@pytest.mark.parametrize("killer", ["kernel", "ray"])
-def test_a_job_resumes_with_less_memory_after_its_worker_was_killed(tmp_path: Path, killer: str) -> None:
+def test_a_job_resumes_with_less_memory_after_its_worker_was_killed(tmp_path: Path) -> None:
+    """Have the kernel kill it, or Ray where no control group can be made."""
     pytest.importorskip("ray")
     memory = psutil.virtual_memory()
     threshold = (memory.total - memory.available + (4 << 30)) / memory.total
-    if killer == "ray" and threshold > 0.7:
-        pytest.skip("too little memory is free")
     cluster = Machines(tmp_path)
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(limited_group(GROUP_BYTES)) if killer == "kernel" else None
+        try:
+            group = stack.enter_context(limited_group(GROUP_BYTES))
+        except pytest.skip.Exception:
+            group = None
+            if threshold > 0.7:
+                raise
         stack.callback(cluster.close)
         if group is None:
             cluster.add_node(RAY_memory_usage_threshold=str(threshold), RAY_memory_monitor_refresh_ms="100")
