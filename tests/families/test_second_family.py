@@ -146,13 +146,13 @@ def test_a_paused_job_resumes_to_the_same_clip(model: Path, tmp_path: Path) -> N
 def test_a_killed_job_resumes_to_the_same_clip(
     generate: Generate, model: Path, registered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = frames(generate("--backend", "all=pytorch", "--steps", "400")["video"])
+    whole = frames(generate("--backend", "all=pytorch", "--steps", "120")["video"])
     store = open_store(registered)
     known = {job.id for job in store.list()}
     out = tmp_path / "killed.mp4"
     command = [sys.executable, str(ROOT / "app.py"), "generate", "a red boat", "--seed", "3", "--model", str(model)]
     process = subprocess.Popen(
-        [*command, "--backend", "all=pytorch", "--steps", "400", "--out", str(out)], cwd=ROOT, stderr=subprocess.DEVNULL
+        [*command, "--backend", "all=pytorch", "--steps", "120", "--out", str(out)], cwd=ROOT, stderr=subprocess.DEVNULL
     )
 
     def kept() -> bool:
