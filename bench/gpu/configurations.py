@@ -7,8 +7,7 @@ of `480p`, `720p` (one expert of Wan2.2-A14B, bfloat16 and FP8, and its VAE; ran
 measures errors against float32 at 720p too, which takes minutes. `--small` runs all parts on tiny models, also on a
 CPU. `jobs` and `diorama` write videos: they need ffmpeg (IMAGEIO_FFMPEG_EXE).
 
-Each prints a JSON object per finished configuration, and updates its result in $OUT/PART.json and a chart in
-$OUT/PART.svg.
+Each prints a JSON object per finished configuration, and updates its result in $OUT/PART.json.
 """
 
 import argparse
@@ -132,7 +131,6 @@ def clips(part: str, arguments: argparse.Namespace, folder: Path) -> None:
     bench = Bench.of(setup, configurations(named, common, quantized=not arguments.small), write, saved)
     bench.measure(Cancel())
     result = bench.to_json()
-    result_files.write(OUT / f"{part}.svg", render.svg(result, part))
     for printed in (render.timing_rows(result), render.quality_rows(result)):
         for row in printed:
             write(" | ".join(row))

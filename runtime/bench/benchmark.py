@@ -14,8 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from runtime.bench import component_errors
-from runtime.bench.component_errors import PartError
 from runtime.bench.configurations import (
     Configuration,
     backend_text,
@@ -28,7 +26,7 @@ from runtime.bench.configurations import (
 )
 from runtime.bench.recorder import Measurement, Recorder, UnwrittenHistory, failure_text, used_memory
 from runtime.bench.result_files import describe_environment
-from runtime.bench.similarity import Similarity, lpips_problem, similarity
+from runtime.bench.similarity import Similarity, similarity
 from runtime.bench.statistics import Spread, spread
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.environment import program
@@ -82,7 +80,6 @@ class Entry:
         held: bytes that it keeps between runs, by kind of memory.
         peaks: peak bytes by kind of memory and stage, including those that it keeps between runs.
         engines: the engines that it uses.
-        parts: the error of one forward pass, by component.
         quality: similarity of its clip to the reference's; `not_compared` is the reason if there is none.
         digests: SHA-256 of the frames of each run.
     """
@@ -99,7 +96,6 @@ class Entry:
     held: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, dict[str, int]] = field(default_factory=lambda: {kind: {} for kind in MEMORIES})
     engines: tuple[EngineUsed, ...] = ()
-    parts: dict[str, PartError] = field(default_factory=dict)
     quality: Similarity | None = None
     not_compared: str = ""
     digests: list[str] = field(default_factory=list)
@@ -124,7 +120,6 @@ class Entry:
         self.state, self.why, self.remedy = state, why, remedy
         if state == "fell back":
             self.runs.clear()
-            self.parts.clear()
             self.quality = None
             self.first = None
         self.residency.free()
@@ -172,7 +167,6 @@ class Entry:
             "build_seconds": None if first is None else first.build_seconds,
             "engines": [vars(engine) for engine in self.engines],
             "memory": {kind: dict(peaks) for kind, peaks in self.peaks.items()},
-            "parts": {name: vars(part) for name, part in self.parts.items()},
             "quality": None if self.quality is None else self.quality.to_json(),
             "not_compared": self.not_compared,
             "repeats": self.repeats,
@@ -201,7 +195,6 @@ class Setup:
         folder: folder for videos and temporary files.
         runs, warmup: measured runs of each configuration, and runs before them.
         keep_videos: whether to keep the first measured video of each configuration, as NAME.mp4.
-        compare_parts: whether to compare one forward pass of each component with the reference.
     """
 
     machine: Machine
@@ -212,7 +205,6 @@ class Setup:
     runs: int = 3
     warmup: int = 1
     keep_videos: bool = False
-    compare_parts: bool = True
 
 
 @dataclass
@@ -234,7 +226,6 @@ class Bench:
     cancelled: bool = True
     noise: Similarity | None = None
     _reference_frames: tuple[np.ndarray, ...] = ()
-    _passes: component_errors.Passes | None = None
     _environment: dict[str, Any] = field(default_factory=dict)
     # Estimated time to build the missing engines of a component, by their ids; 0 if unknown.
     _build_seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -347,15 +338,13 @@ class Bench:
                 self.saved(self)
 
     def _prepare(self, entry: Entry, scratch: Path, cancel: Cancel, *, again: bool = False) -> None:
-        """Build engines, load and warm up; the first time, compare forward passes with the reference."""
+        """Build engines, load and warm up."""
         if not entry.live or (not again and not self._replan(entry)):
             return
         for number in range(self.setup.warmup):
             self.report(f"{entry.name}: warm-up {number + 1} of {self.setup.warmup}")
             if self._run(entry, scratch / "warm-up.mp4", cancel) is None:
                 return
-        if not again and self.setup.compare_parts:
-            self._compare_parts(entry, cancel)
 
     def _replan(self, entry: Entry) -> bool:
         """Plan again before the first run, and return whether the configuration can run."""
@@ -449,20 +438,6 @@ class Bench:
             if use.id in records
         )
 
-    def _compare_parts(self, entry: Entry, cancel: Cancel) -> None:
-        spec, plan = entry.planned()
-        reference = self.reference
-        with _precision(entry):
-            try:
-                if entry is reference:
-                    self._passes = component_errors.reference_passes(spec, plan, entry.residency, cancel)
-                elif self._passes is not None and clip_difference(plan, reference.planned()[1]) is None:
-                    entry.parts = component_errors.errors(self._passes, spec, plan, entry.residency, cancel)
-            except (TandemError, MemoryError, torch.OutOfMemoryError) as error:
-                problem = error.what if isinstance(error, TandemError) else "Memory ran out."
-                entry.parts = {name: PartError(None, problem) for name in plan.components}
-                entry.residency.free()
-
     def _add_reference(self, run: Measurement) -> None:
         """Keep the frames of the first run; compare those of the second with them for the noise floor."""
         if not self._reference_frames:
@@ -484,7 +459,6 @@ class Bench:
         """Return the results so far as JSON types."""
         self._environment = self._environment or describe_environment(self.setup.machine)
         plan = self.reference.plan
-        missing = lpips_problem()
         return {
             "schema": SCHEMA,
             "kind": "bench",
@@ -496,7 +470,6 @@ class Bench:
             "reference": self.reference.name,
             "reference_is": None if plan is None else backend_text(plan),
             "noise_floor": None if self.noise is None else self.noise.to_json(),
-            "lpips": "measured" if missing is None else f"not measured: {missing}",
             "configurations": [entry.to_json() for entry in self.entries],
         }
 

@@ -1,19 +1,13 @@
-"""Similarity of the decoded frames of two clips: PSNR, SSIM, and LPIPS if its packages and weights are installed."""
+"""Similarity of the decoded frames of two clips: PSNR and SSIM."""
 
-import functools
-import importlib
-import importlib.util
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-from runtime.core.errors import first_line
 
 _PEAK = 255.0
 _SSIM_SIDE, _SSIM_SIGMA = 11, 1.5
@@ -21,9 +15,6 @@ _SSIM_SIDE, _SSIM_SIGMA = 11, 1.5
 _SSIM_FRAMES, _SSIM_PIXELS = 16, 16 * 832 * 480
 _MIDDLE = 128.0
 _SSIM_C1, _SSIM_C2 = (0.01 * _PEAK) ** 2, (0.03 * _PEAK) ** 2
-_LPIPS_PACKAGES = ("torchmetrics", "torchvision")
-# torchvision's AlexNet, in the cache folder of torch.hub.
-_ALEXNET = "alexnet-owt-7be5be79.pth"
 
 
 @dataclass(frozen=True)
@@ -34,13 +25,11 @@ class Similarity:
         psnr: peak signal-to-noise ratio of all pixels in RGB, in dB; infinite for equal clips.
         ssim: mean structural similarity of the color channels, 1 for equal clips; of some frames of a large clip.
         largest: largest difference of a color value, of 255.
-        lpips: learned perceptual distance, 0 for equal clips; `None` if it cannot be computed.
     """
 
     psnr: float
     ssim: float
     largest: int
-    lpips: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types; for equal clips "same" is true and "psnr" is `None`."""
@@ -50,7 +39,6 @@ class Similarity:
             "psnr": None if same else self.psnr,
             "ssim": self.ssim,
             "largest": self.largest,
-            "lpips": self.lpips,
         }
 
 
@@ -74,8 +62,7 @@ def similarity(frames: Sequence[np.ndarray], reference: Sequence[np.ndarray]) ->
     psnr = 10 * math.log10(_PEAK**2 * one.size / squares) if squares else math.inf
     chosen = _compared_frames(len(one), one.shape[1] * one.shape[2]) if squares else ()
     ssim = statistics.mean(_ssim(one[index], other[index]) for index in chosen) if chosen else 1.0
-    distance = None if lpips_problem() else _lpips(one, other)
-    return Similarity(psnr, ssim, largest, distance)
+    return Similarity(psnr, ssim, largest)
 
 
 def _compared_frames(frames: int, pixels: int) -> Sequence[int]:
@@ -108,31 +95,3 @@ def _ssim(frame: np.ndarray, reference: np.ndarray) -> float:
     similar = (2 * mx * my + _SSIM_C1) * (2 * vxy + _SSIM_C2)
     similar /= (mx * mx + my * my + _SSIM_C1) * (vx + vy + _SSIM_C2)
     return float(similar.mean())
-
-
-@functools.cache
-def lpips_problem() -> str | None:
-    """Return why LPIPS cannot be measured, or `None`. Nothing is downloaded for it."""
-    for package in _LPIPS_PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
-    if not (Path(torch.hub.get_dir()) / "checkpoints" / _ALEXNET).is_file():
-        return "its weights are not installed"
-    for package in _LPIPS_PACKAGES:
-        try:
-            importlib.import_module(package)
-        except Exception as error:  # a torchvision built for another PyTorch raises various errors
-            return f"{package} cannot be imported: {first_line(error)}"
-    return None
-
-
-def _lpips(frames: np.ndarray, reference: np.ndarray) -> float:
-    """Return the mean distance of the frames by AlexNet's features (torchmetrics)."""
-    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
-
-    metric = LearnedPerceptualImagePatchSimilarity(net_type="alex", normalize=True)
-    with torch.no_grad():
-        for frame, wanted in zip(frames, reference, strict=True):
-            pair = (torch.from_numpy(part).permute(2, 0, 1).unsqueeze(0) / _PEAK for part in (frame, wanted))
-            metric.update(*pair)
-        return float(metric.compute())

@@ -78,7 +78,7 @@ def measure(
     _show(result, folder)
     # If nothing was measured, `_exit_code` prints the error as JSON.
     if as_json and any(one["stages"] for one in result["configurations"]):
-        exit_codes.emit_json(result | {"files": [str(folder / "bench.json"), str(folder / "bench.svg")]})
+        exit_codes.emit_json(result | {"files": [str(folder / "bench.json")]})
     return _exit_code(bench, as_json=as_json)
 
 
@@ -146,18 +146,13 @@ def _save(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def _show(result: Mapping[str, Any], folder: Path) -> None:
-    clip = next((one["request"] for one in result["configurations"] if one["request"] is not None), None)
-    title = "Tandem's benchmark"
-    if clip is not None:
-        title = f"{clip['model']}, {clip['width']}x{clip['height']}, {clip['frames']} frames, {clip['steps']} steps"
-    result_files.write(folder / "bench.svg", render.svg(result, title))
     terminal.table(render.TIMING_HEADINGS, render.timing_rows(result))
     terminal.table(render.QUALITY_HEADINGS, render.quality_rows(result))
     for message in render.outcomes(result):
         terminal.warning(message)
     for message in render.notes(result):
         terminal.result(message)
-    terminal.result(f"Saved {folder / 'bench.json'} and {folder / 'bench.svg'}")
+    terminal.result(f"Saved {folder / 'bench.json'}")
 
 
 def _exit_code(bench: Bench, *, as_json: bool) -> int:

@@ -29,7 +29,6 @@ def configuration(name: str = "pytorch", seconds: float = 4.0, **changes: Any) -
         "build_seconds": 0.0,
         "engines": [],
         "memory": {"vram": {}, "gpu": {}, "ram": {"denoise": 1 << 28, "decode": 1 << 30}},
-        "parts": {},
         "quality": None,
         "not_compared": "",
         "repeats": True,
@@ -69,11 +68,10 @@ def result(*configurations: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "reference": configurations[0]["name"] if configurations else "",
         "reference_is": "PyTorch, float32",
         "noise_floor": None,
-        "lpips": "not measured: torchmetrics is not installed",
         "configurations": list(configurations),
     } | changes
 
 
 def alike(psnr: float) -> dict[str, Any]:
     """Return how alike a clip is to the reference's."""
-    return {"same": False, "psnr": psnr, "ssim": 0.99, "largest": 7, "lpips": None}
+    return {"same": False, "psnr": psnr, "ssim": 0.99, "largest": 7}

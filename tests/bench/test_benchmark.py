@@ -179,16 +179,6 @@ def test_the_clip_is_compared_with_the_reference_and_its_noise_floor(done: Done)
     assert far["psnr"] < 45
 
 
-def test_each_component_is_compared_on_the_same_inputs(done: Done) -> None:
-    components = {"text_encoder", "transformer", "transformer_2", "vae"}
-    parts = done.one("onnx text")["parts"]
-    assert set(parts) == components
-    assert 0 < parts["text_encoder"]["error"] < 1e-5
-    assert all(parts[name]["error"] == 0 for name in components - {"text_encoder"})
-    # Another number of steps changes the clip, and no part.
-    assert all(part["error"] == 0 for part in done.one("more steps")["parts"].values())
-
-
 def test_a_configuration_that_cannot_run_has_a_row_with_the_reason(done: Done) -> None:
     refused, absent, again = (done.one(name) for name in ("no size", "trt", "again"))
     assert refused["state"] == "refused" and "width is 65" in refused["why"] and "64 or 80" in refused["remedy"]
@@ -224,7 +214,7 @@ def test_measurements_with_a_failed_engine_are_deleted(
         runner.configuration("pytorch", **short),
         runner.configuration("onnx text", backends=on_text, **short),
     ]
-    done = runner.run(tmp_path, configurations, compare_parts=False)
+    done = runner.run(tmp_path, configurations)
     one = done.one("onnx text")
     assert one["state"] == "fell back" and "on purpose" in one["why"]
     assert one["stages"] == {} and one["first"] is None and one["quality"] is None and one["runs"] == 0
@@ -268,7 +258,7 @@ def test_out_of_memory_fails_instead_of_measuring_another_strategy(
 
     monkeypatch.setattr(PyTorchVideoDecoder, "frames", short)
     configurations = [runner.configuration("fits"), runner.configuration("large", width=48, on_out_of_memory="any")]
-    done = runner.run(tmp_path, configurations, runs=1, warmup=0, compare_parts=False)
+    done = runner.run(tmp_path, configurations, runs=1, warmup=0)
     large = done.one("large")
     assert large["state"] == "failed" and "Out of memory" in large["why"] and large["remedy"] and large["stages"] == {}
     assert done.one("fits")["state"] == "measured"
@@ -280,7 +270,7 @@ def test_configurations_are_loaded_in_turn_if_memory_is_short(
     monkeypatch.setattr(benchmark, "fit_together", lambda _: False)
     short = {"frames": 5, "steps": 1}
     configurations = [runner.configuration("one", **short), runner.configuration("two", width=48, **short)]
-    done = runner.run(tmp_path, configurations, compare_parts=False)
+    done = runner.run(tmp_path, configurations)
     assert not done.bench.together
     names = [line.partition(":")[0] for line in done.lines if "warm-up" in line or ": run " in line]
     assert names == ["one", "one", "two", "two"] * 2
@@ -293,7 +283,7 @@ def test_configurations_are_loaded_in_turn_if_memory_is_short(
 
 def test_cancellation_keeps_the_measurements(runner: BenchRunner, tmp_path: Path) -> None:
     configurations = [runner.configuration("one", steps=2), runner.configuration("two", steps=1)]
-    done = runner.run(tmp_path, configurations, lambda line: line.startswith("one: run 1"), compare_parts=False)
+    done = runner.run(tmp_path, configurations, lambda line: line.startswith("one: run 1"))
     result = done.result()
     assert result["cancelled"]
     assert [(one["state"], one["runs"]) for one in result["configurations"]] == [("measured", 1), ("waiting", 0)]
@@ -310,5 +300,4 @@ def test_a_failed_reference_does_not_stop_the_others(runner: BenchRunner, tmp_pa
     done = runner.run(tmp_path, configurations, runs=1, warmup=0)
     assert done.one("good")["state"] == "measured"
     assert done.one("good")["not_compared"] == "no reference"
-    assert done.one("good")["parts"] == {}
     assert done.result()["noise_floor"] is None

@@ -73,7 +73,6 @@ def test_a_clip_reports_gpu_memory_and_frees_it(tmp_path: Path) -> None:
     assert resident["memory"]["vram"]["denoise"] > 4 * spec.total_parameters
     assert waits["memory"]["vram"]["denoise"] < resident["memory"]["vram"]["denoise"]
     assert waits["quality"]["same"] or waits["quality"]["psnr"] > 40
-    assert all(part["error"] < 1e-2 for part in waits["parts"].values())
     assert held() - before < 1 << 20
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.bench.component_errors import in_floats
 from runtime.bench.configurations import Configuration
 from runtime.cli.main import run
 from runtime.core.cancel import Cancel
@@ -24,7 +23,7 @@ from tests.bench.made import result, spread
 from tests.plans import tiny_plan
 from tests.tiny_models import ARCHITECTURES
 from tools.forward.__main__ import main
-from tools.forward.calls import exact_frames, exact_velocity
+from tools.forward.calls import exact_frames, exact_velocity, in_floats
 from tools.forward.measure import HEADINGS, PARTS, Forward, ForwardSetup, _Case, notes, rows
 from tools.forward.random_weights import random_module, random_spec
 

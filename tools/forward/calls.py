@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from runtime.bench.component_errors import StandaloneJob
+from runtime.core.cancel import Cancel
+from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.reference import full_float32
 from runtime.execution.residency import Residency
@@ -16,6 +17,40 @@ from runtime.models.spec import ModelSpec, is_transformer
 
 # The middle of the schedule.
 _TIMESTEP = 500.0
+
+
+class StandaloneJob:
+    """A user of components outside the queue, which records what does not run as planned.
+
+    Attributes:
+        cancel: stops the measurement.
+        fallbacks: by component, the reason why it does not run as planned.
+    """
+
+    def __init__(self, plan: ExecutionPlan, cancel: Cancel) -> None:
+        self._plan = plan
+        self.cancel = cancel
+        self.fallbacks: dict[str, str] = {}
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """See `residency.Watch`."""
+        return self._plan
+
+    def loading(self, name: str) -> None:
+        """See `residency.Watch`: shows nothing."""
+
+    def fell_back(self, name: str, reason: Fact) -> None:
+        """See `residency.Watch`: record the reason and continue in PyTorch."""
+        self.fallbacks[name] = f"PyTorch took over. {reason}"
+        self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
+
+    def warn(self, fact: Fact) -> None:
+        """See `residency.Watch`: shows nothing."""
+
+    def on_degraded(self, name: str, field: str, reason: Fact) -> None:
+        """See `residency.Watch`: record the reason and continue without the feature."""
+        self.fallbacks[name] = f"Without {field}: {reason}"
 
 
 def sample_inputs(spec: ModelSpec, plan: ExecutionPlan, name: str) -> dict[str, torch.Tensor]:
@@ -153,3 +188,20 @@ def denormalized(module: Any, latents: torch.Tensor) -> torch.Tensor:
 def as_frames(video: torch.Tensor) -> torch.Tensor:
     """Return (1, 3, frames, height, width) as (frames, height, width, 3), float32, in RAM."""
     return video[0].permute(1, 2, 3, 0).float().cpu()
+
+
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """Return ‖output − reference‖/‖reference‖, both float32; `None` if it is not finite."""
+    length = float(torch.linalg.vector_norm(reference, dtype=torch.float64))
+    error = float(torch.linalg.vector_norm(output - reference, dtype=torch.float64)) / (length or 1.0)
+    return error if error < float("inf") else None
+
+
+def in_floats(frames: torch.Tensor) -> torch.Tensor:
+    """Return a copy of frames as float32 in -1 to 1, in RAM; engines reuse their output buffers.
+
+    Args:
+        frames: float in -1 to 1, or uint8 as GPU groups return them.
+    """
+    kept = frames.to("cpu", copy=True).float()
+    return kept / 127.5 - 1.0 if frames.dtype == torch.uint8 else kept

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from runtime.bench.benchmark import SCHEMA
-from runtime.bench.component_errors import StandaloneJob, in_floats, relative_error
 from runtime.bench.configurations import Configuration
 from runtime.bench.recorder import allocated
 from runtime.bench.render import number, spread_text
@@ -37,12 +36,15 @@ from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.weights import load_module
 from runtime.planner.resolve import resolve
 from tools.forward.calls import (
+    StandaloneJob,
     as_frames,
     component_call,
     diffusers_call,
     exact_frames,
     exact_velocity,
+    in_floats,
     module_timestep,
+    relative_error,
     sample_inputs,
     seconds_of,
 )
