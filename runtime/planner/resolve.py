@@ -5,15 +5,15 @@ A pure function of request, model, machine, engines and history: no torch, no di
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
-from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, default_crf
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Split, default_crf
 from runtime.core.request import ALL, AUTO, IDLE, Auto, GenerationRequest
 from runtime.core.step_cache import MAGCACHE, NONE, computed_steps, is_scheduled, kind_of, with_strength
 from runtime.machine.probe import Machine, seen_from
@@ -29,6 +29,17 @@ from runtime.planner.placement import place
 from runtime.planner.strategies import decide
 
 Number = TypeVar("Number", int, float)
+
+
+class _Context(NamedTuple):
+    """Where a request is planned: see `resolve`."""
+
+    machine: Machine
+    output: Path
+    offers: Offers
+    history: History
+    gpu: int
+    others: Sequence[int] | None
 
 
 def resolve(
@@ -66,8 +77,10 @@ def resolve(
     if "gpus" in spec.unsupported:
         others = ()
 
+    context = _Context(machine, output, offers, history, gpu, others)
+
     def planned(wanted: GenerationRequest) -> ExecutionPlan:
-        return _resolved(wanted, spec, machine, output, offers, history, gpu, others)
+        return _resolved(wanted, spec, context)
 
     short: MemoryShortError | None = None
     try:
@@ -117,82 +130,117 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
             )
 
 
-def _resolved(
-    request: GenerationRequest,
-    spec: ModelSpec,
-    everything: Machine,
-    output: Path,
-    offers: Offers,
-    history: History,
-    gpu: int,
-    others: Sequence[int] | None,
-) -> ExecutionPlan:
+@dataclass(frozen=True)
+class _Settings:
+    """The values of a request's fields without "auto", and what follows from them alone. Names as in `ExecutionPlan`.
+
+    Attributes:
+        computed: by expert, the steps that are computed; the others reuse results of earlier ones.
+        calls: by component, how often it runs.
+    """
+
+    width: int
+    height: int
+    fps: int
+    frames: int
+    steps: int
+    guidance: float
+    guidance_2: float | None
+    embedded_guidance: float | None
+    seed: int
+    shift: float | None
+    expert_steps: Mapping[str, int]
+    prompts: int
+    step_cache: str
+    mag_ratios: Mapping[str, tuple[float, ...]]
+    computed: Mapping[str, int]
+    calls: Mapping[str, float]
+
+    @classmethod
+    def of(cls, request: GenerationRequest, spec: ModelSpec) -> "_Settings":
+        """Return the settings of a request.
+
+        Raises:
+            InvalidRequestError: for a size, a length or a shift that the model does not support.
+        """
+        width, height = clip.size_for(request, spec)
+        fps = _or(request.fps, spec.defaults.fps)
+        frames = clip.frames_for(request, spec, fps)
+        clip.check_size(spec, width, height, frames)
+        steps = _or(request.steps, spec.defaults.steps)
+        guidance, guidance_2, embedded_guidance = _guidance(request, spec)
+        clip.check_shift(request, spec)
+        shift = clip.shift_override(request, spec)
+        expert_steps = clip.expert_steps(spec, steps, shift)
+        prompts = clip.count_prompts(request, spec, frames, fps)
+        step_cache, mag_ratios, computed = _cached_steps(request, spec, expert_steps)
+        return cls(
+            width=width,
+            height=height,
+            fps=fps,
+            frames=frames,
+            steps=steps,
+            guidance=guidance,
+            guidance_2=guidance_2,
+            embedded_guidance=embedded_guidance,
+            seed=secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed,
+            shift=shift,
+            expert_steps=expert_steps,
+            prompts=prompts,
+            step_cache=step_cache,
+            mag_ratios=mag_ratios,
+            computed=computed,
+            calls=calls_of(steps, guidance, guidance_2, computed, spec.sections(frames), prompts),
+        )
+
+
+def _resolved(request: GenerationRequest, spec: ModelSpec, context: _Context) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     for field in ("image", "last_image"):
         missing = (getattr(request, field) is None) != (getattr(spec, field) is None)
         assert not missing, "a spec without its request's images: see `models.requested`"
     if spec.image is None and not (spec.image_input is not None and spec.image_input.required):
         spec = spec.for_text()
-    machine = seen_from(everything, gpu)
-    defaults = spec.defaults
-    width, height = clip.size_for(request, spec)
-    fps = _or(request.fps, defaults.fps)
-    frames = clip.frames_for(request, spec, fps)
-    clip.check_size(spec, width, height, frames)
-    steps = _or(request.steps, defaults.steps)
-    guidance, guidance_2, embedded_guidance = _guidance(request, spec)
-    seed = secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed
-    clip.check_shift(request, spec)
-    shift = clip.shift_override(request, spec)
-    expert_steps = clip.expert_steps(spec, steps, shift)
-    prompts = clip.count_prompts(request, spec, frames, fps)
-    step_cache, mag_ratios, computed = _cached_steps(request, spec, expert_steps)
-    calls = calls_of(steps, guidance, guidance_2, computed, spec.sections(frames), prompts)
-
-    device, dtypes, reason, free = place(spec, machine, gpu, request.vae_precision)
-    latent_shape = spec.latent_shape(frames, height, width)
+    machine = seen_from(context.machine, context.gpu)
+    settings = _Settings.of(request, spec)
+    device, dtypes, reason, free = place(spec, machine, context.gpu, request.vae_precision)
+    latent_size = spec.latent_shape(settings.frames, settings.height, settings.width)[2:]
 
     @cache
     def offered(component: str) -> Sequence[EngineOffer]:
-        return () if request.backend(component) == PYTORCH else offers(component, latent_shape[2:], device)
+        return () if request.backend(component) == PYTORCH else context.offers(component, latent_size, device)
 
-    guided = guidance > 1 and (guidance_2 is None or guidance_2 > 1)
-    split, split_warnings = placement.decide(request, spec, everything, gpu, others, guided=guided, offered=offered)
-    free = placement.free_bytes_of_fullest(split, everything, free)
+    guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
+    split, split_warnings = placement.decide(
+        request, spec, context.machine, context.gpu, context.others, guided=guided, offered=offered
+    )
+    free = placement.free_bytes_of_fullest(split, context.machine, free)
     offload, offload_warnings = _offload(request, machine)
     _check_step_cache(request, machine, offload)
     _check_quantization(request, machine, spec)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
-    tokens = spec.tokens(frames, height, width)
-    gpus = 1 if split is None else len(split.devices)
-    settings = constraints.ComponentSettings(
-        component="",
-        backend=PYTORCH,
-        device=device,
-        offload=offload,
-        gpus=gpus,
-        step_cache=request.step_cache,
-        attention=request.attention,
+    described = Fact(
+        "planner.clip",
+        {"model": spec.title, "width": settings.width, "height": settings.height, "frames": settings.frames},
     )
-    described = Fact("planner.clip", {"model": spec.title, "width": width, "height": height, "frames": frames})
 
     def decided(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> Planned:
         decodes = split is not None and split.decode and not choices["vae"].uses
         workload = replace(
-            _workload(spec, device, _with_precisions(dtypes, choices), choices, frames, height, width),
+            _workload(spec, device, _with_precisions(dtypes, choices), choices, settings),
             split=None if split is None else split.replace(decode=decodes),
-            cached_tensors=memory_model.cached_tensors(step_cache, guidance, guidance_2),
+            cached_tensors=memory_model.cached_tensors(settings.step_cache, settings.guidance, settings.guidance_2),
         )
         inputs = ForecastInputs(
             request=request,
             workload=workload,
-            calls=calls,
+            calls=settings.calls,
             machine=machine,
-            history=history,
+            history=context.history,
             backends={name: choice.backend for name, choice in choices.items()},
             free_bytes=free,
             chunk=_decode_chunk(workload, choices["vae"], free),
-            step_cache=step_cache,
+            step_cache=settings.step_cache,
             offers={name: offered(name) for name in choices},
             levels={
                 name: level(choice.offer, paths[name])
@@ -205,31 +253,54 @@ def _resolved(
         inputs = replace(inputs, workload=workload, base=base)
         return Planned(inputs, decide(inputs, offload, request.quantization, described))
 
-    choices, (inputs, decision) = choose_engines(request, spec, machine, settings, reason, offered, decided)
-    workload, dtypes, split = inputs.workload, dict(inputs.workload.dtypes), inputs.workload.split
+    component_settings = constraints.ComponentSettings(
+        component="",
+        backend=PYTORCH,
+        device=device,
+        offload=offload,
+        gpus=1 if split is None else len(split.devices),
+        step_cache=request.step_cache,
+        attention=request.attention,
+    )
+    choices, planned = choose_engines(request, spec, machine, component_settings, reason, offered, decided)
+    return _plan(settings, choices, planned, context.output, (*split_warnings, *offload_warnings))
+
+
+def _plan(
+    settings: _Settings, choices: Mapping[str, Choice], planned: Planned, output: Path, warnings: tuple[Fact, ...]
+) -> ExecutionPlan:
+    """Return the plan with the chosen engines and strategy.
+
+    Args:
+        warnings: of the placement on devices.
+    """
+    inputs, decision = planned
+    request, workload = inputs.request, inputs.workload
+    spec, split = workload.spec, workload.split
     chosen, strategy = decision.chosen, decision.chosen.strategy
-    weights = memory_model.weights_bytes(spec, dtypes, strategy.quantization) | dict(workload.engine_bytes)
     if split is not None and strategy.decode_tile is not None:
         split = split.replace(decode=False)
-    passes = sum(calls[name] for name in calls if is_transformer(name))
-    quantized = {name for name in choices if is_transformer(name) and name not in workload.engine_bytes}
+    width, height, frames, steps = settings.width, settings.height, settings.frames, settings.steps
+    tokens = spec.tokens(frames, height, width)
+    passes = sum(settings.calls[name] for name in settings.calls if is_transformer(name))
     forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
+    negative_prompt = spec.defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt
     return ExecutionPlan(
         prompt=request.prompt,
-        negative_prompt=defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt,
+        negative_prompt=negative_prompt,
         model=request.model,
         width=width,
         height=height,
         frames=frames,
-        fps=fps,
+        fps=settings.fps,
         steps=steps,
-        guidance_scale=guidance,
-        guidance_scale_2=guidance_2,
-        embedded_guidance=embedded_guidance,
-        seed=seed,
-        shift=shift,
-        step_cache=step_cache,
-        mag_ratios=mag_ratios,
+        guidance_scale=settings.guidance,
+        guidance_scale_2=settings.guidance_2,
+        embedded_guidance=settings.embedded_guidance,
+        seed=settings.seed,
+        shift=settings.shift,
+        step_cache=settings.step_cache,
+        mag_ratios=settings.mag_ratios,
         loras=spec.loras,
         crf=default_crf(width, height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
@@ -239,49 +310,61 @@ def _resolved(
         asked=request,
         model_directory=spec.location,
         output=output,
-        latent_shape=latent_shape,
+        latent_shape=spec.latent_shape(frames, height, width),
         tokens=tokens,
         sections=spec.sections(frames),
-        prompts=prompts,
-        components={
-            name: ComponentPlan(
-                backend=choices[name].backend,
-                device=device,
-                dtype=dtypes[name],
-                weights_bytes=weights[name],
-                reasons=(
-                    *choices[name].reasons,
-                    *_cache_reason(name, step_cache, expert_steps, computed),
-                    *placement.reasons(split, name),
-                ),
-                engines=choices[name].uses,
-                badge=choices[name].badge,
-                quantization=strategy.quantization if name in quantized else "none",
-            )
-            for name in spec.component_names
-        },
+        prompts=settings.prompts,
+        components=_components(settings, choices, workload, split, strategy.quantization),
         strategy=strategy,
         split=split,
         speed=chosen.speed,
-        expert_steps=expert_steps,
-        shift_reason=clip.shift_reason(shift, spec),
+        expert_steps=settings.expert_steps,
+        shift_reason=clip.shift_reason(settings.shift, spec),
         guidance_reason=clip.guidance_reason(request, spec),
         step_flops=forward * passes / (steps * spec.sections(frames)),
         decode_flops=spec.sections(frames) * workload.flops("vae", strategy.decode_tile),
-        free_bytes=free,
+        free_bytes=inputs.free_bytes,
         memory=chosen.memory,
         seconds=chosen.seconds,
         strategies=decision.forecasts,
         warnings=(
             *clip.size_warnings(request, spec, width, height, frames),
             *clip.image_warnings(request, spec, width, height),
-            *clip.lora_warnings(request, spec, steps, max(guidance, guidance_2 or 0)),
-            *clip.shift_warnings(spec, steps, shift, expert_steps),
-            *split_warnings,
-            *offload_warnings,
+            *clip.lora_warnings(request, spec, steps, max(settings.guidance, settings.guidance_2 or 0)),
+            *clip.shift_warnings(spec, steps, settings.shift, settings.expert_steps),
+            *warnings,
             *decision.warnings,
         ),
     )
+
+
+def _components(
+    settings: _Settings,
+    choices: Mapping[str, Choice],
+    workload: memory_model.Workload,
+    split: Split | None,
+    quantization: str,
+) -> dict[str, ComponentPlan]:
+    spec, dtypes = workload.spec, workload.dtypes
+    weights = memory_model.weights_bytes(spec, dtypes, quantization) | dict(workload.engine_bytes)
+    quantized = {name for name in choices if is_transformer(name) and name not in workload.engine_bytes}
+    return {
+        name: ComponentPlan(
+            backend=choices[name].backend,
+            device=workload.device,
+            dtype=dtypes[name],
+            weights_bytes=weights[name],
+            reasons=(
+                *choices[name].reasons,
+                *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
+                *placement.reasons(split, name),
+            ),
+            engines=choices[name].uses,
+            badge=choices[name].badge,
+            quantization=quantization if name in quantized else "none",
+        )
+        for name in spec.component_names
+    }
 
 
 def _or(value: Number | Auto, default: Number) -> Number:
@@ -295,14 +378,9 @@ def _with_precisions(dtypes: Mapping[str, str], choices: Mapping[str, Choice]) -
 
 
 def _workload(
-    spec: ModelSpec,
-    device: str,
-    dtypes: Mapping[str, str],
-    choices: Mapping[str, Choice],
-    frames: int,
-    height: int,
-    width: int,
+    spec: ModelSpec, device: str, dtypes: Mapping[str, str], choices: Mapping[str, Choice], settings: _Settings
 ) -> memory_model.Workload:
+    width, height, frames = settings.width, settings.height, settings.frames
     offers = {name: choice.offer for name, choice in choices.items() if choice.offer is not None}
     whole = {name: offer for name, offer in offers.items() if not offer.in_blocks}
     precisions = {name: offer.uses[-1].precision for name, offer in whole.items()}
