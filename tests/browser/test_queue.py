@@ -82,6 +82,8 @@ def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None
     titles(page, "a red boat", "a blue ball", "a calm sea", "a boat at night")
     page.click("#queue-list [data-action=pause-all]")
     page.wait_for_selector("#queue-list [data-action=unpause-all]")
+    # The one that had begun is paused once its step ends.
+    page.wait_for_selector("#queue-list li:is([data-state=running], [data-state=pausing])", state="detached")
     # Another tab sees the same, and what changes there.
     go(other)
     page.focus(act(page, "a boat at night", "up"))
