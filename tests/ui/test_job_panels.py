@@ -128,18 +128,21 @@ def test_queued_jobs_keep_their_plans_as_text(worker: JobQueue, desk: Panels) ->
 CALL: dict[str, Any] = {"action": "refresh", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"[]", b"{}", b"nonsense", b'{"action": "refresh"}', b"[" * 5000,
-        *(json.dumps(CALL | {name: 5}).encode() for name in CALL),
-        json.dumps(CALL | {"form": json.loads("[" * 30 + "]" * 30)}).encode(),
-        json.dumps(CALL | {"values": {"url": "http://127.0.0.1"}}).encode(),
-    ],
-)  # fmt: skip
-def test_malformed_requests_are_rejected(body: bytes) -> None:
-    with pytest.raises(RefusedError):
-        read_call(body)
+def test_malformed_requests_are_rejected(subtests: pytest.Subtests) -> None:
+    wrong = [json.dumps(CALL | {name: 5}).encode() for name in CALL]
+    deep = json.dumps(CALL | {"form": json.loads("[" * 30 + "]" * 30)}).encode()
+    for code, bodies in (
+        ("not_json", [b"", b"nonsense", b"[" * 5000]),
+        ("not_an_object", [b"[]"]),
+        ("panel_call_incomplete", [b"{}", b'{"action": "refresh"}', *wrong]),
+        ("call_too_large", [deep]),
+        ("call_files", [json.dumps(CALL | {"values": {"url": "http://127.0.0.1"}}).encode()]),
+    ):
+        for body in bodies:
+            with subtests.test(msg=f"{code}: {body[:60]!r}"):
+                with pytest.raises(RefusedError) as refused:
+                    read_call(body)
+                assert refused.value.fact.code == f"server.{code}"
 
 
 @pytest.mark.parametrize(("action", "count"), [("again", 1), ("variations", 4)])
