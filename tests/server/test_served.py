@@ -25,6 +25,7 @@ from starlette.testclient import TestClient
 from starlette.types import Message
 
 from runtime.core.errors import InvalidRequestError, MachineError
+from runtime.core.facts import render
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.queue.store import JobStore
 from runtime.server import security
@@ -148,7 +149,7 @@ def test_a_refusal_arrives_with_what_is_wrong_and_the_remedy(
             {"width": 190},
             fact("planner.not_a_multiple", field="width", value=190, model="Tiny", stride=16, able=[176, 192]),
         ),
-        ({"model": "/etc"}, fact("model.not_offered", models=[MODEL])),
+        ({"model": "/etc"}, fact("model.not_offered", models=[MODEL, "diorama"])),
         ({"vae_precision": "float16"}, fact("planner.vae_16bit_on_cpu", precision="float16")),
     ):
         with subtests.test(msg=str(planned)), pytest.raises(AppError) as refused:
@@ -265,10 +266,11 @@ def test_unused_routes_are_closed(server: App) -> None:
 def test_a_program_uploads_an_image(server: App, client: Any, tmp_path: Path) -> None:
     """The model of this server does not start from images, which it says only once the image was read."""
     boat, reason = saved(tmp_path / "my boat.png"), str(fact("image.model_without", model="Tiny", models=[]))
-    for image in (handle_file(str(boat)), str(boat)):
+    is_path = render(fact("form.image_is_path", file="")).remedy
+    for image, expected in ((handle_file(str(boat)), reason), (str(boat), is_path)):
         with pytest.raises(AppError) as without_images:
             client.predict("a boat", image=image, api_name="/generate")
-        assert str(without_images.value).startswith(reason)
+        assert expected in str(without_images.value)
     (copy,) = (path for path in (server.cache_dir / "images").iterdir() if len(path.name) == 64)
     assert copy.read_bytes() == boat.read_bytes()
     address = f"{server.url}tandem/images/my%20boat.png"
