@@ -131,7 +131,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidRequestError("file", "bench.incomplete", file="A result") from error
     if not found:
-        raise InvalidRequestError("file", "bench.nothing_to_compare", why=" ".join(left_out) or "they are empty.")
+        if not left_out:
+            raise InvalidRequestError("file", "bench.results_empty")
+        raise InvalidRequestError("file", "bench.nothing_to_compare", why=" ".join(left_out))
     return Comparison(tuple(found), tuple(left_out), tuple(differing_versions(before, after)))
 
 

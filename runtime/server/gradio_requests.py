@@ -17,6 +17,7 @@ from typing import Any, Literal
 from python_multipart.multipart import parse_options_header
 from starlette.exceptions import HTTPException
 
+from runtime.core.facts import Fact, render
 from runtime.core.images import PREFIX
 from runtime.video.image_messages import MAX_FILE_BYTES
 
@@ -71,10 +72,17 @@ _VISITOR_READ = re.compile(rf"{VIDEO}.*", re.DOTALL)
 
 
 class RefusedError(HTTPException):
-    """A request that is refused, with the HTTP status and one sentence."""
+    """A request that is refused, with the HTTP status; `detail` is the fact's text.
 
-    def __init__(self, detail: str, status: int = 422) -> None:
-        super().__init__(status, detail)
+    Args:
+        fact: the reason, or its code.
+        data: of the reason, if its code is given.
+        text: `detail`, if the fact has more than the client should read.
+    """
+
+    def __init__(self, fact: Fact | str, status: int = 422, *, text: str = "", **data: Any) -> None:
+        self.fact = Fact(fact, data) if isinstance(fact, str) else fact
+        super().__init__(status, text or " ".join(render(self.fact)).strip())
 
 
 def access(method: str, path: str, *, visitors: bool = False) -> Access | None:
@@ -119,7 +127,7 @@ def read_session(value: object) -> str:
     """
     if isinstance(value, str) and _SESSION.fullmatch(value):
         return value
-    raise RefusedError("The session's name must be 1 to 64 letters, digits, - or _.")
+    raise RefusedError("server.session_name")
 
 
 def read_call(
@@ -138,25 +146,23 @@ def read_call(
     call = read_object(body)
     number = call.get("fn_index") if api is None else api
     if isinstance(number, bool) or not isinstance(number, int) or number not in inputs:
-        raise RefusedError("There is no such function.")
+        raise RefusedError("server.no_function")
     data = call.get("data")
     if api is not None and isinstance(data, list) and data:
         data = call["data"] = [*data, *defaults[len(data) :]]
     if not isinstance(data, list) or len(data) != inputs[number]:
-        most = "at most " if api is not None else ""
-        raise RefusedError(
-            f'"data" must be a list of {most}{inputs[number]} values, in the order of the endpoint\'s parameters.'
-        )
+        code = "server.call_values" if api is None else "server.call_too_many_values"
+        raise RefusedError(code, count=inputs[number])
     call["data"] = data = [_uploaded(value) for value in data]
     if call.get("session_hash") is not None:
         read_session(call["session_hash"])
     elif api is None:
-        raise RefusedError("The session's name is missing.")
+        raise RefusedError("server.no_session_name")
     if call.get("batched") not in (None, False) or call.get("oauth_token") is not None:
-        raise RefusedError("Batches and tokens are not supported.")
+        raise RefusedError("server.call_unsupported")
     for name, kind in (("event_id", str), ("trigger_id", int), ("simple_format", bool)):
         if call.get(name) is not None and type(call[name]) is not kind:
-            raise RefusedError(f'"{name}" has the wrong type.')
+            raise RefusedError("server.call_type", name=name)
     check_values([data, call.get("event_data")])
     return call
 
@@ -176,7 +182,7 @@ def read_reset(body: bytes) -> None:
         RefusedError: if it names no event.
     """
     if not isinstance(read_object(body).get("event_id"), str):
-        raise RefusedError("There is no such event.")
+        raise RefusedError("server.no_event")
 
 
 def read_cancel(body: bytes) -> dict[str, Any]:
@@ -189,9 +195,9 @@ def read_cancel(body: bytes) -> dict[str, Any]:
     read_session(call.get("session_hash"))
     number, event = call.get("fn_index"), call.get("event_id")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(event, str):
-        raise RefusedError("There is no such event.")
+        raise RefusedError("server.no_event")
     if _EVENT.fullmatch(event) is None:
-        raise RefusedError("There is no such event.")
+        raise RefusedError("server.no_event")
     return call
 
 
@@ -204,9 +210,9 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise RefusedError("The body is not JSON.") from error
+        raise RefusedError("server.not_json") from error
     if not isinstance(value, dict):
-        raise RefusedError("The body is not a JSON object.")
+        raise RefusedError("server.not_an_object")
     return value
 
 
@@ -222,10 +228,10 @@ def check_values(values: object) -> None:
         value, depth = waiting.pop()
         seen += 1
         if seen > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise RefusedError("The body holds more values than any form here.")
+            raise RefusedError("server.call_too_large")
         if isinstance(value, dict):
             if "path" in value or "url" in value:
-                raise RefusedError("Files are not accepted.")
+                raise RefusedError("server.call_files")
             waiting += [(one, depth + 1) for one in value.values()]
         elif isinstance(value, list):
             waiting += [(one, depth + 1) for one in value]

@@ -90,7 +90,7 @@ def middleware(
 
 
 def _too_many_uploads() -> RefusedError:
-    return RefusedError("Too many uploads at once. Try again.", 429)
+    return RefusedError("server.uploads_busy", 429)
 
 
 def _refusal(request: Request, error: Exception) -> Response:
@@ -186,15 +186,15 @@ class CrossSiteMiddleware:
             and headers.get("sec-fetch-mode", "navigate") == "navigate"
         )
         if site is not None and site not in _OWN_SITE and not navigates:
-            raise RefusedError("Requests from other sites are refused.", 403)
+            raise RefusedError("server.other_site", 403)
         names = self._host_names()
         own: set[tuple[str, str, int | None] | None] = set()
         # Programs may leave it out with HTTP/1.0, as health checks do; browsers send it.
         if host is not None or scope["http_version"] != "1.0":
             if _HOST.fullmatch(host or "") is None:
-                raise RefusedError("Invalid Host header.", 400)
+                raise RefusedError("server.host_invalid", 400)
             if names is not None and _host_name(host or "") not in names:
-                raise RefusedError("This server only answers to its own host name.", 403)
+                raise RefusedError("server.host_other", 403)
             own.add(_origin(f"{scope['scheme']}://{host}"))
         if self._visitors is not None:
             own.add(_origin(self._visitors.link))
@@ -202,7 +202,7 @@ class CrossSiteMiddleware:
             return
         # Elsewhere than on loopback, a proxy may end TLS or change the port; there browsers send Sec-Fetch-Site.
         if names is not None or (site is None and not navigates):
-            raise RefusedError("Requests from other sites are refused.", 403)
+            raise RefusedError("server.other_site", 403)
 
 
 class GradioLogin(AuthenticationBackend):
@@ -250,7 +250,7 @@ class AccessMiddleware:
             return
         name = scope["user"].display_name
         if not visitors.enter(name):
-            raise RefusedError("Too many requests at once. Close a tab and try again.", 429)
+            raise RefusedError("server.requests_busy", 429)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -260,15 +260,15 @@ class AccessMiddleware:
         method, path = scope["method"], scope["path"]
         needed = access(method, path, visitors=self._visitors is not None)
         if needed is None:
-            raise RefusedError("This route is closed.", 403)
+            raise RefusedError("server.route_closed", 403)
         if needed == "login" and "login" not in scope["auth"].scopes:
-            raise RefusedError("Log in first.", 401)
+            raise RefusedError("server.login_needed", 401)
         return needed
 
     async def _log_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         now, address = time.monotonic(), self._address(scope)
         if not self._logins.admits(address, now):
-            raise RefusedError("Too many login attempts. Wait a minute.", 429)
+            raise RefusedError("server.logins_busy", 429)
 
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] < HTTPStatus.BAD_REQUEST:
@@ -304,7 +304,7 @@ class ValidationMiddleware:
         query = scope["query_string"]
         scope = {**scope, "headers": self._supported(scope["headers"]), "query_string": b""}
         if gradio_requests.charset_problem(Headers(scope=scope).get("content-type", "")) is not None:
-            raise RefusedError("Forms must be in UTF-8.", 415)
+            raise RefusedError("server.form_encoding", 415)
         if scope["method"] == "POST" and gradio_requests.is_upload(scope["path"]):
             with self._uploads.receiving(getattr(scope.get("user"), "display_name", "")):
                 body = await _read_body(receive, gradio_requests.MAX_UPLOAD_BYTES)
@@ -359,7 +359,7 @@ class ValidationMiddleware:
         """
         name = scope["user"].display_name
         if self._visitors is not None and private.open_calls(scope["app"], name) >= self._visitors.most_calls:
-            raise RefusedError("Too many requests at once. Close a tab and try again.", 429)
+            raise RefusedError("server.requests_busy", 429)
         submit = self._submissions.get(function)
         if submit is None:
             return
@@ -376,21 +376,21 @@ class ValidationMiddleware:
             given = parse_qs(query.decode("latin-1")).get("session_hash", [""])
             session = gradio_requests.read_session(given[0])
             if not private.has_session(app, session):
-                raise RefusedError("There is no such session.", 404)
+                raise RefusedError("server.no_session", 404)
             scope["query_string"] = f"session_hash={session}".encode()
         elif path.startswith(gradio_requests.HEARTBEAT):
             session = path.removeprefix(gradio_requests.HEARTBEAT)
         elif path.startswith(f"{gradio_requests.GENERATE}/"):
             event = path.removeprefix(f"{gradio_requests.GENERATE}/")
             if not private.has_event(app, event):
-                raise RefusedError("There is no such event.", 404)
+                raise RefusedError("server.no_event", 404)
         self._check_session(scope, session)
 
     def _check_session(self, scope: Scope, session: Any) -> None:
         if self._visitors is None or session is None:
             return
         if not self._visitors.owns(session, scope["user"].display_name):
-            raise RefusedError("This session is another visitor's.", 403)
+            raise RefusedError("server.session_of_another", 403)
 
     def _supported(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Return the headers without foreign forwarding headers."""
@@ -406,10 +406,10 @@ async def _read_body(receive: Receive, most: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RefusedError("The request was incomplete.", 400)
+            raise RefusedError("server.request_broken_off", 400)
         body += message.get("body", b"")
         if len(body) > most:
-            raise RefusedError(f"The request has more than {most:,} bytes. Shorten its texts.", 413)
+            raise RefusedError("server.request_too_long", 413, most=most)
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -110,7 +110,9 @@ def _submission(
         try:
             return await asyncio.to_thread(lambda: submit(_request(names, values, default_model), visitor))
         except TandemError as error:
-            return RefusedError(redact(_text(error.fact)), 429 if isinstance(error, LimitError) else 422)
+            return RefusedError(
+                error.fact, 429 if isinstance(error, LimitError) else 422, text=redact(_text(error.fact))
+            )
 
     return submitted
 

@@ -66,9 +66,9 @@ def routes(panels: Mapping[str, Panel]) -> list[BaseRoute]:
     async def answer(request: Request) -> Response:
         panel = panels.get(request.path_params["name"])
         if panel is None:
-            raise RefusedError("There is no such panel.", 404)
+            raise RefusedError("server.no_panel", 404)
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            raise RefusedError("The content type must be application/json.", 415)
+            raise RefusedError("server.content_type", 415)
         call = read_call(await request.body())
         return JSONResponse(await run_in_threadpool(respond, panel, call), headers={"Cache-Control": "no-store"})
 
@@ -93,7 +93,7 @@ def read_call(body: bytes) -> Call:
             "drawn": dict(drawn),
         }:
             return Call(action, target, values, view, form, drawn)
-    raise RefusedError("The request is incomplete.")
+    raise RefusedError("server.panel_call_incomplete")
 
 
 def respond(panel: Panel, call: Call) -> Reply:

@@ -7,6 +7,7 @@ import pytest
 from runtime.bench.compare import HEADINGS, check_result, compare, summary
 from runtime.core.errors import InvalidRequestError
 from tests.bench.made import configuration, failed, result, spread
+from tests.facts import fact
 
 
 def test_ratios_by_configuration_and_stage() -> None:
@@ -34,7 +35,7 @@ def test_one_run_is_too_few() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "machine"),
     [
         ({"cpu": "Other CPU"}, "cpu Test CPU, Other CPU"),
         ({"cores": 4}, "cores 2, 4"),
@@ -42,12 +43,12 @@ def test_one_run_is_too_few() -> None:
         ({"system": "Darwin arm64"}, "system Linux x86_64, Darwin arm64"),
     ],
 )
-def test_another_machine_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_another_machine_is_refused(changes: dict[str, Any], machine: str) -> None:
     after = result(configuration())
     after["machine"] = after["machine"] | changes
-    with pytest.raises(InvalidRequestError, match="two machines") as error:
+    with pytest.raises(InvalidRequestError) as refused:
         compare(result(configuration()), after)
-    assert says in error.value.what
+    assert (refused.value.code, refused.value.data["machines"]) == ("bench.two_machines", [machine])
 
 
 def test_another_request_is_left_out_with_the_reason() -> None:
@@ -75,12 +76,14 @@ def test_configurations_of_one_result_only_are_listed() -> None:
 
 
 def test_nothing_to_compare_is_an_error_with_the_reasons() -> None:
-    with pytest.raises(InvalidRequestError, match="a: not measured in the second"):
-        compare(result(configuration("a")), result(failed("a")))
-    with pytest.raises(InvalidRequestError, match="they are empty"):
-        compare(result(), result())
-    with pytest.raises(InvalidRequestError, match="whole clips, the other"):
-        compare(result(configuration("a")), result(configuration("a"), kind="forward"))
+    for before, after, code in (
+        (result(configuration("a")), result(failed("a")), "bench.nothing_to_compare"),
+        (result(), result(), "bench.results_empty"),
+        (result(configuration("a")), result(configuration("a"), kind="forward"), "bench.two_kinds"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            compare(before, after)
+        assert refused.value.code == code
 
 
 def test_other_versions_are_compared_and_listed() -> None:
@@ -95,19 +98,20 @@ def test_other_versions_are_compared_and_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "code", "data"),
     [
-        ([], "not a benchmark result"),
-        ({}, "not a benchmark result"),
-        ({"kind": "video"}, "not a benchmark result"),
-        (result(schema=2), "schema 2; this version reads 1"),
-        ({name: value for name, value in result().items() if name != "machine"}, "incomplete"),
-        (result() | {"configurations": 3}, "incomplete"),
+        ([], "bench.not_a_result", {}),
+        ({}, "bench.not_a_result", {}),
+        ({"kind": "video"}, "bench.not_a_result", {}),
+        (result(schema=2), "bench.other_schema", {"schema": "2", "readable": 1}),
+        ({name: value for name, value in result().items() if name != "machine"}, "bench.incomplete", {}),
+        (result() | {"configurations": 3}, "bench.incomplete", {}),
     ],
 )
-def test_other_files_are_refused(values: Any, says: str) -> None:
-    with pytest.raises(InvalidRequestError, match=says):
+def test_other_files_are_refused(values: Any, code: str, data: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
         check_result(values, 1, "x.json")
+    assert refused.value.fact == fact(code, field="file", file="x.json", **data)
 
 
 @pytest.mark.parametrize(
@@ -121,5 +125,6 @@ def test_other_files_are_refused(values: Any, says: str) -> None:
     ],
 )
 def test_damaged_results_are_refused(damaged: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="incomplete"):
+    with pytest.raises(InvalidRequestError) as refused:
         compare(result(configuration("a")), result() | {"configurations": [damaged]})
+    assert refused.value.code == "bench.incomplete"

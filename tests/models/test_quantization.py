@@ -46,7 +46,6 @@ def test_a_cpu_is_refused(kind: str) -> None:
     with pytest.raises(MachineError) as caught:
         loading_arguments(part(kind), ())
     assert caught.value.fact == Fact("quantization.needs_gpu", {"kind": kind, "device": "cpu"})
-    assert caught.value.remedy == "Use --quantization none."
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +54,6 @@ def test_a_missing_package_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(MachineError) as caught:
         diffusers_config(kind, torch.bfloat16)
     assert caught.value.fact == Fact("quantization.package_missing", {"kind": kind, "package": KINDS[kind]})
-    assert "--quantization none" in caught.value.remedy
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,7 @@ from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
 from runtime.video.mp4 import read_metadata
 from tests.block_engine_files import BUILDER, in_blocks, stock
+from tests.engines.engine_files import refusal
 from tests.execution.test_offload import Reading, reading
 from tests.lora_files import factors, peft
 from tests.pipeline.runs import events_of
@@ -206,7 +207,7 @@ def test_both_experts_use_the_engines_once_opened(
         assert len(opened) == 2
         assert all(residency.holds(spec, kept, name) for name in EXPERTS)
         for one in ids:
-            with pytest.raises(EngineError, match="in use"):
+            with refusal("engine.in_use"):
                 service.store.delete(one)
         # A job without engines frees them, and uses the same modules.
         sample(spec, with_strategy(planned(spec, tmp_path)[0], keep_loaded=True), residency)

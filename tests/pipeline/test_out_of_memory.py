@@ -19,6 +19,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_scheduler
 from runtime.pipeline.run import run_job
+from tests.facts import fact, states
 from tests.pipeline.test_resume import run, steps_of, stream_of, whole
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan
@@ -130,7 +131,8 @@ def test_out_of_memory_is_retried_with_the_same_video(
     assert isinstance(saved, VideoSaved)
     assert out.fact in saved.warnings
     assert saved.plan["keep_loaded"] is False
-    assert [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]] == ["One component at a time"]
+    taken = [strategy["title"] for strategy in saved.plan["ladder"] if strategy["taken"]]
+    assert taken == [str(ONE_AT_A_TIME)]
     assert (frames_of(plan.output), stream_of(plan.output)) == wanted
 
 
@@ -190,9 +192,6 @@ def test_ask_fails_with_the_next_strategy_and_a_checkpoint(
         "pipeline.out_of_memory_resumable_strategy",
         {"stage": "denoise", "component": "transformer_2", "memory": "RAM", "changes": {"on_out_of_memory": "retry"}}
         | {"effects": out.effects, "step": 2, "of": 4},
-    )
-    assert end.remedy == (
-        "Resume the job with --on-out-of-memory retry: one component at a time. It continues after step 2 of 4."
     )
     again = run(tiny_plan(spec, tmp_path / "x.mp4", on_out_of_memory="retry"), spec, tmp_path / "job")
     assert Resumed(step=2, of=4) in again
@@ -260,16 +259,9 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
     torch.set_num_threads(1)
     with Residency() as residency:
         run_job(plan, spec, emit, Cancel(), residency)
-    reported = [(out.stage, out.memory, str(out.strategy), out.retried) for out in outs(events)]
+    reported = [(out.stage, out.memory, out.strategy, out.retried) for out in outs(events)]
     final = events[-1]
-    end.send(
-        (
-            reported,
-            type(final).__name__,
-            getattr(final, "what", ""),
-            [str(one) for one in getattr(final, "warnings", ())],
-        )
-    )
+    end.send((reported, type(final).__name__, getattr(final, "what", ""), getattr(final, "warnings", ())))
 
 
 @pytest.mark.slow
@@ -293,6 +285,6 @@ def test_real_out_of_memory_while_decoding(tiny: Tiny, tmp_path: Path, monkeypat
     assert [(stage, memory, retried) for stage, memory, _, retried in reported] == [("decode", "RAM", True)] * len(
         reported
     )
-    assert "One component at a time, decoding in tiles of" in reported[-1][2]
-    assert any("slightly less exact" in warning for warning in warnings)
+    assert states(reported[-1][2], fact("strategy.tiles", how=ONE_AT_A_TIME))
+    assert states(warnings, "event.less_exact")
     assert len(frames_of(tmp_path / "x.mp4")) == 5 * 512 * 768 * 3

@@ -193,8 +193,6 @@ def test_a_killed_process_fails_the_job_with_a_reason(spec: ModelSpec, residency
     assert not failed.internal
     cause = Fact("parallel.process_ended", {"exit": "signal 9, SIGKILL"})
     assert failed.fact.data | {"last": ""} == {"gpu": 2, "gpus": 2, "device": "cpu", "cause": cause, "last": ""}
-    assert failed.what.startswith("GPU 2 of 2 (cpu): its process ended (signal 9, SIGKILL).")
-    assert "--gpus 1" in failed.remedy
     assert not any(process.is_running() for process in there)
     assert not plan.output.exists()
     # The job resumes on one GPU.

@@ -17,6 +17,7 @@ from runtime.execution.parallel import rank_process
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from tests.block_engine_files import in_blocks, stock
+from tests.engines.engine_files import refusal
 from tests.pipeline import test_parity
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_parity import sample
@@ -87,7 +88,7 @@ def test_two_processes_equal_one(
     made = sample(spec, shared.plan, residency)
     assert (made - wanted).norm() <= 1e-5 * wanted.norm()
     assert all(residency.holds(spec, shared.plan, name) for name in EXPERTS)
-    with pytest.raises(EngineError, match="in use"):
+    with refusal("engine.in_use"):
         residency.engines.store.delete(plan.components["transformer"].engines[0].id)
     residency.free()
     residency.engines.store.delete(plan.components["transformer"].engines[0].id)

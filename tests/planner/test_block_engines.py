@@ -11,7 +11,7 @@ import pytest
 
 from runtime.bench.configurations import backend_text
 from runtime.core.errors import InvalidRequestError, MemoryShortError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, short
 from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
@@ -22,6 +22,7 @@ from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import resolve
 from runtime.ui.plan_panel import summarize
 from runtime.ui.plan_preview import Preview
+from tests.facts import fact, states
 from tests.plans import GIB, GPU_PACKAGES, machine
 from tests.published_specs import spec
 
@@ -369,14 +370,13 @@ def test_plans_previews_and_benchmarks_name_block_engines() -> None:
     made = plan([blocks()])
     part = made.components["transformer"].to_json()
     assert (part["engine"], part["engines"], part["dtype"]) == (PROGRAMS[-1], list(PROGRAMS), "float16")
-    assert "for every size, model and LoRA of this architecture" in part["reason"]
+    assert states(made.components["transformer"], "planner.in_blocks")
     assert backend_text(made) == (
         "PyTorch, bfloat16 (text_encoder, vae); TensorRT for blocks, float16 (transformer, transformer_2)"
     )
     summary = summarize(Preview(made, None, no_offers, (), True, spec(A14B)), tuple(made.components))
-    assert summary.line.startswith("As chosen: TensorRT for 2 of 4 components")
     badge = summary.badges["transformer_2"]
-    assert (badge.text, badge.kind) == ("TensorRT: engine ready", "ready")
+    assert (badge.text, badge.kind) == (f"TensorRT: {short(fact('planner.badge_ready'))}", "ready")
     # PyTorch computes the attention between the engines, so its kernel is stated too.
-    assert "every size, model and LoRA" in badge.reason
+    assert str(fact("planner.in_blocks")) in badge.reason
     assert "FlashAttention 4" in badge.reason

@@ -14,6 +14,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
 from runtime.planner.engine_index import EngineKey, ShapeProfile, differences, find
 from tests.engines.engine_files import key, put
+from tests.facts import fact
 
 CHANGES: dict[str, Any] = {
     "program": "vae_next",
@@ -95,80 +96,114 @@ def test_a_profile_serves_sizes_within_its_range(one: LatentSize, other: LatentS
     assert not profile.serves((low[0], low[1] - 1, low[2]))
 
 
-WORDS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+SMALL, LARGE = (fact("engine.size", frames=21, height=h, width=w) for h, w in ((480, 832), (720, 1280)))
+TINY = {"height": 112, "width": 192}
+RANGE = fact("engine.size_range", low=fact("engine.size", frames=1, **TINY), high=fact("engine.size", frames=9, **TINY))
+UNSET = fact("engine.option_unset")
+
+
+def names(*words: str) -> Fact:
+    """Return a list of names."""
+    return fact("engine.names", names=words)
+
+
+DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], list[Fact]]] = [
     ({}, {}, []),
     (
         {"profiles": (ShapeProfile.fixed((21, 90, 160)),)},
         {"profiles": (ShapeProfile.fixed((21, 60, 104)),)},
-        ["It was built for 21 latent frames of 832x480, not 21 latent frames of 1280x720."],
+        [fact("engine.differs_sizes", found=[SMALL], wanted=[LARGE])],
     ),
     (
         {"profiles": ()},
-        {"profiles": (ShapeProfile((1, 14, 24), (1, 14, 24), (9, 14, 24)), ShapeProfile.fixed((1, 60, 104)))},
-        [
-            "It was built for 1 latent frame of 192x112 to 9 latent frames of 192x112, 1 latent frame of 832x480, "
-            "not no size."
-        ],
+        {"profiles": (ShapeProfile((1, 14, 24), (1, 14, 24), (9, 14, 24)), ShapeProfile.fixed((21, 60, 104)))},
+        [fact("engine.differs_sizes", found=[RANGE, SMALL], wanted=[fact("engine.no_size")])],
     ),
     (
         {"versions": (("tensorrt", "11.0"),)},
         {"versions": (("tensorrt", "10.16"),)},
-        ["It was built with TensorRT 10.16; 11.0 is installed."],
+        [fact("engine.differs_version", package="TensorRT", found="10.16", here="11.0")],
     ),
     (
         {"versions": (("onnxruntime", "1.30"), ("torch", "2.13.0"))},
         {"versions": (("torch", "2.11.0"), ("triton", "3.5"))},
         [
-            "It was built without ONNX Runtime; 1.30 is installed.",
-            "It was built with PyTorch 2.11.0; 2.13.0 is installed.",
-            "It was built with triton 3.5, which is not installed.",
+            fact("engine.differs_new_package", package="ONNX Runtime", here="1.30"),
+            fact("engine.differs_version", package="PyTorch", found="2.11.0", here="2.13.0"),
+            fact("engine.differs_missing_package", package="triton", found="3.5"),
         ],
     ),
-    ({"precision": "float32"}, {"precision": "bfloat16"}, ["It was built in bfloat16, not float32."]),
-    ({"weights": "1" * 64}, {"weights": "2" * 64}, ["It was built from other weights."]),
-    ({"architecture": "1" * 64}, {"architecture": "2" * 64}, ["It was built from another architecture."]),
-    ({"export_revision": "a"}, {"export_revision": 1}, ["It was exported by another version of Tandem."]),
+    (
+        {"precision": "float32"},
+        {"precision": "bfloat16"},
+        [fact("engine.differs_precision", found="bfloat16", wanted="float32")],
+    ),
+    ({"weights": "1" * 64}, {"weights": "2" * 64}, [fact("engine.differs_weights")]),
+    ({"architecture": "1" * 64}, {"architecture": "2" * 64}, [fact("engine.differs_architecture")]),
+    ({"export_revision": "a"}, {"export_revision": 1}, [fact("engine.differs_export")]),
     (
         {"device": "NVIDIA H200 sm90 CUDA 13.0"},
         {"device": "NVIDIA L4 sm89 CUDA 12.8"},
-        ["It was built on NVIDIA L4 sm89 CUDA 12.8; this is NVIDIA H200 sm90 CUDA 13.0."],
+        [fact("engine.differs_device", found="NVIDIA L4 sm89 CUDA 12.8", here="NVIDIA H200 sm90 CUDA 13.0")],
     ),
     (
         {"device": "x86_64 avx avx2"},
         {"device": "NVIDIA L4 sm89 CUDA 12.8"},
-        ["It was built on NVIDIA L4 sm89 CUDA 12.8; this is x86_64."],
+        [fact("engine.differs_device", found="NVIDIA L4 sm89 CUDA 12.8", here="x86_64")],
     ),
     # Of two processors what differs, and not all that they have.
     (
         {"device": "x86_64 avx avx2 fma"},
         {"device": "x86_64 avx avx2 avx512_bf16 fma"},
-        ["It was built on a processor with avx512_bf16, unlike this one."],
+        [fact("engine.differs_more_instructions", more=names("avx512_bf16"))],
     ),
     (
         {"device": "x86_64 amx_bf16 amx_int8 amx_tile avx avx512_bf16 avx512f fma"},
         {"device": "x86_64 avx f16c fma"},
-        ["It was built on a processor with f16c and without amx_bf16, amx_int8, amx_tile and 2 more."],
+        [
+            fact(
+                "engine.differs_instructions",
+                more=names("f16c"),
+                fewer=fact("engine.names_and_more", names=["amx_bf16", "amx_int8", "amx_tile"], more=2),
+            )
+        ],
     ),
-    ({"device": "x86_64 avx"}, {"device": "aarch64 asimd sve"}, ["It was built on aarch64; this is x86_64."]),
-    ({"system": "Linux x86_64"}, {"system": "Windows AMD64"}, ["It was built on Windows AMD64; this is Linux x86_64."]),
+    (
+        {"device": "x86_64 avx"},
+        {"device": "aarch64 asimd sve"},
+        [fact("engine.differs_device", found="aarch64", here="x86_64")],
+    ),
+    (
+        {"system": "Linux x86_64"},
+        {"system": "Windows AMD64"},
+        [fact("engine.differs_system", found="Windows AMD64", here="Linux x86_64")],
+    ),
     (
         {"builder": "onnx_tensorrt", "backend": "tensorrt"},
         {"builder": "onnxruntime", "backend": "onnxruntime"},
-        ["It was built by onnxruntime for ONNX Runtime, not by onnx_tensorrt."],
+        [fact("engine.differs_builder", found="onnxruntime", backend="ONNX Runtime", wanted="onnx_tensorrt")],
     ),
     (
         {"options": (("cuda_graphs", "on"),)},
         {"options": (("execution_provider", "cpu"),)},
-        ["It was built with cuda graphs unset, not on.", "It was built with execution provider cpu, not unset."],
+        [
+            fact("engine.differs_option", option="cuda graphs", found=UNSET, wanted="on"),
+            fact("engine.differs_option", option="execution provider", found="cpu", wanted=UNSET),
+        ],
     ),
-    ({"program": "vae_next"}, {"program": "vae_first"}, ["It is for the program vae_first, not vae_next."]),
-    ({"family": "cosmos"}, {"family": "wan"}, ["It is for the model family wan, not cosmos."]),
+    (
+        {"program": "vae_next"},
+        {"program": "vae_first"},
+        [fact("engine.differs_program", found="vae_first", wanted="vae_next")],
+    ),
+    ({"family": "cosmos"}, {"family": "wan"}, [fact("engine.differs_family", found="wan", wanted="cosmos")]),
 ]
 
 
-@pytest.mark.parametrize(("wanted", "found", "sentences"), WORDS)
-def test_differences_of_keys(wanted: dict[str, Any], found: dict[str, Any], sentences: list[str]) -> None:
-    assert list(map(str, differences(key(**wanted), key(**found), scale=8))) == sentences
+def test_differences_of_keys(subtests: pytest.Subtests) -> None:
+    for wanted, other, facts in DIFFERENCES:
+        with subtests.test(msg=str(other)):
+            assert list(differences(key(**wanted), key(**other), scale=8)) == facts
 
 
 def test_every_differing_field_has_a_difference() -> None:

@@ -4,41 +4,84 @@ from typing import Any
 
 import pytest
 
+from runtime.core.facts import Fact
 from runtime.core.plan import EngineUse, ExecutionPlan
 from runtime.machine.probe import Machine
 from runtime.planner.strategies import FallbackStrategy, next_strategy
+from tests.facts import fact
 from tests.planner.test_strategies import A14B, SMALL, on, plan
 from tests.plans import machine
 from tests.published_specs import spec
 
 CPU = machine(ram_free_gib=100)
+ALONE, GROUP = fact("strategy.one_at_a_time"), fact("strategy.offload_group")
 
 
 @pytest.mark.parametrize(
     ("model", "where", "values", "component", "memory", "lossy", "title", "flags", "lossless"),
     [
         # All stays loaded, and does not fit after all: the text encoder goes where it is past, else all but one part.
-        (A14B, on(140, 500), {}, "transformer", "VRAM", False, "Text encoder freed after the prompt", "", True),
-        (A14B, on(140, 500), {}, "vae", "VRAM", False, "Text encoder freed after the prompt", "", True),
-        (A14B, on(140, 500), {}, "text_encoder", "VRAM", False, "One component at a time", "", True),
+        (A14B, on(140, 500), {}, "transformer", "VRAM", False, fact("strategy.free_text_encoder"), "", True),
+        (A14B, on(140, 500), {}, "vae", "VRAM", False, fact("strategy.free_text_encoder"), "", True),
+        (A14B, on(140, 500), {}, "text_encoder", "VRAM", False, ALONE, "", True),
         # One component at a time: parts that wait in RAM take as much while they run, blocks that wait do not.
-        (A14B, on(75, 500), {}, "transformer", "VRAM", False, "Blocks offloaded to RAM", "--offload group", True),
-        (A14B, on(75, 500), {"offload": "model"}, "transformer", "VRAM", False, "Blocks off", "--offload group", True),
-        (A14B, on(75, 500), {"offload": "group"}, "transformer", "VRAM", False, "Layers", "--offload sequential", True),
+        (A14B, on(75, 500), {}, "transformer", "VRAM", False, GROUP, "--offload group", True),
+        (A14B, on(75, 500), {"offload": "model"}, "transformer", "VRAM", False, GROUP, "--offload group", True),
+        (
+            A14B,
+            on(75, 500),
+            {"offload": "group"},
+            "transformer",
+            "VRAM",
+            False,
+            fact("strategy.offload_sequential"),
+            "--offload sequential",
+            True,
+        ),
         # RAM holds no weights: only what changes the video a little is left, and has to be allowed.
         (A14B, on(40, 16), {}, "transformer", "VRAM", False, None, "", True),
-        (A14B, on(40, 16), {}, "transformer", "VRAM", True, "Transformers with FP8", "--quantization fp8", False),
+        (
+            A14B,
+            on(40, 16),
+            {},
+            "transformer",
+            "VRAM",
+            True,
+            fact("strategy.quantized", quantization="fp8", how=ALONE),
+            "--quantization fp8",
+            False,
+        ),
         # What does not change it comes first where both are allowed.
-        (A14B, on(75, 500), {}, "transformer", "VRAM", True, "Blocks offloaded to RAM", "--offload group", True),
+        (A14B, on(75, 500), {}, "transformer", "VRAM", True, GROUP, "--offload group", True),
         # Decoding: fewer frames at a time, then tiles of them.
-        (A14B, on(75, 500), {}, "vae", "VRAM", False, "One component at a time, decoding frame by frame", "", True),
+        (A14B, on(75, 500), {}, "vae", "VRAM", False, fact("strategy.frame_by_frame", how=ALONE), "", True),
         (SMALL, on(17, 32), {"frames": 33}, "vae", "VRAM", False, None, "", True),
-        (SMALL, on(17, 32), {"frames": 33}, "vae", "VRAM", True, "decoding in tiles of 512x512", "", False),
-        (SMALL, on(16, 32), {"frames": 33}, "vae", "VRAM", True, "decoding in tiles of 256x256", "", False),
+        (
+            SMALL,
+            on(17, 32),
+            {"frames": 33},
+            "vae",
+            "VRAM",
+            True,
+            fact("strategy.tiles", side=512, how=ALONE),
+            "",
+            False,
+        ),
+        (
+            SMALL,
+            on(16, 32),
+            {"frames": 33},
+            "vae",
+            "VRAM",
+            True,
+            fact("strategy.tiles", side=256, how=ALONE),
+            "",
+            False,
+        ),
         # RAM runs out under weights that wait there: they stay on the GPU where they fit.
-        (A14B, on(140, 500), {"offload": "group"}, "transformer", "RAM", False, "Everything stays loaded", "", True),
+        (A14B, on(140, 500), {"offload": "group"}, "transformer", "RAM", False, fact("strategy.keep"), "", True),
         (A14B, on(140, 500), {}, "transformer", "RAM", False, None, "", True),
-        (SMALL, CPU, {"frames": 33}, "transformer", "RAM", False, "One component at a time", "", True),
+        (SMALL, CPU, {"frames": 33}, "transformer", "RAM", False, ALONE, "", True),
     ],
 )
 def test_the_next_strategy(
@@ -48,7 +91,7 @@ def test_the_next_strategy(
     component: str,
     memory: Any,
     lossy: bool,
-    title: str | None,
+    title: Fact | None,
     flags: str,
     lossless: bool,
 ) -> None:
@@ -58,7 +101,7 @@ def test_the_next_strategy(
         assert found is None, found
         return
     assert found is not None
-    assert title in str(found.forecast.title)
+    assert found.forecast.title == title
     assert flags in found.plan.strategy.flags
     assert found.plan.strategy.lossless == lossless
     check_taken(found.plan, before)

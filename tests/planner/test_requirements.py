@@ -10,6 +10,7 @@ from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, known_models, look_up
 from runtime.planner.requirements import CARDS, fit, needs, smallest_card
 from runtime.planner.resolve import resolve
+from tests.facts import fact
 from tests.planner.test_table import CPU_8, H200, here
 
 GIB = 1 << 30
@@ -75,10 +76,13 @@ def test_a_model_that_is_too_large_names_what_is_missing() -> None:
     wide = look_up("wan2.2-t2v-a14b", Path("none"))
     found = fit(wide, CPU_8)
     assert (found.kind, found.runs, found.detail) == ("too_large", False, None)
-    assert str(found.verdict) == "Too large: needs 59.8 GiB of memory, 7.6 GiB free"
+    assert (found.verdict.code, found.verdict.data["where"]) == ("fit.too_large", "memory")
+    assert found.verdict.data["needed"] / GIB == pytest.approx(59.8, abs=0.05)
+    assert found.verdict.data["free"] == CPU_8.ram_free_bytes
     on_card = fit(wide, here("card", (8, 9), 12, ram=16))
-    assert str(on_card.verdict) == "Too large: needs 12.0 GiB of video memory, 11.4 GiB free"
-    assert str(on_card.detail) == "Clips of up to 65 frames fit."
+    assert (on_card.verdict.code, on_card.verdict.data["where"]) == ("fit.too_large", "video memory")
+    assert on_card.verdict.data["free"] == int(0.95 * 12 * GIB) < on_card.verdict.data["needed"] < 12 * GIB
+    assert on_card.detail == fact("fit.shorter", frames=65)
 
 
 def test_the_most_frames_that_fit_are_named() -> None:

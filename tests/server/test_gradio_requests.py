@@ -9,6 +9,7 @@ import pytest
 from runtime.server import gradio_requests
 from runtime.server.gradio_requests import RefusedError, access
 from runtime.server.job_files import find_output, is_single_range
+from tests.facts import fact
 
 INPUTS = {0: 2, 7: 0}
 
@@ -35,64 +36,55 @@ def test_an_uploaded_image_is_named_as_in_requests() -> None:
         {"path": [name], "meta": {"_type": "gradio.FileData"}},
         [file],
     ):
-        with pytest.raises(RefusedError, match="Files are not accepted"):
+        with pytest.raises(RefusedError) as refused:
             gradio_requests.read_call(body(data=[other, None]), INPUTS)
+        assert refused.value.fact.code == "server.call_files"
+
+
+def test_calls_that_gradio_cannot_handle_are_refused(subtests: pytest.Subtests) -> None:
+    file = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}
+    cases: list[tuple[str, dict[str, Any], list[bytes]]] = [
+        ("not_json", {}, [b"", b"\xff", b"[" * 100_000]),
+        ("not_an_object", {}, [b"[]"]),
+        ("no_function", {}, [body(fn_index=number) for number in (1, True, "0", None)]),
+        ("call_values", {"count": 2}, [body(data=["a"]), body(data={})]),
+        ("no_session_name", {}, [body(session_hash=None)]),
+        ("session_name", {}, [body(session_hash=name) for name in ("../x", 5, "x" * 65)]),
+        ("call_unsupported", {}, [body(batched=True), body(batched=[]), body(oauth_token="x")]),
+        ("call_type", {"name": "trigger_id"}, [body(trigger_id=float("nan")), body(trigger_id="1")]),
+        ("call_type", {"name": "event_id"}, [body(event_id=1)]),
+        ("call_type", {"name": "simple_format"}, [body(simple_format=float("inf"))]),
+        ("call_files", {}, [body(data=[file, 1]), body(data=[[{"deep": {"path": "http://127.0.0.1/"}}], 1])]),
+        ("call_files", {}, [body(event_data={"url": "http://127.0.0.1/"})]),
+        ("call_too_large", {}, [body(data=[deep, 1]) for deep in (json.loads("[" * 30 + "]" * 30), [0] * 6_000)]),
+    ]
+    for code, data, bodies in cases:
+        for sent in bodies:
+            with subtests.test(msg=f"{code}: {sent[:60]!r}"):
+                with pytest.raises(RefusedError) as refused:
+                    gradio_requests.read_call(sent, INPUTS)
+                assert refused.value.fact == fact(f"server.{code}", **data)
+                assert refused.value.status_code == 422
 
 
 @pytest.mark.parametrize(
-    ("sent", "words"),
+    ("values", "code"),
     [
-        (b"", "not JSON"),
-        (b"\xff", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"[]", "not a JSON object"),
-        (body(fn_index=1), "no such function"),
-        (body(fn_index=True), "no such function"),
-        (body(fn_index="0"), "no such function"),
-        (body(fn_index=None), "no such function"),
-        (body(data=["a"]), "list of 2 values"),
-        (body(data={}), "list of 2 values"),
-        (body(session_hash=None), "name is missing"),
-        (body(session_hash="../x"), "1 to 64"),
-        (body(session_hash=5), "1 to 64"),
-        (body(session_hash="x" * 65), "1 to 64"),
-        (body(batched=True), "Batches"),
-        (body(batched=[]), "Batches"),
-        (body(oauth_token="x"), "tokens"),
-        (body(trigger_id=float("nan")), "trigger_id"),
-        (body(trigger_id="1"), "trigger_id"),
-        (body(event_id=1), "event_id"),
-        (body(simple_format=float("inf")), "simple_format"),
-        (body(data=[{"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}, 1]), "Files are not accepted"),
-        (body(data=[[{"deep": {"path": "http://127.0.0.1/"}}], 1]), "Files are not accepted"),
-        (body(event_data={"url": "http://127.0.0.1/"}), "Files are not accepted"),
-        (body(data=[json.loads("[" * 30 + "]" * 30), 1]), "more values than any form"),
-        (body(data=[list(range(6_000)), 1]), "more values than any form"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_calls_that_gradio_cannot_handle_are_refused(sent: bytes, words: str) -> None:
-    with pytest.raises(RefusedError, match=words):
-        gradio_requests.read_call(sent, INPUTS)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"session_hash": None},
-        {"fn_index": "1"},
-        {"fn_index": None},
-        {"event_id": None},
-        {"event_id": "../0"},
-        {"event_id": "0" * 31},
+        ({"session_hash": None}, "server.session_name"),
+        ({"fn_index": "1"}, "server.no_event"),
+        ({"fn_index": None}, "server.no_event"),
+        ({"event_id": None}, "server.no_event"),
+        ({"event_id": "../0"}, "server.no_event"),
+        ({"event_id": "0" * 31}, "server.no_event"),
     ],
     ids=str,
 )
-def test_a_cancellation_must_name_an_event(values: dict[str, Any]) -> None:
+def test_a_cancellation_must_name_an_event(values: dict[str, Any], code: str) -> None:
     good = {"session_hash": "abc", "fn_index": 0, "event_id": "0" * 32}
     assert gradio_requests.read_cancel(json.dumps(good).encode()) == good
-    with pytest.raises(RefusedError):
+    with pytest.raises(RefusedError) as refused:
         gradio_requests.read_cancel(json.dumps(good | values).encode())
+    assert refused.value.fact.code == code
 
 
 @pytest.mark.parametrize(

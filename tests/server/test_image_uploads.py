@@ -19,7 +19,9 @@ from runtime.core.images import ImageUse
 from runtime.models.images import images_dir, keep_image
 from runtime.server import gradio_requests, image_uploads, security
 from runtime.server.gradio_requests import RefusedError
+from runtime.video.image_decoder import FORMATS, MIN_SIDE
 from runtime.video.image_process import PROCESS
+from tests.facts import as_text, fact
 from tests.image_files import encoded, many_scans, picture
 
 BOAT = encoded(picture())
@@ -80,15 +82,22 @@ def test_names_are_plain(sent: str, name: str, client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
-    [(b"", "is empty"), (b"text", "not an image"), (BOAT[:100], "damaged"), (encoded(picture(1, 1)), "1 × 1 pixels")],
+    ("data", "code", "more"),
+    [
+        (b"", "empty", {}),
+        (b"text", "format_unknown", {"formats": FORMATS}),
+        (BOAT[:100], "damaged", {}),
+        (encoded(picture(1, 1)), "too_small", {"width": 1, "height": 1, "least": MIN_SIDE}),
+    ],
 )
-def test_bad_images_are_refused_with_a_remedy(data: bytes, words: str, client: TestClient, tmp_path: Path) -> None:
+def test_bad_images_are_refused_with_a_remedy(
+    data: bytes, code: str, more: dict[str, Any], client: TestClient, tmp_path: Path
+) -> None:
     for answer in (
         client.post("/tandem/images/boat.png", content=data),
         client.post("/gradio_api/upload", files={"files": ("boat.png", data)}),
     ):
-        assert answer.status_code == 422 and "boat.png" in answer.text and words in answer.text
+        assert answer.status_code == 422 and answer.text == as_text(fact(f"image.{code}", file="boat.png", **more))
     assert copies(tmp_path) == []
 
 
@@ -102,13 +111,13 @@ def test_images_that_take_too_long_are_refused(
         client.post("/tandem/images/boat.jpg", content=data),
         client.post("/gradio_api/upload", files={"files": ("boat.jpg", data)}),
     ):
-        assert answer.status_code == 422 and "boat.jpg takes more than 2 seconds" in answer.text
+        assert answer.status_code == 422 and answer.text == as_text(fact("image.slow", file="boat.jpg", seconds=1.5))
     assert copies(tmp_path) == []
 
 
 def test_a_limit_is_answered_as_one(client: TestClient) -> None:
     answer = client.post("/tandem/images/late.png", content=BOAT)
-    assert answer.status_code == 429 and "too many images" in answer.text
+    assert answer.status_code == 429 and answer.text == as_text(fact("server.images_full"))
 
 
 def test_forms_with_anything_else_are_refused(client: TestClient, tmp_path: Path) -> None:
@@ -172,7 +181,7 @@ def test_few_uploads_are_read_at_once() -> None:
         await asyncio.sleep(0)
         with pytest.raises(RefusedError) as refused:
             await layer(scope, whole, send)
-        assert refused.value.status_code == 429 and entered == 0
+        assert (refused.value.fact.code, refused.value.status_code, entered) == ("server.uploads_busy", 429, 0)
         gone.set()
         for ended in await asyncio.gather(*held, return_exceptions=True):
             assert isinstance(ended, RefusedError) and ended.status_code == 400

@@ -10,13 +10,20 @@ import pytest
 from gradio import networking, tunneling
 
 from runtime.core.errors import MachineError
+from runtime.core.facts import Fact, render
 from runtime.server import tunnel
 from runtime.server.tunnel import open_tunnel
 from tests.app_server import make_cache, serving_here
+from tests.facts import fact
 from tests.fuzz.raw_http import send
 from tests.waiting import until
 
 UNREACHABLE = "http://127.0.0.1:9"
+
+
+def no_link(code: str, **data: str) -> Fact:
+    """Return the error for a link that was not opened."""
+    return fact("server.no_share_link", cause=fact(code, **data))
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Path:
@@ -74,19 +81,19 @@ def test_the_tunnel_program_does_not_outlive_the_app(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "output"),
     [
         ("sys.exit(1)", "no output"),
         ("print('login to server failed: no route to host')", "login to server failed: no route to host"),
     ],
 )
 def test_a_program_without_a_link_is_reported_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, output: str
 ) -> None:
     stand_in(tmp_path, monkeypatch, code)
-    with pytest.raises(MachineError, match=words) as failed:
+    with pytest.raises(MachineError) as failed:
         open_tunnel(7860, tmp_path)
-    assert "\n" not in failed.value.what and "internet connection" in failed.value.remedy
+    assert failed.value.fact == no_link("server.tunnel_no_link", output=output)
 
 
 def test_the_tunnel_command_is_gradios() -> None:
@@ -105,8 +112,9 @@ def test_the_tunnel_command_is_gradios() -> None:
 def test_without_a_network_the_unreachable_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networking, "GRADIO_SHARE_SERVER_ADDRESS", None)
     monkeypatch.setattr(networking, "GRADIO_API_SERVER", f"{UNREACHABLE}/v3/tunnel-request")
-    with pytest.raises(MachineError, match="was not reached"):
+    with pytest.raises(MachineError) as failed:
         open_tunnel(7860, tmp_path)
+    assert failed.value.fact == no_link("server.tunnel_unreachable", host="127.0.0.1")
 
 
 def test_a_program_with_another_checksum_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +123,9 @@ def test_a_program_with_another_checksum_is_never_run(tmp_path: Path, monkeypatc
     address = f"{UNREACHABLE}/frpc"
     monkeypatch.setattr(tunneling, "BINARY_URL", address)
     monkeypatch.setitem(tunneling.CHECKSUMS, address, "0" * 64)
-    with pytest.raises(MachineError, match=r"could not be downloaded from 127\.0\.0\.1"):
+    with pytest.raises(MachineError) as failed:
         open_tunnel(7860, tmp_path)
+    assert failed.value.fact == no_link("server.tunnel_download", host="127.0.0.1")
     assert not program.exists() and not ran.exists()
 
 
@@ -128,4 +137,5 @@ def test_the_app_runs_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with serving_here(make_cache(tmp_path), share=True, notify=lines.append) as app:
         until(lambda: len(lines) == 2)
         assert send(app.port, b"GET", b"/config").status == 200
-    assert "was not reached" in lines[0] and "the local page keeps working" in lines[1]
+    expected = render(no_link("server.tunnel_unreachable", host="127.0.0.1"))
+    assert expected.what in lines[0] and expected.remedy in lines[1]

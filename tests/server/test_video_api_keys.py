@@ -109,7 +109,7 @@ def test_the_command_adds_lists_and_revokes_keys(cache_dir: Path, capsys: pytest
 
 def test_another_host_needs_a_key(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = refused(["serve", "--host", "0.0.0.0"], capsys)
-    assert found.code == "server.api_host_without_key" and "serve keys add" in found.to_do
+    assert found.code == "server.api_host_without_key"
     (cache_dir / NAME).write_text("{", encoding="utf-8")
     damaged = refused(["serve"], capsys)
     assert (damaged.code, damaged.data["file"]) == ("server.api_keys_unreadable", str(cache_dir / NAME))

@@ -21,6 +21,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.visitors import Visitors, cancel_orphaned, stop_videos, visitor_jobs
+from tests.facts import fact
 from tests.image_files import bomb, encoded, picture, saved
 from tests.plans import no_engines, tiny_plan
 from tests.thread_queue import RunningQueue
@@ -86,11 +87,13 @@ def test_a_visitor_gets_the_clip_of_the_sections_of_their_own_video(
 
 def test_a_visitor_waits_for_their_own_video(visitors: Visitors, worker: JobQueue) -> None:
     first = visitors.submit(long(), visitors.name_of("anna"))
-    with pytest.raises(LimitError, match="You already have 1 video queued"):
+    with pytest.raises(LimitError) as refused:
         visitors.submit(long(), visitors.name_of("anna"))
+    assert refused.value.fact == fact("server.visitor_queue_full", maximum=1)
     second = visitors.submit(long(), visitors.name_of("ben"))
-    with pytest.raises(LimitError, match=r"The queue is full\."):
+    with pytest.raises(LimitError) as refused:
         visitors.submit(long(), visitors.name_of("cleo"))
+    assert refused.value.code == "server.queue_full"
     # The limits do not apply to the owner.
     own = worker.submit(long(steps=1))
     assert {*visitor_jobs(worker)} == {first.id, second.id}
@@ -131,8 +134,9 @@ def test_visitors_jobs_are_not_the_owners(visitors: Visitors, worker: JobQueue) 
 
 def test_visitors_cannot_use_other_models(visitors: Visitors, tmp_path: Path) -> None:
     for name in (str(tmp_path / "weights" / "tiny"), "../tiny", "diorama"):
-        with pytest.raises(ModelError, match="no model of that name"):
+        with pytest.raises(ModelError) as refused:
             visitors.submit(long(model=name), visitors.name_of("anna"))
+        assert refused.value.code == "model.not_offered"
 
 
 def test_sessions_and_requests_are_counted(visitors: Visitors) -> None:
@@ -166,8 +170,9 @@ def test_on_a_full_disk_nothing_is_queued(
     visitors: Visitors, worker: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.server.visitors.free_disk_bytes", lambda folder: 4096)
-    with pytest.raises(LimitError, match="disk of this server is nearly full"):
+    with pytest.raises(LimitError) as refused:
         visitors.submit(long(), "a visitor")
+    assert refused.value.code == "server.disk_full"
     assert worker.store.queue() == []
 
 

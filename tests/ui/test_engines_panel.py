@@ -23,18 +23,20 @@ from runtime.queue.views import Task
 from runtime.ui import form
 from runtime.ui.break_even import BreakEven
 from runtime.ui.engines_panel import EnginesPanel, Entry, storage_html, supported_sizes, table_html, tasks_html
+from runtime.ui.formatting import paragraph
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
 from runtime.ui.queue_panel import QueuePanel
 from tests.engines.engine_files import key, record
+from tests.facts import fact
 from tests.thread_queue import RunningQueue
+from tests.ui.page_texts import UNKNOWN, line, message
 from tests.ui.test_form import GOOD
 from tests.ui.test_plan_preview import insert
 from tests.waiting import until
 
 VALUES = [GOOD[name] for name in form.NAMES]
 PRUNE = PruneEngines(max_bytes=10**9)
-NOWHERE = "There is no such action or item. Reload the page."
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def test_pin_unpin_delete(tab: Tab) -> None:
     assert [one.id for one in tab.store.index() if one.pinned] == [first]
     assert tab.press("unpin", first) == "Unpinned: transformer."
     assert not any(one.pinned for one in tab.store.index())
-    assert tab.press("delete", first).startswith(f"Delete transformer {first}: ")
+    assert tab.press("delete", first).startswith(line("task.delete", program="transformer", engine=first))
     tab.settle()
     assert [one.id for one in tab.store.index()] == [second]
     drawn = tab.parts()["table"]
@@ -105,26 +107,27 @@ def test_engine_ids_are_complete(tab: Tab, subtests: pytest.Subtests) -> None:
     for action in ("delete", "verify", "pin", "unpin"):
         for engine in ids:
             with subtests.test(action=action, engine=engine):
-                assert tab.press(action, engine) == NOWHERE
+                assert tab.press(action, engine) == UNKNOWN
                 assert tab.worker.tasks() == []
                 assert [(one.id, one.pinned) for one in tab.store.index()] == [(kept, False)]
 
 
 def test_a_missing_engine_is_named(tab: Tab) -> None:
-    assert tab.press("delete", "0" * 16).startswith("There is no engine '0000000000000000'.")
+    assert tab.press("delete", "0" * 16) == message("engine.not_found", engine="0" * 16)
 
 
 @pytest.mark.parametrize(("act", "of"), [("build", "eyes"), ("cancel", "../x"), ("launch", "all"), ("BUILD", "all")])
 def test_unknown_actions_do_nothing(tab: Tab, act: str, of: str) -> None:
-    assert tab.press(act, of) == NOWHERE
+    assert tab.press(act, of) == UNKNOWN
     assert tab.worker.tasks() == []
 
 
 def test_an_invalid_form_builds_nothing(tab: Tab) -> None:
     odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
-    assert "multiples of 16. Use 64 or 80." in tab.press("build", "all", odd)
-    assert tab.press("build", "all", []) == "The form is incomplete. Reload the page."
-    assert "multiples of 16" in tab.parts(odd)["components"]
+    unfit = message("planner.not_a_multiple", field="width", value=65, model="wan2.2-a14b", stride=16, able=[64, 80])
+    assert tab.press("build", "all", odd) == unfit
+    assert tab.press("build", "all", []) == message("form.incomplete")
+    assert unfit in tab.parts(odd)["components"]
     assert tab.worker.tasks() == []
 
 
@@ -132,16 +135,21 @@ def test_a_build_is_queued_once_and_cancelled(tab: Tab) -> None:
     hold = tab.worker.add_task(PRUNE, sentence("Hold"))
     chosen = [GOOD[name] if name != "backend_vae" else "onnxruntime" for name in form.NAMES]
     assert tab.press("build", "vae", chosen).endswith(": queued.")
-    assert tab.press("build", "vae", chosen) == "This task is already queued or running. See Tasks."
+    assert tab.press("build", "vae", chosen) == message("ui.task_exists")
     build = tab.worker.tasks()[-1]
-    assert build.title.startswith("Build engines for the VAE decoder of ")
+    title = line(
+        "task.build",
+        **{"model": "wan2.2-a14b", "width": 64, "height": 32, "frames": 9},
+        components={"names": ["vae"], "among": ["text_encoder", "transformer", "transformer_2", "vae"]},
+    )
+    assert build.title == title
     drawn = tab.parts()["tasks"]
     assert f'data-task="{build.id}" data-kind="build" data-state="queued"' in drawn
     assert "1 ahead in the queue." in drawn
     # The queue names the task; it is no video with a prompt.
     assert tab.worker.store.get(build.id).prompt == ""
     queue = respond(QueuePanel(tab.worker, {}, Path("outputs")), Call())["parts"]["list"]
-    assert "<bdi>Build engines for the VAE decoder of " in queue and "none" not in queue
+    assert f"<bdi>{title}</bdi>" in queue and "none" not in queue
     # Its button waits until it has ended.
     end = time.monotonic() + 60
     while "Looking" in (parts := tab.parts(chosen)["components"]):
@@ -168,29 +176,27 @@ FILES: dict[str, bytes] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("take", [True, False], ids=["import", "inspect"])
 @pytest.mark.parametrize(
-    ("file", "expected"),
+    ("file", "code", "data"),
     [
-        ("text.plan", "text.plan is a text file, not an engine. Give a TensorRT plan"),
-        ("empty.onnx", "empty.onnx is empty. Copy the file from its source again"),
-        ("zeros.plan", "zeros.plan is not a plan of TensorRT 8.6 or later. Give"),
-        ("short.plan", "short.plan is truncated: 12 bytes. Copy the file from its source again"),
-        ("cut.plan", "cut.plan is truncated: 428 of 1,000,000 bytes. Copy the file from its source again"),
-        ("noise.bin", "noise.bin does not have the suffix of an engine file. Give"),
-        ("link.onnx", "link.onnx is a link. Give the file that it points to: "),
-        ("folder.plan", "folder.plan is a folder. Give"),
-        ("none.plan", "none.plan cannot be read: No such file or directory. Check the path"),
+        ("text.plan", "text", {}),
+        ("empty.onnx", "empty", {}),
+        ("zeros.plan", "not_a_plan", {}),
+        ("short.plan", "truncated", {"size": 12}),
+        ("cut.plan", "incomplete", {"size": 428, "whole": 1_000_000}),
+        ("noise.bin", "unknown_suffix", {}),
+        ("link.onnx", "link", {"target": "/etc/passwd"}),
+        ("folder.plan", "folder", {}),
+        ("none.plan", "unreadable", {"error": "No such file or directory"}),
     ],
 )
 def test_an_invalid_file_is_rejected_with_a_remedy(
-    tab: Tab, tmp_path: Path, file: str, expected: str, take: bool
+    tab: Tab, tmp_path: Path, file: str, code: str, data: dict[str, Any], take: bool
 ) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder.plan").mkdir()
     (tmp_path / "link.onnx").symlink_to("/etc/passwd")
-    message = tab.bring(str(tmp_path / file), take=take)
-    assert message.startswith(expected), message
-    assert "\n" not in message
+    assert tab.bring(str(tmp_path / file), take=take) == message(f"engine.import_{code}", file=file, **data)
     assert tab.worker.tasks() == []
 
 
@@ -199,8 +205,8 @@ def test_a_file_of_a_missing_library_is_rejected(tab: Tab, tmp_path: Path) -> No
     plan.write_bytes(struct.pack("<4sIQQ4B", b"ftrt", 0, 1, 428, 10, 16, 0, 0) + bytes(400))
     if probe().gpus:
         pytest.skip("this machine may run TensorRT")
-    message = "whole.plan cannot run on this machine: no NVIDIA GPU was found. Install what is missing, or import it on"
-    assert tab.bring(str(plan)).startswith(message)
+    no_gpu = fact("machine.no_gpu")
+    assert tab.bring(str(plan)) == message("engine.import_no_library", file="whole.plan", cause=no_gpu)
     assert tab.worker.tasks() == []
 
 
@@ -209,11 +215,8 @@ def test_a_file_of_a_missing_library_is_rejected(tab: Tab, tmp_path: Path) -> No
 def test_untrusted_files_are_not_opened(tab: Tab, tmp_path: Path, trusted: object, take: bool) -> None:
     path = tmp_path / "x.onnx"
     path.write_bytes(bytes(range(256)))
-    expected = tab.bring(str(path), "auto", trusted, take=take)
-    assert expected == (
-        "The file x.onnx holds executable code and is not opened before you confirm that you trust it. "
-        "Tick the box if you trust the source of the file."
-    )
+    expected = message("ui.engine_file_untrusted", file="x.onnx")
+    assert tab.bring(str(path), "auto", trusted, take=take) == expected
     assert tab.worker.tasks() == []
 
 
@@ -225,23 +228,25 @@ def test_a_file_of_another_user_is_not_opened(tab: Tab, tmp_path: Path, monkeypa
         os.chown(path, 12_345, -1)
     else:
         monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
-    assert tab.bring(str(path)).startswith("x.onnx belongs to another user of this machine. Copy the file")
+    assert tab.bring(str(path)) == message("ui.engine_file_of_another_user", file="x.onnx")
     assert tab.worker.tasks() == []
 
 
 @pytest.mark.parametrize("file", [None, 7, "", "  ", "a\x00b", "a\nb", "/" + "x" * 5000, [], {}], ids=repr)
 def test_a_missing_path_is_rejected(tab: Tab, file: object) -> None:
-    assert tab.bring(file).startswith("No engine file is given. Enter the absolute path of a .trt, .plan, ")
+    assert tab.bring(file) == message("ui.engine_file_missing", kinds=".trt, .plan, .engine or .onnx")
 
 
 @pytest.mark.parametrize("file", ["x.plan", "../x.plan", "~nobody-of-that-name/x.plan"])
 def test_a_relative_path_is_rejected(tab: Tab, file: str) -> None:
-    assert tab.bring(file).startswith(f"The path {file} is not absolute. Enter the absolute path, such as /")
+    example = Path.home() / "transformer.plan"
+    assert tab.bring(file) == message("ui.engine_file_relative", path=file, example=example)
 
 
 @pytest.mark.parametrize("part", [None, 3, "", "eyes", "../x", [], {}])
 def test_a_component_belongs_to_the_model(tab: Tab, part: object) -> None:
-    assert tab.bring("/x.onnx", part).endswith("has no such component. Choose another component, or Automatic.")
+    missing = {"model": "wan2.2-a14b", "component": "such component"}
+    assert tab.bring("/x.onnx", part) == message("ui.no_such_component", **missing)
 
 
 @pytest.mark.slow
@@ -250,9 +255,9 @@ def test_an_import_is_queued_once_and_shown(tab: Tab, tmp_path: Path) -> None:
     path.write_bytes(bytes(range(256)) * 20)
     tab.worker.add_task(PRUNE, sentence("Hold"))
     # As a file manager gives it.
-    assert tab.bring(f' "{path}" ') == "Import noise.onnx: queued."
-    assert tab.bring(str(path)) == "This task is already queued or running. See Tasks."
-    assert tab.bring(str(path), take=False) == "Inspect noise.onnx: queued."
+    assert tab.bring(f' "{path}" ').startswith(line("task.import", file="noise.onnx"))
+    assert tab.bring(str(path)) == message("ui.task_exists")
+    assert tab.bring(str(path), take=False).startswith(line("task.inspect", file="noise.onnx"))
     drawn = tab.parts()["tasks"]
     assert 'data-kind="import" data-state="queued"' in drawn and 'data-kind="inspect"' in drawn
     assert tab.press("cancel", tab.worker.tasks()[-1].id) == "Cancelled."
@@ -265,10 +270,11 @@ def test_an_import_is_queued_once_and_shown(tab: Tab, tmp_path: Path) -> None:
 
 def test_an_import_only_needs_a_valid_model(tab: Tab) -> None:
     odd = [GOOD[name] if name != "width" else 65 for name in form.NAMES]
-    assert "is not absolute" in tab.bring("x.plan", values=odd)
+    example = Path.home() / "transformer.plan"
+    assert tab.bring("x.plan", values=odd) == message("ui.engine_file_relative", path="x.plan", example=example)
     other = [GOOD[name] if name != "model" else "none" for name in form.NAMES]
-    assert "no model of that name" in tab.bring("/x.plan", values=other)
-    assert "The form is incomplete" in tab.bring("/x.plan", values=[])
+    assert tab.bring("/x.plan", values=other) == message("model.not_offered", models=["wan2.2-a14b", "wan2.1"])
+    assert tab.bring("/x.plan", values=[]) == message("form.incomplete")
 
 
 def test_findings_are_escaped(tmp_path: Path) -> None:
@@ -286,7 +292,7 @@ def test_findings_are_escaped(tmp_path: Path) -> None:
 def test_the_number_of_open_tasks_is_limited(tab: Tab) -> None:
     for number in range(40):
         tab.worker.add_task(PRUNE, sentence(f"Hold {number}"))
-    assert tab.press("prune", "") == "20 tasks are already queued or running. Wait until one is done, or cancel one."
+    assert tab.press("prune", "") == message("ui.too_many_tasks", maximum=20)
 
 
 def test_unchanged_parts_are_not_sent_again(tab: Tab) -> None:
@@ -339,7 +345,7 @@ def test_only_what_is_missing_is_offered_to_build(tab: Tab) -> None:
 
 @pytest.mark.parametrize("target", ["all=inductor", "vae=pytorch", "vae=x", "eyes=inductor", "vae=inductor=x"])
 def test_backends_to_build_with_are_known(tab: Tab, target: str) -> None:
-    assert tab.press("build", target) == NOWHERE
+    assert tab.press("build", target) == UNKNOWN
     assert tab.worker.tasks() == []
 
 
@@ -464,8 +470,8 @@ def test_a_broken_engine_shows_the_reason() -> None:
     broken = record(key(), problem=Fact("engine.file_changed", {"file": "engine.pt2"}), verified=False)
     unreadable = record(UNREADABLE_KEY, id="0" * 16, problem=Fact("engine.file_missing", {"file": "engine.json"}))
     html = table_html([Entry(one, None, [], None) for one in (broken, unreadable)])
-    assert "Not used: engine.pt2 has changed since it was built." in html
-    assert "Unreadable" in html and "Not used: engine.json is missing." in html
+    assert all(paragraph(one.problem) in html for one in (broken, unreadable) if one.problem)
+    assert html.count('data-state="broken"') == 2
 
 
 def test_disk_usage_is_relative_to_the_limit() -> None:

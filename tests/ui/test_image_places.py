@@ -18,6 +18,7 @@ from runtime.models.catalogue import find
 from runtime.models.images import find_image, keep_image
 from runtime.models.spec import ModelSpec
 from runtime.ui import image_places
+from runtime.ui.formatting import paragraph
 from runtime.ui.image_places import ImageAnswers, places_html, used_images
 from runtime.video.mp4 import VideoWriter, read_frame
 from tests.image_files import encoded, picture, saved, taking_images
@@ -111,7 +112,8 @@ def test_a_text_model_names_those_that_start_from_images(answers: ImageAnswers) 
     with pytest.raises(InvalidRequestError) as refused:
         answers.answer({"what": "refusal", "model": "Tiny"}, None, "")
     answer = image_places.error_answer(refused.value, str)
-    assert "Tiny does not start from an image." in answer["error"] and "wan2.2-ti2v-5b" in answer["error"]
+    assert refused.value.code == "image.model_without" and "wan2.2-ti2v-5b" in refused.value.data["models"]
+    assert answer["error"] == paragraph(refused.value.fact)
     assert "\n" not in json.dumps(answer)
 
 

@@ -21,17 +21,20 @@ from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import RefusedError
 from runtime.ui import form
+from runtime.ui.formatting import paragraph
 from runtime.ui.history_panel import HistoryPanel, read_view
 from runtime.ui.panels import Call, read_call, respond
 from runtime.ui.queue_panel import QueuePanel
+from tests.facts import fact
 from tests.image_files import saved, taking_images
 from tests.plans import no_engines
 from tests.queue.samples import add_job, sample_result
 from tests.queue.test_worker import small
 from tests.thread_queue import RunningQueue
+from tests.ui.page_texts import UNKNOWN, line, message
 from tests.ui.test_form import GOOD
 
-UNKNOWN = "There is no such action or item. Reload the page."
+WIDTH_33 = {"field": "width", "value": 33, "model": "tiny", "stride": 16, "able": [32, 48]}
 VIEW: dict[str, Any] = {"search": "", "state": "all", "pages": 1, "open": "", "pair": []}
 
 
@@ -106,8 +109,9 @@ def test_the_card_of_a_failed_job_has_the_name_of_its_file(worker: JobQueue, des
     assert worker.store.claim("here") is not None
     worker.store.record(job.id, Failed(fact=Fact("video.disk_full", {"file": str(job.output)})))
     gallery = act(desk, "refresh", tab="history")[0]["gallery"]
-    assert f"The disk is full: {job.output.name} was not saved." in gallery
-    assert f"{job.output} was not saved" in act(desk, "open", job.id, tab="history", open=job.id)[0]["detail"]
+    assert line("video.disk_full", file=job.output.name) in gallery
+    detail = act(desk, "open", job.id, tab="history", open=job.id)[0]["detail"]
+    assert line("video.disk_full", file=job.output) in detail
 
 
 def prompts(worker: JobQueue) -> list[str]:
@@ -128,18 +132,21 @@ def test_queued_jobs_keep_their_plans_as_text(worker: JobQueue, desk: Panels) ->
 CALL: dict[str, Any] = {"action": "refresh", "target": "", "values": {}, "view": VIEW, "form": [], "drawn": {}}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"[]", b"{}", b"nonsense", b'{"action": "refresh"}', b"[" * 5000,
-        *(json.dumps(CALL | {name: 5}).encode() for name in CALL),
-        json.dumps(CALL | {"form": json.loads("[" * 30 + "]" * 30)}).encode(),
-        json.dumps(CALL | {"values": {"url": "http://127.0.0.1"}}).encode(),
-    ],
-)  # fmt: skip
-def test_malformed_requests_are_rejected(body: bytes) -> None:
-    with pytest.raises(RefusedError):
-        read_call(body)
+def test_malformed_requests_are_rejected(subtests: pytest.Subtests) -> None:
+    wrong = [json.dumps(CALL | {name: 5}).encode() for name in CALL]
+    deep = json.dumps(CALL | {"form": json.loads("[" * 30 + "]" * 30)}).encode()
+    for code, bodies in (
+        ("not_json", [b"", b"nonsense", b"[" * 5000]),
+        ("not_an_object", [b"[]"]),
+        ("panel_call_incomplete", [b"{}", b'{"action": "refresh"}', *wrong]),
+        ("call_too_large", [deep]),
+        ("call_files", [json.dumps(CALL | {"values": {"url": "http://127.0.0.1"}}).encode()]),
+    ):
+        for body in bodies:
+            with subtests.test(msg=f"{code}: {body[:60]!r}"):
+                with pytest.raises(RefusedError) as refused:
+                    read_call(body)
+                assert refused.value.fact.code == f"server.{code}"
 
 
 @pytest.mark.parametrize(("action", "count"), [("again", 1), ("variations", 4)])
@@ -191,20 +198,20 @@ def test_several_prompts_and_variations_are_added_together(desk: Panels, worker:
 @pytest.mark.parametrize(
     ("given", "shown", "expected"),
     [
-        ({"variations": "0"}, {}, "Enter a whole number from 1 to 100."),
-        ({"variations": "1e9"}, {}, "Enter a whole number from 1 to 100."),
-        ({"variations": "٣"}, {}, "Enter a whole number from 1 to 100."),
-        ({"variations": None}, {}, "Enter a whole number from 1 to 100."),
-        ({"prompts": "x\n" * 11, "variations": "100"}, {}, "at most 1,000 at once"),
-        ({"prompts": ["x"]}, {"prompt": ""}, "The prompt is empty."),
-        ({"prompts": "a boat"}, {"width": 33}, "multiples of 16"),
+        *(
+            ({"variations": given}, {}, fact("ui.variations", given=given or "", maximum=100))
+            for given in ("0", "1e9", "٣", None)
+        ),
+        ({"prompts": "x\n" * 11, "variations": "100"}, {}, fact("queue.batch_too_large", videos=1100, maximum=1000)),
+        ({"prompts": ["x"]}, {"prompt": ""}, fact("request.prompt_empty")),
+        ({"prompts": "a boat"}, {"width": 33}, fact("planner.not_a_multiple", **WIDTH_33)),
     ],
 )
 def test_invalid_requests_add_nothing(
-    desk: Panels, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], expected: str
+    desk: Panels, worker: JobQueue, given: dict[str, Any], shown: dict[str, Any], expected: Fact
 ) -> None:
     _, says = act(desk, "add", values=given, form=values(**shown))
-    assert expected in says["message"] and says["error"]
+    assert says["message"] == paragraph(expected) and says["error"]
     assert prompts(worker) == []
 
 
@@ -279,7 +286,7 @@ def test_an_edited_job_keeps_its_place_and_seed(desk: Panels, worker: JobQueue) 
     assert worker.store.get(first).request["seed"] == 5
     worker.store.claim("here")
     _, says = act(desk, "save", first)
-    assert "no longer queued" in says["message"] and "saved" not in says
+    assert says["message"] == message("queue.job_not_queued", job=first) and "saved" not in says
 
 
 def test_all_are_paused_and_cancelled(desk: Panels, worker: JobQueue) -> None:
@@ -385,7 +392,7 @@ def test_a_missing_or_moved_video_is_reported(desk: Panels, worker: JobQueue) ->
     drawn, _ = act(desk, "refresh", tab="history", open=job)
     for part in (drawn["gallery"], drawn["detail"]):
         assert f"Saved outside the outputs folder: {outside}" in part and "<video" not in part
-    assert "does not exist" in act(desk, "measure", tab="history", pair=[job, job])[1]["message"]
+    assert act(desk, "measure", tab="history", pair=[job, job])[1]["message"] == message("ui.video_missing")
 
 
 def test_an_edited_or_repeated_job_keeps_its_image(

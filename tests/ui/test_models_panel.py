@@ -20,19 +20,21 @@ from runtime.models.catalogue import find, folders, known_as, known_models
 from runtime.models.hub.download import partial_bytes
 from runtime.models.spec import ModelSpec
 from runtime.queue.model_tasks import ModelTasks
+from runtime.ui.formatting import paragraph
 from runtime.ui.models_panel import ModelsPanel, _weights
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
+from tests.facts import fact
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.planner.test_table import here
 from tests.thread_queue import RunningQueue
+from tests.ui.page_texts import UNKNOWN, line, message
 from tests.waiting import until
 
 MACHINE = here("card", vram=24, ram=64)
 OTHER = "someone/Style-Diffusers"
 NAME, FOLDER = "wan2.1-t2v-1.3b", "Wan2.1-T2V-1.3B-Diffusers"
 VAE = "vae/diffusion_pytorch_model.safetensors"
-UNKNOWN = "There is no such action or item. Reload the page."
 
 
 @dataclass
@@ -71,6 +73,12 @@ class Shown:
         """Wait until no task is open; return the panel."""
         until(lambda: not any(task.open for task in self.tasks.all()))
         return self.view()
+
+    def result(self, folder: str, code: str) -> str:
+        """Return the text of a task's result, which has this code."""
+        task = self.tasks.of(folder)
+        assert task is not None and task.result is not None and task.result.code == code
+        return paragraph(task.result)
 
 
 def panel_of(settings: Settings, tasks: ModelTasks, models: dict[str, ModelSpec], worker: RunningQueue) -> ModelsPanel:
@@ -145,7 +153,7 @@ def test_a_model_is_downloaded_and_can_be_chosen(shown: Shown) -> None:
     view = shown.view("download", NAME)
     assert 'data-state="queued"' in view or 'data-state="running"' in view
     view = shown.settle()
-    assert "Wan2.1 T2V-1.3B is downloaded and verified" in view
+    assert shown.result(FOLDER, "download.done") in view
     assert f'data-model="{NAME}"' not in view
     assert 'data-state="installed"' in shown.card(FOLDER)
     assert list(shown.models) == ["diorama", FOLDER]
@@ -164,7 +172,7 @@ def test_progress_is_shown_and_a_cancelled_download_resumes(shown: Shown) -> Non
 
     until(under_way)
     known = known_as(NAME)
-    assert known is not None and f"{known.title} is already being downloaded." in view
+    assert known is not None and line("download.already_queued", model=known.title) in view
     until(lambda: shown.hub.sent[VAE] >= 20_000)
     view = shown.view()
     assert "10/10 vae/" in view
@@ -172,11 +180,12 @@ def test_progress_is_shown_and_a_cancelled_download_resumes(shown: Shown) -> Non
     assert 'data-action="pause"' in shown.card(NAME)
     shown.press("pause", NAME)
     view = shown.settle()
-    assert "Paused. Received data is kept" in view
+    assert line("download.cancelled") in view
     assert "Resume</button>" in shown.card(NAME) and "<dt>Received</dt>" in shown.card(NAME)
     assert list(folders(shown.settings.weights_dir)) == ["diorama"]
     shown.press("download", NAME)
-    assert "downloaded and verified" in shown.settle()
+    view = shown.settle()
+    assert shown.result(FOLDER, "download.done") in view
     assert shown.hub.ranges_of(VAE)[-1].startswith("bytes=")
 
 
@@ -198,8 +207,7 @@ def test_downloads_run_in_turn_and_queued_ones_are_cancelled_at_once(shown: Show
 def test_a_failed_download_shows_the_reason(shown: Shown) -> None:
     shown.press("download", "wan2.1-t2v-14b")
     view = shown.settle()
-    assert "The hub has no such repository" in view
-    assert "HF_TOKEN" in view
+    assert message("hub.no_repository", repository="Wan-AI/Wan2.1-T2V-14B-Diffusers") in view
     assert 'data-state="failed"' in view
 
 
@@ -208,7 +216,7 @@ def test_offline_downloads_are_refused(shown: Shown) -> None:
     panel = panel_of(offline, ModelTasks(offline), shown.models, shown.worker)
     for call in (Call("download", NAME), Call("look", values={"repository": OTHER})):
         reply = respond(panel, call)
-        assert reply["error"] and "Downloads are disabled: --offline" in reply["message"]
+        assert reply["error"] and reply["message"] == message("hub.offline", by="--offline")
     view = respond(panel, Call())["parts"]["available"]
     assert view.count('aria-disabled="true">Download') == len(known_models())
     assert "Downloads are disabled" in view and "Installed models work." in view
@@ -216,8 +224,9 @@ def test_offline_downloads_are_refused(shown: Shown) -> None:
 
 
 def test_a_repository_is_looked_up_before_it_is_downloaded(shown: Shown) -> None:
-    assert "No repository is given" in shown.press("look", repository=" ")["message"]
-    assert "is not a model's name" in shown.press("look", repository="../x")["message"]
+    missing = message("ui.repository_missing", example="Wan-AI/Wan2.2-T2V-A14B-Diffusers")
+    assert shown.press("look", repository=" ")["message"] == missing
+    assert shown.press("look", repository="../x")["message"] == message("hub.name_invalid", name="../x")
     shown.press("look", repository=f"https://huggingface.co/{OTHER}/")
     shown.settle()
     card = shown.card("Style-Diffusers")
@@ -229,7 +238,7 @@ def test_a_repository_is_looked_up_before_it_is_downloaded(shown: Shown) -> None
     shown.press("look", repository="nobody/Nothing")
     shown.settle()
     card = shown.card("Nothing")
-    assert "The hub has no such repository" in card and 'data-action="download"' not in card
+    assert message("hub.no_repository", repository="nobody/Nothing") in card and 'data-action="download"' not in card
     shown.press("discard", "Nothing")
     assert 'data-model="Nothing"' not in shown.view()
 
@@ -261,7 +270,8 @@ def test_files_are_verified_and_wrong_ones_downloaded_again(shown: Shown) -> Non
     shown.press("verify", FOLDER)
     shown.settle()
     card = shown.card(FOLDER)
-    assert "1 of 10 files are wrong. " in card and "Download wrong files" in card
+    cause = fact("hub.file_hash", file=VAE)
+    assert line("download.wrong_files", wrong=1, files=10, cause=cause) in card
     shown.press("download", FOLDER)
     shown.settle()
     shown.press("verify", FOLDER)
@@ -277,7 +287,7 @@ def test_a_model_is_deleted_unless_a_job_uses_it(shown: Shown, tiny: Callable[[s
     assert "Tandem did not download it and has no hashes." in card
     assert shown.press("verify", "mine")["message"] == UNKNOWN
     job = shown.worker.submit(GenerationRequest(prompt="x", model="mine", width=64, height=32, frames=9, steps=1))
-    assert "mine is used by 1 job in the queue." in shown.press("delete", "mine")["message"]
+    assert shown.press("delete", "mine")["message"] == message("model.in_use", model="mine", jobs=1)
     job.request_cancel()
     until(lambda: not shown.worker.store.queue())
     reply = shown.press("delete", "mine")
@@ -299,8 +309,8 @@ def test_an_unusable_folder_is_listed_with_its_reason(shown: Shown) -> None:
         (shown.weights / name).mkdir(parents=True)
         if index:
             (shown.weights / name / "model_index.json").write_text(index, encoding="utf-8")
-    assert "flux is a FluxPipeline, which Tandem does not support." in shown.card("flux")
-    assert "no readable original/model_index.json" in shown.card("original")
+    assert line("model.family_unknown", model="flux", pipeline="FluxPipeline", supported=[]) in shown.card("flux")
+    assert line("model.file_missing", file="original/model_index.json") in shown.card("original")
     assert 'data-model="loras"' not in shown.view()
     shown.press("delete", "original")
     assert not (shown.weights / "original").exists()

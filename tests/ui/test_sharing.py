@@ -11,7 +11,11 @@ import pytest
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
+from runtime.core.facts import Fact
+from runtime.server.api_words import ApiWords
+from runtime.video.image_decoder import FORMATS
 from tests.app_server import MODEL, ROOT, Server, make_cache, serving
+from tests.facts import as_text, fact
 from tests.fuzz.raw_http import Answer, send
 from tests.image_files import saved
 from tests.sharing_app import HOST, link_of
@@ -154,23 +158,22 @@ def test_a_session_belongs_to_the_visitor_who_started_it(visitor: Visitor, other
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "reason"),
     [
-        ({"frames": 13}, ("13 frames exceed the limit for visitors.", "Choose at most 9.")),
-        ({"steps": 401}, ("401 steps", "at most 400")),
-        ({"width": 208}, ("208×32 is larger", "192×128")),
-        ({"width": 144, "height": 144}, ("144×144 is larger",)),
-        ({"model": "/etc"}, ("no model of that name", MODEL)),
-        ({"model": "../weights/tiny"}, ("no model of that name",)),
-        ({"prompt": ""}, ("The prompt is empty.",)),
+        ({"frames": 13}, fact("server.visitor_maximum", field="frames", value=13, maximum=9)),
+        ({"steps": 401}, fact("server.visitor_maximum", field="steps", value=401, maximum=400)),
+        ({"width": 208}, fact("server.visitor_size", width=208, height=32, maximum="192×128")),
+        ({"width": 144, "height": 144}, fact("server.visitor_size", width=144, height=144, maximum="192×128")),
+        ({"model": "/etc"}, fact("model.not_offered", models=[MODEL, "diorama"])),
+        ({"model": "../weights/tiny"}, fact("model.not_offered", models=[MODEL, "diorama"])),
+        ({"prompt": ""}, fact("request.prompt_empty")),
     ],
     ids=str,
 )
-def test_exceeded_limits_are_described(visitor: Visitor, values: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_exceeded_limits_are_described(visitor: Visitor, values: dict[str, Any], reason: Fact) -> None:
     with pytest.raises(AppError) as refused:
         visitor.client.predict(**({"prompt": "a red boat"} | values), api_name="/generate")
-    for word in words:
-        assert word in str(refused.value)
+    assert str(refused.value) == as_text(reason, ApiWords())
 
 
 def test_no_local_path_is_sent_to_visitors(server: Server, visitor: Visitor) -> None:
@@ -199,26 +202,29 @@ def test_owner_functions_do_not_exist_for_visitors(visitor: Visitor) -> None:
 def test_visitors_name_their_own_uploads_only(visitor: Visitor, other: Visitor, tmp_path: Path) -> None:
     """The model of this server does not start from images, which it says only of a visitor's own."""
     boat = saved(tmp_path / "boat.png")
-    with pytest.raises(AppError, match="does not start from an image"):
-        visitor.client.predict("a boat", image=handle_file(str(boat)), api_name="/generate")
     own = f"sha256:{hashlib.sha256(boat.read_bytes()).hexdigest()}/boat.png"
-    with pytest.raises(AppError, match="does not start from an image"):
-        visitor.client.predict("a boat", image=own, api_name="/generate")
+    for image in (handle_file(str(boat)), own):
+        with pytest.raises(AppError) as refused:
+            visitor.client.predict("a boat", image=image, api_name="/generate")
+        assert str(refused.value).startswith(str(fact("image.model_without", model="Tiny", models=[])))
     for image in (own, str(boat), "/etc/passwd"):
-        with pytest.raises(AppError, match="not an image that you uploaded"):
+        with pytest.raises(AppError) as refused:
             other.client.predict("a boat", image=image, api_name="/generate")
+        assert str(refused.value) == as_text(fact("server.visitor_image_unknown", field="image"), ApiWords())
     for name in (own.partition("/")[0].removeprefix("sha256:"), "boat.png"):
         assert visitor.get(f"/tandem/images/{name}").status == 403
-    refused = visitor.ask("POST", "/tandem/images/boat.png", "no image")
-    assert refused.status == 422 and b"boat.png is not an image" in refused.body
+    answer = visitor.ask("POST", "/tandem/images/boat.png", "no image")
+    reason = as_text(fact("image.format_unknown", file="boat.png", formats=FORMATS))
+    assert answer.status == 422 and reason in answer.body.decode()
 
 
 def test_videos_in_an_hour_are_limited(server: Server) -> None:
     visitor = Visitor(server)
     for seed in range(4):
         visitor.client.predict("a red boat", steps=1, frames=1, seed=seed, api_name="/generate")
-    with pytest.raises(AppError, match=r"Visitors may generate 4 videos an hour\. Try again in 60 minutes\."):
+    with pytest.raises(AppError) as refused:
         visitor.client.predict("a red boat", steps=1, frames=1, api_name="/generate")
+    assert str(refused.value) == as_text(fact("server.visitor_rate", maximum=4, minutes=60))
     visitor.client.close()
 
 

@@ -32,6 +32,7 @@ MESSAGES: Mapping[str, Message] = {
     "bench.nothing_to_compare": Message(
         "Nothing in these results can be compared: {why}", "Measure the same configurations, with the same request."
     ),
+    "bench.results_empty": Message("The results have no configurations.", "Measure again."),
     "bench.other_schema": Message("{file} has schema {schema}; this version reads {readable}.", "Measure again."),
     "bench.prompt_is_file": Message(
         "{prompt} looks like a file, not a prompt.", "Compare two results with `{tandem} bench compare A.json B.json`."

@@ -35,8 +35,9 @@ from tests.conftest import build_once
 from tests.engines import child_entries, exported_files
 from tests.engines.conftest import relative
 from tests.engines.engine_files import visible
+from tests.facts import fact, states
 from tests.lora_files import factors, peft, save
-from tests.plans import machine, why
+from tests.plans import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
@@ -191,7 +192,8 @@ def test_a_job_on_imported_engines(full: Library, imports: dict[str, Imported]) 
     # A size that it does not serve is named with the one that it does.
     part = full.plan(width=96, backends={"transformer": "onnxruntime"}).components["transformer"]
     assert part.backend == "pytorch"
-    assert "The imported one serves 64x32, 9 frames." in why(part)
+    assert states(part, "engine.missing_but_imported")
+    assert states(part, fact("engine.size", width=64, height=32, frames=9))
 
     # Damaged, it is not built here: PyTorch takes its place.
     engine = full.service.store.path(plan.components["vae"].engines[0].id) / "engine.onnx"
