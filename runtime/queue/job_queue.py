@@ -70,7 +70,7 @@ class JobQueue:
         instance: the id of the app among the processes that share the store.
         makes_videos: whether this app's workers make videos, and not only tasks and builds.
         retention: which ended videos are kept.
-        sending: ids of videos that are being sent, which are not removed meanwhile.
+        sending: files of videos that are being sent, symlinks resolved; these videos do not expire meanwhile.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
         workers_elsewhere: returns the number of workers of a cluster's other machines.
     """
@@ -104,7 +104,7 @@ class JobQueue:
         self._read = 0
         self.makes_videos = True
         self.retention = storage.Retention()
-        self.sending: Counter[str] = Counter()
+        self.sending: Counter[Path] = Counter()
         self.plans_for: Callable[[], Machine | None] = lambda: None
         self.workers_elsewhere: Callable[[], int] = lambda: 0
         if self._is_app:

@@ -159,14 +159,14 @@ def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) 
 
 
 def expire(
-    store: JobStore, retention: Retention, outputs_dir: Path, in_use: Container[str] = (), now: float | None = None
+    store: JobStore, retention: Retention, outputs_dir: Path, in_use: Container[Path] = (), now: float | None = None
 ) -> int:
     """Remove ended videos for good that are beyond a limit, with their files; return their number.
 
     Queued, running and starred videos stay.
 
     Args:
-        in_use: ids of videos that are being sent, which stay until later.
+        in_use: files of videos that are being sent, which stay until later.
         now: seconds since 1970; by default, the clock's.
     """
     now = time.time() if now is None else now
@@ -183,7 +183,7 @@ def expire(
             or (retention.videos is not None and counts[job.owner] > retention.videos)
             or (retention.bytes is not None and sizes[job.owner] > retention.bytes)
         )
-        if beyond and job.id not in in_use:
+        if beyond and (job.video is None or job.video.resolve() not in in_use):
             expired.append(job.id)
     removed = []
     for job_id in expired:

@@ -39,7 +39,7 @@ def test_videos_beyond_a_limit_of_their_owner_are_removed(tmp_path: Path) -> Non
     queued = made(store, outputs, "key:a", done=False)
     everything = {*first, other, queued}
     assert storage.expire(store, Retention(), outputs) == 0
-    assert storage.expire(store, Retention(videos=2), outputs, in_use={first[0]}) == 1
+    assert storage.expire(store, Retention(videos=2), outputs, in_use={(outputs / f"{first[0]}.mp4").resolve()}) == 1
     assert left(store, outputs) == everything - {first[1]}
     assert storage.expire(store, Retention(bytes=250), outputs) == 1
     assert left(store, outputs) == {first[2], first[3], other, queued}
