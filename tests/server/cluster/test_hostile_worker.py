@@ -1,13 +1,22 @@
-"""What a worker of a node may send: other files, parts and events than a job's change nothing on the head."""
+"""What a worker of a node may send: other files, parts and events than a job's change nothing on the head.
 
+What a head answers: one with another key, or none, is not joined.
+"""
+
+import contextlib
 import hashlib
 import os
+import socket
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from runtime.core.errors import OutputError, StoreError
+from runtime.core.errors import MachineError, OutputError, StoreError
 from runtime.core.events import Event, Failed, StepDone, Warned
 from runtime.core.facts import Fact
 from runtime.pipeline.files import LATEST
@@ -16,6 +25,8 @@ from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.server.cluster import head, transfer
 from runtime.server.cluster.head import _Receiver
+from runtime.server.cluster.node import ask
+from tests.hostile_files import DEEP
 from tests.queue.samples import sample_plan, sample_request, sample_result
 
 CONTENT = b"content"
@@ -134,3 +145,57 @@ def test_a_video_is_saved_only_if_its_file_was_received(store: JobStore) -> None
     receiver.take("complete", (transfer.VIDEO, DIGEST))
     assert [receiver.event(event) for event in events] == events
     assert record.output.read_bytes() == CONTENT
+
+
+class _Head(BaseHTTPRequestHandler):
+    """A head that answers each machine with what its path names."""
+
+    answers: ClassVar[Mapping[str, tuple[int, bytes]]] = {}
+    keys: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.keys.append(self.headers["Authorization"])
+        status, body = self.answers[parse_qs(urlsplit(self.path).query)["host"][0]]
+        self.send_response(status)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # the machine reads no more
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_head_with_another_key_or_odd_answers_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {
+        "other key": (401, b"{}", "server.cluster_key_wrong"),
+        "forbidden": (403, b"", "server.cluster_not_a_head"),
+        "text": (200, b"hello", "server.cluster_not_a_head"),
+        "list": (200, b"[]", "server.cluster_not_a_head"),
+        "no port": (200, b'{"port": "1; x", "versions": {}}', "server.cluster_not_a_head"),
+        "deep": (200, DEEP, "server.cluster_not_a_head"),
+        "endless": (200, b" " * 50_000_000, "server.cluster_not_a_head"),
+    }
+    monkeypatch.setattr(_Head, "answers", {name: (status, body) for name, (status, body, _) in cases.items()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Head) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, (_, _, code) in cases.items():
+            monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+            with pytest.raises(MachineError) as refused:
+                ask(f"127.0.0.1:{server.server_address[1]}", "the key")
+            assert refused.value.code == code, name
+        server.shutdown()
+    # What speaks another protocol.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-x\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(MachineError) as refused:
+            ask(f"127.0.0.1:{listener.getsockname()[1]}", "the key")
+        assert refused.value.code == "server.cluster_not_a_head"
+    assert set(_Head.keys) == {"Bearer the key"}
