@@ -53,8 +53,8 @@ _ADAPTER = "lora_adapter_metadata"
 _COMPONENT = "transformer."
 _PEFT_FILE, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _MAX_CONFIG_BYTES = 4 << 20
-# Patterns of module names, which are regular expressions: those that cost little on any name.
-_PATTERN = re.compile(r"[\w.^$|\\\[\]-]*(?:[*+][\w.^$|\\\[\]-]*){0,3}")
+# Patterns of module names, which are regular expressions: those that cost little on any name, without repeated groups.
+_PATTERN = re.compile(r"[\w.^$|\\\[\]()-]*(?:(?<!\))[*+][\w.^$|\\\[\]()-]*){0,3}")
 _MAX_PATTERN_LENGTH = 1000
 # Axes of the weights that have factors: of linear layers and of convolutions in time and space.
 _FACTORED = frozenset({2, 5})
@@ -568,6 +568,8 @@ def _adapter(path: Path, header: Header, config: bytes) -> _Adapter | None:
         return None
     try:
         values = {key.removeprefix(_COMPONENT): value for key, value in parse_json(text).items()}
+        if values.get("peft_type") != "LOKR":  # the factors have the ranks
+            values.pop("rank_pattern", None)
         return None if {"lora_alpha", "alpha"}.isdisjoint(values) else _Adapter.model_validate(values)
     except (ValueError, AttributeError) as error:  # no JSON, or no object
         raise ModelError("lora.metadata_invalid", lora=path.name) from error

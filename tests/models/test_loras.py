@@ -347,8 +347,16 @@ def test_files_are_read_once_and_again_when_they_change(
         ({"transformer.lora_alpha": 2, "transformer.use_rslora": True}, 2 / 4**0.5),
         *(
             ({"transformer.lora_alpha": 2, "transformer.alpha_pattern": {pattern: 12.0}}, None)
-            for pattern in ("blocks.0.attn1.to_q", "^blocks.0.attn1.to_q", r"0\.attn1\.to_[qv]", "0.*to_q|to_v", "to_q")
+            for pattern in (
+                "blocks.0.attn1.to_q",
+                "^blocks.0.attn1.to_q",
+                r"0\.attn1\.to_[qv]",
+                "0.*to_q|to_v",
+                "to_q",
+                "0.attn1.(to_q|to_v)",
+            )
         ),
+        ({"lora_alpha": 2, "rank_pattern": {"(a*)*b": 1}}, 2 / 4),
         ({"lora_alpha": 2, "alpha_pattern": {"^attn1.to_q": 12.0, "0.attn1.to_": 12.0}}, 2 / 4),
     ],
 )
@@ -394,7 +402,7 @@ def test_alpha_of_pefts_configuration_beside_the_file_scales_the_product(
         '{"lora_alpha": 1, "use_rslora": "x"}',
         '{"lora_alpha": 1, "alpha_pattern": {"(a*)*b": 1}}',
         '{"lora_alpha": 1, "alpha_pattern": {".*a.*b.*c.*d": 1}}',
-        '{"lora_alpha": 1, "rank_pattern": {"*": 1}}',
+        '{"alpha": 1, "peft_type": "LOKR", "rank_pattern": {"*": 1}}',
     ],
 )
 def test_malformed_metadata_is_refused(text: str, spec: ModelSpec, tmp_path: Path) -> None:
