@@ -51,14 +51,15 @@ def fill(disk: Path) -> Path:
 
 
 @contextmanager
-def failing(folder: Path, image: Path) -> Iterator[bool]:
-    """Mount a file system of 64 MB on a folder in a `with` block; yield whether that is possible.
+def failing(folder: Path, image: Path, size: int = 64 << 20) -> Iterator[bool]:
+    """Mount a file system on a folder in a `with` block; yield whether that is possible.
 
     Args:
         image: a new file for its content.
+        size: bytes; few of them are written.
     """
     with image.open("wb") as file:
-        file.truncate(64 << 20)
+        file.truncate(size)
     try:
         done = sys.platform == "linux" and os.geteuid() == 0
         done = done and not subprocess.run(["mkfs.ext4", "-q", image], check=False).returncode

@@ -6,9 +6,10 @@ loaded again. If a weight was quantized at loading, the sum is computed from the
     LoRA  ΔW = alpha / rank · B A                                  https://arxiv.org/abs/2106.09685
     LoHa  ΔW = alpha / rank · (A₁ B₁) ⊙ (A₂ B₂)                    https://arxiv.org/abs/2108.06098
     LoKr  ΔW = alpha / rank · W₁ ⊗ W₂, each a matrix or a product  https://arxiv.org/abs/2309.14859
-    DoRA  ΔW = m · (W + ΔW') / ‖W + ΔW'‖ − W, by rows, with ΔW' of the others  https://arxiv.org/abs/2402.09353
+    DoRA  ΔW = m · (W + ΔW') / ‖W + ΔW'‖ − W, with ΔW' of the others           https://arxiv.org/abs/2402.09353
 
-LoKr with two matrices has no rank and is not scaled. These are the conventions of peft and LyCORIS.
+DoRA's magnitudes and norms are of the rows or, with magnitudes (1, in), of the inputs. LoKr with two matrices has no
+rank: its scale is 1, or that of peft's configuration. These are the conventions of peft and LyCORIS.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from runtime.core.errors import ModelError, first_line
 from runtime.core.loras import Expert, LoraUse
 from runtime.models import packed_layers
 from runtime.models.folder import weight_files
-from runtime.models.loras import layers_of, read_lora
+from runtime.models.loras import is_of_inputs, layers_of, read_lora
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import is_quantized, quantized_like
 from runtime.models.registry import LoraChange, LoraLayer, family_of
@@ -39,14 +40,14 @@ class _Delta(NamedTuple):
         tensors: names in the file by role.
         rows: of the module in the tensors with the layer's rows; `None` for all.
         swapped: see `registry.LoraLayer`.
-        alpha: by the rank, if no tensor gives it.
+        scale: of the product, by the rank, if no tensor gives alpha.
     """
 
     use: LoraUse
     tensors: Mapping[str, str]
     rows: slice | None
     swapped: bool
-    alpha: Callable[[int], float]
+    scale: Callable[[int | None], float]
 
 
 _OF_WEIGHT = frozenset({"up", "diff", "hada_w1_a", "lokr_w1", "lokr_w1_a"})
@@ -86,7 +87,7 @@ def fuse(module: torch.nn.Module, spec: ModelSpec, component: str, dtype: torch.
             changes[tensor] = change
         for (layer, _), tensors in layers_of(changes, expert, frozenset(use.without_effect)).items():
             for name, rows in _rows(module, layer):
-                deltas[name].append(_Delta(use, tensors, rows, layer.swapped, partial(file.alpha, layer)))
+                deltas[name].append(_Delta(use, tensors, rows, layer.swapped, partial(file.scale, layer)))
     try:
         with contextlib.ExitStack() as opened:
             files = {use.digest: opened.enter_context(safe_open(use.path, framework="pt")) for use in loras}
@@ -199,11 +200,10 @@ def _tensors(
 
 def _scale(delta: _Delta, tensors: Mapping[str, torch.Tensor]) -> float:
     """Return the factor of the product: alpha / rank."""
-    inner = next((tensors[role] for role in _WITH_RANK if role in tensors), None)
-    if inner is None:
-        return 1.0
-    rank = len(inner)
-    return (float(tensors["alpha"].item()) if "alpha" in tensors else delta.alpha(rank)) / rank
+    rank = next((len(tensors[role]) for role in _WITH_RANK if role in tensors), None)
+    if "alpha" not in tensors:
+        return delta.scale(rank)
+    return 1.0 if rank is None else float(tensors["alpha"].item()) / rank
 
 
 def _weight_change(
@@ -216,10 +216,11 @@ def _weight_change(
     change = scale * _product(factors, of).reshape(weight.shape)
     if "magnitude" not in factors:
         return change
-    changed = weight + change
-    norms = torch.linalg.vector_norm(changed.flatten(1), dim=1)
-    factor = (factors["magnitude"].flatten() / norms).reshape(-1, *[1] * (weight.ndim - 1))
-    return torch.sub(changed * factor, weight)
+    changed, magnitude = weight + change, factors["magnitude"]
+    kept = 1 if is_of_inputs(magnitude.shape, weight.shape) else 0
+    axes = [axis for axis in range(weight.ndim) if axis != kept]
+    norms = torch.linalg.vector_norm(changed, dim=axes, keepdim=True)
+    return torch.sub(changed * (magnitude.reshape(norms.shape) / norms), weight)
 
 
 def _bias_change(bias: torch.Tensor, tensors: Mapping[str, torch.Tensor], *, scale: float, of: _Delta) -> torch.Tensor:

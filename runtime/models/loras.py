@@ -10,14 +10,14 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
@@ -47,9 +47,15 @@ _FLOATS = {
 _INTEGERS = frozenset({"I32", "I64"})
 _ALPHA = ".alpha"
 _READ_BYTES = 1 << 22
-# Where diffusers stores peft's configuration of the adapter, as JSON, and the prefix of its keys.
+# Where peft's configuration of the adapter is, as JSON: in the metadata of diffusers' files, whose keys have a prefix,
+# and beside peft's own files.
 _ADAPTER = "lora_adapter_metadata"
 _COMPONENT = "transformer."
+_PEFT_FILE, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_MAX_CONFIG_BYTES = 4 << 20
+# Patterns of module names, which are regular expressions: those that cost little on any name, without repeated groups.
+_PATTERN = re.compile(r"[\w.^$|\\\[\]()-]*(?:(?<!\))[*+][\w.^$|\\\[\]()-]*){0,3}")
+_MAX_PATTERN_LENGTH = 1000
 # Axes of the weights that have factors: of linear layers and of convolutions in time and space.
 _FACTORED = frozenset({2, 5})
 # Kinds of changes of a weight: roles that are needed, of which one alternative each; see `LoraChange`.
@@ -61,18 +67,57 @@ _KINDS: Mapping[str, tuple[tuple[frozenset[str], ...], ...]] = {
     ),
     "difference": ((frozenset({"diff"}),),),
 }
+_NAME = re.compile(r"[\w.]+")
 _NUMBER = re.compile(r"(?<=blocks\.)[0-9]+")
 _MAX_NAME_LENGTH = 80
 
 
+def _affordable(pattern: str) -> str:
+    if len(pattern) > _MAX_PATTERN_LENGTH or not _PATTERN.fullmatch(pattern):
+        raise ValueError("not an affordable pattern")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError("not a pattern") from error
+    return pattern
+
+
+_Pattern = Annotated[str, AfterValidator(_affordable)]
+_Value = TypeVar("_Value")
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
 class _Adapter(BaseModel):
-    """The values of peft's configuration that scale an adapter."""
+    """The values of peft's configuration that scale an adapter. LoHa and LoKr have `alpha`, not `lora_alpha`."""
 
     model_config = ConfigDict(frozen=True)
 
-    lora_alpha: Annotated[float, Field(allow_inf_nan=False)]
-    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    peft_type: str = "LORA"
+    r: Annotated[int, Field(gt=0)] | None = None
+    rank_pattern: dict[_Pattern, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
+    lora_alpha: Annotated[_Finite, Field(validation_alias=AliasChoices("lora_alpha", "alpha"))]
+    alpha_pattern: dict[_Pattern, _Finite] = Field(default_factory=dict)
     use_rslora: bool = False
+
+    def alpha(self, module: str) -> float:
+        """Return the alpha of a module."""
+        return next(_matching(module, self.alpha_pattern), self.lora_alpha)
+
+    def rank(self, module: str) -> int | None:
+        """Return the rank that the configuration states for a module."""
+        return next(_matching(module, self.rank_pattern), self.r)
+
+
+def _matching(module: str, values: Mapping[str, _Value]) -> Iterator[_Value]:
+    """Yield the values whose patterns are a module's name or its end, as peft compares them."""
+    for pattern, value in values.items():
+        text = pattern.removeprefix("^")
+        if _NAME.fullmatch(text):
+            matches = module == text or (pattern == text and module.endswith(f".{text}"))
+        else:
+            matches = re.match(rf"(.*\.)?({pattern})$", module) is not None
+        if matches:
+            yield value
 
 
 @dataclass(frozen=True)
@@ -80,27 +125,28 @@ class LoraFile:
     """A validated file.
 
     Attributes:
-        digest: sha256 in hexadecimal.
+        digest: sha256 of it and of peft's configuration beside it, in hexadecimal.
         shapes: of its tensors, by name.
-        adapter: peft's configuration, if diffusers saved the file with one.
+        adapter: peft's configuration, in the file or beside it.
     """
 
     digest: str
     shapes: Mapping[str, tuple[int, ...]]
     adapter: _Adapter | None = None
 
-    def alpha(self, layer: LoraLayer, rank: int) -> float:
-        """Return the alpha of a layer without a tensor for it, by which, divided by the rank, its product is scaled.
+    def scale(self, layer: LoraLayer, rank: int | None) -> float:
+        """Return the factor of the product of a layer without a tensor of alpha.
 
-        Patterns are module names or their ends, as regular expressions in peft; here they are compared as text.
+        Args:
+            rank: of its factors; `None` for two matrices of a LoKr. peft scales these, too, and LyCORIS does not.
         """
-        if self.adapter is None:
-            return rank
-        given = self.adapter.alpha_pattern
-        module = layer.modules[0]
-        found = (given[one] for one in given if module == one or module.endswith(f".{one}"))
-        alpha = next(found, self.adapter.lora_alpha)
-        return alpha * math.sqrt(rank) if self.adapter.use_rslora else alpha
+        adapter, module = self.adapter, layer.modules[0]
+        if adapter is None:
+            return 1.0
+        if rank is None:
+            stated = adapter.rank(module) if adapter.peft_type == "LOKR" else None
+            return 1.0 if stated is None else adapter.alpha(module) / stated
+        return adapter.alpha(module) / (math.sqrt(rank) if adapter.use_rslora else rank)
 
 
 def loras_dir(weights_dir: Path) -> Path:
@@ -234,9 +280,19 @@ def read_lora(path: Path) -> LoraFile:
         raise ModelError("lora.not_safetensors", lora=path.name)
     try:
         found = path.stat()
+        config = _peft_config(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return _read(path, found.st_size, found.st_mtime_ns)
+    return _read(path, found.st_size, found.st_mtime_ns, config)
+
+
+def _peft_config(path: Path) -> bytes:
+    """Return the configuration beside a file that peft saved; empty if there is none."""
+    file = path.with_name(_PEFT_CONFIG)
+    if path.name != _PEFT_FILE or not file.is_file():
+        return b""
+    with open_file(file) as opened:
+        return opened.read(_MAX_CONFIG_BYTES)
 
 
 def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
@@ -385,20 +441,34 @@ def _check_layer(name: str, spec: ModelSpec, layer: LoraLayer, shapes: Mapping[s
                 raise ModelError("lora.factor_missing", lora=name, module=module, kind=kinds[0])
         changed = _changed_shape(name, module, kinds[0], shapes, expected)
         _check_shape(name, spec, module, changed, expected)
-    if "magnitude" in shapes:
-        rows = expected[0]
-        if (
-            not kinds
-            or kinds[0] == "difference"
-            or prod(shapes["magnitude"]) != rows
-            or shapes["magnitude"][:1] == (1,)
-        ):
-            raise ModelError("lora.magnitude_invalid", lora=name, module=module)
+        if "magnitude" in shapes:
+            _check_magnitude(name, layer, kinds[0], shapes["magnitude"], changed)
+    elif "magnitude" in shapes:
+        raise ModelError("lora.magnitude_invalid", lora=name, module=module)
     for role in ("bias", "up_bias"):
         if role in shapes:
             _check_shape(name, spec, f"{module}.bias", shapes[role], expected[:1])
     if "alpha" in shapes and prod(shapes["alpha"]) != 1:
         raise ModelError("lora.alpha_invalid", lora=name, module=module)
+
+
+def _check_magnitude(
+    name: str, layer: LoraLayer, kind: str, magnitude: tuple[int, ...], weight: tuple[int, ...]
+) -> None:
+    """Check that DoRA's magnitudes are of the outputs or, with a first axis of 1, of the inputs of a layer."""
+    if is_of_inputs(magnitude, weight):
+        if len(layer.modules) > 1:  # which are loaded one by one
+            raise ModelError("lora.kind_unsupported", lora=name, kind="DoRA by inputs of fused layers")
+        wanted = weight[1]
+    else:
+        wanted = weight[0]
+    if kind == "difference" or prod(magnitude) != wanted:
+        raise ModelError("lora.magnitude_invalid", lora=name, module=layer.title)
+
+
+def is_of_inputs(magnitude: Sequence[int], weight: Sequence[int]) -> bool:
+    """Whether DoRA's magnitudes, by their shape, are of the inputs (1, in, …) of a weight (out, in, …)."""
+    return len(magnitude) > 1 and magnitude[0] == 1 and weight[0] != 1
 
 
 def _changed_shape(
@@ -472,9 +542,9 @@ def _check_shape(
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: Path, _size: int, _changed: int) -> LoraFile:
+def _read(path: Path, _size: int, _changed: int, config: bytes) -> LoraFile:
     header = read_lora_header(path)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(config)
     try:
         with open_file(path) as file:
             while block := file.read(_READ_BYTES):
@@ -488,17 +558,19 @@ def _read(path: Path, _size: int, _changed: int) -> LoraFile:
     except OSError as error:
         raise _unreadable(path, error) from error
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-    return LoraFile(digest.hexdigest(), shapes, _adapter(path, header))
+    return LoraFile(digest.hexdigest(), shapes, _adapter(path, header, config))
 
 
-def _adapter(path: Path, header: Header) -> _Adapter | None:
-    """Return the configuration of the adapter in a file's metadata, if there is one."""
-    text = header.metadata.get(_ADAPTER)
-    if text is None:
+def _adapter(path: Path, header: Header, config: bytes) -> _Adapter | None:
+    """Return the configuration of the adapter in a file's metadata or, as `config`, beside it, if there is one."""
+    text = header.metadata.get(_ADAPTER, "").encode() or config
+    if not text:
         return None
     try:
-        values = {key.removeprefix(_COMPONENT): value for key, value in parse_json(text.encode()).items()}
-        return None if "lora_alpha" not in values else _Adapter.model_validate(values)
+        values = {key.removeprefix(_COMPONENT): value for key, value in parse_json(text).items()}
+        if values.get("peft_type") != "LOKR":  # the factors have the ranks
+            values.pop("rank_pattern", None)
+        return None if {"lora_alpha", "alpha"}.isdisjoint(values) else _Adapter.model_validate(values)
     except (ValueError, AttributeError) as error:  # no JSON, or no object
         raise ModelError("lora.metadata_invalid", lora=path.name) from error
 

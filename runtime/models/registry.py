@@ -29,7 +29,7 @@ from runtime.models.folder import (
 )
 from runtime.models.spec import ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
-from runtime.models.timesteps import WITH_SHIFT
+from runtime.models.timesteps import NO_FLOW_MATCHING, WITH_SHIFT
 from runtime.upstream.diffusers import scheduler_names
 
 
@@ -365,8 +365,8 @@ def check_loadable(spec: ModelSpec) -> None:
     """Check what would otherwise fail when a model is loaded: scheduler, tokenizers, and names and shapes of weights.
 
     Raises:
-        ModelError: if diffusers does not have the scheduler, a tokenizer is missing or damaged, or a component lacks
-            weights.
+        ModelError: if diffusers does not have the scheduler, it is not for flow matching, a tokenizer is missing or
+            damaged, or a component lacks weights.
     """
     if spec.only_decodes:
         return
@@ -377,6 +377,9 @@ def check_loadable(spec: ModelSpec) -> None:
             scheduler=spec.scheduler[:_MAX_NAME_LENGTH],
             version=version("diffusers"),
         )
+    if spec.scheduler not in WITH_SHIFT or spec.noise.fixed == NO_FLOW_MATCHING:
+        file = spec.directory / "scheduler" / "scheduler_config.json"
+        raise ModelError("model.scheduler_other", model=spec.title, scheduler=spec.scheduler, file=file)
     check_tokenizers(spec.directory, list(filter(is_text_encoder, spec.component_names)), spec.title)
     family = family_of(spec.family)
     for name in spec.component_names:

@@ -35,6 +35,7 @@ _MAX_SHIFT = 1e6
 # diffusers makes tables of this length.
 _MAX_TRAINING_STEPS = 100_000
 NO_SHIFT = Fact("scheduler.no_shift")
+NO_FLOW_MATCHING = Fact("scheduler.no_flow_matching")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +132,10 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
 
 def _fixed(config: Mapping[str, Any], *, flow: bool) -> Fact | None:
     """Return why the scheduler would ignore a shift, or `None` if it applies it to every step."""
+    if flow and not (config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction"):
+        return NO_FLOW_MATCHING
     other = next((rule for rule in _OTHER_RULES if config.get(rule)), None)
-    if other is not None:
-        return Fact("scheduler.other_spacing", {"option": other})
-    return Fact("scheduler.no_flow_matching") if flow and not config.get("use_flow_sigmas") else None
+    return None if other is None else Fact("scheduler.other_spacing", {"option": other})
 
 
 def _shifted(sigma: float, shift: float) -> float:

@@ -70,7 +70,7 @@ class JobQueue:
         instance: the id of the app among the processes that share the store.
         makes_videos: whether this app's workers make videos, and not only tasks and builds.
         retention: which ended videos are kept.
-        sending: ids of videos that are being sent, which are not removed meanwhile.
+        sending: files of videos that are being sent, symlinks resolved; these videos do not expire meanwhile.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
         workers_elsewhere: returns the number of workers of a cluster's other machines.
     """
@@ -104,7 +104,7 @@ class JobQueue:
         self._read = 0
         self.makes_videos = True
         self.retention = storage.Retention()
-        self.sending: Counter[str] = Counter()
+        self.sending: Counter[Path] = Counter()
         self.plans_for: Callable[[], Machine | None] = lambda: None
         self.workers_elsewhere: Callable[[], int] = lambda: 0
         if self._is_app:
@@ -431,6 +431,7 @@ class JobQueue:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
         expired, problem = -_EXPIRY_SECONDS, ""
+        clock = storage.ClockWatch()
         while not self._closing.wait(_LOOK_SECONDS):
             self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
             self._look.clear()
@@ -442,13 +443,14 @@ class JobQueue:
                 if now - recovered > _RECOVERY_SECONDS:
                     recovered = now
                     recovery.recover(self.store, self.instance)
-                if now - cleaned > _CLEANUP_SECONDS:
+                time_now = clock.now()
+                if time_now is not None and now - cleaned > _CLEANUP_SECONDS:
                     cleaned = now
-                    storage.purge(self.store, self._outputs_dir)
+                    storage.purge(self.store, self._outputs_dir, now=time_now)
                     storage.tidy(self.store, self._outputs_dir)
-                if self.retention != storage.Retention() and now - expired > _EXPIRY_SECONDS:
+                if time_now is not None and self.retention != storage.Retention() and now - expired > _EXPIRY_SECONDS:
                     expired = now
-                    storage.expire(self.store, self.retention, self._outputs_dir, set(self.sending))
+                    storage.expire(self.store, self.retention, self._outputs_dir, set(self.sending), time_now)
                 problem = ""
             except StoreError as error:
                 if error.code != problem:

@@ -1,6 +1,7 @@
 """Files of jobs on disk: sizes of videos and checkpoints, and removal of those that are no longer needed."""
 
 import contextlib
+import logging
 import shutil
 import time
 from collections import Counter
@@ -30,7 +31,12 @@ _CACHES = ("prompts", "verification", LATENT_COLORS.name)
 # How long a new folder waits until folders without a job are removed.
 _LOCK_SECONDS = 30.0
 
+# How far the clock is set at least, so that ages are taken for wrong, and for how long.
+_JUMP_SECONDS, _SETTLED_SECONDS = 600.0, 3600.0
+
 _FINISHED: tuple[State, ...] = ("done",)
+
+logger = logging.getLogger(__name__)
 
 
 class Retention(FrozenModel):
@@ -144,13 +150,17 @@ def _is_older(job: JobRecord, days: float, now: float | None) -> bool:
     return not job.open and (job.ended or job.created) < then
 
 
-def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:
+def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS, now: float | None = None) -> int:
     """Remove jobs permanently that were deleted more than `older_than` seconds ago; return their number.
 
     Their files are removed too, except for videos outside `outputs_dir`: the user chose that place. So are copies of
     images that no job needs any more.
+
+    Args:
+        now: seconds since 1970; by default, the clock's.
     """
-    removed = store.purge(older_than)
+    passed = 0.0 if now is None else time.time() - now
+    removed = store.purge(older_than + passed)
     for job in removed:
         remove_files(store, job, outputs_dir)
     if store.path is not None and not _is_damaged(store):
@@ -159,14 +169,14 @@ def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) 
 
 
 def expire(
-    store: JobStore, retention: Retention, outputs_dir: Path, in_use: Container[str] = (), now: float | None = None
+    store: JobStore, retention: Retention, outputs_dir: Path, in_use: Container[Path] = (), now: float | None = None
 ) -> int:
     """Remove ended videos for good that are beyond a limit, with their files; return their number.
 
     Queued, running and starred videos stay.
 
     Args:
-        in_use: ids of videos that are being sent, which stay until later.
+        in_use: files of videos that are being sent, which stay until later.
         now: seconds since 1970; by default, the clock's.
     """
     now = time.time() if now is None else now
@@ -183,7 +193,7 @@ def expire(
             or (retention.videos is not None and counts[job.owner] > retention.videos)
             or (retention.bytes is not None and sizes[job.owner] > retention.bytes)
         )
-        if beyond and job.id not in in_use:
+        if beyond and (job.video is None or job.video.resolve() not in in_use):
             expired.append(job.id)
     removed = []
     for job_id in expired:
@@ -193,6 +203,33 @@ def expire(
     for record in store.purge(0.0, removed) if removed else ():
         remove_files(store, record, outputs_dir)
     return len(removed)
+
+
+class ClockWatch:
+    """Detects that the clock was set: ages of files and videos are wrong until it is right again.
+
+    Machines without a battery start with another date until they reach a time server, and a wrong one may be set by it.
+    """
+
+    def __init__(self) -> None:
+        self._offset = time.time() - _uptime()
+        self._changed: float | None = None
+
+    def now(self) -> float | None:
+        """Return seconds since 1970; `None` if the clock was set in the last hour. Call this more often than that."""
+        now, uptime = time.time(), _uptime()
+        set_by = now - uptime - self._offset
+        self._offset += set_by
+        if abs(set_by) > _JUMP_SECONDS:
+            self._changed = uptime
+            logger.warning("The clock was set by %.0f s: nothing is removed for %.0f s", set_by, _SETTLED_SECONDS)
+        return None if self._changed is not None and uptime - self._changed <= _SETTLED_SECONDS else now
+
+
+def _uptime() -> float:
+    """Return seconds of a clock that nobody sets; on Linux, one that runs while the machine sleeps."""
+    boot_clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if boot_clock is None else time.clock_gettime(boot_clock)
 
 
 def _is_damaged(store: JobStore) -> bool:

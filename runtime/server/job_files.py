@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import re
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,35 @@ def find_output(requested: str, outputs_dir: Path) -> Path | None:
         return None
 
 
-def video_response(path: Path | None, *, cached: bool) -> Response:
+class SentVideo(FileResponse):
+    """Sends a video, which is in `sending` meanwhile; see `JobQueue.sending`."""
+
+    def __init__(self, path: Path, sending: Counter[Path], **values: Any) -> None:
+        super().__init__(path, media_type=_TYPES[path.suffix.lower()], **values)
+        self._sending, self._video = sending, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file."""
+        self._sending[self._video] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._sending[self._video] -= 1
+            if not self._sending[self._video]:
+                del self._sending[self._video]
+
+
+def video_response(path: Path | None, sending: Counter[Path], *, cached: bool) -> Response:
     """Return a response with a file that `find_output` found; status 404 without one.
 
     Args:
+        sending: see `SentVideo`.
         cached: whether caches of the user's own machine may keep it.
     """
     if path is None:
         return PlainTextResponse("There is no such video.", 404, _PRIVATE)
     headers = {"Cache-Control": "private"} if cached else _PRIVATE
-    kind = _TYPES[path.suffix.lower()]
-    return FileResponse(path, media_type=kind, filename=path.name, content_disposition_type="inline", headers=headers)
+    return SentVideo(path, sending, filename=path.name, content_disposition_type="inline", headers=headers)
 
 
 def is_single_range(value: bytes) -> bool:
@@ -110,7 +129,8 @@ class _JobFiles:
     async def video(self, request: Request) -> Response:
         """Send a video by its path, as Gradio's clients ask for it."""
         path = str(request.path_params["path"])
-        return video_response(await asyncio.to_thread(find_output, path, self._settings.outputs_dir), cached=True)
+        video = await asyncio.to_thread(find_output, path, self._settings.outputs_dir)
+        return video_response(video, self._worker.sending, cached=True)
 
     async def now(self, _request: Request) -> Response:
         """Send the states of recent jobs, the length of the queue and the progress of the running job."""
@@ -146,7 +166,8 @@ class _JobFiles:
         """Send the clip of a job's finished sections or frames, by their number; another number has another address."""
         job = await self._job(request)
         folder = None if job is None else self._store.folder(job.id)
-        return video_response(await asyncio.to_thread(clip_of, folder, request.path_params["count"]), cached=False)
+        clip = await asyncio.to_thread(clip_of, folder, request.path_params["count"])
+        return video_response(clip, self._worker.sending, cached=False)
 
     async def copy(self, request: Request) -> Response:
         """Send a copy of a video without metadata; the copy is removed once it is sent."""

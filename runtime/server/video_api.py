@@ -25,7 +25,6 @@ import json
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -66,7 +65,7 @@ from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
 from runtime.server.conditional import ConditionalMiddleware
 from runtime.server.connections import set_login
 from runtime.server.image_queue import ImageQueue
-from runtime.server.job_files import etag_of, find_output
+from runtime.server.job_files import SentVideo, etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
 from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
@@ -256,9 +255,7 @@ class VideoApi:
         if path is None:
             raise refused(404, "server.api_no_file", video=record.id)
         headers = {"Cache-Control": "private"}
-        return _SentVideo(
-            path, self._worker.sending, record.id, media_type="video/mp4", filename=f"{record.id}.mp4", headers=headers
-        )
+        return SentVideo(path, self._worker.sending, filename=f"{record.id}.mp4", headers=headers)
 
     async def events(self, request: Request, video_id: VideoId) -> StreamingResponse:
         """Stream the progress of a video as server-sent events until it has ended."""
@@ -400,24 +397,6 @@ class VideoApi:
         spec = self._models.get(model)
         found = next((one for one in tuple(self._models.values()) if str(one.location) == model), spec)
         return Path(model).name if found is None else found.name
-
-
-class _SentVideo(FileResponse):
-    """Sends a video, which is in `sending` meanwhile."""
-
-    def __init__(self, path: Path, sending: Counter[str], video: str, **values: Any) -> None:
-        super().__init__(path, **values)
-        self._sending, self._video = sending, video
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file."""
-        self._sending[self._video] += 1
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._sending[self._video] -= 1
-            if not self._sending[self._video]:
-                del self._sending[self._video]
 
 
 class ApiMiddleware:

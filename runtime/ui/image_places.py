@@ -25,7 +25,7 @@ from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.ui.formatting import page_text, render
 from runtime.ui.panels import unknown_action
-from runtime.video.image_messages import MAX_FILE_BYTES
+from runtime.video.image_messages import MAX_FILE_BYTES, MEDIA_TYPES, SUFFIXES
 from runtime.video.images import thumbnail
 from runtime.video.mp4 import read_frame
 
@@ -52,6 +52,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> str:
         places=places,
         able=[[one.name, one.title] for one in models.values() if one.image_input is not None],
         most=MAX_FILE_BYTES,
+        accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
         guidance={name: guidance(spec, from_image=given) for name, given in (("text", False), ("image", True))},
         examples=examples() if known is not None and spec.directory.parent == EMBEDDED else [],
     )

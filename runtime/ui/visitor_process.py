@@ -223,7 +223,7 @@ def main(
 
     async def video(request: Request) -> Response:
         name, visitor = request.path_params["name"], request.user.display_name
-        return video_response(await asyncio.to_thread(visitors.video, name, visitor), cached=False)
+        return video_response(await asyncio.to_thread(visitors.video, name, visitor), worker.sending, cached=False)
 
     server.start(
         page,

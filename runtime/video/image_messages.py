@@ -6,6 +6,9 @@ A message is a line of JSON, then bytes.
 import json
 from typing import IO, Any
 
+# Media types of the formats that are read, and suffixes of those that systems know less well, for file dialogs.
+MEDIA_TYPES = ("image/jpeg", "image/png", "image/webp", "image/avif", "image/bmp", "image/tiff")
+SUFFIXES = (".avif", ".bmp", ".tif", ".tiff", ".webp")
 # Of an image's file.
 MAX_FILE_BYTES = 64 << 20
 # Of an image.

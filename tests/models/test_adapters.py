@@ -1,4 +1,7 @@
-"""Adapters as programs write them: names are read by structure; LoKr, LoHa and DoRA equal their formulas."""
+"""Adapters as programs write them: names are read by structure; LoKr, LoHa and DoRA equal their formulas.
+
+The libraries' own files and results: see test_adapters_of_libraries.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -262,6 +265,18 @@ def test_dora_sets_the_norm_of_each_output(magnitude: str, tiny: Tiny, tmp_path:
     )
 
 
+def test_dora_by_inputs_sets_the_norm_of_each_input(tiny: Tiny, tmp_path: Path) -> None:
+    spec, name = tiny("wan2.1"), "blocks.0.ffn.net.0.proj.weight"
+    before = loaded(spec)[name].double()
+    rows, columns = before.shape
+    own = random_tensors({"lora_down.weight": (RANK, columns), "lora_up.weight": (rows, RANK)})
+    norms = torch.rand(1, columns, generator=torch.Generator().manual_seed(1)) + 0.5
+    named = {f"{FFN}.{role}": tensor for role, tensor in (own | {"dora_scale": norms}).items()}
+    changed = before + own["lora_up.weight"].double() @ own["lora_down.weight"].double()
+    wanted = norms.double() * changed / changed.norm(dim=0, keepdim=True)
+    torch.testing.assert_close(changed_by(named, spec, tmp_path, weight=1.0, name=name), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_kinds_that_are_not_supported_are_refused_by_name(
     tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -294,7 +309,8 @@ def test_incomplete_or_misshapen_factors_are_refused(tiny: Tiny, tmp_path: Path,
         ({"hada_w1_a": (24, 2), "hada_w1_b": (2, 24), "hada_w2_a": (24, 2)}, "factor_missing"),
         ({"hada_w1_a": (24, 2), "hada_w1_b": (2, 24), "hada_w2_a": (23, 2), "hada_w2_b": (2, 24)}, "ranks_differ"),
         ({"dora_scale": (24, 1)}, "magnitude_invalid"),
-        ({"dora_scale": (1, 24), "lora_down.weight": (2, 24), "lora_up.weight": (24, 2)}, "magnitude_invalid"),
+        ({"dora_scale": (1, 23), "lora_down.weight": (2, 24), "lora_up.weight": (24, 2)}, "magnitude_invalid"),
+        ({"dora_scale": (24, 1), "diff": (24, 24)}, "magnitude_invalid"),
         ({"dora_scale": (23, 1), "lora_down.weight": (2, 24), "lora_up.weight": (24, 2)}, "magnitude_invalid"),
         ({"lokr_w1": (4, 4), "lokr_w2": (6, 6), "diff": (24, 24)}, "duplicate_module"),
     ]

@@ -18,6 +18,7 @@ from runtime.models.registry import components_of, family_of, read_spec
 from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of
 from runtime.models.stored_modules import empty_module
 from runtime.models.tensor_files import read_header
+from runtime.models.timesteps import WITH_SHIFT
 from runtime.models.weights import load_module, load_scheduler, load_stored
 from tests import lora_files
 from tests.models.test_loras import loaded, part
@@ -199,6 +200,30 @@ def test_a_scheduler_of_another_library_is_refused_before_anything_is_loaded(fol
     for name in ("FlowUniPCMultistepScheduler", "SchedulerMixin", "UMT5EncoderModel", "WanPipeline", ""):
         path.write_text(json.dumps({"_class_name": name, "use_flow_sigmas": True}))
         assert (refusal(folder).code, refusal(folder).data["scheduler"]) == ("model.scheduler_unknown", name)
+
+
+def test_a_scheduler_without_flow_matching_is_refused_before_anything_is_loaded(
+    folder: Path, subtests: pytest.Subtests
+) -> None:
+    path = folder / "scheduler" / "scheduler_config.json"
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    for config in (
+        {"_class_name": "DDIMScheduler"},
+        {"_class_name": "PNDMScheduler", **flow},
+        {"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"},
+        {"_class_name": "LTXEulerAncestralRFScheduler"},
+        {"_class_name": "UniPCMultistepScheduler"},
+        {"_class_name": "UniPCMultistepScheduler", **flow, "use_flow_sigmas": False},
+        {"_class_name": "DPMSolverMultistepScheduler", **flow, "prediction_type": "epsilon"},
+        {"_class_name": "SASolverScheduler", "use_flow_sigmas": True, "use_karras_sigmas": True},
+    ):
+        with subtests.test(config=config):
+            path.write_text(json.dumps(config))
+            refused = refusal(folder)
+            assert (refused.code, refused.data["scheduler"]) == ("model.scheduler_other", config["_class_name"])
+    for name in WITH_SHIFT:
+        path.write_text(json.dumps({"_class_name": name, **flow}))
+        assert read_spec(folder, "model").scheduler == name
 
 
 def test_a_damaged_tokenizer_is_refused_before_anything_is_loaded(folder: Path, subtests: pytest.Subtests) -> None:

@@ -345,7 +345,19 @@ def test_files_are_read_once_and_again_when_they_change(
         ({"lora_alpha": 2, "r": 4}, 2 / 4),
         ({"transformer.lora_alpha": 2, "transformer.r": 4, "transformer.target_modules": ["to_q"]}, 2 / 4),
         ({"transformer.lora_alpha": 2, "transformer.use_rslora": True}, 2 / 4**0.5),
-        ({"transformer.lora_alpha": 2, "transformer.alpha_pattern": {"blocks.0.attn1.to_q": 12.0}}, None),
+        *(
+            ({"transformer.lora_alpha": 2, "transformer.alpha_pattern": {pattern: 12.0}}, None)
+            for pattern in (
+                "blocks.0.attn1.to_q",
+                "^blocks.0.attn1.to_q",
+                r"0\.attn1\.to_[qv]",
+                "0.*to_q|to_v",
+                "to_q",
+                "0.attn1.(to_q|to_v)",
+            )
+        ),
+        ({"lora_alpha": 2, "rank_pattern": {"(a*)*b": 1}}, 2 / 4),
+        ({"lora_alpha": 2, "alpha_pattern": {"^attn1.to_q": 12.0, "0.attn1.to_": 12.0}}, 2 / 4),
     ],
 )
 def test_alpha_in_diffusers_metadata_scales_the_product(
@@ -362,7 +374,37 @@ def test_alpha_in_diffusers_metadata_scales_the_product(
         assert torch.allclose(changed[parameter], plain[parameter] + own * up @ down, atol=1e-6)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"lora_alpha": "x"}', '{"lora_alpha": 1, "use_rslora": "x"}'])
+def test_alpha_of_pefts_configuration_beside_the_file_scales_the_product(
+    spec: ModelSpec, plain: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    factors = lora_files.factors(spec.transformer)
+    path, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    lora_files.save(path, lora_files.peft(factors))
+    down, up = factors[0, "self_attn.q"]
+    digests = set()
+    for alpha in (2, 12):
+        config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": alpha}))
+        given = with_loras(spec, [Lora(str(path))], tmp_path)
+        changed = loaded(given)["blocks.0.attn1.to_q.weight"]
+        assert torch.allclose(changed, plain["blocks.0.attn1.to_q.weight"] + alpha / 4 * up @ down, atol=1e-6)
+        digests.add(given.loras[0].digest)
+    config.unlink()
+    digests.add(with_loras(spec, [Lora(str(path))], tmp_path).loras[0].digest)
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "{",
+        '{"lora_alpha": "x"}',
+        '{"lora_alpha": 1, "use_rslora": "x"}',
+        '{"lora_alpha": 1, "alpha_pattern": {"(a*)*b": 1}}',
+        '{"lora_alpha": 1, "alpha_pattern": {".*a.*b.*c.*d": 1}}',
+        '{"alpha": 1, "peft_type": "LOKR", "rank_pattern": {"*": 1}}',
+    ],
+)
 def test_malformed_metadata_is_refused(text: str, spec: ModelSpec, tmp_path: Path) -> None:
     path = tmp_path / "style.safetensors"
     save_file(lora_files.peft(lora_files.factors(spec.transformer)), path, metadata={"lora_adapter_metadata": text})

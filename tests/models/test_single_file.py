@@ -1,5 +1,6 @@
 """Transformers in single files: recognised, loaded as their formats' own tools read them, refused if they are wrong."""
 
+import json
 import pickle
 import shutil
 import struct
@@ -86,6 +87,21 @@ def refused(name: str, weights: Path) -> ModelError:
     with pytest.raises(ModelError) as caught:
         find(name, weights)
     return caught.value
+
+
+@pytest.mark.parametrize(("channels", "boundary"), [(16, 0.875), (36, 0.9)])
+@pytest.mark.parametrize("stated", [None, 0.5])
+def test_the_boundary_of_two_experts_is_that_of_their_kind(
+    channels: int, boundary: float, stated: float | None, weights: Path
+) -> None:
+    """The folder with the other components states that of its own model, which may be of another kind."""
+    index = weights / "base" / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "boundary_ratio": stated}))
+    state = dict(wide_transformer(in_channels=channels).state_dict())
+    for expert in ("high", "low"):
+        save_plain(weights / f"wan_{expert}_noise.safetensors", state, torch.bfloat16)
+    spec = find("wan", weights)
+    assert (spec.experts, spec.boundary_ratio) == (2, stated if stated and channels == 16 else boundary)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import imageio_ffmpeg
 import pytest
@@ -129,10 +130,11 @@ def test_a_pause_with_another_scheduler(tiny: Tiny, tmp_path: Path) -> None:
     check_pauses(tiny_plan(spec, tmp_path / "x.mp4"), spec, tmp_path / "job")
 
 
-@pytest.mark.parametrize("scheduler", ["DDIMScheduler", "UniPCMultistepScheduler"])
-def test_an_unsuitable_scheduler_is_named(scheduler: str, tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [{"solver_order": 0}, {"predict_x0": False}])
+def test_an_unsuitable_scheduler_is_named(values: dict[str, Any], tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "model")
-    config = {"_class_name": scheduler, "prediction_type": "none of these", "use_flow_sigmas": True}
+    scheduler = "UniPCMultistepScheduler"
+    config = {"_class_name": scheduler, "prediction_type": "flow_prediction", "use_flow_sigmas": True, **values}
     (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path / "model", "other")
     failed = run(tiny_plan(spec, tmp_path / "x.mp4"), spec, None)[-1]

@@ -1,6 +1,7 @@
 """The routes for uploads, behind the middleware that limits them."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,34 @@ def test_images_that_take_too_long_are_refused(
     ):
         assert answer.status_code == 422 and answer.text == as_text(fact("image.slow", file="boat.jpg", seconds=1.5))
     assert copies(tmp_path) == []
+
+
+def test_hostile_images_are_answers_about_the_image(client: TestClient) -> None:
+    """Whatever a decoder raises, and a GIF whose comment takes minutes to skip, as the owner and visitors send them."""
+    gif = encoded(picture(), "GIF")
+    table = 13 + 3 * 2 ** ((gif[10] & 7) + 1)
+    long = gif[:table] + b"\x21\xfe" + b"\x01a" * 1_000_000 + b"\0" + gif[table:]
+    avif = encoded(picture(), "AVIF")
+    damaged = [avif[:at] + bytes([avif[at] ^ 0xFF]) + avif[at + 1 :] for at in range(20, len(avif), 41)]
+    began = time.monotonic()
+    statuses = []
+    for data in (long, avif[: len(avif) // 2], *damaged):
+        plain = client.post("/tandem/images/x", content=data)
+        form = client.post("/gradio_api/upload", files={"files": ("x", data)})
+        assert plain.status_code == form.status_code
+        statuses.append(plain.status_code)
+    assert {*statuses[:2]} == {422} and {*statuses} <= {200, 422}
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("charset", ["idna", "punycode", "utf-16", "zip", "no such"])
+def test_forms_are_in_utf_8(charset: str, client: TestClient) -> None:
+    """Decoding long texts as IDNA takes seconds of the event loop."""
+    name = b"\xc3\xbc" * 50_000
+    body = b'--x\r\nContent-Disposition: form-data; name="' + name + b'"\r\n\r\nx\r\n--x--\r\n'
+    kind = {"Content-Type": f'multipart/form-data; charset="{charset}"; boundary=x'}
+    answer = client.post("/gradio_api/upload", content=body, headers=kind)
+    assert answer.status_code == 415
 
 
 def test_a_limit_is_answered_as_one(client: TestClient) -> None:

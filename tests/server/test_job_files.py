@@ -1,20 +1,30 @@
 """Tandem's own routes serve the owner's jobs by their complete ids, and nothing without a login."""
 
+import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gradio_client import Client
+from starlette.applications import Starlette
 
 from runtime.core.errors import OutputError
+from runtime.core.settings import Settings
 from runtime.pipeline.files import CLIP, clip_name
+from runtime.queue import storage
 from runtime.queue.store import JobStore
-from runtime.server.gradio_requests import access
+from runtime.server.gradio_requests import FILE, access
+from runtime.server.job_files import routes
 from runtime.video.mp4 import read_metadata
 from tests.app_server import App
+from tests.plans import no_engines
 from tests.queue.samples import add_job, sample_plan, sample_request
+from tests.queue.test_retention import made as made_video
+from tests.thread_queue import RunningQueue
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +109,42 @@ def test_unknown_files_are_not_found(made: tuple[App, str], subtests: pytest.Sub
 )
 def test_only_these_routes_are_open(method: str, path: str, needed: str | None) -> None:
     assert access(method, path) == needed
+
+
+def test_a_video_does_not_expire_while_the_page_sends_it(tmp_path: Path) -> None:
+    settings = Settings(cache_dir=tmp_path)
+    settings.outputs_dir.mkdir()
+    queue = RunningQueue(tmp_path, settings.outputs_dir, no_engines(tmp_path), start=False)
+    video = settings.outputs_dir / f"{made_video(queue.store, settings.outputs_dir, None)}.mp4"
+    content = b"frames" * 100_000
+    video.write_bytes(content)
+    removed: list[int] = []
+    sent = bytearray()
+
+    def expire() -> int:
+        limit = storage.Retention(days=1)
+        return storage.expire(queue.store, limit, settings.outputs_dir, set(queue.sending), now=2 * time.time())
+
+    async def send(message: Any) -> None:
+        removed.append(expire())
+        sent.extend(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    path = f"{FILE}{video}"
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "headers": [],
+        "query_string": b"",
+    }
+    asyncio.run(Starlette(routes=routes(queue, settings))(scope, receive, send))
+    assert bytes(sent) == content and len(removed) > 2 and not any(removed)
+    assert (len(queue.sending), expire(), video.exists()) == (0, 1, False)
+    queue.close()
 
 
 def test_files_outside_the_folder_and_of_visitors_are_not_served(made: tuple[App, str]) -> None:

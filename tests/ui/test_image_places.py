@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from runtime.models.spec import ModelSpec
 from runtime.ui import image_places
 from runtime.ui.formatting import paragraph
 from runtime.ui.image_places import ImageAnswers, places_html, used_images
+from runtime.video.image_decoder import FORMATS
 from runtime.video.mp4 import VideoWriter, read_frame
 from tests.image_files import encoded, picture, saved, taking_images
 from tests.plans import tiny_plan
@@ -47,6 +49,14 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     assert required.count("data-place") == 2 and required.count('aria-required="true"') == 2
     assert places(last="optional").count("data-place") == 2 and "required" not in places(last="optional")
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
+
+
+def test_file_dialogs_show_the_formats_that_are_read(tiny: Callable[[str], ModelSpec]) -> None:
+    """What is chosen otherwise, or dropped, is refused with the name of its format."""
+    (accepted,) = re.findall(r'accept="([^"]+)"', places_html(taking_images(tiny("wan2.1")), {}))
+    suffixes = {one for one in accepted.split(",") if one.startswith(".")}
+    assert {*accepted.split(",")} - suffixes == {Image.MIME[name] for name in FORMATS}
+    assert {Image.registered_extensions()[suffix] for suffix in suffixes} <= {*FORMATS}
 
 
 def test_the_shipped_model_has_example_images(

@@ -240,6 +240,11 @@ _FILES: Mapping[str, Message] = {
     "model.image_processor_unloadable": Message("The image processor of {model} cannot be loaded.", _AGAIN),
     "model.tokenizer_unloadable": Message("The tokenizer of {model} cannot be loaded.", _AGAIN),
     "model.scheduler_unloadable": Message("The scheduler of {model} cannot be loaded.", _AGAIN),
+    "model.scheduler_other": Message(
+        "The scheduler of {model}, {scheduler}, is not set up for flow matching, for which the model was trained.",
+        "Put the published model's file in place of {file}, or set prediction_type to flow_prediction and "
+        "use_flow_sigmas to true in it.",
+    ),
     "model.scheduler_unknown": Message(
         "{model} needs the scheduler {scheduler!r}, which diffusers {version} does not have.",
         "Update Tandem, or choose another model.",
@@ -326,7 +331,7 @@ _LORA: Mapping[str, Message] = {
 _SCHEDULER: Mapping[str, Message] = {
     "scheduler.no_shift": Message("It has no shift."),
     "scheduler.other_spacing": Message("The option {option} determines its timesteps."),
-    "scheduler.no_flow_matching": Message("It is not configured for flow matching (use_flow_sigmas)."),
+    "scheduler.no_flow_matching": Message("It is not configured for flow matching (prediction_type, use_flow_sigmas)."),
     "scheduler.shift_fixed": Message(
         "The shift of {model} cannot be set; its scheduler is {scheduler}: {cause:clause}.",
         "Use {set[shift=auto]}.",

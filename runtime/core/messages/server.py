@@ -203,6 +203,9 @@ MESSAGES: Mapping[str, Message] = {
         "Delete the model there; the head sends its own.",
     ),
     "server.cluster_file_refused": Message("The file name {name} is not accepted.", "See the log of the machine."),
+    "server.cluster_events_refused": Message(
+        "The machine sends events of {job} that no video has.", "Update Tandem on the machine, or remove it."
+    ),
     "server.cluster_file_damaged": Message("{name} was damaged while it was sent.", "Try again."),
     "server.cluster_not_sent": Message("A file could not be sent: {error}.", "See the log."),
     "server.api_internal": Message("Internal error.", "The log of the server has the details."),

@@ -505,7 +505,10 @@ def _read_configurations(
     if files:
         index = read_config(directory / "model_index.json") if (directory / "model_index.json").exists() else {}
         experts = {expert: own.config for expert, own in files.items() if is_transformer(expert)}
-        index["boundary_ratio"] = (index.get("boundary_ratio") or _BOUNDARY) if len(experts) > 1 else None
+        own = directory / "transformer" / "config.json"
+        channels = next(iter(experts.values()))["in_channels"]
+        if len(experts) == 1 or (own.exists() and read_config(own).get("in_channels") != channels):
+            index["boundary_ratio"] = None  # of the folder's model, which is another one
         if known is not None:
             index |= {"boundary_ratio": known.boundary_ratio, "expand_timesteps": known.expand_timesteps}
     else:
@@ -528,6 +531,8 @@ def _read_configurations(
     boundary_ratio = _BOUNDARY_RATIO.validate_python(index.get("boundary_ratio"))
     if others and boundary_ratio is None:
         value = _BOUNDARY if image_input is None else _IMAGE_BOUNDARY
+        boundary_ratio = value if files else None
+    if others and boundary_ratio is None:
         raise ModelError("model.boundary_missing", model=title, value=value, file=directory / "model_index.json")
     text_encoder = _TEXT_ENCODER.validate_python(_config_of(directory, "text_encoder", files)).spec
     scheduler = read_config(directory / "scheduler" / "scheduler_config.json")

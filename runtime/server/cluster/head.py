@@ -17,8 +17,17 @@ from typing import Any
 
 from starlette.requests import Request
 
-from runtime.core.errors import StoreError, TandemError
-from runtime.core.events import Event, Failed, FellBack, Planned, TerminalEvent, VideoSaved
+from runtime.core.errors import OutputError, StoreError, TandemError
+from runtime.core.events import (
+    Event,
+    Failed,
+    FellBack,
+    FramesDecoded,
+    Planned,
+    StepDone,
+    TerminalEvent,
+    VideoSaved,
+)
 from runtime.core.facts import Fact, cut
 from runtime.core.processes import kill_tree
 from runtime.core.settings import Settings
@@ -66,6 +75,8 @@ _SENT_SECONDS = 1800.0
 _START_SECONDS = 120.0
 # Machines that were refused, and characters of their names, which they state themselves.
 _MOST_REFUSED, _LONGEST_NAME = 20, 64
+# Of one event of a job, which may have a plan or a preview, and of all without their previews.
+_LARGEST_EVENT_BYTES, _MOST_EVENT_BYTES = 16 << 20, 256 << 20
 # Queued videos of each owner, model and number of GPUs that the scheduler is given.
 _MOST_WAITING = 40
 
@@ -574,7 +585,7 @@ class _Proxy:
                 except StopIteration:
                     break
                 if kind == "event":
-                    self._record_event(recorder, record, job, value)
+                    self._record_event(recorder, record, job, receiver.event(value))
                 elif kind == "refused":
                     avoids = self._head.placement.avoid(record.id, self.node)
                     if not (avoids and self._head.has_others(self.node)):
@@ -663,22 +674,47 @@ class _Proxy:
 
 
 class _Receiver:
-    """Writes the files that a running job sends, as long as its lease holds."""
+    """Checks what a running job sends, and writes its files as long as its lease holds."""
 
     def __init__(self, record: JobRecord, store: JobStore) -> None:
         self._record, self._store = record, store
         self._folder = store.folder(record.id)
         self._begun: set[Path] = set()
+        self._has_video = False
+        self._left = _MOST_EVENT_BYTES
+
+    def event(self, event: Any) -> Event:
+        """Return an event to store.
+
+        Raises:
+            OutputError: if it is none, it or all together are larger than those of any job, or its video is missing.
+        """
+        if not isinstance(event, Event):
+            raise OutputError("server.cluster_events_refused", job=self._record.id)
+        size = len(event.model_dump_json())  # without a preview, which replaces the one before
+        preview = event.preview if isinstance(event, StepDone | FramesDecoded) else None
+        self._left -= size
+        if size + len(preview or b"") > _LARGEST_EVENT_BYTES or self._left < 0:
+            raise OutputError("server.cluster_events_refused", job=self._record.id)
+        if isinstance(event, VideoSaved) and not self._has_video:
+            raise OutputError("server.cluster_file_damaged", name=transfer.VIDEO)
+        return event
 
     def take(self, kind: str, value: Any) -> None:
-        """Take a part of a file, the digest of a file, or the names of all."""
+        """Take a part of a file, the digest of a file, or the names of all.
+
+        Raises:
+            OSError: if it cannot be written.
+            OutputError: if a name is not that of a file of a job, or a file is damaged.
+            StoreError: if the job was started again meanwhile.
+        """
         if kind == "files":
             with self._holding():
                 for name, path in transfer.job_files(self._folder).items():
                     if name not in value:
                         path.unlink(missing_ok=True)
             return
-        name = value[0]
+        name = str(value[0])
         transfer.check_job_name(name)
         if name != transfer.VIDEO and self._folder is None:
             return
@@ -692,6 +728,7 @@ class _Receiver:
             transfer.complete(own, value[1])
             with self._holding():
                 own.replace(target)
+            self._has_video = self._has_video or name == transfer.VIDEO
 
     def close(self) -> None:
         """Remove the files that were not received completely."""

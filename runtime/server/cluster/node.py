@@ -1,6 +1,5 @@
 """A machine that joins the head of a cluster, and joins it again when the head was started again."""
 
-import json
 import re
 import socket
 import threading
@@ -8,11 +7,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from typing import Any
 
 from runtime.core.errors import MachineError, TandemError
 from runtime.core.processes import stop_on_signals
 from runtime.core.settings import Settings
+from runtime.core.untrusted_files import parse_json
 from runtime.machine.probe import probe
 from runtime.server.cluster.cluster_key import given_key
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, check_installed, versions
@@ -85,7 +86,7 @@ def ask(address: str, key: str) -> dict[str, Any]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_ANSWER_SECONDS) as response:
-            answer = json.loads(response.read(_MOST_BYTES))
+            answer = parse_json(response.read(_MOST_BYTES))
         if not isinstance(answer["port"], int) or not isinstance(answer["versions"], dict):
             raise TypeError
     except urllib.error.HTTPError as error:
@@ -95,7 +96,7 @@ def ask(address: str, key: str) -> dict[str, Any]:
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise MachineError("server.cluster_unreachable", address=address, error=str(reason)) from error
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, HTTPException) as error:
         raise MachineError("server.cluster_not_a_head", address=address) from error
     return dict(answer)
 

@@ -155,8 +155,11 @@ def append(target: Path, offset: int, data: bytes) -> None:
 
     Raises:
         OSError: if it cannot be written.
+        OutputError: if parts before it are missing.
     """
     path = partial(target)
+    if not 0 <= offset <= received(target):
+        raise OutputError("server.cluster_file_damaged", name=target.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if path.exists() else "w+b") as file:
         file.truncate(offset)
