@@ -78,7 +78,7 @@ def measure(folder: Path, queued: int, jobs: int) -> dict[str, Any]:
         for _ in range(_POLLS):
             clock.time("poll", store.get, job.id)
     for number in range(20):
-        clock.time("pending", store.pending, [job.id])
+        clock.time("controls", store.controls, [job.id])
         clock.time("list", store.list, owner=f"key:{number}", limit=21)
         clock.time("news", store.news, store.changes(0)[0] - 5, ("VideoSaved",))
     for _ in range(3):

@@ -106,6 +106,22 @@ class Submission(NamedTuple):
     digest: str
 
 
+class Controls(NamedTuple):
+    """What a job's process must follow.
+
+    Attributes:
+        running: whether the job runs.
+        request: to cancel or pause it; empty if there is none.
+        finish: whether it is to end after the current section.
+        lease: see `JobRecord.lease`.
+    """
+
+    running: bool
+    request: Control
+    finish: bool
+    lease: int
+
+
 # State, hold, pending request, and live progress of a job.
 Seen = tuple[State, bool, Control, str | None]
 
@@ -625,13 +641,19 @@ class JobStore:
         starts = [index for index, event in enumerate(events) if event["event"] in STARTS_OVER]
         return [read_death(event) for event in events[max(starts, default=0) :] if event["event"] == "WorkerDied"]
 
-    def finish(self, job_id: str, state: State, fact: Fact) -> None:
-        """Note how a running task ended."""
+    def finish(self, job_id: str, state: State, fact: Fact, lease: int | None = None) -> bool:
+        """Note how a running task ended.
+
+        Args:
+            lease, and returns: see `record`.
+        """
         failure = Failed(fact=fact).model_dump_json() if state == "failed" else None
         with self.database.writing() as connection:
-            if _find(connection, job_id)["state"] == "running":
-                _add_event(connection, job_id, {"event": "Ended", "state": state, "fact": fact.model_dump()})
-                _update(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
+            if not _is_held(connection, job_id, lease):
+                return False
+            _add_event(connection, job_id, {"event": "Ended", "state": state, "fact": fact.model_dump()})
+            _update(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
+            return True
 
     def claim(self, instance: str, kinds: Collection[Kind] = KINDS) -> JobRecord | None:
         """Claim the next queued job for exactly one process; `None` if no job of these kinds is queued.
@@ -716,16 +738,16 @@ class JobStore:
                 _edit(connection, job_id, *changed)
             return _record(connection, job_id)
 
-    def put_back(self, job_id: str, lease: int | None = None) -> None:
+    def put_back(self, job_id: str, lease: int | None = None) -> bool:
         """Put a running job back in its place in the queue; held if a pause, ended if a cancel was requested.
 
         Args:
-            lease: see `record`.
+            lease, and returns: see `record`.
         """
         with self.database.writing() as connection:
             row = _find(connection, job_id)
             if not _is_held(connection, job_id, lease):
-                return
+                return False
             if row["asked"] == "cancel":
                 _add_event(connection, job_id, event_to_json(Cancelled()))
                 _end(connection, job_id, Cancelled())
@@ -733,6 +755,7 @@ class JobStore:
                 held = row["asked"] == "pause"
                 _add_event(connection, job_id, {"event": "PutBack", "held": held})
                 _update(connection, job_id, state="queued", held=int(held), asked="", instance=None)
+            return True
 
     def read(self, job_id: str, after: int = 0) -> tuple[JobRecord, Sequence[tuple[int, float, Mapping[str, Any]]]]:
         """Return a job and its `events` after number `after`, from one transaction.
@@ -753,10 +776,17 @@ class JobStore:
             if lease is None or _is_held(connection, job_id, lease):
                 _update(connection, job_id, live=json.dumps(live))
 
-    def record_task_event(self, task_id: str, event: Mapping[str, Any]) -> None:
-        """Add an event to a running task."""
+    def record_task_event(self, task_id: str, event: Mapping[str, Any], lease: int | None = None) -> bool:
+        """Add an event to a task.
+
+        Args:
+            lease, and returns: see `record`; without a lease, the task need not run.
+        """
         with self.database.writing(durable=False) as connection:
+            if lease is not None and not _is_held(connection, task_id, lease):
+                return False
             _add_event(connection, task_id, event)
+            return True
 
     def changes(self, after: int) -> tuple[int, set[str]]:
         """Return the number of the newest event, and the jobs that have events newer than number `after`."""
@@ -922,17 +952,14 @@ class JobStore:
                 raise StoreError("queue.job_has_no_sections", job=job_id)
             _update(connection, job_id, finish=1, **({"held": 0} if record.begun else {}))
 
-    def finishing(self, ids: Collection[str]) -> set[str]:
-        """Return which of these running jobs end after their current section."""
-        query = f"SELECT id FROM jobs WHERE state = 'running' AND finish AND {_AMONG}"
+    def controls(self, ids: Collection[str]) -> dict[str, Controls]:
+        """Return what is requested of each of these jobs that exists."""
+        query = f"SELECT id, state, asked, finish, lease FROM jobs WHERE {_AMONG}"
         with self.database.reading() as connection:
-            return {row["id"] for row in connection.execute(query, (_listed(ids),))}
-
-    def pending(self, ids: Collection[str]) -> dict[str, Control]:
-        """Return the pending pause and cancel requests of these running jobs."""
-        query = f"SELECT id, asked FROM jobs WHERE state = 'running' AND asked != '' AND {_AMONG}"
-        with self.database.reading() as connection:
-            return {row["id"]: row["asked"] for row in connection.execute(query, (_listed(ids),))}
+            return {
+                row["id"]: Controls(row["state"] == "running", row["asked"], bool(row["finish"]), row["lease"])
+                for row in connection.execute(query, (_listed(ids),))
+            }
 
     def cancelling(self, instances: Collection[str]) -> set[str]:
         """Return which of these workers run a job that is to be cancelled."""

@@ -1,12 +1,10 @@
 """Builds that run while no video waits: real engines (ONNX Runtime, tiny model), interrupted by videos."""
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from runtime.core.cancel import Cancel
 from runtime.core.events import VideoSaved
 from runtime.core.facts import sentence
 from runtime.core.request import GenerationRequest
@@ -14,9 +12,10 @@ from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
 from runtime.queue.instances import WorkerRegistry
+from runtime.queue.job_planning import queue_builds
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.job_runner import ControlPoller, queue_builds
 from runtime.queue.records import VIDEOS, JobRecord
+from runtime.queue.run import ControlPoller, PutBack, Run
 from runtime.queue.store import JobStore
 from tests.plans import machine
 from tests.queue.samples import add_job
@@ -191,22 +190,18 @@ def test_a_build_for_a_gpu_of_another_kind_is_queued_once(queue: JobQueue) -> No
     assert store.add_idle_build(sentence("Build"), Path("/nowhere"), request, {"not-of-this-machine", "new"})
 
 
-def test_a_task_that_starts_during_a_poll_is_polled_again(store: JobStore) -> None:
-    poller, cancel = ControlPoller(store), Cancel()
-    with ExitStack() as first, ExitStack() as second:
-
-        def restart() -> bool:
-            first.close()
-            second.enter_context(poller.yielding("task", cancel, lambda: True))
-            return True
-
-        first.enter_context(poller.yielding("task", Cancel(), restart))
-        poller.poll()
-        for _ in range(2):
+def test_a_build_makes_room_after_three_polls_in_a_row(store: JobStore) -> None:
+    assert store.add_idle_build(*BUILD, {"e1"})
+    record, poller, wanted = store.claim("aa.0"), ControlPoller(store), [True, True, False, True, True]
+    assert record is not None
+    with Run(record, poller, wanted=lambda: wanted.pop(0) if wanted else True) as run:
+        for _ in range(5):
             poller.poll()
-            assert not cancel.requested
+            assert not run.cancel.requested
         poller.poll()
-        assert cancel.requested and cancel.pausing
+        assert run.cancel.requested and run.cancel.pausing
+        run.settle(PutBack())
+    assert store.get(record.id).state == "queued"
 
 
 def test_idle_builds_come_last_and_not_beside_a_video(store: JobStore) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import InvalidRequestError, StoreError
-from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
+from runtime.core.events import Event, StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.core.facts import Fact, sentence
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -24,8 +24,8 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue, combined
-from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import BuildEngines, JobRecord, PruneEngines
+from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.video.mp4 import read_metadata
@@ -285,19 +285,20 @@ def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeyp
     from tests.queue.samples import add_job
 
     store = stored(tmp_path)
-    recorder = JobRecorder(add_job(store, instance="a").id, store)
+    shown: list[Event] = []
+    run = Run(add_job(store, instance="a"), ControlPoller(store), listener=shown.append)
 
     def broken(*_: object) -> bool:
         raise StoreError("queue.store_disk_full", file="jobs.sqlite")
 
     with monkeypatch.context() as patched:
         patched.setattr(JobStore, "record", broken)
-        (warning,) = recorder.record(StepDone(step=1, of=4, seconds=0.1, part="transformer"))
-        assert warning.fact.code == "queue.job_not_stored_yet"
-        assert recorder.record(StepDone(step=2, of=4, seconds=0.1, part="transformer")) == []
-        assert not recorder.written
-    assert recorder.write() is None and recorder.written
-    assert len(store.events(recorder.id)) == 2
+        for step in (1, 2):
+            run.emit(StepDone(step=step, of=4, seconds=0.1, part="transformer"))
+        assert [event.fact.code for event in shown if isinstance(event, Warned)] == ["queue.job_not_stored_yet"]
+        assert not run.written
+    assert run.flush() is None and run.written
+    assert len(store.events(run.id)) == 2
 
 
 def test_previews_reach_other_processes_and_the_last_becomes_the_poster(tmp_path: Path) -> None:
@@ -306,11 +307,11 @@ def test_previews_reach_other_processes_and_the_last_becomes_the_poster(tmp_path
     store = stored(tmp_path)
     record = add_job(store, instance="a")
     job = Job(record, sample_plan(), "Diorama", store)
-    recorder = JobRecorder(record.id, store)
-    recorder.record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
+    run = Run(record, ControlPoller(store))
+    run.emit(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
     job.refresh()
     assert job.progress.preview == b"webp"
-    recorder.record(sample_result())
+    run.settle(sample_result())
     folder = store.folder(job.id)
     assert folder is not None
     assert (folder / POSTER).read_bytes() == b"webp"

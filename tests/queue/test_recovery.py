@@ -34,9 +34,9 @@ from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.queue import instances, recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
-from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import JobRecord, PruneEngines
 from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, exit_reason
+from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from tests.block_engine_files import in_blocks
 from tests.plans import machine, tiny_plan
@@ -433,13 +433,11 @@ def test_a_folder_for_locks_that_cannot_be_created_is_an_error(tmp_path: Path) -
 
 def test_events_of_a_job_whose_row_is_gone_are_dropped(store: JobStore) -> None:
     """Otherwise each poll would try to write them, for ever."""
-    job = add_job(store)
-    store.start(job.id, "alive")
-    recorder, poller = JobRecorder(job.id, store), ControlPoller(store)
-    with poller.following(recorder):
+    poller = ControlPoller(store)
+    with Run(store.start(add_job(store).id, "alive"), poller) as run:
         with store.database.writing() as connection:
-            connection.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
-        recorder.record(StageStarted(stage="denoise", part="transformer"))
-        assert recorder.written and recorder.write() is None
+            connection.execute("DELETE FROM jobs WHERE id = ?", (run.id,))
+        run.emit(StageStarted(stage="denoise", part="transformer"))
+        assert run.written and run.flush() is None
         poller.poll()
-        assert not recorder.cancel.requested
+        assert not run.cancel.requested

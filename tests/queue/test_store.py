@@ -33,7 +33,7 @@ from runtime.queue import store as store_module
 from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, Needs, work_of
 from runtime.queue.store import JobStore
 from tests.plans import GIB, gpu, machine, tiny_plan
-from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
+from tests.queue.samples import add_job, requests, sample_plan, sample_request, sample_result
 
 
 @pytest.fixture
@@ -217,11 +217,11 @@ def test_a_paused_job_keeps_its_place(store: JobStore) -> None:
     claimed = store.claim("a")
     assert claimed is not None
     store.hold([claimed.id], True)
-    assert store.pending([claimed.id]) == {claimed.id: "pause"}
+    assert requests(store, claimed.id) == {claimed.id: "pause"}
     store.move(jobs[2].id, jobs[1].id)
     store.put_back(claimed.id)
     assert ids(store.queue()) == [jobs[0].id, jobs[2].id, jobs[1].id]
-    assert (store.get(claimed.id).held, store.pending([claimed.id])) == (True, {})
+    assert (store.get(claimed.id).held, requests(store, claimed.id)) == (True, {})
     following = store.claim("a")
     assert following is not None and following.id == jobs[2].id
 
@@ -230,10 +230,10 @@ def test_a_pause_is_withdrawn_and_does_not_replace_a_cancel(store: JobStore) -> 
     job = add_job(store, instance="a")
     store.hold([job.id], True)
     store.hold([job.id], False)
-    assert store.pending([job.id]) == {}
+    assert requests(store, job.id) == {}
     store.request_cancel([job.id])
     store.hold([job.id], True)
-    assert store.pending([job.id]) == {job.id: "cancel"}
+    assert requests(store, job.id) == {job.id: "cancel"}
 
 
 def test_queued_and_running_jobs_are_cancelled(store: JobStore) -> None:
@@ -242,7 +242,7 @@ def test_queued_and_running_jobs_are_cancelled(store: JobStore) -> None:
     store.request_cancel([waiting.id, running.id, done.id])
     store.request_cancel([waiting.id])
     assert [store.get(one.id).state for one in (waiting, running, done)] == ["cancelled", "running", "done"]
-    assert store.pending([running.id, done.id]) == {running.id: "cancel"}
+    assert requests(store, running.id, done.id) == {running.id: "cancel"}
     assert [values["event"] for _, _, values in store.events(waiting.id)] == ["Cancelled"]
 
 
@@ -489,7 +489,7 @@ def test_queries_of_each_request_and_claim_do_not_read_all_jobs(store: JobStore)
         assert job is not None
         store.record(job.id, StepDone(step=1, of=4, seconds=1.0, part="transformer"))
         store.read(job.id)
-        store.pending([job.id])
+        requests(store, job.id)
         store.running_on("app.0")
         store.list(owner=owner, limit=20, after=9)
     with store.database.reading() as connection:

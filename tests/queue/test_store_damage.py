@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Cancelled, Failed, FellBack, OutOfMemory, StepDone, Warned
+from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, StepDone, Warned
 from runtime.core.facts import Fact
 from runtime.queue import database
-from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import event_from_json
+from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from tests.full_disk import fill
 from tests.queue.samples import add_job, sample_result
@@ -160,7 +160,7 @@ def test_a_preview_on_a_full_disk_leaves_no_part(path: Path, small_disk: Path) -
     folder = small_disk / job.id
     folder.mkdir()
     fill(small_disk)
-    JobRecorder(job.id, store).record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=bytes(9000)))
+    Run(job, ControlPoller(store)).emit(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=bytes(9000)))
     assert list(folder.iterdir()) == []
     assert len(store.events(job.id)) == 1
 
@@ -215,19 +215,20 @@ def test_a_job_whose_store_is_locked_warns_once_and_writes_its_events_later(
 ) -> None:
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.02)
     store = JobStore(path)
-    record = add_job(store, instance="01234567")
-    job = JobRecorder(record.id, store)
+    shown: list[Event] = []
+    run = Run(add_job(store, instance="01234567"), ControlPoller(store), listener=shown.append)
+    names = ("one", "two", "three")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        fields = ("one", "two", "three")
-        warned = [job.record(Warned(fact=Fact("pipeline.text_cut", {"field": field}))) for field in fields]
-        assert not job.written
-        assert [[one.fact.code for one in each] for each in warned] == [["queue.job_not_stored_yet"], [], []]
+        for name in names:
+            run.emit(Warned(fact=Fact("pipeline.text_cut", {"field": name})))
+        assert not run.written
+        codes = [event.fact.code for event in shown if isinstance(event, Warned)]
+        assert sorted(codes) == ["pipeline.text_cut"] * 3 + ["queue.job_not_stored_yet"]
         other.execute("ROLLBACK")
     assert len([line for line in caplog.messages if "events cannot be written yet" in line]) == 1
-    assert job.write() is None and job.written
-    fields = [values["fact"]["data"]["field"] for _, _, values in store.events(job.id)]
-    assert fields == ["one", "two", "three"]
+    assert run.flush() is None and run.written
+    assert tuple(values["fact"]["data"]["field"] for _, _, values in store.events(run.id)) == names
     store.close()
 
 

@@ -13,7 +13,7 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Failed, VideoSaved
 from runtime.core.facts import Fact
 from runtime.queue.store import JobStore
-from tests.queue.samples import add_job, sample_result
+from tests.queue.samples import add_job, requests, sample_result
 
 which = st.sampled_from([0, 1])
 ENDS = {"VideoSaved", "Failed", "Cancelled"}
@@ -80,7 +80,7 @@ class TwoStores(RuleBasedStateMachine):
         if job and self.state[job] == "running":
             if held:
                 self.stores[1 - at].hold([job], True)
-            wish = self.stores[at].pending([job]).get(job)
+            wish = requests(self.stores[at], job).get(job)
             self.stores[at].put_back(job)
             if wish == "cancel":
                 self._ended(job, "cancelled")
@@ -94,7 +94,7 @@ class TwoStores(RuleBasedStateMachine):
         if job and self.state[job] == "running":
             instance = self.stores[at].get(job).instance
             assert instance is not None
-            wished = self.stores[at].pending([job])
+            wished = requests(self.stores[at], job)
             self._ended(job, "cancelled" if wished else "interrupted")
             assert self.stores[at].interrupt(job, instance, None) == self.state[job]
             assert self.stores[1 - at].interrupt(job, instance, None) is None
