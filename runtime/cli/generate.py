@@ -132,7 +132,7 @@ def resume(id_prefix: str, out: str | None, *, as_json: bool) -> int:
         replanner = JobReplanner(environment.settings.weights_dir, environment.engines, environment.history)
 
         def plan(work: Work) -> tuple[ModelSpec, ExecutionPlan]:
-            return replanner.plan(work.record, environment.machine, deaths=store.deaths(job.id))
+            return replanner.plan(work.record, environment.machine, deaths=store.log.deaths(job.id))
 
         return _run(environment, store, job, plan, as_json=as_json)
 

@@ -313,7 +313,7 @@ class JobQueue:
 
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
-        own = self.store.queue(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
+        own = self.store.order.jobs(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
         return next((self._job_of(record) for record in own if record.plan), None)
 
     def latest(self, owner: str | None = None) -> Job | None:
@@ -323,14 +323,14 @@ class JobQueue:
     def ahead(self, of: Job | Task) -> Mapping[str, Kind]:
         """Return the kinds of the jobs and tasks that run before another one, by id in order, without paused ones."""
         try:
-            return self.store.ahead(of.id)
+            return self.store.order.ahead(of.id)
         except StoreError:  # the page shows everything else
             return {}
 
     def count_ahead(self, of: Job) -> int:
         """Return how many jobs and tasks run before a queued one."""
         try:
-            return self.store.count_ahead(of.id)
+            return self.store.order.count_ahead(of.id)
         except StoreError:
             return 0
 
@@ -361,7 +361,7 @@ class JobQueue:
             return
         if self.store.temporary:
             with suppress(StoreError):  # its file was deleted
-                self.cancel(self.store.queue_ids())
+                self.cancel(self.store.order.ids())
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()
@@ -460,7 +460,7 @@ class JobQueue:
     def _refresh(self, ids: Iterable[str] = ()) -> None:
         """Refresh the views of jobs and tasks that have changed, and of `ids` in any case."""
         with self._lock:
-            self._read, changed = self.store.changes(self._read)
+            self._read, changed = self.store.log.jobs_changed_since(self._read)
             views: dict[str, Job | Task] = {**self._jobs, **self._tasks}
         states = self.store.states([view.id for view in views.values() if view.open])
         changed |= {*ids, *(view.id for view in views.values() if view.open and view.seen != states.get(view.id))}
@@ -474,7 +474,7 @@ class JobQueue:
                         self._jobs.pop(job_id, None)
                         self._tasks.pop(job_id, None)
         self._forget_old()
-        for record in self.store.queue(kinds=["build"]):
+        for record in self.store.order.jobs(kinds=["build"]):
             self._task_of(record)
 
     def _forget_old(self) -> None:

@@ -210,7 +210,7 @@ class Run:
         if (at_once or now - self._progress_at >= _PROGRESS_SECONDS) and not self._failing:
             self._progress_at = now
             with contextlib.suppress(StoreError):  # the next report may succeed
-                self._store.show(self.id, live, self.record.lease)
+                self._store.log.set_live_progress(self.id, live, self.record.lease)
 
     def settle(self, outcome: Outcome) -> None:
         """Store how the job ends, after all its events; the first outcome counts.
@@ -291,7 +291,7 @@ class Run:
         """Write one entry; return whether the lease holds."""
         store, lease = self._store, self.record.lease
         if isinstance(entry, Mapping):
-            return store.record_task_event(self.id, entry, lease)
+            return store.log.append(self.id, entry, lease)
         if isinstance(entry, TaskEnded):
             return store.finish(self.id, entry.state, entry.fact, lease)
         if isinstance(entry, PutBack):
@@ -308,7 +308,7 @@ class Run:
                 most=most,
             )
             return True
-        return store.record(self.id, entry, lease)
+        return store.log.record(self.id, entry, lease)
 
     def _fail(self, error: StoreError) -> None:
         """Note that the store cannot be written; it is tried again several times a second, but reported once."""

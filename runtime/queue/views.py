@@ -145,7 +145,7 @@ class Job:
             StoreError: if the store cannot be read, or the job was removed.
         """
         with self._lock:
-            record, events = self._store.read(self.id, self._read)
+            record, events = self._store.log.read(self.id, self._read)
             if record.plan_json is not None and record.plan_json != self._plan_json and record.plan is not None:
                 self._plan_json, self.summary = record.plan_json, PlanSummary.of(record.plan)
             for number, _, values in events:
@@ -256,7 +256,7 @@ class Task(TaskProgress):
             StoreError: if the store cannot be read, or the task was removed.
         """
         with self._lock:
-            record, events = self._store.read(self.id, self._read)
+            record, events = self._store.log.read(self.id, self._read)
             for number, at, values in events:
                 self._read = number
                 self._follow(values, at)

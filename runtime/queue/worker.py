@@ -191,7 +191,7 @@ class Worker:
         with self._lock:
             if self._stopping.is_set():
                 return None
-            record = self._store.claim(self._config.instance, self._config.kinds)
+            record = self._store.order.claim(self._config.instance, self._config.kinds)
             self._busy = record is not None
             return record
 
@@ -241,7 +241,10 @@ class Worker:
     def _is_wanted(self) -> bool:
         """Return whether a build that runs while no video waits has to make room."""
         instance = self._config.instance
-        return self._store.idle_is_over(instance, self._config.kinds) or self._registry.waits_for(instance) is not None
+        return (
+            self._store.order.idle_is_over(instance, self._config.kinds)
+            or self._registry.waits_for(instance) is not None
+        )
 
     def _exit_if_device_is_lost(self, run: Run, outcome: Outcome) -> None:
         """End this process if a job failed because the CUDA context of it, or of one of its GPUs', is broken."""
@@ -262,7 +265,7 @@ class Worker:
         """
         gpu, instance, registry = self._config.gpu, self._config.instance, self._registry
         record, check = work.record, work.cancel.check
-        deaths = self._store.deaths(record.id)
+        deaths = self._store.log.deaths(record.id)
         spec, plan = self._replanner.plan(record, self._machine(), gpu, deaths=deaths, check=check)
         gpus = registry.gpus(instance)
         if plan.gpus > 1:

@@ -18,7 +18,7 @@ def made(store: JobStore, folder: Path, owner: str | None, *, done: bool = True)
         connection.execute("UPDATE jobs SET output = ? WHERE id = ?", (str(output), job.id))
     if done:
         output.write_bytes(bytes(100))
-        store.record(job.id, sample_result())
+        store.log.record(job.id, sample_result())
     return job.id
 
 
@@ -67,7 +67,7 @@ def test_thousands_of_folders_are_compared_with_the_store(tmp_path: Path) -> Non
     store = JobStore(tmp_path / "jobs.sqlite")
     job = store.add(sample_request(), sample_plan())
     many = [job.id, *(f"{number:08x}" for number in range(40_000))]
-    assert store.known(many) == {job.id}
+    assert store.existing_ids(many) == {job.id}
     assert set(store.states(many)) == {job.id}
     assert set(store.controls(many)) == {job.id}
     assert store.purge(0.0, many) == []

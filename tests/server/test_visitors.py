@@ -168,7 +168,7 @@ def test_on_a_full_disk_nothing_is_queued(
     monkeypatch.setattr("runtime.server.visitors.free_disk_bytes", lambda folder: 4096)
     with pytest.raises(LimitError, match="disk of this server is nearly full"):
         visitors.submit(long(), "a visitor")
-    assert worker.store.queue() == []
+    assert worker.store.order.jobs() == []
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def saved(job: Job) -> VideoSaved:
 
 
 def begin(job: Job, store: JobStore) -> None:
-    assert store.claim("here") is not None
+    assert store.order.claim("here") is not None
     job.refresh()
 
 

@@ -125,15 +125,15 @@ class ClusterHead:
 
     def view(self) -> ClusterView:
         """Return the machines, what runs where, and where waiting videos will run."""
-        counts = self.store.queue_counts()
+        counts = self.store.order.counts()
         queued = sum(counts.get(("video", one), 0) for one in ("queued", "paused"))
-        running = self.store.queue(states=["running"], kinds=VIDEOS)
-        first = self.store.queue(states=["queued"], kinds=VIDEOS, limit=MOST_PAUSED)
+        running = self.store.order.jobs(states=["running"], kinds=VIDEOS)
+        first = self.store.order.jobs(states=["queued"], kinds=VIDEOS, limit=MOST_PAUSED)
         paused = [job.id for job in first if job.held]
         with self._lock:
             proxies = dict(self._workers)
         offers = self._offers(proxies)
-        waiting = self.placement.jobs(self.store.waiting(_MOST_WAITING), offers)
+        waiting = self.placement.jobs(self.store.order.waiting(_MOST_WAITING), offers)
         with self._lock:
             working = [proxy.working(offer) for proxy, offer in zip(proxies.values(), offers, strict=True)]
             nodes, refused = list(self._nodes.values()), list(self._refused.values())
@@ -335,7 +335,7 @@ class ClusterHead:
         idle = {name: proxy for name, proxy in proxies.items() if proxy.idle}
         if not idle:
             return
-        waiting = self.store.waiting(_MOST_WAITING)
+        waiting = self.store.order.waiting(_MOST_WAITING)
         if not waiting:
             return
         now = time.time()
@@ -344,7 +344,7 @@ class ClusterHead:
         free = [one for one in offers if one.id in idle]
         busy = [one for one in offers if one.id not in idle]
         for job_id, worker in assign(list(jobs.values()), free, self.placement.used(now), now, busy):
-            record = self.store.claim_job(job_id, worker)
+            record = self.store.order.claim_job(job_id, worker)
             if record is not None:
                 self.placement.started(jobs[job_id], now)
                 if not idle[worker].give(record, jobs[job_id]):  # it was lost meanwhile

@@ -84,7 +84,7 @@ class Sender:
             raise OutputError("server.cluster_not_sent", error=error.strerror or str(error)) from error
         return Order(
             record=record,
-            deaths=store.deaths(record.id),
+            deaths=store.log.deaths(record.id),
             model=model,
             loras=tuple((entry.name, use.expert) for entry, use in zip(loras, spec.loras, strict=True)),
             files=stamps(spec),

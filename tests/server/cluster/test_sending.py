@@ -99,7 +99,7 @@ class Head:
         request = GenerationRequest.from_mapping(tiny | fields)
         spec = model_for(request, self.settings.weights_dir, self.settings.cache_dir)
         plan = resolve(request, spec, probe(), self.settings.cache_dir / "outputs" / "x.mp4")
-        claimed = self.store.claim_job(self.store.add(request, plan).id, "head.node0")
+        claimed = self.store.order.claim_job(self.store.add(request, plan).id, "head.node0")
         assert claimed is not None
         return claimed
 
