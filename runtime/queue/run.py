@@ -261,8 +261,10 @@ class Run:
         """Follow the requests for the job.
 
         Args:
-            controls: from the store; `None` if the row is gone.
+            controls: from the store; `None` if the row is gone, or cannot be read now.
         """
+        if self._stopping is not None and self._stopping.is_set():
+            self.stop()
         if self._wanted is not None:
             with contextlib.suppress(StoreError):  # polled again soon
                 # Several times in a row, because another worker may take the work.
@@ -369,10 +371,11 @@ class ControlPoller:
     def poll(self) -> None:
         """Poll once."""
         runs = self._current()
+        controls: Mapping[str, Controls] = {}
         with contextlib.suppress(StoreError):  # polled again soon
             controls = self.store.controls([run.id for run in runs]) if runs else {}
-            for run in runs:
-                run.follow(controls.get(run.id))
+        for run in runs:
+            run.follow(controls.get(run.id))
         for run in runs:
             if not run.written:
                 run.flush()

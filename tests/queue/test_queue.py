@@ -5,7 +5,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import InvalidRequestError, StoreError
-from runtime.core.events import Event, StepDone, TerminalEvent, VideoSaved, Warned
+from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.core.facts import Fact, sentence
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER
-from runtime.queue.event_log import EventLog
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.records import BuildEngines, JobRecord, PruneEngines
@@ -114,15 +112,6 @@ def test_two_apps_share_a_queue(start: Make, tmp_path: Path) -> None:
     for job, other in zip(jobs, seen, strict=True):
         assert other is not None
         assert [type(event).__name__ for event in other.events] == [type(event).__name__ for event in job.events]
-
-
-def test_another_process_cancels_jobs(start: Make, tmp_path: Path) -> None:
-    queue, other = start(), stored(tmp_path)
-    running, waiting = queue.submit(small(steps=1000)), queue.submit(small(steps=1000))
-    until(lambda: steps(running) > 2)
-    other.request_cancel([running.id, waiting.id])
-    until(lambda: not running.open and not waiting.open)
-    assert [running.state, waiting.state] == ["cancelled", "cancelled"]
 
 
 def test_a_job_of_another_process_is_visible(start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,51 +243,6 @@ def test_a_build_continues_after_a_restart_of_the_app(tiny: Callable[[str], Mode
     assert again.result == Fact("task.built", {"built": 1, "wanted": 1})
     assert queue.store.get(task.id).state == "done"
     assert len(engines.store.index()) == 1
-
-
-def test_events_are_written_after_the_store_could_not_be_written(
-    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = start()
-    job = queue.submit(small(steps=150))
-    until(lambda: steps(job) > 2)
-    broken = threading.Event()
-    record = EventLog.record
-
-    def sometimes(log: EventLog, job_id: str, event: object, lease: int | None = None) -> bool:
-        if broken.is_set():
-            raise StoreError("queue.store_disk_full", file="jobs.sqlite")
-        return record(log, job_id, event, lease)  # type: ignore[arg-type]  # an event
-
-    monkeypatch.setattr(EventLog, "record", sometimes)
-    broken.set()
-    until(job.plan.output.is_file)
-    assert queue.store.get(job.id).state == "running"
-    broken.clear()
-    until(lambda: queue.store.get(job.id).state == "done")
-    assert sum(values["event"] == "StepDone" for _, _, values in queue.store.log.events(job.id)) == 150
-    until(lambda: not job.open)
-    assert job.state == "done"
-
-
-def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.queue.samples import add_job
-
-    store = stored(tmp_path)
-    shown: list[Event] = []
-    run = Run(add_job(store, instance="a"), ControlPoller(store), listener=shown.append)
-
-    def broken(*_: object) -> bool:
-        raise StoreError("queue.store_disk_full", file="jobs.sqlite")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(EventLog, "record", broken)
-        for step in (1, 2):
-            run.emit(StepDone(step=step, of=4, seconds=0.1, part="transformer"))
-        assert [event.fact.code for event in shown if isinstance(event, Warned)] == ["queue.job_not_stored_yet"]
-        assert not run.written
-    assert run.flush() is None and run.written
-    assert len(store.log.events(run.id)) == 2
 
 
 def test_previews_reach_other_processes_and_the_last_becomes_the_poster(tmp_path: Path) -> None:

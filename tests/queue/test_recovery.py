@@ -36,7 +36,6 @@ from runtime.queue import instances, recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import JobRecord, PruneEngines
 from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, exit_reason
-from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from tests.block_engine_files import in_blocks
 from tests.plans import machine, tiny_plan
@@ -429,15 +428,3 @@ def test_a_folder_for_locks_that_cannot_be_created_is_an_error(tmp_path: Path) -
         pass
     assert error.value.code == "queue.locks_not_writable"
     assert error.value.data["folder"] == str(tmp_path / "jobs" / "instances")
-
-
-def test_events_of_a_job_whose_row_is_gone_are_dropped(store: JobStore) -> None:
-    """Otherwise each poll would try to write them, for ever."""
-    poller = ControlPoller(store)
-    with Run(store.start(add_job(store).id, "alive"), poller) as run:
-        with store.database.writing() as connection:
-            connection.execute("DELETE FROM jobs WHERE id = ?", (run.id,))
-        run.emit(StageStarted(stage="denoise", part="transformer"))
-        assert run.written and run.flush() is None
-        poller.poll()
-        assert not run.cancel.requested

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, StepDone, Warned
+from runtime.core.events import Cancelled, Failed, FellBack, OutOfMemory, StepDone, Warned
 from runtime.core.facts import Fact
 from runtime.queue import database
 from runtime.queue.records import event_from_json
@@ -208,28 +208,6 @@ def test_a_locked_store_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch)
     other.execute("COMMIT")
     other.close()
     assert add_job(store).id
-
-
-def test_a_job_whose_store_is_locked_warns_once_and_writes_its_events_later(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.02)
-    store = JobStore(path)
-    shown: list[Event] = []
-    run = Run(add_job(store, instance="01234567"), ControlPoller(store), listener=shown.append)
-    names = ("one", "two", "three")
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        for name in names:
-            run.emit(Warned(fact=Fact("pipeline.text_cut", {"field": name})))
-        assert not run.written
-        codes = [event.fact.code for event in shown if isinstance(event, Warned)]
-        assert sorted(codes) == ["pipeline.text_cut"] * 3 + ["queue.job_not_stored_yet"]
-        other.execute("ROLLBACK")
-    assert len([line for line in caplog.messages if "events cannot be written yet" in line]) == 1
-    assert run.flush() is None and run.written
-    assert tuple(values["fact"]["data"]["field"] for _, _, values in store.log.events(run.id)) == names
-    store.close()
 
 
 def test_a_newer_store_is_refused_and_unchanged(path: Path) -> None:
