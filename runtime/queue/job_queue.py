@@ -39,8 +39,8 @@ _ENDED_JOBS = 10
 _ENDED_TASKS = 8
 # Queued jobs of which the first with a readable plan is shown.
 _FIRST = 10
-# Intervals at which views are refreshed, jobs of dead processes are recovered, and old files are removed.
-_REFRESH_SECONDS = 0.1
+# Intervals at which views are compared with the store, jobs of dead processes are recovered, and old files are removed.
+_REFRESH_SECONDS = 0.05
 # At most this late after `look`; many events of a cluster are then read at once.
 _LOOK_SECONDS = 0.02
 _RECOVERY_SECONDS = 10.0
@@ -428,7 +428,11 @@ class JobQueue:
             return task
 
     def _watch(self) -> None:
-        """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
+        """Refresh views, recover the jobs of dead processes and remove old files, until `close`.
+
+        This is the only place that polls for what other processes write; pages and streams wait for `Job.changes`.
+        """
+        version: object = None
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
         expired, problem = -_EXPIRY_SECONDS, ""
         while not self._closing.wait(_LOOK_SECONDS):
@@ -436,7 +440,10 @@ class JobQueue:
             self._look.clear()
             now = time.monotonic()
             try:
-                self._refresh()
+                latest = self.store.database.version()
+                if latest != version:
+                    self._refresh()
+                    version = latest
                 if not self._is_app:
                     continue
                 if now - recovered > _RECOVERY_SECONDS:
@@ -469,7 +476,10 @@ class JobQueue:
                 views[job_id].refresh()
             except StoreError as error:
                 if error.code == "queue.no_such_job":  # it was purged; those that follow it stop
-                    views[job_id].state = "cancelled"
+                    view = views[job_id]
+                    view.state = "cancelled"
+                    if isinstance(view, Job):
+                        view.changes.notify()
                     with self._lock:
                         self._jobs.pop(job_id, None)
                         self._tasks.pop(job_id, None)

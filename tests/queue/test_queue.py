@@ -1,5 +1,6 @@
 """The queue and its store: restarts, changes by other processes, and many jobs at once."""
 
+import asyncio
 import random
 import shutil
 import sqlite3
@@ -21,6 +22,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER
+from runtime.queue.changes import Changes
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue, combined
 from runtime.queue.records import BuildEngines, JobRecord, PruneEngines
@@ -270,7 +272,6 @@ MEDDLER = """
 import random, sys, threading
 from pathlib import Path
 from runtime.core.errors import StoreError
-from runtime.queue.event_log import EventLog
 from runtime.queue.store import JobStore
 
 chosen, store = random.Random(int(sys.argv[2])), JobStore(Path(sys.argv[1]))
@@ -328,3 +329,32 @@ def test_jobs_that_two_processes_move_pause_and_cancel_end_once_each(start: Make
 
 def _is_end(event: str) -> bool:
     return any(f'"{name}"' in event for name in ("VideoSaved", "Failed", "Cancelled", "Interrupted"))
+
+
+def test_followers_of_a_job_are_woken_by_writes_of_another_process(start: Make, tmp_path: Path) -> None:
+    queue, other = start(), stored(tmp_path)
+    busy, job = queue.submit(small(steps=1000)), queue.submit(small())
+    until(lambda: steps(busy) > 2)
+
+    async def follow() -> bool:
+        count = job.changes.count
+        await asyncio.to_thread(other.hold, [job.id], True)
+        await job.changes.after(count, 600)
+        return job.held
+
+    assert asyncio.run(asyncio.wait_for(follow(), 60))
+    before = queue.store.database.version()
+    assert other.database.version() is not None and queue.store.get(job.id).held
+    other.hold([job.id], False)
+    assert queue.store.database.version() != before
+    queue.cancel([busy.id])
+
+
+def test_a_change_before_the_wait_is_not_missed() -> None:
+    async def follow(changes: Changes) -> None:
+        count = changes.count
+        changes.notify()
+        await changes.after(count, 600)
+        await changes.after(changes.count, 0.001)
+
+    asyncio.run(asyncio.wait_for(follow(Changes()), 60))
