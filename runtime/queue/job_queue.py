@@ -41,8 +41,6 @@ _ENDED_TASKS = 8
 _FIRST = 10
 # Intervals at which views are compared with the store, jobs of dead processes are recovered, and old files are removed.
 _REFRESH_SECONDS = 0.05
-# At most this late after `look`; many events of a cluster are then read at once.
-_LOOK_SECONDS = 0.02
 _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
 # The watcher may wait for a disk that does not answer; it ends with the process.
@@ -96,7 +94,6 @@ class JobQueue:
         self._specs: dict[str, ModelSpec] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._look = threading.Event()
         self._exit = ExitStack()
         self._is_app = app is None
         self.instance = self._exit.enter_context(Instance(self.store.path)).id if app is None else app
@@ -307,10 +304,6 @@ class JobQueue:
         with self._lock:
             return list(self._tasks.values())
 
-    def look(self) -> None:
-        """Have the views refreshed soon, because this process has written to the store."""
-        self._look.set()
-
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
         own = self.store.order.jobs(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
@@ -435,9 +428,7 @@ class JobQueue:
         version: object = None
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
         expired, problem = -_EXPIRY_SECONDS, ""
-        while not self._closing.wait(_LOOK_SECONDS):
-            self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
-            self._look.clear()
+        while not self._closing.wait(_REFRESH_SECONDS):
             now = time.monotonic()
             try:
                 latest = self.store.database.version()

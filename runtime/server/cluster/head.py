@@ -562,7 +562,6 @@ class _Proxy:
                 job=record.id,
             )
             self._fallbacks = self._fallbacks | {(fallback.model, fallback.component): fallback}
-        self._head.jobs.look()
 
 
 def _on(node: str) -> Any:
