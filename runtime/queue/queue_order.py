@@ -244,7 +244,6 @@ class QueueOrder:
 
 
 def _next(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> sqlite3.Row | None:
-    """Return the row that a worker claims next."""
     wanted = _claimant(instance, kinds)
     row: sqlite3.Row | None = connection.execute(_NEXT, wanted).fetchone()
     if row is None and not _is_busy(connection, instance, kinds):

@@ -95,5 +95,4 @@ def listed(ids: Collection[str]) -> str:
 
 
 def marks(values: Collection[Any]) -> str:
-    """Return an SQL placeholder for each value."""
     return ", ".join("?" * len(values))

@@ -241,8 +241,9 @@ class Run:
         """Write what is not written yet; return the error if that fails."""
         with self._writing:
             while self._outbox:
+                entry = self._outbox[0]
                 try:
-                    current = self._write(self._outbox[0])
+                    current = self._write(entry)
                 except StoreError as error:
                     if error.code == "queue.no_such_job":
                         logger.warning("job %s: its row is gone; nothing of it is stored any more", self.id)
@@ -250,6 +251,11 @@ class Run:
                         break
                     self._fail(error)
                     return error
+                except Exception as error:  # internal error: one entry is lost, and the job ends nevertheless
+                    logger.exception("job %s: an event cannot be stored", self.id)
+                    current, failed = True, outcome_of(error, self)
+                    if entry is self.outcome and type(entry) is not type(failed):
+                        self._outbox.append(failed)
                 if current:
                     self._outbox.popleft()
                 else:
@@ -353,7 +359,6 @@ class ControlPoller:
         self._lock = threading.Lock()  # not held during a poll, which reads and writes the store
 
     def add(self, run: Run) -> None:
-        """Poll for a run."""
         with self._lock:
             self._runs.append(run)
 
@@ -369,7 +374,6 @@ class ControlPoller:
             run.stop()
 
     def poll(self) -> None:
-        """Poll once."""
         runs = self._current()
         controls: Mapping[str, Controls] = {}
         with contextlib.suppress(StoreError):  # polled again soon

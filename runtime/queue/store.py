@@ -137,7 +137,6 @@ class JobStore:
         return self.database.notice
 
     def close(self) -> None:
-        """Close the file."""
         self.database.close()
         if self._remove_folder is not None:
             self._remove_folder()
@@ -507,7 +506,6 @@ class JobStore:
             }
 
     def running_on(self, instance: str) -> Sequence[JobRecord]:
-        """Return the jobs that a worker runs."""
         query = "SELECT * FROM jobs WHERE state = 'running' AND instance = ? AND unreadable IS NULL"
         return self._rows.records((query, (instance,)))
 
@@ -645,13 +643,11 @@ class JobStore:
                 update_row(connection, job_id, deleted=time.time())
 
     def undelete(self, job_id: str) -> None:
-        """Restore a deleted job."""
         with self.database.writing() as connection:
             find_row(connection, job_id)
             update_row(connection, job_id, deleted=None)
 
     def star(self, ids: Iterable[str], starred: bool) -> None:
-        """Star jobs, or remove their stars."""
         with self.database.writing() as connection:
             for one in ids:
                 find_row(connection, one)
@@ -728,7 +724,6 @@ def _submitted(connection: sqlite3.Connection, owner: str | None, submission: Su
 
 
 def _video(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str | float]:
-    """Return the columns that define a video."""
     return {
         **needs_columns(owner, plan),
         "prompt": request.prompt,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +22,7 @@ from runtime.queue import database
 from runtime.queue.event_log import EventLog
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
-from runtime.queue.run import ControlPoller, PutBack, Run, TaskEnded
+from runtime.queue.run import ControlPoller, PutBack, Run, TaskEnded, WorkerLost
 from runtime.queue.store import JobStore
 from runtime.server.cluster import remote_executor
 from runtime.server.cluster.remote_executor import ConnectionLostError
@@ -249,6 +250,14 @@ def test_an_internal_error_is_the_end_of_the_job(case: Case, shell: Shell) -> No
     assert failed.failure.fact.code == "event.internal_error"
 
 
+def test_an_end_that_cannot_be_stored_as_it_is_fails_the_job(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.queue.recovery.settle_worker", Mock(side_effect=ValueError("unexpected")))
+    with Run(case.add("node"), ControlPoller(case.store)) as run:
+        run.settle(WorkerLost(Fact("queue.exit_unknown")))
+    failed = case.store.get(run.id)
+    assert failed.failure is not None and failed.failure.fact.code == "event.internal_error"
+
+
 def test_the_first_outcome_of_a_job_counts(case: Case) -> None:
     with Run(case.add("worker"), ControlPoller(case.store)) as run:
         run.settle(Cancelled())
@@ -412,6 +421,18 @@ def test_a_lost_worker_of_a_node_leaves_its_job_to_the_next(
     assert Fact.model_validate(death["how"]).code == (
         "queue.exit_not_responding" if request_ == "silence" else "queue.exit_unknown"
     )
+
+
+def test_a_worker_that_followed_a_cancellation_is_not_given_up_later(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, poller = case.house.remote(case.store), ControlPoller(case.store)
+    with poller.polling(), Run(case.add("node", steps=200), poller) as run:
+        run.cancel.request()
+        run.settle(remote.execute(run))
+    monkeypatch.setattr(remote_executor, "STOPPING_SECONDS", -1.0)
+    remote.look()
+    assert run.outcome == Cancelled()
 
 
 def test_a_worker_that_does_not_follow_a_cancellation_is_given_up(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

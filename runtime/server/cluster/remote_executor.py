@@ -107,7 +107,7 @@ class RemoteExecutor:
 
     def execute(self, run: Run) -> Outcome:
         """Execute a video and return how it ended. Never raises."""
-        self._run, self._forwarded, self._cancelled_at = run, {}, None
+        self._run, self._forwarded = run, {}
         try:
             await_disk(run)
             while self._unanswered:  # they may write the files that are sent now
@@ -118,7 +118,7 @@ class RemoteExecutor:
         except Exception as error:
             outcome = outcome_of(error, run)
         finally:
-            self._run = None
+            self._run = self._cancelled_at = None
         return after_full_disk(outcome, run)
 
     def look(self) -> None:
