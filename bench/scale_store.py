@@ -72,22 +72,23 @@ def measure(folder: Path, queued: int, jobs: int) -> dict[str, Any]:
     for number in range(jobs):
         owner = f"key:{number % _KEYS}"
         clock.time("add", store.add_once, request, plan, owner=owner, admit=lambda _count, _times: None)
-        job = clock.time("claim", store.claim, f"head.{number}", VIDEOS)
+        job = clock.time("claim", store.order.claim, f"head.{number}", VIDEOS)
         for event in reported:
-            clock.time("step" if isinstance(event, StepDone | FramesDecoded) else "event", store.record, job.id, event)
+            kind = "step" if isinstance(event, StepDone | FramesDecoded) else "event"
+            clock.time(kind, store.log.record, job.id, event)
         for _ in range(_POLLS):
             clock.time("poll", store.get, job.id)
     for number in range(20):
-        clock.time("pending", store.pending, [job.id])
+        clock.time("controls", store.controls, [job.id])
         clock.time("list", store.list, owner=f"key:{number}", limit=21)
-        clock.time("news", store.news, store.changes(0)[0] - 5, ("VideoSaved",))
+        clock.time("news", store.log.events_since, store.log.jobs_changed_since(0)[0] - 5, ("VideoSaved",))
     for _ in range(3):
-        clock.time("queue", store.queue)
-        clock.time("waiting", store.waiting, 40)
-        clock.time("counts", store.queue_counts)
+        clock.time("queue", store.order.jobs)
+        clock.time("waiting", store.order.waiting, 40)
+        clock.time("counts", store.order.counts)
         last = store.list(states=["queued"], limit=1)[0].id
-        clock.time("ahead", store.ahead, last)
-        clock.time("count_ahead", store.count_ahead, last)
+        clock.time("ahead", store.order.ahead, last)
+        clock.time("count_ahead", store.order.count_ahead, last)
     own = ("add", "claim", "step", "event", "poll")
     cpu = sum(clock.cpu[name] for name in own) / jobs
     done = sum(len(clock.wall[name]) for name in own)

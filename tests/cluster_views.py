@@ -73,13 +73,13 @@ def waiting(job: JobRecord, *, gpus: int = 1, gib: int = 0, model: str = MODEL, 
 
 def run_on(queue: JobQueue, job: JobRecord, worker: str, step: int = 3) -> JobRecord:
     """Let a worker run a job up to a step; return its record."""
-    record = queue.store.claim_job(job.id, worker)
+    record = queue.store.order.claim_job(job.id, worker)
     assert record is not None
     assert record.plan is not None
     events: list[Event] = [Planned(plan=record.plan), StageStarted(stage="denoise", part="transformer")]
     events += [StepDone(step=one, of=4, seconds=8.0, part="transformer") for one in range(1, step + 1)]
     for event in events:
-        queue.store.record(job.id, event, record.lease)
+        queue.store.log.record(job.id, event, record.lease)
     view = queue.job(job.id)
     assert view is not None
     view.refresh()

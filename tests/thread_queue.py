@@ -44,7 +44,7 @@ class RunningQueue(JobQueue):
     def close(self) -> None:
         """Stop the workers as the supervisor does, and close the queue."""
         if self.store.temporary:
-            self.cancel([one.id for one in self.store.queue()])
+            self.cancel([one.id for one in self.store.order.jobs()])
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:

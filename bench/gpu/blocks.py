@@ -484,7 +484,7 @@ def lost(setup: Setup) -> None:
             part="lost",
             end=type(end).__name__,
             planted_was_used=not (planted / "once").exists(),
-            deaths=[death["how"] for death in store.deaths(job.id)],
+            deaths=[death["how"] for death in store.log.deaths(job.id)],
             warnings=list(map(str, end.warnings)) if isinstance(end, VideoSaved) else str(end),
             backends={name: part["backend"] for name, part in end.plan["components"].items()}
             if isinstance(end, VideoSaved)

@@ -44,8 +44,9 @@ from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, slug
-from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
+from runtime.queue.executors import make_video
+from runtime.queue.run import PutBack
 
 _SCRATCH = ".bench-"
 SCHEMA = 1
@@ -398,10 +399,10 @@ class Bench:
         release_cached_memory()  # memory that PyTorch caches would count as used before this run
         before = used_memory(device)
         with _precision(entry), recorder.measuring():
-            run_job(
+            end = make_video(
                 plan, spec, recorder.emit, cancel, entry.residency, self.setup.history, on_frames=recorder.add_frames
             )
-        run = recorder.measurement()
+        run = recorder.measurement(None if isinstance(end, PutBack) else end)
         if isinstance(run.end, Cancelled):
             raise CancelledError
         if not self.setup.keep_videos or video.parent != self.setup.folder:

@@ -56,16 +56,15 @@ class Measurement:
 
 
 class Recorder:
-    """Records one run of `run_job`.
+    """Records one run of `make_video`.
 
-    Call `run_job` within `measuring`. Pass it `emit`, `add_frames`, and an `UnwrittenHistory` whose `listener` is this
-    recorder.
+    Call `make_video` within `measuring`. Pass it `emit`, `add_frames`, and an `UnwrittenHistory` whose `listener` is
+    this recorder.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._cuda = device.startswith("cuda")
-        self._end: TerminalEvent | None = None
         self._steps: list[float] = []
         self._fell_back: list[str] = []
         self._warnings: list[str] = []
@@ -111,8 +110,6 @@ class Recorder:
             self._fell_back.append(str(event.fact))
         elif isinstance(event, Warned):
             self._warnings.append(str(event.fact))
-        elif isinstance(event, TerminalEvent):
-            self._end = event
 
     def add_frames(self, frames: np.ndarray) -> None:
         """Record decoded frames."""
@@ -124,9 +121,8 @@ class Recorder:
         if self._cuda:
             self._vram = dict(peaks)
 
-    def measurement(self) -> Measurement:
-        """Return the measurement."""
-        end = self._end
+    def measurement(self, end: TerminalEvent | None) -> Measurement:
+        """Return the measurement of a job that ended with `end`."""
         saved = end if isinstance(end, VideoSaved) else None
         fell_back = self._fell_back
         if saved is not None and self._deviations and not fell_back:

@@ -4,9 +4,11 @@ The job is added to the store as claimed by this process, so it does not wait in
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.cli import exit_codes, terminal
 from runtime.cli.exit_codes import cancel_on_signals
@@ -14,8 +16,8 @@ from runtime.cli.jobs import check_stored
 from runtime.cli.plan_and_doctor import clip_text, time_text
 from runtime.core import settings
 from runtime.core.environment import program
-from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, OutputError, StoreError, TandemError
-from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, VideoSaved, Warned
+from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, OutputError, StoreError
+from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, Planned, VideoSaved, Warned
 from runtime.core.facts import Fact, Words, render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import ExecutionPlan
@@ -29,11 +31,16 @@ from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import resolve
 from runtime.queue import recovery
+from runtime.queue.executors import VideoExecutor
 from runtime.queue.instances import Instance
-from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner, queue_builds, run
+from runtime.queue.job_planning import JobReplanner, queue_builds
 from runtime.queue.records import JobRecord
+from runtime.queue.run import ControlPoller, Outcome, Run, Work
 from runtime.queue.store import JobStore, open_store
 from runtime.video.mp4 import check_output
+
+if TYPE_CHECKING:  # it imports torch
+    from runtime.execution.residency import Residency
 
 # A video that takes longer is generated after a question.
 _ASK_SECONDS = 3 * 3600
@@ -80,7 +87,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
     with ExitStack() as stack:
         store, job = _stored(environment, stack, request, plan)
         queue_missing_engines(store, job, plan, spec, environment.engines.store.folder)
-        return _run(environment, store, job, spec, plan, as_json=as_json)
+        return _run(environment, store, job, lambda _: (spec, plan), as_json=as_json)
 
 
 def queue_missing_engines(store: JobStore, job: JobRecord, plan: ExecutionPlan, spec: ModelSpec, folder: Path) -> None:
@@ -122,14 +129,12 @@ def resume(id_prefix: str, out: str | None, *, as_json: bool) -> int:
             hint = " To save it elsewhere, add --out FILE.mp4."
             return exit_codes.report_error(error.fact, as_json=as_json, hint=hint)
         job = store.start(job.id, own.id, None if out is None else _given_path(out))
-        try:
-            spec, plan = Planner(environment.settings.weights_dir, environment.engines, environment.history).plan(
-                job, environment.machine, deaths=store.deaths(job.id)
-            )
-        except TandemError as error:
-            store.record(job.id, Failed.because_of(error))
-            raise
-        return _run(environment, store, job, spec, plan, as_json=as_json)
+        replanner = JobReplanner(environment.settings.weights_dir, environment.engines, environment.history)
+
+        def plan(work: Work) -> tuple[ModelSpec, ExecutionPlan]:
+            return replanner.plan(work.record, environment.machine, deaths=store.log.deaths(job.id))
+
+        return _run(environment, store, job, plan, as_json=as_json)
 
 
 def _check_resumed(job: JobRecord, out: str | None, outputs_dir: Path) -> None:
@@ -161,52 +166,60 @@ def _run(
     environment: _Environment,
     store: JobStore,
     record: JobRecord,
-    spec: ModelSpec,
-    plan: ExecutionPlan,
+    plan: Callable[[Work], tuple[ModelSpec, ExecutionPlan]],
     *,
     as_json: bool,
 ) -> int:
-    # It imports torch, which takes seconds that a refused request does not need.
-    from runtime.execution.residency import Residency
-
+    hint = _resume_hint(record, store)
     progress = terminal.ProgressLine()
+    components: Sequence[str] = ()
     poller = ControlPoller(store)
-    with cancel_on_signals(_resume_hint(record, store)) as cancel, poller.polling():
-        job = JobRecorder(record.id, store, cancel, record.lease)
+    with ExitStack() as loaded:
 
-        def emit(event: Event) -> None:
-            warnings = job.record(event)
+        def residency() -> "Residency":
+            # It imports torch, which takes seconds that a refused request does not need.
+            from runtime.execution.residency import Residency
+
+            return loaded.enter_context(Residency(environment.engines))
+
+        def show(event: Event) -> None:
+            nonlocal components
             progress.event(event)
-            for shown in (event, *warnings):
-                if isinstance(shown, Warned | FellBack) or (isinstance(shown, OutOfMemory) and shown.retried):
-                    terminal.warning(render(shown.fact, Words(plan.components)).what)
+            if isinstance(event, Planned):
+                components = list(event.plan.components)
+            if isinstance(event, Warned | FellBack) or (isinstance(event, OutOfMemory) and event.retried):
+                terminal.warning(render(event.fact, Words(components)).what)
 
-        with poller.following(job), Residency(environment.engines) as residency, progress.shown():
-            run(record, plan, spec, emit, cancel, residency, environment.history, store.folder(record.id))
-    if isinstance(job.end, VideoSaved) and environment.settings.outputs_dir not in job.end.video.parents:
-        give_usual_permissions(job.end.video)
-    return _report_end(job, store, plan, _resume_hint(record, store), as_json=as_json)
+        executor = VideoExecutor(plan, residency, environment.history)
+        with (
+            cancel_on_signals(hint) as cancel,
+            poller.polling(),
+            Run(record, poller, cancel=cancel, listener=show) as run,
+            progress.shown(),
+        ):
+            run.settle(executor.execute(run))
+    if isinstance(run.outcome, VideoSaved) and environment.settings.outputs_dir not in run.outcome.video.parents:
+        give_usual_permissions(run.outcome.video)
+    return _report_end(run.outcome, components, hint, job_id=run.id, as_json=as_json)
 
 
 def _resume_hint(job: JobRecord, store: JobStore) -> str:
     return "" if store.temporary else f" To resume it: `{program()} jobs resume {job.id}`"
 
 
-def _report_end(job: JobRecorder, store: JobStore, plan: ExecutionPlan, hint: str, *, as_json: bool) -> int:
-    end = job.end
+def _report_end(end: Outcome | None, components: Sequence[str], hint: str, *, job_id: str, as_json: bool) -> int:
     if isinstance(end, VideoSaved):
         _print_saved(end)
         if as_json:
-            exit_codes.emit_json(end.result_json() | {"job": job.id})
+            exit_codes.emit_json(end.result_json() | {"job": job_id})
         return exit_codes.DONE
     if isinstance(end, Failed):
         if end.internal:
             error = str(end.fact.data.get("error", end.fact))
             return exit_codes.report_internal_error(error, as_json=as_json, hint=hint)
         hint = "" if end.fact.code in MODEL_UNUSABLE else hint
-        return exit_codes.report_error(end.fact, as_json=as_json, components=plan.components, hint=hint)
+        return exit_codes.report_error(end.fact, as_json=as_json, components=components, hint=hint)
     if not isinstance(end, Cancelled):
-        store.put_back(job.id)
         terminal.line(f"Paused.{hint}")
         return exit_codes.CANCELLED
     terminal.line(f"Cancelled. Nothing was saved.{hint}")

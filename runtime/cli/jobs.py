@@ -235,7 +235,7 @@ def _waits(store: JobStore, job: JobRecord) -> str:
     """Return what a running job waits for, as text; empty if it does not wait."""
     if job.state != "running":
         return ""
-    events = store.events(job.id)
+    events = store.log.events(job.id)
     last = event_from_json(events[-1][2], job) if events else None
     return str(last.fact) if isinstance(last, WaitsForDisk | WaitsForGpus) else ""
 

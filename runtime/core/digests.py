@@ -2,11 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.core.cancel import never
 from runtime.core.files import replace_file
 from runtime.core.untrusted_files import open_file, read_json
 
@@ -15,8 +17,11 @@ _BLOCK = 1 << 20
 _THREADS = 8
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path, check: Callable[[], None] = never) -> str:
     """Return the SHA-256 of a file in hexadecimal.
+
+    Args:
+        check: called for each block; may raise.
 
     Raises:
         OSError: if it cannot be read.
@@ -24,17 +29,19 @@ def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with open_file(path) as file:
         while block := file.read(_BLOCK):
+            check()
             digest.update(block)
     return digest.hexdigest()
 
 
-def file_digests(paths: Sequence[Path], folder: Path | None) -> list[str]:
+def file_digests(paths: Sequence[Path], folder: Path | None, check: Callable[[], None] = never) -> list[str]:
     """Return the digests of files; a file is read, at about 1 GB/s, if its path, size or time of modification is new.
 
     Several files are read at once.
 
     Args:
         folder: that stores them; `None` to read every file.
+        check: called for each block of a file that is read, by any thread; may raise.
 
     Raises:
         OSError: if a file cannot be read.
@@ -46,7 +53,7 @@ def file_digests(paths: Sequence[Path], folder: Path | None) -> list[str]:
         # Of before a file is read: it may change meanwhile.
         stamps = [_stamp(path) for path in unread]
         with ThreadPoolExecutor(_THREADS) as threads:
-            found |= zip(unread, threads.map(sha256, unread), strict=True)
+            found |= zip(unread, threads.map(partial(sha256, check=check), unread), strict=True)
         _write(folder, {str(path.resolve()): [*stamp, found[path]] for path, stamp in zip(unread, stamps, strict=True)})
     return [found[path] for path in paths]
 

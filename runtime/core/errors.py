@@ -31,6 +31,10 @@ from runtime.core.facts import Fact, render
 DEVICE_LOST = "execution.device_lost"
 # The codes of errors of a video that does not fit on its disk.
 DISK_FULL = frozenset({"video.disk_full", "video.disk_too_small"})
+# The codes of errors of a job store that can be used again later, as it is.
+STORE_UNAVAILABLE = frozenset(
+    {"queue.store_locked", "queue.store_disk_full", "queue.store_read_only", "queue.store_deleted"}
+)
 # The codes of errors of a model's files. A job fails again until they are replaced, so that no resume is offered.
 MODEL_UNUSABLE = frozenset(
     f"model.{name}"

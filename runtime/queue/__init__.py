@@ -1,7 +1,7 @@
 """The job queue: jobs in SQLite, and the processes that run them.
 
-The web app submits and follows jobs through `job_queue`. Its `supervisor` starts one `worker` process per GPU. A worker
-claims jobs from the `store` and runs them with `job_runner` (videos) or `task_runner` (work on the engine library); the
-command line runs a video with `job_runner` in its own process. `views` read progress from the store, and `recovery`
-updates the jobs of processes that died.
+The web app submits and follows jobs through `job_queue`. Its `supervisor` starts one `worker` process per GPU. Workers,
+the command line and the head of a cluster do the same with a job that they claim from the `store`: they open a `run`,
+have one of the `executors` execute it, and settle it. `views` read progress from the store, and `recovery` updates the
+jobs of processes that died.
 """

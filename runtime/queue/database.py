@@ -1,6 +1,7 @@
 """The SQLite file of the job store: transactions, errors, schema and migrations.
 
-The file survives killed processes and concurrent writers: write-ahead logging, one short transaction per change.
+The file survives killed processes and concurrent writers: write-ahead logging, one short transaction per change. Reads
+have connections of their own, so that they never wait for a writer, of this process or another one.
 SQLite's errors become `StoreError`s with a remedy. A damaged file is renamed to a backup and a new one is started.
 SQLite's `user_version` holds the schema version of a file.
 """
@@ -31,6 +32,8 @@ _OPENING_SECONDS = 20.0
 _STATEMENTS = 32
 _CACHE_KIB = 512
 _SMALL_FILES = 1 << 16
+# Connections for reading that are kept open; threads that read at once may use more.
+_MOST_READERS = 4
 # No file has this device and number.
 _CLOSED = (-1, -1)
 
@@ -57,12 +60,34 @@ class Database:
         self._durable = False
         self._identity: tuple[int, int] | None = None
         self._missing = False
+        self._closed = False
+        self._readers: list[sqlite3.Connection] = []
+        self._watching: sqlite3.Connection | None = None
+        # Grows when another file takes the place of the first, and its connections are of no use any more.
+        self._generation = 0
         self._open()
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
             self._connection.close()
+            self._close_readers()
+            self._closed = True
+
+    def version(self) -> object:
+        """Return a value that changes with each write, of any process; for one thread. It takes microseconds.
+
+        Raises:
+            StoreError: if the file cannot be read.
+        """
+        if self.path is None:
+            return self._connection.total_changes
+        with _sqlite_errors(self.path):
+            self._check_file()
+            generation, connection = self._generation, self._watching
+            if connection is None:
+                connection = self._watching = _connect(str(self.path))
+            return generation, *connection.execute("PRAGMA data_version").fetchone()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -71,8 +96,28 @@ class Database:
         Raises:
             StoreError: if the file cannot be read.
         """
-        with self._transaction("BEGIN", durable=None) as connection:
-            yield connection
+        if self.path is None:
+            with self._transaction("BEGIN", durable=None) as connection:
+                yield connection
+            return
+        with _sqlite_errors(self.path):
+            self._check_file()
+            generation = self._generation
+            try:
+                connection = self._readers.pop()
+            except IndexError:
+                connection = _connect(str(self.path))
+                connection.execute("PRAGMA query_only = ON")
+            try:
+                connection.execute("BEGIN")
+                yield connection
+            finally:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+                if generation == self._generation and len(self._readers) < _MOST_READERS:
+                    self._readers.append(connection)
+                else:
+                    connection.close()
 
     @contextlib.contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
@@ -160,6 +205,21 @@ class Database:
             return None
         return None if found is None else (found.st_dev, found.st_ino)
 
+    def _check_file(self) -> None:
+        """Follow the file before a read, without waiting for a writer if it is still the same."""
+        if self._closed:
+            raise sqlite3.ProgrammingError("closed")
+        if self._on_disk() != self._identity:
+            with self._lock:
+                self._follow_file()
+
+    def _close_readers(self) -> None:
+        self._generation += 1
+        readers, self._readers = self._readers, []
+        for connection in (*readers, *filter(None, [self._watching])):
+            connection.close()
+        self._watching = None
+
     def _follow_file(self) -> None:
         """Open the file again if another one has taken its place.
 
@@ -179,6 +239,7 @@ class Database:
         else:
             logger.warning("%s was replaced while Tandem runs", self.path.name)
             self._connection.close()
+            self._close_readers()
             self._identity = _CLOSED  # if it cannot be opened now, the next transaction tries again
             self._open()
             self._missing = False

@@ -39,10 +39,8 @@ _ENDED_JOBS = 10
 _ENDED_TASKS = 8
 # Queued jobs of which the first with a readable plan is shown.
 _FIRST = 10
-# Intervals at which views are refreshed, jobs of dead processes are recovered, and old files are removed.
-_REFRESH_SECONDS = 0.1
-# At most this late after `look`; many events of a cluster are then read at once.
-_LOOK_SECONDS = 0.02
+# Intervals at which views are compared with the store, jobs of dead processes are recovered, and old files are removed.
+_REFRESH_SECONDS = 0.05
 _RECOVERY_SECONDS = 10.0
 _CLEANUP_SECONDS = 3600.0
 # The watcher may wait for a disk that does not answer; it ends with the process.
@@ -96,7 +94,6 @@ class JobQueue:
         self._specs: dict[str, ModelSpec] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._look = threading.Event()
         self._exit = ExitStack()
         self._is_app = app is None
         self.instance = self._exit.enter_context(Instance(self.store.path)).id if app is None else app
@@ -307,13 +304,9 @@ class JobQueue:
         with self._lock:
             return list(self._tasks.values())
 
-    def look(self) -> None:
-        """Have the views refreshed soon, because this process has written to the store."""
-        self._look.set()
-
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
-        own = self.store.queue(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
+        own = self.store.order.jobs(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
         return next((self._job_of(record) for record in own if record.plan), None)
 
     def latest(self, owner: str | None = None) -> Job | None:
@@ -323,14 +316,14 @@ class JobQueue:
     def ahead(self, of: Job | Task) -> Mapping[str, Kind]:
         """Return the kinds of the jobs and tasks that run before another one, by id in order, without paused ones."""
         try:
-            return self.store.ahead(of.id)
+            return self.store.order.ahead(of.id)
         except StoreError:  # the page shows everything else
             return {}
 
     def count_ahead(self, of: Job) -> int:
         """Return how many jobs and tasks run before a queued one."""
         try:
-            return self.store.count_ahead(of.id)
+            return self.store.order.count_ahead(of.id)
         except StoreError:
             return 0
 
@@ -361,7 +354,7 @@ class JobQueue:
             return
         if self.store.temporary:
             with suppress(StoreError):  # its file was deleted
-                self.cancel(self.store.queue_ids())
+                self.cancel(self.store.order.ids())
         if self._supervisor is not None:
             self._supervisor.close()
         self._closing.set()
@@ -428,16 +421,21 @@ class JobQueue:
             return task
 
     def _watch(self) -> None:
-        """Refresh views, recover the jobs of dead processes and remove old files, until `close`."""
+        """Refresh views, recover the jobs of dead processes and remove old files, until `close`.
+
+        This is the only place that polls for what other processes write; pages and streams wait for `Job.changes`.
+        """
+        version: object = None
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
         expired, problem = -_EXPIRY_SECONDS, ""
         clock = storage.ClockWatch()
-        while not self._closing.wait(_LOOK_SECONDS):
-            self._look.wait(_REFRESH_SECONDS - _LOOK_SECONDS)
-            self._look.clear()
+        while not self._closing.wait(_REFRESH_SECONDS):
             now = time.monotonic()
             try:
-                self._refresh()
+                latest = self.store.database.version()
+                if latest != version:
+                    self._refresh()
+                    version = latest
                 if not self._is_app:
                     continue
                 if now - recovered > _RECOVERY_SECONDS:
@@ -462,7 +460,7 @@ class JobQueue:
     def _refresh(self, ids: Iterable[str] = ()) -> None:
         """Refresh the views of jobs and tasks that have changed, and of `ids` in any case."""
         with self._lock:
-            self._read, changed = self.store.changes(self._read)
+            self._read, changed = self.store.log.jobs_changed_since(self._read)
             views: dict[str, Job | Task] = {**self._jobs, **self._tasks}
         states = self.store.states([view.id for view in views.values() if view.open])
         changed |= {*ids, *(view.id for view in views.values() if view.open and view.seen != states.get(view.id))}
@@ -471,12 +469,15 @@ class JobQueue:
                 views[job_id].refresh()
             except StoreError as error:
                 if error.code == "queue.no_such_job":  # it was purged; those that follow it stop
-                    views[job_id].state = "cancelled"
+                    view = views[job_id]
+                    view.state = "cancelled"
+                    if isinstance(view, Job):
+                        view.changes.notify()
                     with self._lock:
                         self._jobs.pop(job_id, None)
                         self._tasks.pop(job_id, None)
         self._forget_old()
-        for record in self.store.queue(kinds=["build"]):
+        for record in self.store.order.jobs(kinds=["build"]):
             self._task_of(record)
 
     def _forget_old(self) -> None:

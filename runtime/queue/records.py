@@ -204,7 +204,7 @@ class Needs(FrozenModel):
 def needs_columns(owner: str | None, plan: ExecutionPlan) -> dict[str, str | float]:
     """Return the columns that a scheduler and lists read without the plan.
 
-    They are the needs as JSON, the lane, see `JobStore.waiting`, and the seconds of the needs.
+    They are the needs as JSON, the lane, see `QueueOrder.waiting`, and the seconds of the needs.
     """
     needs = Needs.of(plan)
     lane = json.dumps([owner, needs.model, needs.gpus])

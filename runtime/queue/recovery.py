@@ -53,7 +53,7 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
     for app in registry.apps() - {own}:
         if not is_alive(store.path, app):
             registry.remove_app(app)
-    for job in store.queue(states=["running"]):
+    for job in store.order.jobs(states=["running"]):
         if job.instance is None:
             continue
         app = app_of(job.instance)
@@ -109,7 +109,7 @@ def settle_worker(
         if saved is not None or job.pending == "cancel":
             store.interrupt(job.id, worker, saved)
             continue
-        events = [values for _, _, values in store.events(job.id)]
+        events = [values for _, _, values in store.log.events(job.id)]
         work = _current_work(events)
         work["begun"] = work["begun"] and counted
         death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
@@ -121,7 +121,7 @@ def settle_worker(
             continue
         error = StoreError("queue.worker_died" if job.kind == "task" else "queue.worker_died_again", how=how)
         if job.kind == "video":
-            store.record(job.id, Failed.because_of(error))
+            store.log.record(job.id, Failed.because_of(error))
         else:
             store.finish(job.id, "failed", error.fact)
 

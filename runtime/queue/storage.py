@@ -265,7 +265,7 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
         return
     with contextlib.suppress(OSError), held(_lock_of_folders(store.path), seconds=0):  # a later call removes them
         folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
-        for name in set(folders) - store.known(folders):
+        for name in set(folders) - store.existing_ids(folders):
             shutil.rmtree(folders[name], ignore_errors=True)
 
 

@@ -35,7 +35,7 @@ def report(
     Args:
         with_prompt: whether to include prompts and paths.
     """
-    events = [{"n": n, "at": at, **event} for n, at, event in store.events(job.id)]
+    events = [{"n": n, "at": at, **event} for n, at, event in store.log.events(job.id)]
     report = {
         "id": job.id,
         "state": job.state,

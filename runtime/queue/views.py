@@ -19,6 +19,7 @@ from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.files import PREVIEW, checkpoint_step, finished_clip
+from runtime.queue.changes import Changes
 from runtime.queue.records import RESUMABLE, BuildProgress, JobRecord, State, event_from_json, read_plan, task_progress
 from runtime.queue.store import JobStore, Seen
 
@@ -83,6 +84,7 @@ class Job:
         finishing: whether its video ends after the current section.
         progress: how far it is.
         events: its events since it started, without previews.
+        changes: wakes those who follow the job.
         seen: what the last `refresh` found, to compare with `JobStore.states`.
     """
 
@@ -97,6 +99,7 @@ class Job:
         self.finishing = record.finish
         self.progress = Progress()
         self.events: list[Event] = []
+        self.changes = Changes()
         self.seen: Seen | None = None
         self._store = store
         self._read = 0
@@ -145,7 +148,7 @@ class Job:
             StoreError: if the store cannot be read, or the job was removed.
         """
         with self._lock:
-            record, events = self._store.read(self.id, self._read)
+            record, events = self._store.log.read(self.id, self._read)
             if record.plan_json is not None and record.plan_json != self._plan_json and record.plan is not None:
                 self._plan_json, self.summary = record.plan_json, PlanSummary.of(record.plan)
             for number, _, values in events:
@@ -165,6 +168,7 @@ class Job:
             self.cancelling = record.state == "running" and record.pending == "cancel"
             self.state, self.held, self.finishing = record.state, record.held, record.finish
             self.seen = (record.state, record.held, record.pending, record.live)
+        self.changes.notify()
 
     def _follow(self, values: Mapping[str, Any], record: JobRecord) -> None:
         event = event_from_json(values, record)
@@ -256,7 +260,7 @@ class Task(TaskProgress):
             StoreError: if the store cannot be read, or the task was removed.
         """
         with self._lock:
-            record, events = self._store.read(self.id, self._read)
+            record, events = self._store.log.read(self.id, self._read)
             for number, at, values in events:
                 self._read = number
                 self._follow(values, at)

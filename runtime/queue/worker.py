@@ -19,35 +19,32 @@ from typing import TYPE_CHECKING
 import psutil
 
 from runtime.core import log
-from runtime.core.cancel import CancelledError, PausedError
 from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
-from runtime.core.errors import DEVICE_LOST, DISK_FULL, EngineError, StoreError, TandemError
-from runtime.core.events import Cancelled, Event, Failed, WaitsForDisk, WaitsForGpus
+from runtime.core.errors import DEVICE_LOST, StoreError
+from runtime.core.events import Failed, WaitsForGpus
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.processes import be_killed_first, use_no_semaphores
 from runtime.engines.service import EngineService
-from runtime.machine.probe import Machine, free_disk_bytes, probe
+from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
-from runtime.queue import job_runner
+from runtime.queue.executors import TaskExecutor, VideoExecutor
 from runtime.queue.instances import WorkerEntry, WorkerRegistry, app_of
-from runtime.queue.job_runner import ControlPoller, JobRecorder, Planner
-from runtime.queue.records import KINDS, JobRecord, Kind, State, work_of
+from runtime.queue.job_planning import JobReplanner, queue_builds
+from runtime.queue.records import KINDS, JobRecord, Kind
 from runtime.queue.recovery import EXIT_DEVICE_LOST
+from runtime.queue.run import ControlPoller, Outcome, Run, Work
 from runtime.queue.store import JobStore, open_when_usable
 from runtime.upstream.torch import cuda_failure
 
 if TYPE_CHECKING:  # these import torch
     from runtime.execution.residency import Residency
-    from runtime.queue.task_runner import TaskRecorder
 
 # Interval at which the store is polled for work: other processes add jobs without a signal.
 _POLL_SECONDS = 0.1
 # The same after an error of the store, so that the log does not fill up.
 _RETRY_SECONDS = 5.0
-# Videos wait while less than this is free on their disk: one after another would be computed and then not saved.
-_LEAST_FREE_BYTES = 50_000_000
 # Interval at which a worker shows its supervisor that it runs.
 _HEARTBEAT_SECONDS = 0.5
 # Exit code of a worker whose supervisor is gone.
@@ -136,11 +133,11 @@ class Worker:
         self._store = store
         self._config = config
         self._registry = WorkerRegistry(store.database)
-        self._planner = Planner(config.weights_dir, config.engines, config.history, builds_later=True)
+        self._replanner = JobReplanner(config.weights_dir, config.engines, config.history, builds_later=True)
         self._poller = ControlPoller(store)
         self._residency: Residency | None = None
+        self._exit = ExitStack()
         self._stopping = threading.Event()
-        self._running: JobRecorder | TaskRecorder | None = None
         self._busy = False
         self._lock = threading.Lock()
 
@@ -152,22 +149,20 @@ class Worker:
         """
         with self._lock:
             self._stopping.set()
-            running, busy = self._running, self._busy
-        if isinstance(running, JobRecorder):
-            running.cancel.pause()
-        elif running is not None:
-            running.cancel.request()
+            busy = self._busy
+        self._poller.stop()
         return busy
 
     def run(self) -> None:
         """Claim and run jobs until `stop`."""
         config = self._config
         self._registry.register(config.instance, config.gpu)
-        with ExitStack() as stack:
-            stack.enter_context(self._poller.polling())
+        videos = VideoExecutor(self._plan, self._load_libraries, config.history, waits_for_disk=True)
+        tasks = TaskExecutor(config.engines, config.weights_dir, config.gpu, self._free)
+        with self._exit, self._poller.polling():
             if config.preload:
                 with contextlib.suppress(Exception):  # reported with the first job
-                    self._load_libraries(stack)
+                    self._load_libraries()
             collect_garbage_as_usual()
             while not self._stopping.is_set():
                 try:
@@ -179,19 +174,24 @@ class Worker:
                 if record is None:
                     self._stopping.wait(_POLL_SECONDS)
                     continue
-                try:
-                    self._run_video(record, stack) if record.kind == "video" else self._run_task(record)
-                except Exception as error:
-                    self._give_up(record, error)
-                self._settle()
+                wanted = self._is_wanted if record.idle else None
+                with Run(record, self._poller, stopping=self._stopping, wanted=wanted) as run:
+                    if record.kind == "video":
+                        outcome = videos.execute(run)
+                        self._exit_if_device_is_lost(run, outcome)
+                    else:
+                        self._release_lent_gpus()
+                        outcome = tasks.execute(run)
+                    run.settle(outcome)
+                self._report_memory()
                 with self._lock:
-                    self._busy, self._running = False, None
+                    self._busy = False
 
     def _claim(self) -> JobRecord | None:
         with self._lock:
             if self._stopping.is_set():
                 return None
-            record = self._store.claim(self._config.instance, self._config.kinds)
+            record = self._store.order.claim(self._config.instance, self._config.kinds)
             self._busy = record is not None
             return record
 
@@ -208,7 +208,14 @@ class Worker:
             gpus = self._registry.gpus(instance)
         return not gpus
 
-    def _settle(self) -> None:
+    def _release_lent_gpus(self) -> None:
+        """Return the GPUs of other workers before a task, which uses one."""
+        with contextlib.suppress(StoreError):  # returned after the task
+            if len(self._registry.gpus(self._config.instance)) > 1:
+                self._free()
+                self._report_memory()
+
+    def _report_memory(self) -> None:
         """Store the memory that stays in use; return lent GPUs unless processes stay loaded on them."""
         residency, instance = self._residency, self._config.instance
         with contextlib.suppress(StoreError):
@@ -231,119 +238,54 @@ class Worker:
         workers = self._registry.workers(app_of(instance))
         return memory_for_new_job(probe(), workers, self._config.gpu)
 
-    def _run_video(self, record: JobRecord, stack: ExitStack) -> None:
-        recorder = JobRecorder(record.id, self._store, lease=record.lease)
-        with self._poller.following(recorder):
-            self._begin(recorder)
-            try:
-                self._load_libraries(stack)
-            except Exception as error:
-                logger.exception("job %s could not start", record.id)
-                recorder.record(Failed(fact=Fact("queue.pytorch_broken", {"error": str(error)})))
-            else:
-                self._run_job(recorder, record)
-            if recorder.end is None:
-                self._put_back(recorder)
-
-    def _put_back(self, recorder: JobRecorder) -> None:
-        """Put a job that has not ended back into the queue; if the store cannot be written, as soon as it can."""
-        while True:
-            error = recorder.write()
-            try:
-                if error is None:
-                    self._store.put_back(recorder.id)
-                    return
-            except StoreError as failed:
-                error = failed
-            logger.warning("job %s: %s", recorder.id, type(error.__cause__ or error).__name__)
-            if error.fact.code == "queue.no_such_job" or self._stopping.wait(_RETRY_SECONDS):
-                return
-
-    def _run_job(self, recorder: JobRecorder, record: JobRecord) -> None:
-        assert self._residency is not None
-        folder = record.output.parent
-
-        def emit(event: Event) -> None:
-            if isinstance(event, Failed) and self._device_is_lost(event):
-                logger.error("job %s: the CUDA context is broken; this worker ends", record.id)
-                logging.shutdown()
-                os._exit(EXIT_DEVICE_LOST)
-            if isinstance(event, Failed) and event.fact.code in DISK_FULL and _is_full(folder):
-                logger.warning("job %s: the disk is full; it is queued again", record.id)
-            else:
-                recorder.record(event)
-
-        try:
-            self._await_space(recorder, folder)
-            spec, plan = self._plan(recorder, record)
-        except CancelledError:
-            recorder.record(Cancelled())
-        except PausedError:
-            logger.info("job %s waits again", record.id)
-        except TandemError as error:
-            recorder.record(Failed.because_of(error))
-        except Exception as error:  # internal error: one line for the user, the traceback in the log
-            logger.exception("job %s could not be planned", record.id)
-            recorder.record(Failed.because_of(error))
-        else:
-            if not record.begun:
-                self._queue_builds(record, plan, spec)
-            checkpoints, history = self._store.folder(record.id), self._config.history
-            job_runner.run(record, plan, spec, emit, recorder.cancel, self._residency, history, checkpoints)
-
-    def _await_space(self, recorder: JobRecorder, folder: Path) -> None:
-        """Wait until the disk of a folder has space for a video.
-
-        Raises:
-            CancelledError, PausedError: if that was requested meanwhile.
-        """
-        if _is_full(folder):
-            recorder.record(WaitsForDisk(wanted=_LEAST_FREE_BYTES))
-        while _is_full(folder):
-            recorder.cancel.check_pause()
-            self._stopping.wait(_POLL_SECONDS)
-
-    def _queue_builds(self, record: JobRecord, plan: ExecutionPlan, spec: ModelSpec) -> None:
-        folder = self._config.engines.store.folder
-        with contextlib.suppress(StoreError):  # a later video tries again
-            if job_runner.queue_builds(record, plan, spec, self._store, folder):
-                logger.info("job %s: its engines are built when no video waits", record.id)
-
     def _is_wanted(self) -> bool:
         """Return whether a build that runs while no video waits has to make room."""
         instance = self._config.instance
-        return self._store.idle_is_over(instance, self._config.kinds) or self._registry.waits_for(instance) is not None
+        return (
+            self._store.order.idle_is_over(instance, self._config.kinds)
+            or self._registry.waits_for(instance) is not None
+        )
 
-    def _device_is_lost(self, failed: Failed) -> bool:
-        """Return whether a job failed because the CUDA context of its process, or of one of its GPUs', is broken."""
+    def _exit_if_device_is_lost(self, run: Run, outcome: Outcome) -> None:
+        """End this process if a job failed because the CUDA context of it, or of one of its GPUs', is broken."""
+        if not isinstance(outcome, Failed):
+            return
         on_gpu = bool(self._config.engines.machine.gpus)
-        return failed.fact.code == DEVICE_LOST or (on_gpu and cuda_failure(self._config.gpu) is not None)
+        if outcome.fact.code == DEVICE_LOST or (on_gpu and cuda_failure(self._config.gpu) is not None):
+            logger.error("job %s: the CUDA context is broken; this worker ends", run.id)
+            logging.shutdown()
+            os._exit(EXIT_DEVICE_LOST)
 
-    def _plan(self, recorder: JobRecorder, record: JobRecord) -> tuple[ModelSpec, ExecutionPlan]:
-        """Plan a job, and wait for the GPUs that it uses.
+    def _plan(self, work: Work) -> tuple[ModelSpec, ExecutionPlan]:
+        """Plan a job, wait for the GPUs that it uses, and queue the builds that it leaves for later.
 
         Raises:
             CancelledError, PausedError: if that was requested meanwhile.
             TandemError: if the job cannot run on this machine now.
         """
         gpu, instance, registry = self._config.gpu, self._config.instance, self._registry
-        deaths = self._store.deaths(record.id)
-        spec, plan = self._planner.plan(record, self._machine(), gpu, deaths=deaths, check=recorder.cancel.check)
-        held = registry.gpus(instance)
-        if plan.gpus == 1:
-            if len(held) > 1:
-                self._free()
-                registry.release(instance)
-            return spec, plan
-        if len(held) < plan.gpus:
-            self._gather(recorder, plan.gpus)
-        others = registry.return_spare(instance, plan.gpus)[1:]
-        return self._planner.plan(record, self._machine(), gpu, others, deaths, recorder.cancel.check)
+        record, check = work.record, work.cancel.check
+        deaths = self._store.log.deaths(record.id)
+        spec, plan = self._replanner.plan(record, self._machine(), gpu, deaths=deaths, check=check)
+        gpus = registry.gpus(instance)
+        if plan.gpus > 1:
+            if len(gpus) < plan.gpus:
+                self._gather(work, plan.gpus)
+            others = registry.return_spare(instance, plan.gpus)[1:]
+            spec, plan = self._replanner.plan(record, self._machine(), gpu, others, deaths, check)
+        elif len(gpus) > 1:
+            self._free()
+            registry.release(instance)
+        if not record.begun:
+            with contextlib.suppress(StoreError):  # a later video tries again
+                if queue_builds(record, plan, spec, self._store, self._config.engines.store.folder):
+                    logger.info("job %s: its engines are built when no video waits", record.id)
+        return spec, plan
 
-    def _gather(self, recorder: JobRecorder, count: int) -> None:
+    def _gather(self, work: Work, count: int) -> None:
         """Wait until this worker has `count` GPUs; report how many it has so far."""
         registry, instance, reported = self._registry, self._config.instance, -1
-        recorder.cancel.check_pause()
+        work.cancel.check_pause()
         # While another worker gathers, it may need this GPU.
         self._free()
         registry.want(instance, count)
@@ -357,84 +299,29 @@ class Worker:
                     return
                 if free != reported:
                     reported = free
-                    recorder.record(WaitsForGpus(wanted=count, free=free))
+                    work.emit(WaitsForGpus(wanted=count, free=free))
                 self._stopping.wait(_POLL_SECONDS)
-                recorder.cancel.check_pause()
+                work.cancel.check_pause()
         except BaseException:
             registry.release(instance)
             raise
-
-    def _run_task(self, record: JobRecord) -> None:
-        from runtime.queue.task_runner import TaskRecorder, TaskRunner
-
-        config = self._config
-        if len(self._registry.gpus(config.instance)) > 1:
-            self._free()
-            self._settle()
-        recorder = TaskRecorder(record.id, self._store)
-        logger.info("task %s: %s starts", record.id, record.title)
-        with ExitStack() as stack:
-            stack.enter_context(self._poller.cancelling(record.id, recorder.cancel))
-            if record.idle:
-                stack.enter_context(self._poller.yielding(record.id, recorder.cancel, self._is_wanted))
-            self._begin(recorder)
-            runner = TaskRunner(recorder, config.engines, config.weights_dir, config.gpu, self._free, record.created)
-            try:
-                recorder.cancel.check()
-                result = runner.run(work_of(record))
-                state: State = "done"
-            except CancelledError:
-                state, result = "cancelled", Fact("task.cancelled")
-            except TandemError as error:
-                if isinstance(error, EngineError) and error.log:
-                    recorder.write(error.log)
-                state, result = "failed", error.fact
-            except Exception as error:  # internal error: one line for the user, the traceback in the log
-                logger.exception("Task %s failed", record.id)
-                state, result = "failed", Failed.because_of(error).fact
-        logger.info("task %s: %s", record.id, state)
-        interrupted = self._stopping.is_set() or recorder.cancel.pausing
-        if interrupted and state == "cancelled" and record.kind == "build":
-            self._store.put_back(record.id)
-        else:
-            self._store.finish(record.id, state, result)
-
-    def _give_up(self, record: JobRecord, error: Exception) -> None:
-        """Fail a job that cannot be started, such as one of another version: otherwise it would be claimed again."""
-        failed = Failed.because_of(error)
-        if failed.internal:
-            logger.error("job %s could not start", record.id, exc_info=error)
-        with contextlib.suppress(StoreError):
-            if record.kind == "video":
-                self._store.record(record.id, failed)
-            else:
-                self._store.finish(record.id, "failed", failed.fact)
-
-    def _begin(self, running: "JobRecorder | TaskRecorder") -> None:
-        with self._lock:
-            self._running = running
-            stopping = self._stopping.is_set()
-        if stopping and isinstance(running, JobRecorder):
-            running.cancel.pause()
-        elif stopping:
-            running.cancel.request()
 
     def _free(self) -> None:
         if self._residency is not None:
             self._residency.free()
 
-    def _load_libraries(self, stack: ExitStack) -> None:
+    def _load_libraries(self) -> "Residency":
         """Import PyTorch and the pipeline, which takes seconds, and make the residency."""
-        if self._residency is not None:
-            return
-        import torch
+        if self._residency is None:
+            import torch
 
-        import runtime.pipeline.run  # noqa: F401 - import errors are raised here
-        from runtime.execution.residency import Residency
+            import runtime.pipeline.run  # noqa: F401 - import errors are raised here
+            from runtime.execution.residency import Residency
 
-        if self._config.gpu:
-            torch.cuda.set_device(self._config.gpu)
-        self._residency = stack.enter_context(Residency(self._config.engines))
+            if self._config.gpu:
+                torch.cuda.set_device(self._config.gpu)
+            self._residency = self._exit.enter_context(Residency(self._config.engines))
+        return self._residency
 
 
 def memory_for_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) -> Machine:
@@ -452,10 +339,3 @@ def memory_for_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) 
             free = min(gpus[index].free_bytes + held, gpus[index].total_bytes)
             gpus[index] = replace(gpus[index], free_bytes=free)
     return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + ram, seen.ram_bytes))
-
-
-def _is_full(folder: Path) -> bool:
-    """Return whether the disk of a folder has no space for a video."""
-    with contextlib.suppress(OSError):  # saving the video reports it
-        return free_disk_bytes(folder) < _LEAST_FREE_BYTES
-    return False

@@ -140,14 +140,14 @@ class _JobFiles:
             return PlainTextResponse(error.what, 503, _PRIVATE)
 
     def _now(self) -> dict[str, Any]:
-        running = self._store.queue(states=["running"], kinds=VIDEOS, owner=None, limit=1)
+        running = self._store.order.jobs(states=["running"], kinds=VIDEOS, owner=None, limit=1)
         job = self._worker.job(running[0].id) if running else None
         # Pages ask every two seconds: what ends now has run, or was next.
-        states = self._store.ended_since(_RECENT_SECONDS, None, _RECENT_JOBS) | self._store.queue_ids(
+        states = self._store.ended_since(_RECENT_SECONDS, None, _RECENT_JOBS) | self._store.order.ids(
             limit=_RECENT_JOBS
         )
         percent = None if job is None else round(100 * job.progress.fraction)
-        return {"queue": self._store.queue_line().jobs, "percent": percent, "jobs": states}
+        return {"queue": self._store.order.line().jobs, "percent": percent, "jobs": states}
 
     async def poster(self, request: Request) -> Response:
         """Send a still image of a finished video, or of another job's last preview.

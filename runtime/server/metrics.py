@@ -57,7 +57,7 @@ class Metrics:
             "tandem_worker_deaths", "Deaths of worker processes while they ran a job.", registry=self._registry
         )
         try:
-            self._read, _ = worker.store.news(0, ())
+            self._read, _ = worker.store.log.events_since(0, ())
         except StoreError:
             self._read = 0
 
@@ -73,7 +73,7 @@ class Metrics:
 
     def _count(self) -> None:
         """Count what has happened since the last call."""
-        read, news = self._worker.store.news(self._read, _NAMES)
+        read, news = self._worker.store.log.events_since(self._read, _NAMES)
         for job_id, values in news:
             name = str(values["event"])
             if name == "FellBack":
@@ -108,7 +108,7 @@ class _Now(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the length of the queue, the workers and the memory."""
-        queue: Counter[tuple[str, str]] = Counter(self._worker.store.queue_counts())
+        queue: Counter[tuple[str, str]] = Counter(self._worker.store.order.counts())
         jobs = GaugeMetricFamily("tandem_queue_jobs", "Jobs that are queued or run.", labels=["kind", "state"])
         for kind, state in {("video", "queued"), ("video", "running"), ("video", "paused"), *queue}:
             jobs.add_metric([kind, state], queue[kind, state])

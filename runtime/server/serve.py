@@ -171,7 +171,7 @@ def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueu
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     resume_interrupted(store, everyone=resume_all)
-    waiting = sum(count for (_, state), count in store.queue_counts().items() if state != "paused")
+    waiting = sum(count for (_, state), count in store.order.counts().items() if state != "paused")
     if waiting:
         print_line(f"Queued jobs of an earlier start: {waiting}. They run now.")
     return worker, engines
@@ -181,7 +181,7 @@ def resume_interrupted(store: JobStore, *, everyone: bool = False) -> None:
     """Queue the videos of API keys, or of everyone, again whose process was killed; programs cannot resume them."""
     for job in store.list(states=["interrupted"]):
         if everyone or (job.owner or "").startswith(OWNER_PREFIX):
-            interruptions = sum(values["event"] == "Interrupted" for _, _, values in store.events(job.id))
+            interruptions = sum(values["event"] == "Interrupted" for _, _, values in store.log.events(job.id))
             # In a cluster, the head's process does not run the videos.
             if everyone or interruptions < _MOST_INTERRUPTIONS:
                 logger.info("job %s is queued again", job.id)

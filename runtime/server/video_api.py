@@ -284,7 +284,7 @@ class VideoApi:
 
     def health(self) -> JSONResponse:
         """Answer whether the job store can be read."""
-        self._store.known([])
+        self._store.existing_ids([])
         return JSONResponse({"status": "ok"}, headers=api_errors.PRIVATE)
 
     def metrics(self) -> Response:

@@ -29,7 +29,6 @@ from runtime.server.api_words import ApiWords
 from runtime.server.video_objects import Video
 from runtime.server.watchers import Watch
 
-_POLL_SECONDS = 0.1
 # The time left counts down at this rate, and the place in the queue is read.
 _TICK_SECONDS = 2.0
 # Proxies close streams that are silent for longer.
@@ -164,6 +163,7 @@ class VideoFeeds:
         preview: bytes | None = None
         try:
             while not feed.last and feed.followers:
+                count = job.changes.count
                 now, progress = time.monotonic(), job.progress
                 key = (progress, job.state, job.held, int(now / _TICK_SECONDS))
                 if key != seen:
@@ -184,7 +184,7 @@ class VideoFeeds:
                         )
                     feed.progress, feed.last = await asyncio.to_thread(self._render, job, now)
                     feed.publish()
-                await asyncio.sleep(_POLL_SECONDS)
+                await job.changes.after(count, _LOOK_SECONDS)
         except Exception:  # internal error: logged, and reported to those who follow the video
             logger.exception("The events of job %s ended", job.id)
             feed.last = _event("error", ErrorAnswer(error=body_of(Fact("server.api_internal"), 500, None, str)))

@@ -192,7 +192,7 @@ class Visitors:
 def visitor_jobs(worker: JobQueue) -> Mapping[str, str]:
     """Return the owners of queued and running videos by id: this app's visitors; other apps may have visitors too."""
     try:
-        return worker.store.queue_owners(f"{worker.instance}-")
+        return worker.store.order.owners(f"{worker.instance}-")
     except StoreError:  # submitting a video reports it
         return {}
 
@@ -209,7 +209,7 @@ def cancel_orphaned(store: JobStore) -> None:
     path = store.path
     if path is None:
         return
-    owners = store.queue_owners(states=["queued"])
+    owners = store.order.owners(states=["queued"])
     apps = {owner: found[1] for owner in {*owners.values()} if (found := _VISITOR.fullmatch(owner)) is not None}
     ended = {app for app in {*apps.values()} if not is_alive(path, app)}
     store.request_cancel([job for job, owner in owners.items() if apps.get(owner) in ended])

@@ -39,9 +39,8 @@ from runtime.ui import fields, formatting
 from runtime.ui.formatting import page_text, render
 from runtime.ui.image_places import used_images
 
-# Jobs are polled: no thread waits, however many pages watch.
-_POLL_SECONDS = 0.05
-_QUEUED_SECONDS = 0.2
+# At most this late, a page that has to end is noticed.
+_LOOK_SECONDS = 0.5
 # The time left counts down at this rate; the page takes a longer silence for a lost connection.
 _TICK_SECONDS = 1.0
 
@@ -181,7 +180,7 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
     shown, shown_at = None, 0.0
     seen: object = None
     while True:
-        now = time.monotonic()
+        now, count = time.monotonic(), job.changes.count
         key = (job.progress, job.state, job.held, job.cancelling, job.finishing)
         if key != seen or now - shown_at >= _TICK_SECONDS:
             current = await asyncio.to_thread(view, job, worker, audience, icon, now)
@@ -191,7 +190,7 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
                 yield current
             if not current.busy:
                 return
-        await asyncio.sleep(_POLL_SECONDS if job.state == "running" else _QUEUED_SECONDS)
+        await job.changes.after(count, _LOOK_SECONDS)
         if watch.ended:
             return
 
@@ -200,6 +199,7 @@ async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
     """Yield every event of a job, up to and including the terminal one, unless `watch` ends first."""
     seen = 0
     while not watch.ended:
+        count = job.changes.count
         interrupted, events = job.state == "interrupted", job.events
         seen = min(seen, len(events))  # a resumed job starts a new list
         for event in events[seen:]:
@@ -210,7 +210,7 @@ async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
         if interrupted:
             yield Failed(fact=_interrupted(job))
             return
-        await asyncio.sleep(_POLL_SECONDS if job.state == "running" else _QUEUED_SECONDS)
+        await job.changes.after(count, _LOOK_SECONDS)
 
 
 def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audience, now: float) -> Line:

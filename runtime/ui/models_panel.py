@@ -151,7 +151,7 @@ class ModelsPanel:
         title = spec.title if spec else name
         if not (files or _in_folder(self._weights_dir, name)):
             raise ModelError("model.not_deletable", model=title, folder=EMBEDDED)
-        jobs = self._worker.store.count_with_model(name)
+        jobs = self._worker.store.order.count_with_model(name)
         if jobs:
             raise ModelError("model.in_use", model=title, jobs=jobs)
         self._tasks.forget(name)

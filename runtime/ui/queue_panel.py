@@ -120,11 +120,11 @@ class QueuePanel(JobsPanel):
         }
 
     def _hold_all(self, held: bool) -> Reply:
-        self._worker.hold(self._store.queue_ids(kinds=VIDEOS, owner=self._shown_owner), held)
+        self._worker.hold(self._store.order.ids(kinds=VIDEOS, owner=self._shown_owner), held)
         return {"message": "Paused." if held else "Resumed."}
 
     def _cancel_all(self, _call: Call) -> Reply:
-        ids = self._store.queue_ids(owner=self._shown_owner)
+        ids = self._store.order.ids(owner=self._shown_owner)
         self._worker.cancel(ids)
         return {"message": f"Cancelled: {len(ids)}."}
 
@@ -136,15 +136,15 @@ class QueuePanel(JobsPanel):
             "front": lambda _: 0,
         }
         given = 0 if call.action in places else _place(call.values.get("place"))
-        place, count = self._store.rearrange(job.id, places.get(call.action, lambda _: given - 1))
+        place, count = self._store.order.rearrange(job.id, places.get(call.action, lambda _: given - 1))
         return {"announce": f"{title(job)} is number {place + 1} of {count}."}
 
     def _duplicate(self, job: JobRecord, _call: Call) -> Reply:
         """Queue the same video with a new seed, behind the job."""
         reply = self._add_again(job, 1)
         with suppress(StoreError):  # it has started
-            following, _ = self._store.rearrange(job.id, lambda old: old)
-            self._store.rearrange(reply["watch"], lambda _: following + 1)
+            following, _ = self._store.order.rearrange(job.id, lambda old: old)
+            self._store.order.rearrange(reply["watch"], lambda _: following + 1)
         return reply
 
     def _hold(self, job: JobRecord, call: Call) -> Reply:
@@ -171,10 +171,10 @@ class QueuePanel(JobsPanel):
 
     def _list(self, most: int = _PAGE) -> str:
         owner = self._shown_owner
-        jobs = self._store.queue(owner=owner, limit=most)
-        line = self._store.queue_line(owner)
+        jobs = self._store.order.jobs(owner=owner, limit=most)
+        line = self._store.order.line(owner)
         rows = [self._row(job) for job in jobs]
-        rest = self._store.queue_seconds(sum(not row.runs for row in rows), owner)
+        rest = self._store.order.seconds(sum(not row.runs for row in rows), owner)
         problems = (self._store.problem, self._store.unreadable if self._owner is None else None)
         workers = max(self._worker.videos_at_once(), 1)
         problem = " ".join(paragraph(problem) for problem in problems if problem is not None)
@@ -247,7 +247,7 @@ def queue_html(
     Args:
         rows: what is shown: what runs, and what runs next.
         line: how much is in the queue.
-        rest: videos that are not shown: see `JobStore.queue_seconds`.
+        rest: videos that are not shown: see `QueueOrder.seconds`.
         workers: how many run at once.
         problem: why jobs cannot be stored or read.
     """

@@ -70,7 +70,7 @@ class ResultsPanel(JobsPanel):
 
     def _strip(self) -> str:
         done = self._store.list(states=_DONE, owner=self._owner, limit=_SHOWN)
-        runs = self._store.queue(states=["running"], owner=self._owner)
+        runs = self._store.order.jobs(states=["running"], owner=self._owner)
         cards = [_running_card(job) for job in map(self._worker.job, [one.id for one in runs if one.plan]) if job]
         cards += [self._card(job) for job in done]
         return render("results_strip.html", cards=cards[:_SHOWN])

@@ -235,10 +235,10 @@ def test_deviations_from_the_plan_are_detected(runner: BenchRunner, tmp_path: Pa
     assert changed_fields(plan, plan.with_component("vae", part.in_pytorch(Fact("planner.took_over")))) == ["vae"]
     recorder = Recorder("cpu")
     with recorder.measuring():
-        recorder.emit(sample_result())
-    assert "deviated from its plan (memory ran out)" in recorder.measurement().fell_back[0]
+        pass
+    assert "deviated from its plan (memory ran out)" in recorder.measurement(sample_result()).fell_back[0]
     recorder.add_plans(plan, plan, {})
-    assert recorder.measurement().fell_back == ()
+    assert recorder.measurement(sample_result()).fell_back == ()
 
 
 def test_the_history_is_not_changed(runner: BenchRunner, done: Done) -> None:

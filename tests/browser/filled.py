@@ -58,9 +58,9 @@ def fill(folder: Path, history: int = 500, queued: int = 100) -> Path:
                 (job.output).unlink()
                 (own / "poster.webp").replace(own / "preview.webp")
                 fact = Fact("video.disk_full", {"file": str(job.output)})
-                store.record(job.id, Failed(fact=fact))
+                store.log.record(job.id, Failed(fact=fact))
             else:
-                store.record(job.id, result_of(job.plan))
+                store.log.record(job.id, result_of(job.plan))
         store.add_all([plan_of(history, 1000), *(plan_of(history + number) for number in range(1, queued + 1))])
     return cache
 

@@ -76,7 +76,7 @@ def stopped_in_section_2(server: Server, job: str) -> Iterator[None]:
     with closing(JobStore(server.cache_dir / NAME)) as store:
 
         def in_section_2() -> bool:
-            names = [event["event"] for _, _, event in store.events(job)]
+            names = [event["event"] for _, _, event in store.log.events(job)]
             return "SectionDone" in names and "StepDone" in names[names.index("SectionDone") :]
 
         until(in_section_2)

@@ -92,8 +92,8 @@ def test_builds_are_listed_with_their_progress(cache_dir: Path, capsys: pytest.C
     assert "waits until idle" in text and "Build engines for the VAE" in text
     with Instance(store.path) as own:
         WorkerRegistry(store.database).register(f"{own.id}.0", 0)
-        assert store.claim(f"{own.id}.0")
-        store.show(build["id"], {"fact": Fact("engine.compiling").model_dump(), "share": 0.25})
+        assert store.order.claim(f"{own.id}.0")
+        store.log.set_live_progress(build["id"], {"fact": Fact("engine.compiling").model_dump(), "share": 0.25})
         found, text = answer(["jobs", "list", "--state", "running"], capsys)
         assert [(one["progress"], one["share"]) for one in found["builds"]] == [("Compiling.", 0.25)]
         assert "running, 25%" in text
@@ -126,7 +126,7 @@ def test_a_job_whose_folder_is_gone_is_resumed_with_another_file(
     plan = resolve(request, spec, machine(), tmp_path / "gone" / "x.mp4")
     store = open_store(cache_dir)
     job = store.add(request, plan, instance="dead")
-    store.record(job.id, Planned(plan=plan))
+    store.log.record(job.id, Planned(plan=plan))
     refused, _ = answer(["jobs", "resume", job.id], capsys, 2)
     assert refused["error"]["code"] == "video.folder_missing"
     assert "--out" in refused["error"]["remedy"]
@@ -158,9 +158,9 @@ def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
 def test_diagnostics_contain_no_prompt_and_no_paths(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     job = store.add(sample_request(prompt="a zorp at home", negative_prompt="blurry"), sample_plan(), instance="a")
-    store.record(job.id, Planned(plan=sample_plan()))
-    store.record(job.id, Warned(fact=Fact("pipeline.unknown_words", {"words": ["zorp"], "field": "prompt"})))
-    store.record(
+    store.log.record(job.id, Planned(plan=sample_plan()))
+    store.log.record(job.id, Warned(fact=Fact("pipeline.unknown_words", {"words": ["zorp"], "field": "prompt"})))
+    store.log.record(
         job.id,
         Failed(fact=Fact("queue.store_locked", {"file": sample_plan().output, "log": cache_dir / "logs" / "x.log"})),
     )
@@ -184,7 +184,7 @@ def test_diagnostics_contain_no_prompt_and_no_paths(cache_dir: Path, capsys: pyt
 def test_a_finished_job_is_not_resumed(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(cache_dir)
     job = add_job(store, instance="a")
-    store.record(job.id, sample_result())
+    store.log.record(job.id, sample_result())
     refused, _ = answer(["jobs", "resume", job.id], capsys, 2)
     assert (refused["error"]["code"], refused["error"]["data"]["job"]) == ("queue.job_done", job.id)
 
@@ -201,8 +201,8 @@ def test_a_killed_job_resumes_at_its_checkpoint(
         store = open_store(cache_dir)
 
         def kept() -> bool:
-            assert store.claim("app") is None
-            events = [values for job in store.list() for _, _, values in store.events(job.id)]
+            assert store.order.claim("app") is None
+            events = [values for job in store.list() for _, _, values in store.log.events(job.id)]
             return any(values["event"] == "CheckpointSaved" and values["step"] for values in events)
 
         until(kept, meanwhile=lambda: process.poll() is None)
@@ -218,7 +218,7 @@ def test_a_killed_job_resumes_at_its_checkpoint(
     assert read_metadata(out)["job"] == killed.id
     store = open_store(cache_dir)
     assert store.get(killed.id).state == "done"
-    events = [values for _, _, values in store.events(killed.id)]
+    events = [values for _, _, values in store.log.events(killed.id)]
     assert next(values["step"] for values in events if values["event"] == "Resumed") > 0
     whole = tmp_path / "whole.mp4"
     answer(command(tiny("wan2.2-a14b"), whole, *flags)[2:], capsys)

@@ -156,7 +156,7 @@ def test_a_killed_job_resumes_to_the_same_clip(
     )
 
     def kept() -> bool:
-        events = [values for job in store.list() if job.id not in known for _, _, values in store.events(job.id)]
+        events = [values for job in store.list() if job.id not in known for _, _, values in store.log.events(job.id)]
         return any(values["event"] == "CheckpointSaved" and values["step"] for values in events)
 
     try:

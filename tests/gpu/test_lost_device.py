@@ -35,8 +35,8 @@ def test_an_illegal_access_replaces_the_worker_and_the_job_resumes(
         first, second = (queue.submit(request) for _ in range(2))
         until(lambda: not first.open and not second.open)
         assert isinstance(first.progress.end, VideoSaved), first.progress.end
-        assert [death["how"]["code"] for death in store.deaths(first.id)] == ["queue.exit_device_lost"]
-        assert store.deaths(second.id) == []
+        assert [death["how"]["code"] for death in store.log.deaths(first.id)] == ["queue.exit_device_lost"]
+        assert store.log.deaths(second.id) == []
         assert stream_of(first.plan.output) == stream_of(second.plan.output)
     finally:
         queue.close()

@@ -24,7 +24,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity
 from runtime.pipeline.files import stamps
 from runtime.planner.resolve import resolve
-from runtime.queue.job_runner import Planner
+from runtime.queue.job_planning import JobReplanner
 from runtime.queue.store import JobStore
 from runtime.video.images import THUMBNAIL_BYTES
 from runtime.video.mp4 import read_metadata
@@ -103,7 +103,7 @@ def test_a_job_resumes_after_the_file_is_gone_or_has_changed(begun: bool, spec: 
     record = store.add(request, plan, instance="here").replace(begun=begun)
     assert plan.image is not None and record.request["image"] == f"sha256:{plan.image.digest}/boat.png"
     saved(file, 100, 50)
-    planner = Planner(tmp_path / "weights", no_engines(tmp_path), None)
+    planner = JobReplanner(tmp_path / "weights", no_engines(tmp_path), None)
     file.unlink()
     found, again = planner.plan(record, machine())
     assert found.image == again.image == plan.image
@@ -117,7 +117,7 @@ def test_a_begun_job_keeps_its_plan_in_a_cache_that_was_moved(spec: ModelSpec, t
     request = GenerationRequest.from_mapping({**SMALL, "image": str(tmp_path / "boat.png")})
     record = JobStore(None).add(request, plan.replace(free_bytes=12_345), instance="here").replace(begun=True)
     cache.rename(moved)
-    _, again = Planner(moved / "weights", no_engines(moved), None).plan(record, machine())
+    _, again = JobReplanner(moved / "weights", no_engines(moved), None).plan(record, machine())
     assert again.free_bytes == 12_345
     assert again.image is not None and again.image.path.parent == images_dir(moved)
 

@@ -18,7 +18,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder, identity
 from runtime.pipeline.files import stamps
 from runtime.planner.resolve import resolve
-from runtime.queue.job_runner import Planner
+from runtime.queue.job_planning import JobReplanner
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import read_metadata
 from tests import lora_files
@@ -134,7 +134,7 @@ def test_resuming_with_another_lora_file_replans(place: Place) -> None:
     model = str(place.spec.directory)
     plan, _ = place.plan("style", model=model)
     request = GenerationRequest.from_mapping(SIZE | {"loras": ["style"], "model": model})
-    planner = Planner(place.weights, no_engines(place.folder), None)
+    planner = JobReplanner(place.weights, no_engines(place.folder), None)
     store = JobStore(None)
     record = store.add(request, plan, instance="here").replace(begun=True)
     assert record.generation_request() == request

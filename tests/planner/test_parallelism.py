@@ -18,7 +18,7 @@ from runtime.planner.history import runs_of
 from runtime.planner.placement import counts, faster_by_split
 from runtime.planner.resolve import resolve
 from runtime.planner.strategies import next_strategy
-from runtime.queue.job_runner import move_to_gpu
+from runtime.queue.job_planning import move_to_gpu
 from tests.image_files import picture
 from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine

@@ -1,6 +1,6 @@
 """Actions planted in the worker processes of a test: they kill themselves, hang, fail or use tqdm after a chosen event.
 
-They wrap `JobRecorder.record` in the workers: in those of this process, which can then be forked, or by a
+They wrap `Run.emit` in the workers: in those of this process, which can then be forked, or by a
 `sitecustomize` module in `PYTHONPATH` in each process that `multiprocessing` spawns.
 """
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import pytest
 
-    from runtime.core.events import Event, Warned
-    from runtime.queue.job_runner import JobRecorder
+    from runtime.core.events import Event
+    from runtime.queue.run import Run
     from runtime.queue.worker import WorkerConfig
 
 Action = Literal["kill", "hang", "allocate", "illegal access", "use tqdm"]
@@ -84,23 +84,22 @@ class Planted:
 
 def plant(folder: Path) -> None:
     """Let the jobs of this process do the actions in a folder; safe to call twice."""
-    from runtime.queue.job_runner import JobRecorder
+    from runtime.queue.run import Run
 
-    record = JobRecorder.record
-    if record.__name__ == "recorded":
+    emit = Run.emit
+    if emit.__name__ == "planted_emit":
         return
 
-    def recorded(self: "JobRecorder", event: "Event") -> "list[Warned]":
-        warnings = record(self, event)
+    def planted_emit(self: "Run", event: "Event") -> None:
+        emit(self, event)
         for path in sorted(folder.glob("*.json"))[:1]:
             planted = json.loads(path.read_text())
             same = all(getattr(event, name, None) == value for name, value in planted["at"].items())
             if same:
                 path.unlink()
                 _ACTIONS[planted["action"]]()
-        return warnings
 
-    JobRecorder.record = recorded  # type: ignore[method-assign]
+    Run.emit = planted_emit  # type: ignore[method-assign]
 
 
 def _main(actions: Path, config: "WorkerConfig", supervisor: Connection) -> None:

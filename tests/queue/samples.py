@@ -12,7 +12,7 @@ from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
 from runtime.planner.resolve import resolve
-from runtime.queue.records import JobRecord
+from runtime.queue.records import Control, JobRecord
 from runtime.queue.store import JobStore
 from tests.plans import machine
 
@@ -50,3 +50,8 @@ def result_of(plan: ExecutionPlan, *warnings: Fact) -> VideoSaved:
 def add_job(store: JobStore, prompt: str = "a red boat", instance: str | None = None) -> JobRecord:
     """Add a sample job to a store, as running if `instance` is given."""
     return store.add(sample_request(prompt=prompt), sample_plan(), instance=instance)
+
+
+def requests(store: JobStore, *ids: str) -> dict[str, Control]:
+    """Return the pending pause and cancel requests of running jobs."""
+    return {job: one.request for job, one in store.controls(ids).items() if one.running and one.request}

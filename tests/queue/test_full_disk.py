@@ -68,7 +68,6 @@ def test_videos_wait_for_space_and_can_be_cancelled_and_paused(start: Start, dis
 def test_a_video_whose_disk_fills_up_is_made_when_there_is_space(
     start: Start, disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.queue.worker._RETRY_SECONDS", 0.1)
     queue = start(disk)
     (disk / "other").write_bytes(bytes(45_000_000))  # the rest is filled before the first video is done
     first, second = queue.submit(small(steps=200)), queue.submit(small())
@@ -77,7 +76,7 @@ def test_a_video_whose_disk_fills_up_is_made_when_there_is_space(
     full = f"job {first.id}: the disk is full; it is queued again"
     until(lambda: full in caplog.text, meanwhile=lambda: first.open)
     # The store is on the same disk.
-    until(lambda: f"job {first.id}: OperationalError" in caplog.text)
+    until(lambda: f"job {first.id}: its events cannot be written yet: OperationalError" in caplog.text)
     filler.unlink()
     until(lambda: not (first.open or second.open))
     assert [job.state for job in (first, second)] == ["done", "done"]

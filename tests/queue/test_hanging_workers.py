@@ -78,7 +78,7 @@ def test_a_build_or_video_of_a_worker_that_does_not_stop_is_queued_again_at_the_
     pid = stop(app)
     app.queue.close()
     record = app.store.get(job.id)
-    assert (record.state, record.begun, app.store.deaths(job.id)) == ("queued", True, [])
+    assert (record.state, record.begun, app.store.log.deaths(job.id)) == ("queued", True, [])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

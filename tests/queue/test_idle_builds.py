@@ -1,12 +1,10 @@
 """Builds that run while no video waits: real engines (ONNX Runtime, tiny model), interrupted by videos."""
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from runtime.core.cancel import Cancel
 from runtime.core.events import VideoSaved
 from runtime.core.facts import sentence
 from runtime.core.request import GenerationRequest
@@ -14,9 +12,10 @@ from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import resolve
 from runtime.queue.instances import WorkerRegistry
+from runtime.queue.job_planning import queue_builds
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.job_runner import ControlPoller, queue_builds
 from runtime.queue.records import VIDEOS, JobRecord
+from runtime.queue.run import ControlPoller, PutBack, Run
 from runtime.queue.store import JobStore
 from tests.plans import machine
 from tests.queue.samples import add_job
@@ -54,7 +53,7 @@ def builds(store: JobStore) -> list[JobRecord]:
 
 def names(store: JobStore, job_id: str) -> list[str]:
     """Return the names of a job's events."""
-    return [values["event"] for _, _, values in store.events(job_id)]
+    return [values["event"] for _, _, values in store.log.events(job_id)]
 
 
 def ran_on(queue: JobQueue, **values: object) -> str:
@@ -185,28 +184,24 @@ def test_a_build_for_a_gpu_of_another_kind_is_queued_once(queue: JobQueue) -> No
     assert store.add_idle_build(sentence("Build"), Path("/nowhere"), request, {"not-of-this-machine"})
     (build,) = builds(store)
     until(lambda: not store.get(build.id).open)
-    (ended,) = (values for _, _, values in store.events(build.id) if values["event"] == "Ended")
+    (ended,) = (values for _, _, values in store.log.events(build.id) if values["event"] == "Ended")
     assert (store.get(build.id).state, ended["fact"]["code"]) == ("done", "task.nothing_to_build")
     assert not store.add_idle_build(sentence("Build"), Path("/nowhere"), request, {"not-of-this-machine"})
     assert store.add_idle_build(sentence("Build"), Path("/nowhere"), request, {"not-of-this-machine", "new"})
 
 
-def test_a_task_that_starts_during_a_poll_is_polled_again(store: JobStore) -> None:
-    poller, cancel = ControlPoller(store), Cancel()
-    with ExitStack() as first, ExitStack() as second:
-
-        def restart() -> bool:
-            first.close()
-            second.enter_context(poller.yielding("task", cancel, lambda: True))
-            return True
-
-        first.enter_context(poller.yielding("task", Cancel(), restart))
-        poller.poll()
-        for _ in range(2):
+def test_a_build_makes_room_after_three_polls_in_a_row(store: JobStore) -> None:
+    assert store.add_idle_build(*BUILD, {"e1"})
+    record, poller, wanted = store.order.claim("aa.0"), ControlPoller(store), [True, True, False, True, True]
+    assert record is not None
+    with Run(record, poller, wanted=lambda: wanted.pop(0) if wanted else True) as run:
+        for _ in range(5):
             poller.poll()
-            assert not cancel.requested
+            assert not run.cancel.requested
         poller.poll()
-        assert cancel.requested and cancel.pausing
+        assert run.cancel.requested and run.cancel.pausing
+        run.settle(PutBack())
+    assert store.get(record.id).state == "queued"
 
 
 def test_idle_builds_come_last_and_not_beside_a_video(store: JobStore) -> None:
@@ -217,23 +212,23 @@ def test_idle_builds_come_last_and_not_beside_a_video(store: JobStore) -> None:
     assert not store.add_idle_build(*BUILD, {"e1"})
     assert store.add_idle_build(*BUILD, {"e2"})
     video = add_job(store)
-    assert store.queue()[0].id == video.id
-    assert store.claim("bb.0") == store.get(video.id)
+    assert store.order.jobs()[0].id == video.id
+    assert store.order.claim("bb.0") == store.get(video.id)
     # Its GPU is in use, by another app's worker.
-    assert store.idle_is_over("aa.0") and store.claim("aa.0") is None
-    build = store.claim("cc.1")
-    assert build is not None and build.idle and not store.idle_is_over("cc.1")
+    assert store.order.idle_is_over("aa.0") and store.order.claim("aa.0") is None
+    build = store.order.claim("cc.1")
+    assert build is not None and build.idle and not store.order.idle_is_over("cc.1")
     store.put_back(video.id)
-    assert store.idle_is_over("cc.1")
+    assert store.order.idle_is_over("cc.1")
     store.hold([video.id], True)
-    assert not store.idle_is_over("cc.1")
+    assert not store.order.idle_is_over("cc.1")
     # A video of the command line, whose process is no worker.
     alone = add_job(store, instance="dd")
-    assert store.claim("aa.0") is None
+    assert store.order.claim("aa.0") is None
     store.request_cancel([alone.id])
     store.put_back(alone.id)
     assert store.get(alone.id).state == "cancelled"
-    second = store.claim("aa.0")
+    second = store.order.claim("aa.0")
     assert second is not None and second.idle and second.id != build.id
 
 
@@ -241,7 +236,7 @@ def test_an_idle_build_of_a_dead_app_is_queued_again_once(store: JobStore) -> No
     assert store.add_idle_build(*BUILD, {"e1"})
     states = []
     for _ in range(2):
-        claimed = store.claim("dead.0")
+        claimed = store.order.claim("dead.0")
         assert claimed is not None
         states.append(store.interrupt(claimed.id, "dead.0", None))
     assert states == ["queued", "interrupted"]
@@ -253,17 +248,17 @@ def test_an_idle_build_runs_on_the_gpu_that_its_engines_are_for(store: JobStore)
         registry.register(f"aa.{gpu}", gpu)
     assert store.add_idle_build(*BUILD, {"e1"}, gpu=1)
     # The worker of the first GPU takes all other builds.
-    assert store.claim("aa.0") is None
-    build = store.claim("aa.1", VIDEOS)
+    assert store.order.claim("aa.0") is None
+    build = store.order.claim("aa.1", VIDEOS)
     assert build is not None and build.engines == "e1"
     assert store.add_idle_build(*BUILD, {"e2"}, gpu=0)
-    assert store.claim("aa.1", VIDEOS) is None
-    first = store.claim("aa.0")
+    assert store.order.claim("aa.1", VIDEOS) is None
+    first = store.order.claim("aa.0")
     assert first is not None and first.engines == "e2"
     # The GPU was removed.
     assert store.add_idle_build(*BUILD, {"e3"}, gpu=2)
-    assert store.claim("aa.1", VIDEOS) is None
-    last = store.claim("aa.0")
+    assert store.order.claim("aa.1", VIDEOS) is None
+    last = store.order.claim("aa.0")
     assert last is not None and last.engines == "e3"
 
 

@@ -74,9 +74,9 @@ def test_copies_stay_as_long_as_a_job_can_be_restored(use: Use, tmp_path: Path) 
         clean(store, outputs)
         assert there(tmp_path) == {kept.digest, young.digest}
     # Of a running, a finished, a deleted and a purged job.
-    store.claim("here")
+    store.order.claim("here")
     clean(store, outputs)
-    store.record(job.id, sample_result())
+    store.log.record(job.id, sample_result())
     clean(store, outputs)
     for one in (job, again):
         store.delete(one.id)

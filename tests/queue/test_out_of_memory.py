@@ -80,19 +80,19 @@ def test_the_page_stays_up_and_the_job_resumes_after_the_kernel_killed_its_worke
         closing(JobStore(cache / NAME)) as store,
     ):
         killed, undisturbed = (store.add(request, resolve(request, spec, machine(), path)) for path in outputs)
-        until(lambda: store.deaths(killed.id), meanwhile=lambda: server.process.poll() is None)
+        until(lambda: store.log.deaths(killed.id), meanwhile=lambda: server.process.poll() is None)
         with urllib.request.urlopen(server.url, timeout=60) as page:
             assert page.status == 200
         until(lambda: not store.get(undisturbed.id).open, meanwhile=lambda: server.process.poll() is None)
         with urllib.request.urlopen(server.url, timeout=60) as page:
             assert page.status == 200
-        (death,) = store.deaths(killed.id)
+        (death,) = store.log.deaths(killed.id)
         assert death["out_of_memory"]
         reason = Fact("queue.exit_out_of_memory")
         assert Fact.model_validate(death["how"]) == reason
-        assert store.deaths(undisturbed.id) == []
+        assert store.log.deaths(undisturbed.id) == []
         saved = store.get(killed.id).saved
         assert saved is not None
         assert Fact("queue.worker_replaced", {"how": reason}) in saved.warnings
-        assert [values["step"] for _, _, values in store.events(killed.id) if values["event"] == "Resumed"]
+        assert [values["step"] for _, _, values in store.log.events(killed.id) if values["event"] == "Resumed"]
     assert stream_of(outputs[0]) == stream_of(outputs[1])

@@ -1,11 +1,11 @@
 """The queue and its store: restarts, changes by other processes, and many jobs at once."""
 
+import asyncio
 import random
 import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,11 +22,11 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER
+from runtime.queue.changes import Changes
 from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue, combined
-from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import BuildEngines, JobRecord, PruneEngines
-from runtime.queue.store import JobStore
+from runtime.queue.run import ControlPoller, Run
 from runtime.queue.views import Job
 from runtime.video.mp4 import read_metadata
 from tests.cli.test_jobs import stream
@@ -66,7 +66,7 @@ def test_a_running_job_resumes_after_a_restart_of_the_app(start: Make, tmp_path:
     until(lambda: steps(running) > 5)
     first.close()
     store = stored(tmp_path)
-    assert [(job.id, job.state, job.held) for job in store.queue()] == [
+    assert [(job.id, job.state, job.held) for job in store.order.jobs()] == [
         (running.id, "queued", False),
         (waiting.id, "queued", False),
     ]
@@ -74,9 +74,9 @@ def test_a_running_job_resumes_after_a_restart_of_the_app(start: Make, tmp_path:
     second = start()
     again = second.job(running.id)
     assert again is not None
-    until(lambda: not again.open and not store.queue())
+    until(lambda: not again.open and not store.order.jobs())
     assert [job.state for job in store.list()] == ["done", "done"]
-    assert "Resumed" in {values["event"] for _, _, values in store.events(running.id)}
+    assert "Resumed" in {values["event"] for _, _, values in store.log.events(running.id)}
     assert read_metadata(again.plan.output)["job"] == running.id
     whole = second.submit(small(steps=150, seed=5))
     until(lambda: not whole.open)
@@ -116,15 +116,6 @@ def test_two_apps_share_a_queue(start: Make, tmp_path: Path) -> None:
         assert [type(event).__name__ for event in other.events] == [type(event).__name__ for event in job.events]
 
 
-def test_another_process_cancels_jobs(start: Make, tmp_path: Path) -> None:
-    queue, other = start(), stored(tmp_path)
-    running, waiting = queue.submit(small(steps=1000)), queue.submit(small(steps=1000))
-    until(lambda: steps(running) > 2)
-    other.request_cancel([running.id, waiting.id])
-    until(lambda: not running.open and not waiting.open)
-    assert [running.state, waiting.state] == ["cancelled", "cancelled"]
-
-
 def test_a_job_of_another_process_is_visible(start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.queue.job_queue._RECOVERY_SECONDS", 0.1)
     queue = start()
@@ -137,9 +128,9 @@ def test_a_job_of_another_process_is_visible(start: Make, tmp_path: Path, monkey
         seen = queue.job(record.id)
         assert seen is not None and seen.state == "running"
         note = Fact("pipeline.text_cut", {"field": "prompt"})
-        store.record(record.id, Warned(fact=note))
+        store.log.record(record.id, Warned(fact=note))
         until(lambda: seen.progress.warnings == (note,))
-        assert {job.id for job in queue.store.queue()} == {busy.id, record.id}
+        assert {job.id for job in queue.store.order.jobs()} == {busy.id, record.id}
     until(lambda: seen.state == "interrupted")
     assert queue.resume(record.id) is seen
     busy.request_cancel()
@@ -178,7 +169,7 @@ def test_queued_jobs_are_edited_and_moved(start: Make) -> None:
     queue = start()
     busy, first, second = (queue.submit(small(steps=n)) for n in (1000, 3, 4))
     until(lambda: busy.state == "running")
-    queue.store.move(second.id, first.id)
+    queue.store.order.move(second.id, first.id)
     edited = queue.edit(first.id, small(prompt="a kite", steps=5))
     assert list(queue.ahead(edited)) == [busy.id, second.id]
     assert edited.plan.steps == 5
@@ -208,7 +199,7 @@ def test_an_invalid_batch_queues_nothing(start: Make) -> None:
         queue.submit_all([small(), small(width=33)])
     assert len(queue.store.list()) == 6
     queue.cancel([job.id for job in jobs])
-    until(lambda: not queue.store.queue())
+    until(lambda: not queue.store.order.jobs())
 
 
 @pytest.mark.slow
@@ -242,62 +233,18 @@ def test_a_build_continues_after_a_restart_of_the_app(tiny: Callable[[str], Mode
     busy = queue.submit(small(steps=1000))
     build = queue.add_task(BuildEngines(request=request.to_json()), sentence("Build it"))
     task = queue.add_task(PruneEngines(max_bytes=10**10), sentence("Prune"))
-    assert [(one.kind, one.title) for one in queue.store.queue()][1:] == [("build", "Build it"), ("task", "Prune")]
+    assert [(one.kind, one.title) for one in queue.store.order.jobs()][1:] == [("build", "Build it"), ("task", "Prune")]
     queue.close()
     assert (build.state, task.state) == ("queued", "queued")
     queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))
     (again,) = queue.tasks()
     queue.cancel([busy.id])
-    until(lambda: not again.open and not queue.store.queue())
+    until(lambda: not again.open and not queue.store.order.jobs())
     queue.close()
     assert (again.title, again.state) == ("Build it", "done")
     assert again.result == Fact("task.built", {"built": 1, "wanted": 1})
     assert queue.store.get(task.id).state == "done"
     assert len(engines.store.index()) == 1
-
-
-def test_events_are_written_after_the_store_could_not_be_written(
-    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = start()
-    job = queue.submit(small(steps=150))
-    until(lambda: steps(job) > 2)
-    broken = threading.Event()
-    record = JobStore.record
-
-    def sometimes(store: JobStore, job_id: str, event: object, lease: int | None = None) -> bool:
-        if broken.is_set():
-            raise StoreError("queue.store_disk_full", file="jobs.sqlite")
-        return record(store, job_id, event, lease)  # type: ignore[arg-type]  # an event
-
-    monkeypatch.setattr(JobStore, "record", sometimes)
-    broken.set()
-    until(job.plan.output.is_file)
-    assert queue.store.get(job.id).state == "running"
-    broken.clear()
-    until(lambda: queue.store.get(job.id).state == "done")
-    assert sum(values["event"] == "StepDone" for _, _, values in queue.store.events(job.id)) == 150
-    until(lambda: not job.open)
-    assert job.state == "done"
-
-
-def test_a_store_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.queue.samples import add_job
-
-    store = stored(tmp_path)
-    recorder = JobRecorder(add_job(store, instance="a").id, store)
-
-    def broken(*_: object) -> bool:
-        raise StoreError("queue.store_disk_full", file="jobs.sqlite")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(JobStore, "record", broken)
-        (warning,) = recorder.record(StepDone(step=1, of=4, seconds=0.1, part="transformer"))
-        assert warning.fact.code == "queue.job_not_stored_yet"
-        assert recorder.record(StepDone(step=2, of=4, seconds=0.1, part="transformer")) == []
-        assert not recorder.written
-    assert recorder.write() is None and recorder.written
-    assert len(store.events(recorder.id)) == 2
 
 
 def test_previews_reach_other_processes_and_the_last_becomes_the_poster(tmp_path: Path) -> None:
@@ -306,11 +253,11 @@ def test_previews_reach_other_processes_and_the_last_becomes_the_poster(tmp_path
     store = stored(tmp_path)
     record = add_job(store, instance="a")
     job = Job(record, sample_plan(), "Diorama", store)
-    recorder = JobRecorder(record.id, store)
-    recorder.record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
+    run = Run(record, ControlPoller(store))
+    run.emit(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=b"webp"))
     job.refresh()
     assert job.progress.preview == b"webp"
-    recorder.record(sample_result())
+    run.settle(sample_result())
     folder = store.folder(job.id)
     assert folder is not None
     assert (folder / POSTER).read_bytes() == b"webp"
@@ -332,14 +279,14 @@ ended = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
 count = 0
 while not ended.is_set():
-    waiting = [job.id for job in store.queue() if job.state == "queued"]
+    waiting = [job.id for job in store.order.jobs() if job.state == "queued"]
     if not waiting:
         continue
     one, two = chosen.choice(waiting), chosen.choice(waiting)
     act = chosen.choice(["move", "move", "hold", "continue", "cancel"])
     try:
         if act == "move":
-            store.move(one, chosen.choice([two, None]))
+            store.order.move(one, chosen.choice([two, None]))
         elif act == "cancel":
             store.request_cancel([one])
         else:
@@ -364,8 +311,8 @@ def test_jobs_that_two_processes_move_pause_and_cancel_end_once_each(start: Make
             time.sleep(chosen.uniform(0, 0.2))
         meddled = int(other.communicate()[0])
     assert meddled > MANY
-    queue.hold([one.id for one in queue.store.queue()], False)
-    until(lambda: not queue.store.queue())
+    queue.hold([one.id for one in queue.store.order.jobs()], False)
+    until(lambda: not queue.store.order.jobs())
     until(lambda: not any(job.open for job in jobs))
     records: dict[str, JobRecord] = {one.id: one for one in queue.store.list()}
     assert set(records) == {job.id for job in jobs}
@@ -382,3 +329,32 @@ def test_jobs_that_two_processes_move_pause_and_cancel_end_once_each(start: Make
 
 def _is_end(event: str) -> bool:
     return any(f'"{name}"' in event for name in ("VideoSaved", "Failed", "Cancelled", "Interrupted"))
+
+
+def test_followers_of_a_job_are_woken_by_writes_of_another_process(start: Make, tmp_path: Path) -> None:
+    queue, other = start(), stored(tmp_path)
+    busy, job = queue.submit(small(steps=1000)), queue.submit(small())
+    until(lambda: steps(busy) > 2)
+
+    async def follow() -> bool:
+        count = job.changes.count
+        await asyncio.to_thread(other.hold, [job.id], True)
+        await job.changes.after(count, 600)
+        return job.held
+
+    assert asyncio.run(asyncio.wait_for(follow(), 60))
+    before = queue.store.database.version()
+    assert other.database.version() is not None and queue.store.get(job.id).held
+    other.hold([job.id], False)
+    assert queue.store.database.version() != before
+    queue.cancel([busy.id])
+
+
+def test_a_change_before_the_wait_is_not_missed() -> None:
+    async def follow(changes: Changes) -> None:
+        count = changes.count
+        changes.notify()
+        await changes.after(count, 600)
+        await changes.after(changes.count, 0.001)
+
+    asyncio.run(asyncio.wait_for(follow(Changes()), 60))

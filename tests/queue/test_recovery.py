@@ -34,7 +34,6 @@ from runtime.pipeline.run import run_job
 from runtime.planner.resolve import resolve
 from runtime.queue import instances, recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
-from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import JobRecord, PruneEngines
 from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, exit_reason
 from runtime.queue.store import JobStore
@@ -91,10 +90,10 @@ def test_a_task_of_a_dead_app_is_cancelled(store: JobStore, tmp_path: Path) -> N
         store.add_work("task", sentence(title), tmp_path, prune) for title in ("Prune", "Prune", "Prune")
     )
     WorkerRegistry(store.database).register("deadbeef.0", 0)
-    assert store.claim("deadbeef.0")
+    assert store.order.claim("deadbeef.0")
     with Instance(store.path) as own:
         WorkerRegistry(store.database).register(f"{own.id}.0", 0)
-        assert store.claim(f"{own.id}.0")
+        assert store.order.claim(f"{own.id}.0")
         assert recovery.recover(store, own.id) == [task.id]
         assert WorkerRegistry(store.database).apps() == {own.id}
     assert [store.get(one.id).state for one in (task, mine, waiting)] == ["cancelled", "running", "queued"]
@@ -104,8 +103,8 @@ def running(store: JobStore, tmp_path: Path, instance: str = "app.0", stage: Sta
     """Return a job that a worker runs, in a stage of the transformer."""
     plan = sample_plan().replace(output=tmp_path / "x.mp4")
     job = add_job(store, instance=instance)
-    store.record(job.id, Planned(plan=plan))
-    store.record(job.id, StageStarted(stage=stage, part="transformer"))
+    store.log.record(job.id, Planned(plan=plan))
+    store.log.record(job.id, StageStarted(stage=stage, part="transformer"))
     return store.get(job.id)
 
 
@@ -126,9 +125,9 @@ def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path:
     again = store.get(job.id)
     assert (again.state, again.held, again.instance, again.begun) == ("queued", False, None, True)
     assert store.get(other.id).state == "running"
-    assert list(store.deaths(job.id)) == [death()]
-    assert store.claim("app.0") is not None
-    store.record(job.id, Planned(plan=sample_plan()))
+    assert list(store.log.deaths(job.id)) == [death()]
+    assert store.order.claim("app.0") is not None
+    store.log.record(job.id, Planned(plan=sample_plan()))
     lost = Fact("queue.exit_device_lost")
     recovery.settle_worker(store, "app.0", lost)
     failed = store.get(job.id)
@@ -136,7 +135,7 @@ def test_a_job_whose_worker_died_is_queued_again_once(store: JobStore, tmp_path:
     assert failed.failure.fact == Fact("queue.worker_died_again", {"how": lost})
     # Resumed by the user, it may be queued again once more.
     store.resume(job.id)
-    assert store.deaths(job.id) == []
+    assert store.log.deaths(job.id) == []
 
 
 def steps(*done: int) -> list[Event]:
@@ -183,9 +182,9 @@ def test_a_job_fails_after_some_deaths_without_progress(
 
 def die(store: JobStore, job: JobRecord, events: list[Event], most: int, counted: bool = True) -> None:
     """Run a job whose worker dies after some events."""
-    assert store.claim_job(job.id, "app.0") is not None
+    assert store.order.claim_job(job.id, "app.0") is not None
     for event in events:
-        store.record(job.id, event)
+        store.log.record(job.id, event)
     recovery.settle_worker(store, "app.0", KILLED, most=most, counted=counted)
 
 
@@ -202,17 +201,17 @@ def test_lost_machines_do_not_count_unless_a_job_loses_many(store: JobStore) -> 
 def test_a_death_before_the_job_was_planned_does_not_count(store: JobStore) -> None:
     job = add_job(store)
     for _ in range(3):
-        assert store.claim("app.0") is not None
-        store.record(job.id, WaitsForDisk(wanted=1))
+        assert store.order.claim("app.0") is not None
+        store.log.record(job.id, WaitsForDisk(wanted=1))
         recovery.settle_worker(store, "app.0", KILLED)
         assert store.get(job.id).state == "queued"
-    assert list(store.deaths(job.id)) == [death(None, None, begun=False)] * 3
-    plan = recovery.avoid_causes(sample_plan(), diorama(), store.deaths(job.id))
+    assert list(store.log.deaths(job.id)) == [death(None, None, begun=False)] * 3
+    plan = recovery.avoid_causes(sample_plan(), diorama(), store.log.deaths(job.id))
     assert plan == sample_plan()
     # The first death after planning is the first that counts.
     for state in ("queued", "failed"):
-        assert store.claim("app.0") is not None
-        store.record(job.id, Planned(plan=sample_plan()))
+        assert store.order.claim("app.0") is not None
+        store.log.record(job.id, Planned(plan=sample_plan()))
         recovery.settle_worker(store, "app.0", KILLED)
         assert store.get(job.id).state == state
 
@@ -220,16 +219,16 @@ def test_a_death_before_the_job_was_planned_does_not_count(store: JobStore) -> N
 def test_a_death_before_planning_does_not_blame_the_engine_of_the_earlier_run(store: JobStore, tmp_path: Path) -> None:
     job = running(store, tmp_path)
     recovery.settle_worker(store, "app.0", KILLED)
-    assert store.claim("app.0") is not None
+    assert store.order.claim("app.0") is not None
     recovery.settle_worker(store, "app.0", KILLED)
-    assert list(store.deaths(job.id)) == [death(), death(None, None, begun=False)]
+    assert list(store.log.deaths(job.id)) == [death(), death(None, None, begun=False)]
     assert store.get(job.id).state == "queued"
 
 
 def test_a_job_whose_claim_kills_the_worker_fails_after_some_deaths(store: JobStore) -> None:
     job = add_job(store)
     deaths = 0
-    while store.claim("app.0") is not None:
+    while store.order.claim("app.0") is not None:
         recovery.settle_worker(store, "app.0", KILLED)
         deaths += 1
     assert deaths == 5 and store.get(job.id).state == "failed"
@@ -247,7 +246,7 @@ def test_a_pending_cancel_or_pause_is_followed_after_a_death(store: JobStore, tm
 def test_a_build_is_queued_again_and_another_task_fails(store: JobStore, tmp_path: Path) -> None:
     build = store.add_work("build", sentence("Build"), tmp_path, {"prompt": "a boat"})
     task = store.add_work("task", sentence("Prune"), tmp_path, PruneEngines(max_bytes=0).model_dump(mode="json"))
-    assert store.claim("app.0") and store.claim("app.0")
+    assert store.order.claim("app.0") and store.order.claim("app.0")
     recovery.settle_worker(store, "app.0", CRASHED)
     assert store.get(build.id).state == "queued"
     failed = store.get(task.id)
@@ -410,7 +409,7 @@ def test_purging_removes_only_files_in_the_outputs_folder(store: JobStore, tmp_p
         video.parent.mkdir()
         video.write_bytes(b"video")
         job = store.add(sample_request(), sample_plan().replace(output=video), instance="a")
-        store.record(job.id, sample_result().model_copy(update={"video": video}))
+        store.log.record(job.id, sample_result().model_copy(update={"video": video}))
         folder = store.folder(job.id)
         assert folder is not None
         folder.mkdir(parents=True)
@@ -429,17 +428,3 @@ def test_a_folder_for_locks_that_cannot_be_created_is_an_error(tmp_path: Path) -
         pass
     assert error.value.code == "queue.locks_not_writable"
     assert error.value.data["folder"] == str(tmp_path / "jobs" / "instances")
-
-
-def test_events_of_a_job_whose_row_is_gone_are_dropped(store: JobStore) -> None:
-    """Otherwise each poll would try to write them, for ever."""
-    job = add_job(store)
-    store.start(job.id, "alive")
-    recorder, poller = JobRecorder(job.id, store), ControlPoller(store)
-    with poller.following(recorder):
-        with store.database.writing() as connection:
-            connection.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
-        recorder.record(StageStarted(stage="denoise", part="transformer"))
-        assert recorder.written and recorder.write() is None
-        poller.poll()
-        assert not recorder.cancel.requested

@@ -41,8 +41,8 @@ def test_a_cancelled_job_resumes_with_other_settings(queue: JobQueue) -> None:
 def finished(store: JobStore, size: int) -> str:
     """Add a finished job with a boundary that is its last checkpoint too."""
     made = add_job(store)
-    store.claim("here")
-    store.record(made.id, sample_result())
+    store.order.claim("here")
+    store.log.record(made.id, sample_result())
     folder = store.folder(made.id)
     assert folder is not None
     folder.mkdir(parents=True)

@@ -24,7 +24,7 @@ def made(store: JobStore, folder: Path, owner: str | None, *, done: bool = True)
         connection.execute("UPDATE jobs SET output = ? WHERE id = ?", (str(output), job.id))
     if done:
         output.write_bytes(bytes(100))
-        store.record(job.id, sample_result())
+        store.log.record(job.id, sample_result())
     return job.id
 
 
@@ -110,11 +110,11 @@ def test_leases_grow_whatever_the_clock_is(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(time, "time", lambda: real() + shift)
     job, leases = store.add(sample_request(), sample_plan()), []
     for shift in (0.0, -3000 * DAY, 3000 * DAY, -DAY):  # noqa: B007 - read by the clock
-        record = store.claim_job(job.id, "app.0")
+        record = store.order.claim_job(job.id, "app.0")
         assert record is not None
         leases.append(record.lease)
         store.put_back(job.id, record.lease)
-        assert not store.record(job.id, sample_result(), record.lease)
+        assert not store.log.record(job.id, sample_result(), record.lease)
     assert leases == sorted(set(leases))
 
 
@@ -123,7 +123,7 @@ def test_thousands_of_folders_are_compared_with_the_store(tmp_path: Path) -> Non
     store = JobStore(tmp_path / "jobs.sqlite")
     job = store.add(sample_request(), sample_plan())
     many = [job.id, *(f"{number:08x}" for number in range(40_000))]
-    assert store.known(many) == {job.id}
+    assert store.existing_ids(many) == {job.id}
     assert set(store.states(many)) == {job.id}
-    assert store.pending(many) == {} and store.finishing(many) == set()
+    assert set(store.controls(many)) == {job.id}
     assert store.purge(0.0, many) == []

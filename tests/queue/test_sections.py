@@ -136,7 +136,7 @@ def test_a_continuation_that_dies_or_is_cancelled_keeps_the_earlier_video(queue:
     assert record.saved == early
 
     queue.store.start(job.id, "2-dead")
-    queue.store.record(job.id, Cancelled())
+    queue.store.log.record(job.id, Cancelled())
     record = queue.store.get(job.id)
     assert (record.state, record.resumable) == ("cancelled", True)
     assert record.saved == early

@@ -33,7 +33,7 @@ from runtime.queue import store as store_module
 from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, Needs, work_of
 from runtime.queue.store import JobStore
 from tests.plans import GIB, gpu, machine, tiny_plan
-from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
+from tests.queue.samples import add_job, requests, sample_plan, sample_request, sample_result
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ EVENTS: list[Event] = [
 
 def test_events_are_read_in_order_from_a_number_on(store: JobStore) -> None:
     job = add_job(store, instance="cli")
-    assert all(store.record(job.id, event) for event in EVENTS)
-    kept = store.events(job.id)
+    assert all(store.log.record(job.id, event) for event in EVENTS)
+    kept = store.log.events(job.id)
     assert [values["event"] for _, _, values in kept] == [type(event).__name__ for event in EVENTS]
-    assert store.events(job.id, kept[3][0]) == kept[4:]
+    assert store.log.events(job.id, kept[3][0]) == kept[4:]
     job = store.get(job.id)
     assert job.begun
     again = [records.event_from_json(values, job) for _, _, values in kept]
@@ -109,7 +109,7 @@ def test_events_are_read_in_order_from_a_number_on(store: JobStore) -> None:
 )
 def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
     job = add_job(store, instance="cli")
-    assert store.record(job.id, event)
+    assert store.log.record(job.id, event)
     ended = store.get(job.id)
     assert ended.state == state
     assert ended.saved == (event if isinstance(event, VideoSaved) else None)
@@ -122,14 +122,14 @@ def test_a_job_ends_once(event: Event, state: str, store: JobStore) -> None:
         Cancelled(),
         Warned(fact=Fact("pipeline.text_cut", {"field": "prompt"})),
     ):
-        assert not store.record(job.id, second)
+        assert not store.log.record(job.id, second)
     assert store.get(job.id) == ended
-    assert len(store.events(job.id)) == 1
+    assert len(store.log.events(job.id)) == 1
 
 
 def test_a_started_job_keeps_its_plan(store: JobStore) -> None:
     job = add_job(store, instance="cli")
-    store.record(job.id, Planned(plan=sample_plan(steps=9)))
+    store.log.record(job.id, Planned(plan=sample_plan(steps=9)))
     assert store.get(job.id).plan == sample_plan(steps=9)
 
 
@@ -137,14 +137,14 @@ def test_jobs_are_claimed_in_order_and_once(store: JobStore, tmp_path: Path) -> 
     first, second, third = (add_job(store) for _ in range(3))
     other = JobStore(tmp_path / "jobs.sqlite")
     store.hold([first.id], True)
-    one, two = store.claim("a"), other.claim("b")
+    one, two = store.order.claim("a"), other.order.claim("b")
     assert one is not None and two is not None
     assert (one.id, one.state, one.instance, two.id, two.instance) == (second.id, "running", "a", third.id, "b")
-    assert store.claim("a") is None
+    assert store.order.claim("a") is None
     other.hold([first.id], False)
-    last = store.claim("a")
+    last = store.order.claim("a")
     assert last is not None and last.id == first.id
-    assert ids(store.queue()) == [first.id, second.id, third.id]
+    assert ids(store.order.jobs()) == [first.id, second.id, third.id]
 
 
 def test_simultaneous_claims_return_each_job_once(store: JobStore, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_simultaneous_claims_return_each_job_once(store: JobStore, tmp_path: Pat
 
     def claim(into: list[str]) -> None:
         own = JobStore(tmp_path / "jobs.sqlite")
-        while (job := own.claim("one of them")) is not None:
+        while (job := own.order.claim("one of them")) is not None:
             into.append(job.id)
 
     with ThreadPoolExecutor() as threads:
@@ -167,13 +167,13 @@ def test_a_task_is_claimed_by_a_worker_for_tasks(store: JobStore, tmp_path: Path
     task = store.add_work("task", sentence("Delete it"), tmp_path, work.model_dump(mode="json"))
     build = store.add_work("build", sentence("Build it"), tmp_path, sample_request().to_json(), part="vae")
     video = add_job(store)
-    assert ids(store.queue()) == [task.id, build.id, video.id]
-    other = store.claim("a.1", records.VIDEOS)
+    assert ids(store.order.jobs()) == [task.id, build.id, video.id]
+    other = store.order.claim("a.1", records.VIDEOS)
     assert other is not None and other.id == video.id
-    assert store.claim("a.1", records.VIDEOS) is None
-    claimed = [store.claim("a.0"), store.claim("a.0")]
+    assert store.order.claim("a.1", records.VIDEOS) is None
+    claimed = [store.order.claim("a.0"), store.order.claim("a.0")]
     assert [one and one.id for one in claimed] == [task.id, build.id]
-    assert store.claim("a.0") is None
+    assert store.order.claim("a.0") is None
     assert work_of(task) == work
     found = work_of(build)
     assert isinstance(found, BuildEngines)
@@ -191,7 +191,7 @@ def test_a_running_job_is_not_queued(store: JobStore) -> None:
     """What the command line runs itself is never claimed by an app."""
     job = add_job(store, instance="cli")
     assert job.state == "running"
-    assert store.claim("app") is None
+    assert store.order.claim("app") is None
 
 
 @pytest.mark.parametrize(
@@ -208,21 +208,21 @@ def test_a_running_job_is_not_queued(store: JobStore) -> None:
 )
 def test_a_queued_job_is_moved(moved: int, before: int | None, order: str, store: JobStore) -> None:
     jobs = [add_job(store) for _ in range(4)]
-    store.move(jobs[moved].id, None if before is None else jobs[before].id)
-    assert ids(store.queue()) == [jobs[int(place)].id for place in order]
+    store.order.move(jobs[moved].id, None if before is None else jobs[before].id)
+    assert ids(store.order.jobs()) == [jobs[int(place)].id for place in order]
 
 
 def test_a_paused_job_keeps_its_place(store: JobStore) -> None:
     jobs = [add_job(store) for _ in range(3)]
-    claimed = store.claim("a")
+    claimed = store.order.claim("a")
     assert claimed is not None
     store.hold([claimed.id], True)
-    assert store.pending([claimed.id]) == {claimed.id: "pause"}
-    store.move(jobs[2].id, jobs[1].id)
+    assert requests(store, claimed.id) == {claimed.id: "pause"}
+    store.order.move(jobs[2].id, jobs[1].id)
     store.put_back(claimed.id)
-    assert ids(store.queue()) == [jobs[0].id, jobs[2].id, jobs[1].id]
-    assert (store.get(claimed.id).held, store.pending([claimed.id])) == (True, {})
-    following = store.claim("a")
+    assert ids(store.order.jobs()) == [jobs[0].id, jobs[2].id, jobs[1].id]
+    assert (store.get(claimed.id).held, requests(store, claimed.id)) == (True, {})
+    following = store.order.claim("a")
     assert following is not None and following.id == jobs[2].id
 
 
@@ -230,39 +230,39 @@ def test_a_pause_is_withdrawn_and_does_not_replace_a_cancel(store: JobStore) -> 
     job = add_job(store, instance="a")
     store.hold([job.id], True)
     store.hold([job.id], False)
-    assert store.pending([job.id]) == {}
+    assert requests(store, job.id) == {}
     store.request_cancel([job.id])
     store.hold([job.id], True)
-    assert store.pending([job.id]) == {job.id: "cancel"}
+    assert requests(store, job.id) == {job.id: "cancel"}
 
 
 def test_queued_and_running_jobs_are_cancelled(store: JobStore) -> None:
     waiting, running, done = add_job(store), add_job(store, instance="a"), add_job(store, instance="a")
-    store.record(done.id, sample_result())
+    store.log.record(done.id, sample_result())
     store.request_cancel([waiting.id, running.id, done.id])
     store.request_cancel([waiting.id])
     assert [store.get(one.id).state for one in (waiting, running, done)] == ["cancelled", "running", "done"]
-    assert store.pending([running.id, done.id]) == {running.id: "cancel"}
-    assert [values["event"] for _, _, values in store.events(waiting.id)] == ["Cancelled"]
+    assert requests(store, running.id, done.id) == {running.id: "cancel"}
+    assert [values["event"] for _, _, values in store.log.events(waiting.id)] == ["Cancelled"]
 
 
 def test_an_edited_job_keeps_its_place(store: JobStore) -> None:
     first, second = add_job(store), add_job(store)
     edited = store.edit(first.id, sample_request(prompt="a blue kite"), sample_plan(seed=5))
     assert (edited.prompt, edited.request["seed"], edited.plan) == ("a blue kite", 5, sample_plan(seed=5))
-    assert ids(store.queue()) == [first.id, second.id]
+    assert ids(store.order.jobs()) == [first.id, second.id]
     assert ids(store.list(search="kite")) == [first.id]
 
 
 def test_ended_jobs_are_resumed(store: JobStore) -> None:
     job, waiting = add_job(store, instance="dead"), add_job(store)
-    store.record(job.id, Planned(plan=sample_plan(seed=3)))
+    store.log.record(job.id, Planned(plan=sample_plan(seed=3)))
     assert store.interrupt(job.id, "dead", None) == "interrupted"
     assert store.interrupt(job.id, "dead", None) is None
     assert store.get(job.id).resumable
     again = store.resume(job.id)
     assert (again.state, again.begun, again.ended) == ("queued", True, None)
-    assert ids(store.queue()) == [waiting.id, job.id]
+    assert ids(store.order.jobs()) == [waiting.id, job.id]
     taken = store.start(job.id, "cli")
     assert (taken.state, taken.instance, taken.plan) == ("running", "cli", sample_plan(seed=3))
 
@@ -298,7 +298,7 @@ def running(store: JobStore) -> JobRecord:
 
 def done(store: JobStore) -> JobRecord:
     job = running(store)
-    store.record(job.id, sample_result())
+    store.log.record(job.id, sample_result())
     return job
 
 
@@ -319,10 +319,10 @@ def unknown(store: JobStore) -> JobRecord:
         (unknown, JobStore.delete, "queue.no_such_job"),
         (unknown, JobStore.resume, "queue.no_such_job"),
         (unknown, lambda store, one: store.request_cancel([one]), "queue.no_such_job"),
-        (unknown, lambda store, one: store.move(one, None), "queue.no_such_job"),
-        (queued, lambda store, one: store.move(one, "ffffffff"), "queue.no_such_job"),
+        (unknown, lambda store, one: store.order.move(one, None), "queue.no_such_job"),
+        (queued, lambda store, one: store.order.move(one, "ffffffff"), "queue.no_such_job"),
         (running, JobStore.delete, "queue.job_running_delete"),
-        (running, lambda store, one: store.move(one, None), "queue.job_not_queued"),
+        (running, lambda store, one: store.order.move(one, None), "queue.job_not_queued"),
         (running, lambda store, one: store.edit(one, sample_request(), sample_plan()), "queue.job_not_queued"),
         (running, JobStore.resume, "queue.job_running"),
         (queued, JobStore.resume, "queue.job_queued"),
@@ -385,13 +385,13 @@ def test_a_deleted_job_is_restored_until_it_is_purged(store: JobStore) -> None:
     assert store.get(gone.id).state == "cancelled"
     assert ids(store.list()) == [kept.id]
     assert ids(store.list(deleted=True)) == [gone.id]
-    assert store.claim("a") is not None and store.claim("a") is None
+    assert store.order.claim("a") is not None and store.order.claim("a") is None
     store.undelete(gone.id)
     assert ids(store.list()) == [kept.id, gone.id]
     store.delete(gone.id)
     assert store.purge(older_than=60) == []
     assert ids(store.purge(older_than=-1)) == [gone.id]
-    assert store.events(gone.id) == []
+    assert store.log.events(gone.id) == []
     with pytest.raises(StoreError):
         store.get(gone.id)
 
@@ -401,11 +401,11 @@ def test_a_clock_moved_back_changes_no_order(store: JobStore, monkeypatch: pytes
     for hours in (0, -1, -48, 3):
         monkeypatch.setattr(time, "time", lambda at=1e9 + 3600 * hours: at)
         made.append(add_job(store))
-    assert ids(store.queue()) == ids(made)
+    assert ids(store.order.jobs()) == ids(made)
     assert ids(store.list()) == ids(reversed(made))
-    claimed = store.claim("a")
+    claimed = store.order.claim("a")
     assert claimed is not None and claimed.id == made[0].id
-    store.record(claimed.id, sample_result())
+    store.log.record(claimed.id, sample_result())
     store.delete(claimed.id)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert store.purge(older_than=60) == []
@@ -415,8 +415,8 @@ def test_a_clock_moved_back_changes_no_order(store: JobStore, monkeypatch: pytes
 def test_a_store_in_memory_has_no_folders(tmp_path: Path) -> None:
     store = JobStore(None)
     job = add_job(store)
-    assert store.claim("a") == store.get(job.id)
-    assert store.record(job.id, sample_result())
+    assert store.order.claim("a") == store.get(job.id)
+    assert store.log.record(job.id, sample_result())
     assert store.get(job.id).state == "done"
     assert store.folder(job.id) is None
     assert list(tmp_path.iterdir()) == []
@@ -433,7 +433,7 @@ def test_the_plan_must_be_for_the_request(store: JobStore, tmp_path: Path) -> No
 def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [(sample_request(prompt=f"boat {number}"), sample_plan(seed=number)) for number in range(3)]
     batch = store.add_all(made)
-    assert [one.prompt for one in store.queue()] == ["boat 0", "boat 1", "boat 2"]
+    assert [one.prompt for one in store.order.jobs()] == ["boat 0", "boat 1", "boat 2"]
     assert len({one.batch for one in batch}) == 1 and batch[0].batch
     assert store.add_all(made[:1])[0].batch is None
     store.request_cancel([batch[0].id])
@@ -460,7 +460,7 @@ def test_adding_a_batch_and_resuming_with_changes_are_atomic(store: JobStore, mo
     monkeypatch.undo()
     again = store.resume(before.id, made[1])
     assert (again.state, again.prompt, again.held) == ("queued", "boat 1", False)
-    assert store.queue()[-1].id == before.id
+    assert store.order.jobs()[-1].id == before.id
 
 
 def test_a_clock_that_was_set_back_does_not_use_up_an_hour(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,24 +476,30 @@ def test_a_clock_that_was_set_back_does_not_use_up_an_hour(store: JobStore, monk
     assert seen == [0, 1, 0, 1, 2]
 
 
+def trace(store: JobStore, callback: Callable[[str], object] | None) -> None:
+    """Have a function called with each statement of the connections for reading and writing."""
+    for transaction in (store.database.reading, store.database.writing):
+        with transaction() as connection:
+            connection.set_trace_callback(callback)
+
+
 def test_queries_of_each_request_and_claim_do_not_read_all_jobs(store: JobStore) -> None:
     def admit(_count: int, _times: object) -> None:
         pass
 
     queries: list[str] = []
-    with store.database.reading() as connection:
-        connection.set_trace_callback(queries.append)
+    trace(store, queries.append)
     for owner in ("ann", None):
         store.add_once(sample_request(), sample_plan(), owner=owner, admit=admit)
-        job = store.claim("app.0")
+        job = store.order.claim("app.0")
         assert job is not None
-        store.record(job.id, StepDone(step=1, of=4, seconds=1.0, part="transformer"))
-        store.read(job.id)
-        store.pending([job.id])
+        store.log.record(job.id, StepDone(step=1, of=4, seconds=1.0, part="transformer"))
+        store.log.read(job.id)
+        requests(store, job.id)
         store.running_on("app.0")
         store.list(owner=owner, limit=20, after=9)
+    trace(store, None)
     with store.database.reading() as connection:
-        connection.set_trace_callback(None)
         reads = [query for query in queries if query.startswith(("SELECT", "UPDATE")) and " jobs" in query]
         steps = [row["detail"] for query in reads for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert len(reads) > 20
@@ -504,20 +510,19 @@ def test_what_pages_ask_of_a_long_queue_is_read_from_indexes(store: JobStore) ->
     """Else each poll of a page would read the plans of thousands of jobs."""
     jobs = [add_job(store) for _ in range(4)]
     queries: list[str] = []
-    with store.database.reading() as connection:
-        connection.set_trace_callback(queries.append)
+    trace(store, queries.append)
     for owner in (None, "ann", ...):
-        store.queue(owner=owner, kinds=["video"], paused=False, limit=2)
-        store.queue_ids(owner=owner, limit=2)
-        store.queue_line(owner)
-        store.queue_seconds(2, owner)
-    store.queue(states=["running"])
-    store.queue_owners("app-")
+        store.order.jobs(owner=owner, kinds=["video"], paused=False, limit=2)
+        store.order.ids(owner=owner, limit=2)
+        store.order.line(owner)
+        store.order.seconds(2, owner)
+    store.order.jobs(states=["running"])
+    store.order.owners("app-")
     store.ended_since(60.0, None, 5)
     store.list(states=["done"], owner=None, limit=12)
-    store.rearrange(jobs[0].id, lambda place: place + 2)
+    store.order.rearrange(jobs[0].id, lambda place: place + 2)
+    trace(store, None)
     with store.database.reading() as connection:
-        connection.set_trace_callback(None)
         reads = [query for query in queries if query.startswith("SELECT") and " jobs" in query]
         plans = [(query, row["detail"]) for query in reads for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert len(reads) > 20
@@ -537,24 +542,24 @@ def test_the_queue_is_filtered_in_order(store: JobStore) -> None:
     first, second, third = add("a", None), add("b", "ann"), add("c", None)
     task = store.add_work("task", sentence("Prune"), Path("/engines"), {})
     store.add_idle_build(sentence("Build"), Path("/engines"), {"model": "m"}, ["one"])
-    store.claim_job(third, "app.0")
+    store.order.claim_job(third, "app.0")
     store.hold([first], True)
-    assert ids(store.queue())[:4] == [third, first, second, task.id]
-    assert ids(store.queue(owner=None, kinds=["video"])) == [third, first]
-    assert ids(store.queue(kinds=["video"], paused=False)) == [third, second]
-    assert ids(store.queue(states=["queued"], limit=1)) == [first]
-    assert ids(store.queue(limit=1)) == [third, first]
-    assert [*store.queue_ids(owner="ann").items()] == [(second, "queued")]
-    assert [*store.queue_ids()][:4] == [third, first, second, task.id]
-    assert store.queue_owners() == store.queue_owners("an") == {second: "ann"}
-    assert store.queue_owners("b") == store.queue_owners(states=["running"]) == {}
-    assert store.queue_line() == (5, 3, 3, 1)
-    assert store.queue_line("ann") == (1, 1, 1, 1)
+    assert ids(store.order.jobs())[:4] == [third, first, second, task.id]
+    assert ids(store.order.jobs(owner=None, kinds=["video"])) == [third, first]
+    assert ids(store.order.jobs(kinds=["video"], paused=False)) == [third, second]
+    assert ids(store.order.jobs(states=["queued"], limit=1)) == [first]
+    assert ids(store.order.jobs(limit=1)) == [third, first]
+    assert [*store.order.ids(owner="ann").items()] == [(second, "queued")]
+    assert [*store.order.ids()][:4] == [third, first, second, task.id]
+    assert store.order.owners() == store.order.owners("an") == {second: "ann"}
+    assert store.order.owners("b") == store.order.owners(states=["running"]) == {}
+    assert store.order.line() == (5, 3, 3, 1)
+    assert store.order.line("ann") == (1, 1, 1, 1)
     seconds = sample_plan().seconds["total"].likely
-    assert store.queue_seconds(0)[:2] == (1, 1) and store.queue_seconds(0)[2] == pytest.approx(max(seconds, 1.0))
-    assert store.queue_seconds(2) == (0, 0, 0.0) and store.queue_seconds(0, None)[0] == 0
-    assert store.count_with_model("m") == 1
-    assert store.count_with_model(sample_plan().model) == 3
+    assert store.order.seconds(0)[:2] == (1, 1) and store.order.seconds(0)[2] == pytest.approx(max(seconds, 1.0))
+    assert store.order.seconds(2) == (0, 0, 0.0) and store.order.seconds(0, None)[0] == 0
+    assert store.order.count_with_model("m") == 1
+    assert store.order.count_with_model(sample_plan().model) == 3
 
 
 def test_jobs_are_moved_to_places(store: JobStore) -> None:
@@ -562,20 +567,20 @@ def test_jobs_are_moved_to_places(store: JobStore) -> None:
     store.add_idle_build(sentence("Build"), Path("/engines"), {}, ["one"])
 
     def order() -> list[int]:
-        return [jobs.index(one.id) for one in store.queue(states=["queued"]) if not one.idle]
+        return [jobs.index(one.id) for one in store.order.jobs(states=["queued"]) if not one.idle]
 
-    assert store.rearrange(jobs[3], lambda place: place - 1) == (2, 5)
+    assert store.order.rearrange(jobs[3], lambda place: place - 1) == (2, 5)
     assert order() == [0, 1, 3, 2, 4]
-    assert store.rearrange(jobs[0], lambda place: place + 1) == (1, 5)
+    assert store.order.rearrange(jobs[0], lambda place: place + 1) == (1, 5)
     assert order() == [1, 0, 3, 2, 4]
-    assert store.rearrange(jobs[4], lambda _: -7) == (0, 5)
-    assert store.rearrange(jobs[1], lambda _: 99) == (4, 5)
+    assert store.order.rearrange(jobs[4], lambda _: -7) == (0, 5)
+    assert store.order.rearrange(jobs[1], lambda _: 99) == (4, 5)
     assert order() == [4, 0, 3, 2, 1]
-    assert store.rearrange(jobs[3], lambda place: place) == (2, 5)
-    store.claim_job(jobs[4], "app.0")
+    assert store.order.rearrange(jobs[3], lambda place: place) == (2, 5)
+    store.order.claim_job(jobs[4], "app.0")
     with pytest.raises(StoreError):
-        store.rearrange(jobs[4], lambda _: 1)
-    assert store.rearrange(jobs[0], lambda _: 3) == (3, 4)
+        store.order.rearrange(jobs[4], lambda _: 1)
+    assert store.order.rearrange(jobs[0], lambda _: 3) == (3, 4)
     assert order() == [3, 2, 1, 0]
 
 
@@ -599,18 +604,18 @@ def test_a_scheduler_reads_the_first_videos_of_each_lane(store: JobStore) -> Non
     other = plan.replace(model_directory=Path("/elsewhere/other"))
     lanes = [("a", plan), ("b", plan), ("a", other), (None, plan)]
     added = [store.add(sample_request(), use, owner=owner).id for _ in range(3) for owner, use in lanes]
-    assert [one.id for one in store.waiting(3)] == added
-    found = store.waiting(2)
+    assert [one.id for one in store.order.waiting(3)] == added
+    found = store.order.waiting(2)
     assert [one.id for one in found] == added[:8]
     models = [(owner, use.model_directory.name) for owner, use in lanes]
     assert [(one.owner, one.needs.model) for one in found[:4]] == models
     store.hold([added[0]], True)
-    assert store.claim_job(added[1], "head.0") is not None
-    assert [one.id for one in store.waiting(1)] == [added[2], added[3], added[4], added[5]]
+    assert store.order.claim_job(added[1], "head.0") is not None
+    assert [one.id for one in store.order.waiting(1)] == [added[2], added[3], added[4], added[5]]
     # Its node plans it again, for another number of GPUs.
-    store.record(added[1], Planned(plan=other))
+    store.log.record(added[1], Planned(plan=other))
     store.put_back(added[1])
-    assert [one.needs.model for one in store.waiting(2) if one.id == added[1]] == ["other"]
+    assert [one.needs.model for one in store.order.waiting(2) if one.id == added[1]] == ["other"]
 
 
 def test_needs_are_those_of_the_permitted_strategy_with_the_least_memory() -> None:
@@ -629,7 +634,7 @@ def test_a_row_whose_needs_cannot_be_read_is_left_out(store: JobStore) -> None:
     bad, good = add_job(store), add_job(store)
     with store.database.writing() as connection:
         connection.execute("UPDATE jobs SET needs = '{' WHERE id = ?", (bad.id,))
-    assert [one.id for one in store.waiting(5)] == [good.id]
+    assert [one.id for one in store.order.waiting(5)] == [good.id]
 
 
 def test_titles_are_stored_as_facts_and_text_of_a_version_before_is_read(store: JobStore, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Failed, FellBack, OutOfMemory, StepDone, Warned
 from runtime.core.facts import Fact
 from runtime.queue import database
-from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import event_from_json
+from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from tests.full_disk import fill
 from tests.queue.samples import add_job, sample_result
@@ -48,13 +48,13 @@ def write():
     while True:
         job = add_job(store)
         report("added", job.id)
-        claimed = store.claim("writer")
+        claimed = store.order.claim("writer")
         report("claimed", claimed.id)
         step = StepDone(step=1, of=4, seconds=0.1, part="transformer")
         for event in (Planned(plan=sample_plan()), step, sample_result()):
             # SQLite's lock is not fair: on a slow disk the other writer could wait without end.
             time.sleep(random.uniform(0, 0.02))
-            store.record(claimed.id, event)
+            store.log.record(claimed.id, event)
             report("recorded", claimed.id, type(event).__name__)
 
 sample_plan()
@@ -115,7 +115,7 @@ def test_acknowledged_changes_survive_kill_9(path: Path) -> None:
     store = JobStore(path)
     assert store.notice is None
     jobs = {job.id: job for job in store.list()}
-    events_of = {job_id: [values["event"] for _, _, values in store.events(job_id)] for job_id in jobs}
+    events_of = {job_id: [values["event"] for _, _, values in store.log.events(job_id)] for job_id in jobs}
     assert len(reported) > KILLS
     for what, job_id, *name in reported:
         assert job_id in jobs, what
@@ -139,13 +139,13 @@ def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     assert [one.id for one in store.list()] == kept[::-1]
     with pytest.raises(StoreError) as refused:
         while True:
-            store.record(job.id, sample_result())
-            store.record(add_job(store, instance="a").id, sample_result())
+            store.log.record(job.id, sample_result())
+            store.log.record(add_job(store, instance="a").id, sample_result())
     assert refused.value.code == "queue.store_disk_full"
     filler.unlink()
     states = {one.id: one.state for one in store.list()}
     if states[job.id] == "running":
-        assert store.record(job.id, sample_result())
+        assert store.log.record(job.id, sample_result())
     assert store.get(job.id).state == "done"
     store.close()
     again = JobStore(small_disk / "jobs.sqlite")
@@ -160,9 +160,9 @@ def test_a_preview_on_a_full_disk_leaves_no_part(path: Path, small_disk: Path) -
     folder = small_disk / job.id
     folder.mkdir()
     fill(small_disk)
-    JobRecorder(job.id, store).record(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=bytes(9000)))
+    Run(job, ControlPoller(store)).emit(StepDone(step=1, of=4, seconds=0.1, part="transformer", preview=bytes(9000)))
     assert list(folder.iterdir()) == []
-    assert len(store.events(job.id)) == 1
+    assert len(store.log.events(job.id)) == 1
 
 
 def test_a_disk_that_is_full_before_the_store_is_opened_is_reported(small_disk: Path) -> None:
@@ -210,27 +210,6 @@ def test_a_locked_store_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert add_job(store).id
 
 
-def test_a_job_whose_store_is_locked_warns_once_and_writes_its_events_later(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.02)
-    store = JobStore(path)
-    record = add_job(store, instance="01234567")
-    job = JobRecorder(record.id, store)
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        fields = ("one", "two", "three")
-        warned = [job.record(Warned(fact=Fact("pipeline.text_cut", {"field": field}))) for field in fields]
-        assert not job.written
-        assert [[one.fact.code for one in each] for each in warned] == [["queue.job_not_stored_yet"], [], []]
-        other.execute("ROLLBACK")
-    assert len([line for line in caplog.messages if "events cannot be written yet" in line]) == 1
-    assert job.write() is None and job.written
-    fields = [values["fact"]["data"]["field"] for _, _, values in store.events(job.id)]
-    assert fields == ["one", "two", "three"]
-    store.close()
-
-
 def test_a_newer_store_is_refused_and_unchanged(path: Path) -> None:
     JobStore(path).close()
     with sqlite3.connect(path) as connection:
@@ -266,9 +245,9 @@ def test_an_older_store_is_migrated_once(path: Path, monkeypatch: pytest.MonkeyP
 def test_queued_videos_of_version_11_are_found_by_a_scheduler(path: Path) -> None:
     store = JobStore(path)
     jobs = [add_job(store) for _ in range(3)]
-    before = store.waiting(9)
-    store.claim("app.0")
-    store.record(jobs[0].id, Cancelled())
+    before = store.order.waiting(9)
+    store.order.claim("app.0")
+    store.log.record(jobs[0].id, Cancelled())
     store.close()
     with closing(sqlite3.connect(path)) as connection:
         for index in ("jobs_waiting", "jobs_in_queue", "jobs_by_end"):
@@ -279,10 +258,10 @@ def test_queued_videos_of_version_11_are_found_by_a_scheduler(path: Path) -> Non
         connection.execute("PRAGMA user_version = 11")
         connection.commit()
     again = JobStore(path)
-    assert again.waiting(9) == [before[1]]
-    assert again.queue_seconds(0) == (2, 1, before[1].needs.seconds)
+    assert again.order.waiting(9) == [before[1]]
+    assert again.order.seconds(0) == (2, 1, before[1].needs.seconds)
     again.resume(jobs[0].id)
-    assert [one.id for one in again.waiting(9)] == [jobs[1].id, jobs[0].id]
+    assert [one.id for one in again.order.waiting(9)] == [jobs[1].id, jobs[0].id]
 
 
 def test_sentences_of_version_1_become_facts(path: Path) -> None:
@@ -312,7 +291,7 @@ def test_sentences_of_version_1_become_facts(path: Path) -> None:
     job = store.get("0123abcd")
     failed = Failed(fact=text("It broke.", "Try again."), internal=True)
     assert job.failure == failed
-    assert [event_from_json(values, job) for _, _, values in store.events(job.id)] == [
+    assert [event_from_json(values, job) for _, _, values in store.log.events(job.id)] == [
         Warned(fact=text("Mind the gap.")),
         FellBack(component="vae", backend="inductor", reason=text("VAE: PyTorch.")),
         OutOfMemory(
@@ -378,7 +357,7 @@ def test_a_damaged_store_is_kept_as_a_backup_and_a_new_one_is_started(harm: Call
     store = JobStore(path)
     jobs = [add_job(store, instance="a") for _ in range(40)]
     for job in jobs:
-        store.record(job.id, sample_result())
+        store.log.record(job.id, sample_result())
     store.close()
     harm(path)
     damaged = path.read_bytes()
@@ -404,7 +383,7 @@ def test_a_removed_store_file_is_reported_and_not_made_again(path: Path, caplog:
     kept = path.read_bytes()
     for file in path.parent.glob("jobs.sqlite*"):
         file.unlink()
-    for use in (lambda: store.record(job.id, sample_result()), store.list, lambda: add_job(store)):
+    for use in (lambda: store.log.record(job.id, sample_result()), store.list, lambda: add_job(store)):
         with pytest.raises(StoreError) as error:
             use()
         assert (error.value.code, error.value.data) == ("queue.store_deleted", {"file": str(path)})

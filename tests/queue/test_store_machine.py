@@ -13,7 +13,7 @@ from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Failed, VideoSaved
 from runtime.core.facts import Fact
 from runtime.queue.store import JobStore
-from tests.queue.samples import add_job, sample_result
+from tests.queue.samples import add_job, requests, sample_result
 
 which = st.sampled_from([0, 1])
 ENDS = {"VideoSaved", "Failed", "Cancelled"}
@@ -49,7 +49,7 @@ class TwoStores(RuleBasedStateMachine):
 
     @rule(target=running, at=which)
     def claim(self, at: int) -> str:
-        claimed = self.stores[at].claim(str(at))
+        claimed = self.stores[at].order.claim(str(at))
         free = [one for one in self.line if self.state[one] == "queued" and one not in self.held]
         assert (None if claimed is None else claimed.id) == (free[0] if free else None)
         if claimed is None:
@@ -66,21 +66,21 @@ class TwoStores(RuleBasedStateMachine):
         if not job:
             return
         runs = self.state[job] == "running"
-        assert self.stores[at].record(job, event) == runs
+        assert self.stores[at].log.record(job, event) == runs
         if runs:
             self._ended(job, {VideoSaved: "done", Failed: "failed", Cancelled: "cancelled"}[type(event)])
 
     @rule(at=which, job=jobs, event=st.sampled_from([sample_result(), Cancelled()]))
     def end_what_does_not_run(self, at: int, job: str, event: VideoSaved | Cancelled) -> None:
         if self.state[job] != "running":
-            assert not self.stores[at].record(job, event)
+            assert not self.stores[at].log.record(job, event)
 
     @rule(at=which, job=consumes(running), held=st.booleans())
     def put_back(self, at: int, job: str, held: bool) -> None:
         if job and self.state[job] == "running":
             if held:
                 self.stores[1 - at].hold([job], True)
-            wish = self.stores[at].pending([job]).get(job)
+            wish = requests(self.stores[at], job).get(job)
             self.stores[at].put_back(job)
             if wish == "cancel":
                 self._ended(job, "cancelled")
@@ -94,7 +94,7 @@ class TwoStores(RuleBasedStateMachine):
         if job and self.state[job] == "running":
             instance = self.stores[at].get(job).instance
             assert instance is not None
-            wished = self.stores[at].pending([job])
+            wished = requests(self.stores[at], job)
             self._ended(job, "cancelled" if wished else "interrupted")
             assert self.stores[at].interrupt(job, instance, None) == self.state[job]
             assert self.stores[1 - at].interrupt(job, instance, None) is None
@@ -103,9 +103,9 @@ class TwoStores(RuleBasedStateMachine):
     def move(self, at: int, job: str, other: str | None) -> None:
         if self.state[job] != "queued" or (other is not None and self.state[other] != "queued"):
             with pytest.raises(StoreError):
-                self.stores[at].move(job, other)
+                self.stores[at].order.move(job, other)
             return
-        self.stores[at].move(job, other)
+        self.stores[at].order.move(job, other)
         if job != other:
             # Places of those that run stay where they are among the others.
             waiting = [one for one in self.line if self.state[one] == "queued"]
@@ -156,7 +156,7 @@ class TwoStores(RuleBasedStateMachine):
     @invariant()
     def both_stores_say_what_the_model_says(self) -> None:
         for store in self.stores:
-            waiting = [job.id for job in store.queue() if job.state == "queued"]
+            waiting = [job.id for job in store.order.jobs() if job.state == "queued"]
             assert waiting == [one for one in self.line if self.state[one] == "queued"]
             there = {job.id: job.state for job in (*store.list(), *store.list(deleted=True))}
             assert there == self.state
@@ -164,21 +164,21 @@ class TwoStores(RuleBasedStateMachine):
     @invariant()
     def queries_of_columns_agree_with_the_queue(self) -> None:
         store = self.stores[0]
-        queue = store.queue()
+        queue = store.order.jobs()
         free = [job for job in queue if job.state == "queued" and not job.held]
-        assert [one.id for one in store.waiting(len(queue))] == [job.id for job in free]
-        assert store.queue_ids() == {job.id: job.state for job in queue}
+        assert [one.id for one in store.order.waiting(len(queue))] == [job.id for job in free]
+        assert store.order.ids() == {job.id: job.state for job in queue}
         shown = Counter(("video", "paused" if job.held else job.state) for job in queue)
-        assert store.queue_counts() == shown
+        assert store.order.counts() == shown
         for place, job in enumerate(queue):
             before = {one.id: one.kind for one in queue[:place] if not one.held}
-            assert store.ahead(job.id) == before
-            assert job.state == "running" or store.count_ahead(job.id) == len(before)
+            assert store.order.ahead(job.id) == before
+            assert job.state == "running" or store.order.count_ahead(job.id) == len(before)
 
     @invariant()
     def each_job_ends_once_for_each_time_it_began(self) -> None:
         for job, state in self.state.items():
-            events = [values["event"] for _, _, values in self.stores[0].events(job)]
+            events = [values["event"] for _, _, values in self.stores[0].log.events(job)]
             ends = sum(name in ENDS or name == "Interrupted" for name in events)
             assert ends == events.count("QueuedAgain") + (state not in {"queued", "running"})
 

@@ -80,17 +80,17 @@ def test_a_row_that_cannot_be_read_is_set_aside(harm: str, path: Path, caplog: p
     column, value = HARMS[harm]
     store = JobStore(path)
     bad, good, ended = add_job(store), add_job(store), add_job(store, instance="a")
-    store.record(ended.id, sample_result())
+    store.log.record(ended.id, sample_result())
     kept = path.parent / "jobs" / bad.id
     kept.mkdir(parents=True)
     damage(path, bad.id, column, value)
     before = rows(path)
 
-    assert [job.id for job in store.queue()] == [good.id]
+    assert [job.id for job in store.order.jobs()] == [good.id]
     assert [job.id for job in store.list(kinds=KINDS, limit=2)] == [ended.id, good.id]
     new = add_job(store)
-    assert [job.id for job in store.queue()] == [good.id, new.id]
-    claimed = [store.claim("a"), store.claim("a"), store.claim("a")]
+    assert [job.id for job in store.order.jobs()] == [good.id, new.id]
+    claimed = [store.order.claim("a"), store.order.claim("a"), store.order.claim("a")]
     assert [job and job.id for job in claimed] == [good.id, new.id, None]
     assert store.purge(0) == []
     storage.tidy(store, path.parent / "outputs")
@@ -111,7 +111,7 @@ def test_a_queued_row_is_set_aside_when_it_is_claimed_first(path: Path) -> None:
     store = JobStore(path)
     bad, good = add_job(store), add_job(store)
     damage(path, bad.id, *HARMS["broken JSON"])
-    job = store.claim("a")
+    job = store.order.claim("a")
     assert job is not None and job.id == good.id
     with pytest.raises(StoreError) as error:
         store.find(bad.id)
@@ -122,11 +122,11 @@ def test_a_row_that_was_repaired_is_taken_back(path: Path) -> None:
     store = JobStore(path)
     bad = add_job(store)
     damage(path, bad.id, "created", "yesterday")
-    assert store.queue() == []
+    assert store.order.jobs() == []
     damage(path, bad.id, "created", bad.created)
     store.check()
     assert store.unreadable is None
-    assert store.queue() == [bad]
+    assert store.order.jobs() == [bad]
 
 
 def test_all_rows_are_checked_one_at_a_time(path: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_app_and_the_command_line_start_and_name_the_row(
     spec = read_spec(EMBEDDED / "diorama", "diorama")
     worker = JobQueue(cache_dir / "weights", cache_dir / "outputs", no_engines(cache_dir), None, JobStore(path))
     try:
-        assert [job.id for job in worker.store.queue()] == [good.id]
+        assert [job.id for job in worker.store.order.jobs()] == [good.id]
         panel = QueuePanel(worker, {"diorama": spec}, cache_dir / "outputs")
         html = panel.draw(Call("refresh", "", {}, {}, [], {}), {})["list"]
         assert bad.id in html and running.id in html and f'data-key="{good.id}"' in html
@@ -185,7 +185,7 @@ def test_an_event_that_cannot_be_read_is_left_out(
 ) -> None:
     store = JobStore(path)
     job = add_job(store, instance="a")
-    store.record_task_event(job.id, {"event": "TaskLog", "text": "before"})
+    store.log.append(job.id, {"event": "TaskLog", "text": "before"})
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA writable_schema = ON")
         connection.execute("UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', '') WHERE name = 'events'")
@@ -194,9 +194,9 @@ def test_an_event_that_cannot_be_read_is_left_out(
         connection.execute("INSERT INTO events (job, at, event) VALUES (?, 1, ?)", (job.id, event))
         connection.execute('INSERT INTO events (job, at, event) VALUES (?, 1e300, \'{"event": "x"}\')', (job.id,))
         connection.commit()
-    store.record_task_event(job.id, {"event": "TaskLog", "text": "after"})
+    store.log.append(job.id, {"event": "TaskLog", "text": "after"})
     for _ in range(2):
-        assert [values["text"] for _, _, values in store.events(job.id)] == ["before", "after"]
+        assert [values["text"] for _, _, values in store.log.events(job.id)] == ["before", "after"]
     assert len([line for line in caplog.messages if "cannot be read" in line]) == 2
     recovery.settle_worker(store, "a", Fact("queue.exited", {"how": "exit code 3"}))
     assert store.get(job.id).state == "queued"
@@ -205,12 +205,12 @@ def test_an_event_that_cannot_be_read_is_left_out(
 def test_a_death_without_details_still_counts(path: Path) -> None:
     store = JobStore(path)
     job = add_job(store, instance="a")
-    store.record_task_event(job.id, {"event": "WorkerDied", "how": "?", "out_of_memory": [], "part": {}})
-    (death,) = store.deaths(job.id)
+    store.log.append(job.id, {"event": "WorkerDied", "how": "?", "out_of_memory": [], "part": {}})
+    (death,) = store.log.deaths(job.id)
     spec = read_spec(EMBEDDED / "diorama", "diorama")
     plan = recovery.avoid_causes(sample_plan(), spec, [death])
     assert [one.code for one in plan.warnings][-1] == "queue.worker_replaced"
-    store.record(job.id, Planned(plan=plan))
+    store.log.record(job.id, Planned(plan=plan))
     recovery.settle_worker(store, "a", Fact("queue.exited", {"how": "exit code 3"}))
     assert store.get(job.id).state == "failed"
 
@@ -219,10 +219,10 @@ def test_a_death_without_details_still_counts(path: Path) -> None:
 def test_live_progress_that_cannot_be_read_is_left_out(live: str, path: Path, cache_dir: Path) -> None:
     store = JobStore(cache_dir / "jobs.sqlite")
     build = store.add_work("build", sentence("Build engines"), path.parent, {"kind": "build"})
-    assert store.claim("a") is not None
+    assert store.order.claim("a") is not None
     damage(cache_dir / "jobs.sqlite", build.id, "live", live)
-    store.record_task_event(build.id, {"event": "TaskProgress", "fact": "?"})
-    store.record_task_event(build.id, {"event": "TaskFound", "lines": 5})
+    store.log.append(build.id, {"event": "TaskProgress", "fact": "?"})
+    store.log.append(build.id, {"event": "TaskFound", "lines": 5})
     task = Task(store.get(build.id), store)
     task.refresh()
     assert (task.state, task.line, task.share) == ("running", "", None)
@@ -232,7 +232,7 @@ def test_live_progress_that_cannot_be_read_is_left_out(live: str, path: Path, ca
 def test_a_result_that_cannot_be_read_is_left_out(path: Path) -> None:
     store = JobStore(path)
     job = add_job(store, instance="a")
-    store.record(job.id, sample_result())
+    store.log.record(job.id, sample_result())
     damage(path, job.id, "result", '{"video": 5}')
     assert store.get(job.id).saved is None
     queue = JobQueue(path.parent, path.parent / "outputs", no_engines(path.parent), None, store)
@@ -264,10 +264,10 @@ def test_a_row_is_left_out_while_the_store_cannot_be_written(
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         for _ in range(2):
-            assert [job.id for job in store.queue()] == [good.id]
+            assert [job.id for job in store.order.jobs()] == [good.id]
     assert len([line for line in caplog.messages if "is left out" in line]) == 1
     assert store.unreadable is None
-    store.queue()
+    store.order.jobs()
     assert store.unreadable is not None
 
 

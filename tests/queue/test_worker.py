@@ -15,8 +15,8 @@ from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.events import Cancelled, Event, Failed, StepDone, TerminalEvent, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
+from runtime.queue.job_planning import move_to_gpu
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.job_runner import move_to_gpu
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from tests.plans import GIB, machine, no_engines

@@ -84,7 +84,7 @@ class App:
 
     def deaths(self, job_id: str) -> list[tuple[str | None, Fact]]:
         """Return the same for a job or a build, by id."""
-        return [(death["stage"], Fact.model_validate(death["how"])) for death in self.store.deaths(job_id)]
+        return [(death["stage"], Fact.model_validate(death["how"])) for death in self.store.log.deaths(job_id)]
 
 
 @pytest.fixture(scope="module")

@@ -596,7 +596,7 @@ def test_ctrl_c_ends_the_server_and_a_job_resumes(tmp_path: Path) -> None:
     with serving(cache, program=("app.py", "serve")) as first, httpx.Client(base_url=first.url, timeout=60) as http:
         made = create(http, steps=200)["id"]
         with contextlib.closing(JobStore(cache / "jobs.sqlite")) as store:
-            until(lambda: any(values["event"] == "StepDone" for _, _, values in store.events(made)), pause=0.05)
+            until(lambda: any(values["event"] == "StepDone" for _, _, values in store.log.events(made)), pause=0.05)
         first.process.send_signal(signal.SIGINT)
         assert first.process.wait(60) == 0
     with serving(cache, program=("app.py", "serve")) as second, httpx.Client(base_url=second.url, timeout=60) as http:

@@ -173,7 +173,7 @@ def test_on_a_full_disk_nothing_is_queued(
     with pytest.raises(LimitError) as refused:
         visitors.submit(long(), "a visitor")
     assert refused.value.code == "server.disk_full"
-    assert worker.store.queue() == []
+    assert worker.store.order.jobs() == []
 
 
 @pytest.fixture

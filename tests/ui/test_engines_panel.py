@@ -280,8 +280,8 @@ def test_an_import_only_needs_a_valid_model(tab: Tab) -> None:
 def test_findings_are_escaped(tmp_path: Path) -> None:
     store, work = JobStore(None), InspectEngine(path=Path("x"), model="tiny")
     added = store.add_work("task", sentence("Inspect x"), tmp_path, work.model_dump(mode="json"))
-    store.claim("00000000.0")
-    store.record_task_event(added.id, {"event": "TaskFound", "lines": ["takes <b>x</b> (1, 2)"]})
+    store.order.claim("00000000.0")
+    store.log.append(added.id, {"event": "TaskFound", "lines": ["takes <b>x</b> (1, 2)"]})
     task = Task(added, store)
     task.refresh()
     assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in tasks_html([(task, 0)])
@@ -360,7 +360,7 @@ def test_an_import_offers_the_components_of_the_model(tab: Tab) -> None:
 def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
     store = JobStore(None)
     added = store.add_work("task", sentence("Build"), tmp_path, PRUNE.model_dump(mode="json"))
-    store.claim("00000000.0")
+    store.order.claim("00000000.0")
     failed = Fact("engine.file_missing", {"file": "x"})
     builds = [
         BuildProgress(program="text_encoder", backend="inductor", expected=30, state="done", took=42, speedup=2.5),
@@ -369,7 +369,7 @@ def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
         BuildProgress(program="vae_next", backend="onnxruntime", expected=80),
     ]
     event = {"event": "TaskBuilds", "builds": [one.model_dump(mode="json") for one in builds]}
-    store.record_task_event(added.id, event)
+    store.log.append(added.id, event)
     task = Task(added, store)
     task.refresh()
     drawn = tasks_html([(task, 0)])
@@ -388,13 +388,13 @@ def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
         BuildProgress(program="transformer", backend="inductor", component="transformer"),
     ]
     event = {"event": "TaskBuilds", "builds": [one.model_dump(mode="json") for one in experts]}
-    store.record_task_event(added.id, event)
+    store.log.append(added.id, event)
     task.refresh()
     drawn = tasks_html([(task, 0)])
     names = re.findall(r"<span>([^<]*), (?:ONNX Runtime|Inductor)</span>", drawn)
     assert names == ["High-noise transformer", "Low-noise transformer", "Transformer"]
     # Of another version.
-    store.record_task_event(added.id, {"event": "TaskBuilds", "builds": [{"x": 1}]})
+    store.log.append(added.id, {"event": "TaskBuilds", "builds": [{"x": 1}]})
     task.refresh()
     assert len(task.builds) == 3
 

@@ -97,8 +97,8 @@ def add(worker: JobQueue, prompt: str, owner: str | None = None) -> str:
 
 def finish(worker: JobQueue, job_id: str) -> None:
     """Let a job be done, with a file where its video would be."""
-    assert worker.store.claim("here") is not None
-    worker.store.record(job_id, sample_result())
+    assert worker.store.order.claim("here") is not None
+    worker.store.log.record(job_id, sample_result())
     output = worker.store.get(job_id).output
     output.parent.mkdir(exist_ok=True)
     output.write_bytes(b"x" * 1000)
@@ -106,8 +106,8 @@ def finish(worker: JobQueue, job_id: str) -> None:
 
 def test_the_card_of_a_failed_job_has_the_name_of_its_file(worker: JobQueue, desk: Panels) -> None:
     job = worker.store.get(add(worker, "a boat"))
-    assert worker.store.claim("here") is not None
-    worker.store.record(job.id, Failed(fact=Fact("video.disk_full", {"file": str(job.output)})))
+    assert worker.store.order.claim("here") is not None
+    worker.store.log.record(job.id, Failed(fact=Fact("video.disk_full", {"file": str(job.output)})))
     gallery = act(desk, "refresh", tab="history")[0]["gallery"]
     assert line("video.disk_full", file=job.output.name) in gallery
     detail = act(desk, "open", job.id, tab="history", open=job.id)[0]["detail"]
@@ -115,7 +115,7 @@ def test_the_card_of_a_failed_job_has_the_name_of_its_file(worker: JobQueue, des
 
 
 def prompts(worker: JobQueue) -> list[str]:
-    return [job.prompt for job in worker.store.queue()]
+    return [job.prompt for job in worker.store.order.jobs()]
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_video_is_repeated_with_new_seeds(desk: Panels, worker: JobQueue, acti
     first = add(worker, "a red boat")
     finish(worker, first)
     _, says = act(desk, action, first, tab="history")
-    added = worker.store.queue()
+    added = worker.store.order.jobs()
     assert [job.prompt for job in added] == ["a red boat"] * count
     assert says["watch"] == added[0].id
     asked, before = [dict(job.request) for job in added], dict(worker.store.get(first).request)
@@ -190,9 +190,9 @@ def test_several_prompts_and_variations_are_added_together(desk: Panels, worker:
     assert says["message"] == "Added to the queue: 4 videos." and len(says["added"]) == 4
     assert prompts(worker) == ["a red boat"] * 2 + ["a blue ball"] * 2
     assert drawn["list"].count("<li") == 4
-    assert len({job.batch for job in worker.store.queue()}) == 1
+    assert len({job.batch for job in worker.store.order.jobs()}) == 1
     act(desk, "add", values={"variations": "3"}, form=values(prompt="a calm sea", seed="40"))
-    assert [job.request["seed"] for job in worker.store.queue()][4:] == [40, 41, 42]
+    assert [job.request["seed"] for job in worker.store.order.jobs()][4:] == [40, 41, 42]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_duplicate_follows_its_job_with_a_new_seed(desk: Panels, worker: JobQu
     first, _ = add(worker, "a red boat"), add(worker, "a blue ball")
     act(desk, "duplicate", first)
     assert prompts(worker) == ["a red boat", "a red boat", "a blue ball"]
-    seeds = [job.request["seed"] for job in worker.store.queue()]
+    seeds = [job.request["seed"] for job in worker.store.order.jobs()]
     assert seeds[0] == 1 != seeds[1]
 
 
@@ -270,9 +270,9 @@ def test_a_long_queue_is_shown_in_parts(worker: JobQueue, desk: Panels) -> None:
     assert "Pause all" in paused
     act(desk, "pause-all")
     assert "Resume all" in act(desk, "refresh")[0]["list"]
-    assert len(worker.store.queue(paused=False)) == 0
+    assert len(worker.store.order.jobs(paused=False)) == 0
     act(desk, "cancel-all")
-    assert worker.store.queue() == []
+    assert worker.store.order.jobs() == []
 
 
 def test_an_edited_job_keeps_its_place_and_seed(desk: Panels, worker: JobQueue) -> None:
@@ -284,7 +284,7 @@ def test_an_edited_job_keeps_its_place_and_seed(desk: Panels, worker: JobQueue) 
     assert worker.store.get(first).request["seed"] == 1
     act(desk, "save", first, form=values(prompt="a calm sea", seed="5"))
     assert worker.store.get(first).request["seed"] == 5
-    worker.store.claim("here")
+    worker.store.order.claim("here")
     _, says = act(desk, "save", first)
     assert says["message"] == message("queue.job_not_queued", job=first) and "saved" not in says
 
@@ -293,9 +293,9 @@ def test_all_are_paused_and_cancelled(desk: Panels, worker: JobQueue) -> None:
     for prompt in "abc":
         add(worker, prompt)
     drawn, _ = act(desk, "pause-all")
-    assert all(job.held for job in worker.store.queue()) and "Resume all" in drawn["list"]
+    assert all(job.held for job in worker.store.order.jobs()) and "Resume all" in drawn["list"]
     act(desk, "unpause-all")
-    assert not any(job.held for job in worker.store.queue())
+    assert not any(job.held for job in worker.store.order.jobs())
     drawn, says = act(desk, "cancel-all")
     assert says["message"] == "Cancelled: 3." and "The queue is empty." in drawn["list"]
 
@@ -409,7 +409,7 @@ def test_an_edited_or_repeated_job_keeps_its_image(
     filled = {name: shown["value"] for name, shown in form.filled(edited, models).items() if "value" in shown}
     act(desk, "save", first, form=values(**(filled | {"prompt": "a calm sea"})))
     act(desk, "duplicate", first)
-    for job in worker.store.queue():
+    for job in worker.store.order.jobs():
         assert (job.request["prompt"], job.request["image"]) == ("a calm sea", kept)
         assert job.request["image_position"] == 10.0
-    assert len(worker.store.queue()) == 2
+    assert len(worker.store.order.jobs()) == 2

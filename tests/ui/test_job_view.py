@@ -10,13 +10,23 @@ from typing import cast
 
 import pytest
 
-from runtime.core.events import Cancelled, Event, Failed, FramesDecoded, Planned, StageStarted, StepDone, VideoSaved
+from runtime.core.events import (
+    Cancelled,
+    Event,
+    Failed,
+    FramesDecoded,
+    Planned,
+    StageStarted,
+    StepDone,
+    TerminalEvent,
+    VideoSaved,
+)
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.job_runner import JobRecorder
+from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.watchers import Watch
@@ -66,17 +76,17 @@ def saved(job: Job) -> VideoSaved:
 
 
 def begin(job: Job, store: JobStore) -> None:
-    assert store.claim("here") is not None
+    assert store.order.claim("here") is not None
     job.refresh()
 
 
 def append_events(job: Job, store: JobStore, *events: Event) -> None:
     """Record events as the job's worker does."""
-    recorder = JobRecorder(job.id, store)
     if events and store.get(job.id).state == "queued":
         begin(job, store)
+    run = Run(store.get(job.id), ControlPoller(store))
     for event in events:
-        recorder.record(event)
+        run.settle(event) if isinstance(event, TerminalEvent) else run.emit(event)
     job.refresh()
 
 

@@ -289,7 +289,7 @@ def test_a_model_is_deleted_unless_a_job_uses_it(shown: Shown, tiny: Callable[[s
     job = shown.worker.submit(GenerationRequest(prompt="x", model="mine", width=64, height=32, frames=9, steps=1))
     assert shown.press("delete", "mine")["message"] == message("model.in_use", model="mine", jobs=1)
     job.request_cancel()
-    until(lambda: not shown.worker.store.queue())
+    until(lambda: not shown.worker.store.order.jobs())
     reply = shown.press("delete", "mine")
     assert reply["message"].startswith("Deleted: mine. ") and (reply["gone"], reply["first"]) == ("mine", "diorama")
     assert list(shown.models) == ["diorama"] and not (shown.weights / "mine").exists()

@@ -50,7 +50,7 @@ def test_a_disk_that_becomes_read_only_loses_nothing(
     deleted, running, waiting, paused = (add(worker, name) for name in ("deleted", "running", "waiting", "paused"))
     store.delete(deleted)
     store.hold([paused], True)
-    assert (claimed := store.claim("here")) is not None and claimed.id == running
+    assert (claimed := store.order.claim("here")) is not None and claimed.id == running
     before = columns(store)
     fail(cache)
     for action, target in (

@@ -44,7 +44,7 @@ def test_running_videos_come_first_then_finished_ones_the_newest_first(
     finish(worker, first)
     finish(worker, second)
     running = add(worker, "a kite")
-    assert worker.store.claim("here") is not None
+    assert worker.store.order.claim("here") is not None
     add(worker, "queued")
     assert shown(panel(False)) == [running, second, first]
 

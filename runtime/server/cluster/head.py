@@ -9,44 +9,29 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
-from runtime.core.errors import OutputError, StoreError, TandemError
-from runtime.core.events import (
-    Event,
-    Failed,
-    FellBack,
-    FramesDecoded,
-    Planned,
-    StepDone,
-    TerminalEvent,
-    VideoSaved,
-)
+from runtime.core.errors import StoreError
+from runtime.core.events import Event, FellBack, Planned, TerminalEvent
 from runtime.core.facts import Fact, cut
 from runtime.core.processes import kill_tree
 from runtime.core.settings import Settings
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
-from runtime.pipeline.files import BOUNDARY
-from runtime.queue import recovery
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.job_runner import ControlPoller, JobRecorder
 from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.recovery import MemoryKills
-from runtime.queue.store import JobStore
-from runtime.queue.supervisor import SILENT_SECONDS, STOPPING_SECONDS
-from runtime.server.cluster import transfer
-from runtime.server.cluster.node_worker import Described, NodeWorker, memory_kills
+from runtime.queue.run import ControlPoller, Outcome, PutBack, Run, WorkerLost
+from runtime.server.cluster.node_worker import Described, NodeWorker, Order, Sent, memory_kills
 from runtime.server.cluster.placement import Placement
 from runtime.server.cluster.problems import Problem, Problems, refusal
 from runtime.server.cluster.ray_process import NODE, WORKERS, RayProcess, authenticate, free_port, versions
-from runtime.server.cluster.sending import Sender
+from runtime.server.cluster.remote_executor import ConnectionLostError, RemoteExecutor
+from runtime.server.cluster.sending import Remote, Sender
 from runtime.server.cluster.views import (
     MOST_PAUSED,
     ClusterView,
@@ -64,19 +49,13 @@ _NODES_SECONDS = 1.0
 _RETRY_SECONDS = 3.0
 # After a worker is lost: until it is known whether its node is lost as well.
 _NODE_SECONDS = 5.0
-# A death is due to lack of memory if the node's kernel has killed a process since the last sample of its worker.
-_SAMPLE_SECONDS = 5.0
 # Until a new process of a node has read the count.
 _COUNT_SECONDS = 30.0
 _CLOSING_SECONDS = 20.0
-# Until a part of a file has reached a node.
-_SENT_SECONDS = 1800.0
 # Until a worker that was started has to answer.
 _START_SECONDS = 120.0
 # Machines that were refused, and characters of their names, which they state themselves.
 _MOST_REFUSED, _LONGEST_NAME = 20, 64
-# Of one event of a job, which may have a plan or a preview, and of all without their previews.
-_LARGEST_EVENT_BYTES, _MOST_EVENT_BYTES = 16 << 20, 256 << 20
 # Queued videos of each owner, model and number of GPUs that the scheduler is given.
 _MOST_WAITING = 40
 
@@ -146,15 +125,15 @@ class ClusterHead:
 
     def view(self) -> ClusterView:
         """Return the machines, what runs where, and where waiting videos will run."""
-        counts = self.store.queue_counts()
+        counts = self.store.order.counts()
         queued = sum(counts.get(("video", one), 0) for one in ("queued", "paused"))
-        running = self.store.queue(states=["running"], kinds=VIDEOS)
-        first = self.store.queue(states=["queued"], kinds=VIDEOS, limit=MOST_PAUSED)
+        running = self.store.order.jobs(states=["running"], kinds=VIDEOS)
+        first = self.store.order.jobs(states=["queued"], kinds=VIDEOS, limit=MOST_PAUSED)
         paused = [job.id for job in first if job.held]
         with self._lock:
             proxies = dict(self._workers)
         offers = self._offers(proxies)
-        waiting = self.placement.jobs(self.store.waiting(_MOST_WAITING), offers)
+        waiting = self.placement.jobs(self.store.order.waiting(_MOST_WAITING), offers)
         with self._lock:
             working = [proxy.working(offer) for proxy, offer in zip(proxies.values(), offers, strict=True)]
             nodes, refused = list(self._nodes.values()), list(self._refused.values())
@@ -356,7 +335,7 @@ class ClusterHead:
         idle = {name: proxy for name, proxy in proxies.items() if proxy.idle}
         if not idle:
             return
-        waiting = self.store.waiting(_MOST_WAITING)
+        waiting = self.store.order.waiting(_MOST_WAITING)
         if not waiting:
             return
         now = time.time()
@@ -365,12 +344,13 @@ class ClusterHead:
         free = [one for one in offers if one.id in idle]
         busy = [one for one in offers if one.id not in idle]
         for job_id, worker in assign(list(jobs.values()), free, self.placement.used(now), now, busy):
-            record = self.store.claim_job(job_id, worker)
+            record = self.store.order.claim_job(job_id, worker)
             if record is not None:
                 self.placement.started(jobs[job_id], now)
                 if not idle[worker].give(record, jobs[job_id]):  # it was lost meanwhile
                     self.placement.ran(jobs[job_id], idle[worker].kind, 0.0, None, now)
-                    self.store.put_back(record.id, record.lease)
+                    with Run(record, self.poller, stopping=self.closing) as run:
+                        run.settle(PutBack())
 
     def _offers(self, proxies: Mapping[str, "_Proxy"]) -> list[IdleWorker]:
         """Return what the scheduler needs to know of the workers."""
@@ -398,21 +378,60 @@ class _Starting:
     since: float
 
 
+class _RayConnection:
+    """Calls of a worker that is a Ray actor; see `remote_executor.Connection`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def begin(self, method: str, *values: Any) -> Any:
+        return getattr(self._actor, method).remote(*values)
+
+    def stream(self, order: Order) -> Any:
+        return self._actor.run.options(num_returns="streaming").remote(order)
+
+    def is_ready(self, begun: Any, seconds: float) -> bool:
+        import ray
+
+        return bool(ray.wait([begun], timeout=seconds)[0])
+
+    def result(self, begun: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(begun)
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except ray.exceptions.RayError as error:
+            raise ConnectionLostError from error
+
+    def next_item(self, stream: Any) -> Sent | None:
+        try:
+            sent: Sent = self.result(next(stream))
+        except StopIteration:
+            return None
+        return sent
+
+
 class _Proxy:
     """A worker of a node, as the head sees it: the thread in which its jobs run."""
 
     def __init__(self, head: ClusterHead, name: str, node: str, actor: Any, described: Described) -> None:
         self.id, self.node, self.described = name, node, described
-        self._head, self._actor, self._store = head, actor, head.store
+        self._head, self._actor = head, actor
         self._record: JobRecord | None = None
         self._job: WaitingJob | None = None
-        self._sender = Sender(self, head.settings, head.library, described.models, described.engines)
+
+        def make_sender(remote: Remote) -> Sender:
+            return Sender(remote, head.settings, head.library, described.models, described.engines)
+
+        sharing = head.sending(node)
+        self._executor = RemoteExecutor(
+            _RayConnection(actor), head.store, make_sender, sharing, self._why_lost, self._avoids
+        )
         self._loaded: str | None = None
         self._done = 0
         self._fallbacks: dict[tuple[str, str], Fallback] = {}
-        # Results of `NodeWorker.memory_kills`, which may have been lost with the worker.
-        self._samples: deque[Any] = deque(maxlen=2)
-        self._hangs: Fact | None = None
         self._wake = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -451,8 +470,8 @@ class _Proxy:
             gpus=max(len(machine.gpus), 1),
             free_bytes=min((gpu.total_bytes for gpu in machine.gpus), default=0 if has_gpus else machine.ram_bytes),
             loaded=self._loaded,
-            models=self._sender.models,
-            engines=self._sender.engines,
+            models=self._executor.sender.models,
+            engines=self._executor.sender.engines,
             speed=self._head.placement.speed(self.kind),
         )
 
@@ -461,191 +480,80 @@ class _Proxy:
         return Working(offer, self.described, self._record, self._done, tuple(self._fallbacks.values()))
 
     def _run_jobs(self) -> None:
-        import ray
-
-        checked = time.monotonic()
         while not self._head.closing.is_set():
             if not self._wake.wait(_POLL_SECONDS):
-                if time.monotonic() - checked > _NODES_SECONDS:
-                    checked = time.monotonic()
-                    try:
-                        ray.get(self._actor.memory_kills.remote(), timeout=SILENT_SECONDS)
-                    except ray.exceptions.RayError:
-                        if self._close():
-                            self._head.kill(self.node, self._actor, self.described.pid)
-                            self._head.lost(self)
-                            return
+                try:
+                    self._executor.look()
+                except ConnectionLostError:
+                    if self._close():
+                        self._head.kill(self.node, self._actor, self.described.pid)
+                        self._head.lost(self)
+                        return
                 continue
             self._wake.clear()
             record, job = self._record, self._job
             assert record is not None and job is not None
-            started, end = time.monotonic(), None
-            try:
-                end = self._run(record, job)
-            except ray.exceptions.RayTaskError as error:
-                logger.error("job %s failed on %s: %s", record.id, self.described.host, error)
-                cause = error.cause if isinstance(error.cause, Exception) else error
-                end = self._record_end(record, Failed.because_of(cause))
-            except ray.exceptions.RayError as error:
-                logger.warning("worker %s is lost: %s", self.id, type(error).__name__)
-                if self._hangs is not None or isinstance(error, ray.exceptions.GetTimeoutError):
-                    self._head.kill(self.node, self._actor, self.described.pid)
-                self._head.lost(self)
-                self._ran(job, started, None)
-                self._settle(record, error)
+            if isinstance(self._run(record, job), WorkerLost):
                 return
-            except Exception as error:
-                if not isinstance(error, TandemError):
-                    logger.exception("job %s failed", record.id)
-                end = self._record_end(record, Failed.because_of(error))
-            self._ran(job, started, end)
             self._done += 1
             self._record = None
 
-    def _ran(self, job: WaitingJob, started: float, end: TerminalEvent | None) -> None:
-        self._head.placement.ran(job, self.kind, time.monotonic() - started, end, time.time())
+    def _run(self, record: JobRecord, job: WaitingJob) -> Outcome:
+        started = time.monotonic()
+        stopping = self._head.closing
+        with Run(
+            record, self._head.poller, stopping=stopping, listener=lambda event: self._notice(event, record, job)
+        ) as run:
+            outcome = self._executor.execute(run)
+            end = outcome if isinstance(outcome, TerminalEvent) else None
+            self._head.placement.ran(job, self.kind, time.monotonic() - started, end, time.time())
+            run.settle(outcome)
+        return outcome
 
     def _close(self) -> bool:
-        """Take no more jobs, unless one was given already; return whether that is so."""
+        """Stop accepting jobs if idle. Return whether it stopped."""
         with self._lock:
             self._closed = self._record is None
             return self._closed
 
-    def _record_end(self, record: JobRecord, event: TerminalEvent) -> TerminalEvent:
-        with contextlib.suppress(StoreError):
-            self._store.record(record.id, event, record.lease)
-        return event
+    def _avoids(self, record: JobRecord) -> bool:
+        return self._head.placement.avoid(record.id, self.node) and self._head.has_others(self.node)
 
-    def _settle(self, record: JobRecord, error: Exception) -> None:
-        """Queue the job of a lost worker again; the loss of a whole node is not the job's fault."""
+    def _why_lost(self, record: JobRecord, error: ConnectionLostError) -> WorkerLost:
+        """Forget the lost worker; return why it was lost. The loss of a whole node is not the job's fault."""
+        logger.warning("worker %s is lost: %s", self.id, error.hangs or type(error.__cause__).__name__)
+        if error.hangs is not None:
+            self._head.kill(self.node, self._actor, self.described.pid)
+        self._head.lost(self)
         # What does not answer was not lost with its node.
-        killed = None if self._hangs else self._killed_for_memory(error)
-        end = time.monotonic() + (0.0 if self._hangs else _NODE_SECONDS)
-        while time.monotonic() < end and self._head.is_up(self.node):
+        killed = None if error.hangs else self._killed_for_memory(error)
+        end = time.monotonic() + (0.0 if error.hangs else _NODE_SECONDS)
+        while (up := self._head.is_up(self.node)) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        while not self._head.closing.is_set():
-            try:
-                up = self._head.is_up(self.node)
-                how = killed or self._hangs or Fact("queue.exit_unknown")
-                if up:
-                    self._head.placement.avoid(record.id, self.node)
-                else:
-                    how = Fact("queue.node_lost", {"host": self.described.host})
-                recovery.settle_worker(
-                    self._store,
-                    self.id,
-                    how,
-                    out_of_memory=up and killed is not None,
-                    counted=up,
-                    most=recovery.CLUSTER_DEATHS,
-                )
-                return
-            except StoreError as failed:
-                logger.warning("job %s: %s", record.id, type(failed.__cause__ or failed).__name__)
-                time.sleep(_RETRY_SECONDS)
+        if not up:
+            return WorkerLost(Fact("queue.node_lost", {"host": self.described.host}), counted=False)
+        self._head.placement.avoid(record.id, self.node)
+        return WorkerLost(killed or error.hangs or Fact("queue.exit_unknown"), out_of_memory=killed is not None)
 
-    def _killed_for_memory(self, error: Exception) -> Fact | None:
+    def _killed_for_memory(self, error: ConnectionLostError) -> Fact | None:
         """Return how Ray or the node's kernel ended the lost worker because memory ran out; `None` if they did not."""
         import ray
 
-        if isinstance(error, ray.exceptions.OutOfMemoryError):
+        if isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):
             return Fact("queue.exit_out_of_memory")
-        for sample in reversed(self._samples):
-            with contextlib.suppress(ray.exceptions.RayError):
-                before: MemoryKills = ray.get(sample, timeout=0)
-                now = self._head.memory_kills(self.node)
-                return None if now is None else now.since(before)
-        return None
+        before = self._executor.memory_kills
+        now = None if before is None else self._head.memory_kills(self.node)
+        return None if before is None or now is None else now.since(before)
 
-    def _run(self, record: JobRecord, job: WaitingJob) -> TerminalEvent | None:
-        """Run a job; return its end, `None` if it is queued again."""
-        import ray
-
-        order = self._sender.prepare(record, self._store, self._head.sending(self.node))
-        recorder = JobRecorder(record.id, self._store, lease=record.lease)
-        receiver = _Receiver(record, self._store)
-        asked: dict[str, float] = {}
-        heard = time.monotonic()
-        with self._head.poller.following(recorder), contextlib.closing(receiver):
-            stream = self._actor.run.options(num_returns="streaming").remote(order)
-            sampled = -_SAMPLE_SECONDS
-            while True:
-                if time.monotonic() - sampled >= _SAMPLE_SECONDS:
-                    sampled = time.monotonic()
-                    self._samples.append(self._actor.memory_kills.remote())
-                ready, _ = ray.wait([stream], timeout=_POLL_SECONDS)
-                if ready or ray.wait([*self._samples], timeout=0)[0]:
-                    heard = time.monotonic()
-                self._check_hangs(heard, asked.get("cancel"))
-                self._pass_on(recorder, asked)
-                if not ready:
-                    continue
-                try:
-                    kind, value = ray.get(next(stream))
-                except StopIteration:
-                    break
-                if kind == "event":
-                    self._record_event(recorder, record, job, receiver.event(value))
-                elif kind == "refused":
-                    avoids = self._head.placement.avoid(record.id, self.node)
-                    if not (avoids and self._head.has_others(self.node)):
-                        recorder.record(value)
-                else:
-                    receiver.take(kind, value)
-            if recorder.end is None:
-                self._put_back(recorder, record)
-            elif isinstance(recorder.end, VideoSaved):
-                receiver.finish(recorder.end)
-        return recorder.end
-
-    def _pass_on(self, recorder: JobRecorder, asked: dict[str, float]) -> None:
-        """Pass on requests for a job, each once; `asked` has when, by the monotonic clock."""
-        for request, wanted in (
-            ("cancel", recorder.cancel.requested),
-            ("pause", recorder.cancel.pausing or self._head.closing.is_set()),
-            ("finish", recorder.cancel.finishing),
-        ):
-            if wanted and request not in asked:
-                asked[request] = time.monotonic()
-                self._actor.control.remote(recorder.id, request)
-
-    def _check_hangs(self, heard: float, cancelled: float | None) -> None:
-        """Give up this worker if it has not answered for long, or has not followed a cancellation.
-
-        Args:
-            heard, cancelled: when it answered last, and was asked to cancel its job, by the monotonic clock.
-
-        Raises:
-            RayActorError: if it is given up.
-        """
-        import ray
-
-        now = time.monotonic()
-        if now - heard > SILENT_SECONDS:
-            self._hangs = Fact("queue.exit_not_responding", {"seconds": SILENT_SECONDS})
-        elif cancelled is not None and now - cancelled > STOPPING_SECONDS:
-            self._hangs = Fact("queue.exit_not_stopping", {"seconds": STOPPING_SECONDS})
-        else:
-            return
-        raise ray.exceptions.RayActorError
-
-    def _put_back(self, recorder: JobRecorder, record: JobRecord) -> None:
-        while recorder.write() is not None and not self._head.closing.wait(_RETRY_SECONDS):
-            pass
-        with contextlib.suppress(StoreError):  # recovered at the next start
-            self._store.put_back(record.id, record.lease)
-
-    def _record_event(self, recorder: JobRecorder, record: JobRecord, job: WaitingJob, event: Event) -> None:
+    def _notice(self, event: Event, record: JobRecord, job: WaitingJob) -> None:
+        """Keep which model is loaded, and which components run in PyTorch instead of on engines."""
         if isinstance(event, Planned):
             self._loaded = job.model
             # Replaced, not changed: another thread reads it.
             others = {key: one for key, one in self._fallbacks.items() if one.model != self._loaded}
             found = fallbacks_in(event.plan, record.plan, record.id)
             self._fallbacks = others | {(one.model, one.component): one for one in found}
-            event = Planned(plan=_on_head(event, record))
-        elif isinstance(event, VideoSaved):
-            event = event.model_copy(update={"video": record.output})
-        if isinstance(event, FellBack):
+        elif isinstance(event, FellBack):
             fallback = Fallback(
                 model=self._loaded or "",
                 component=event.component,
@@ -654,119 +562,6 @@ class _Proxy:
                 job=record.id,
             )
             self._fallbacks = self._fallbacks | {(fallback.model, fallback.component): fallback}
-        recorder.record(event)
-        self._head.jobs.look()
-
-    def begin(self, method: str, *values: Any) -> Any:
-        """See `sending.Remote`."""
-        return getattr(self._actor, method).remote(*values)
-
-    def end(self, begun: Any) -> Any:
-        """See `sending.Remote`."""
-        import ray
-
-        try:
-            return ray.get(begun, timeout=_SENT_SECONDS)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, TandemError):
-                raise error.cause from error
-            raise
-
-
-class _Receiver:
-    """Checks what a running job sends, and writes its files as long as its lease holds."""
-
-    def __init__(self, record: JobRecord, store: JobStore) -> None:
-        self._record, self._store = record, store
-        self._folder = store.folder(record.id)
-        self._begun: set[Path] = set()
-        self._has_video = False
-        self._left = _MOST_EVENT_BYTES
-
-    def event(self, event: Any) -> Event:
-        """Return an event to store.
-
-        Raises:
-            OutputError: if it is none, it or all together are larger than those of any job, or its video is missing.
-        """
-        if not isinstance(event, Event):
-            raise OutputError("server.cluster_events_refused", job=self._record.id)
-        size = len(event.model_dump_json())  # without a preview, which replaces the one before
-        preview = event.preview if isinstance(event, StepDone | FramesDecoded) else None
-        self._left -= size
-        if size + len(preview or b"") > _LARGEST_EVENT_BYTES or self._left < 0:
-            raise OutputError("server.cluster_events_refused", job=self._record.id)
-        if isinstance(event, VideoSaved) and not self._has_video:
-            raise OutputError("server.cluster_file_damaged", name=transfer.VIDEO)
-        return event
-
-    def take(self, kind: str, value: Any) -> None:
-        """Take a part of a file, the digest of a file, or the names of all.
-
-        Raises:
-            OSError: if it cannot be written.
-            OutputError: if a name is not that of a file of a job, or a file is damaged.
-            StoreError: if the job was started again meanwhile.
-        """
-        if kind == "files":
-            with self._holding():
-                for name, path in transfer.job_files(self._folder).items():
-                    if name not in value:
-                        path.unlink(missing_ok=True)
-            return
-        name = str(value[0])
-        transfer.check_job_name(name)
-        if name != transfer.VIDEO and self._folder is None:
-            return
-        # The parts of an older run are other files.
-        target = self._target(name)
-        own = target.with_name(f".{target.name}.{self._record.lease}")
-        self._begun.add(own)
-        if kind == "part":
-            transfer.append(own, value[1], value[2])
-        else:
-            transfer.complete(own, value[1])
-            with self._holding():
-                own.replace(target)
-            self._has_video = self._has_video or name == transfer.VIDEO
-
-    def close(self) -> None:
-        """Remove the files that were not received completely."""
-        for path in self._begun:
-            path.unlink(missing_ok=True)
-            transfer.partial(path).unlink(missing_ok=True)
-
-    def finish(self, saved: VideoSaved) -> None:
-        """Remove what a finished job does not need any more."""
-        if not saved.continues:
-            for name, path in transfer.job_files(self._folder).items():
-                if name != BOUNDARY:
-                    path.unlink(missing_ok=True)
-
-    def _target(self, name: str) -> Path:
-        if name == transfer.VIDEO:
-            return self._record.output
-        assert self._folder is not None
-        return self._folder / name
-
-    def _holding(self) -> Any:
-        return self._store.holding(self._record.id, self._record.lease)
-
-
-def _on_head(event: Planned, record: JobRecord) -> Any:
-    """Return a node's plan with the paths of the head."""
-    plan, own = event.plan, record.plan
-    if own is None:
-        return plan.replace(output=record.output)
-    return plan.replace(
-        output=record.output,
-        asked=own.asked,
-        model=own.model,
-        model_directory=own.model_directory,
-        image=own.image,
-        last_image=own.last_image,
-        loras=own.loras,
-    )
 
 
 def _on(node: str) -> Any:

@@ -18,31 +18,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.core import log, settings
-from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.cancel import Cancel
 from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
 from runtime.core.errors import EngineError, ModelError, TandemError
 from runtime.core.events import (
-    Cancelled,
     CheckpointSaved,
     EngineProgress,
     Event,
-    Failed,
     FramesDecoded,
     SectionDone,
     VideoSaved,
 )
+from runtime.core.plan import ExecutionPlan
+from runtime.core.settings import Settings
 from runtime.engines import manifest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import EMBEDDED, find, folders
 from runtime.models.images import images_dir
+from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.engine_index import EngineRecord
-from runtime.queue import job_runner
-from runtime.queue.job_runner import Planner
+from runtime.queue.executors import VideoExecutor
+from runtime.queue.job_planning import JobReplanner
 from runtime.queue.records import JobRecord
 from runtime.queue.recovery import MemoryKills
+from runtime.queue.run import Outcome, Work, outcome_of
 from runtime.server.cluster import transfer
 from runtime.server.cluster.transfer import FileEntry
 
@@ -95,7 +97,7 @@ class Order:
 
 
 # What a running job sends: an event, a part of a file (name, offset, data), the digest of a file whose parts were all
-# sent, the names of all files that its folder has, or why this machine cannot run it, before anything has run.
+# sent, the names of all files that its folder has, or its outcome.
 Sent = tuple[str, Any]
 
 
@@ -107,24 +109,26 @@ def memory_kills() -> MemoryKills:
 class NodeWorker:
     """Runs jobs of a head on the GPUs that Ray gives this process, or on the CPU."""
 
-    def __init__(self) -> None:
-        collect_garbage_less_often()
-        loaded = settings.load({}, with_keys=True)
-        log.start(loaded.log_file)
+    def __init__(self, loaded: Settings | None = None) -> None:
+        """Start in a process of its own, with the settings of its machine; or as a part of one with `loaded`."""
+        if loaded is None:
+            collect_garbage_less_often()
+            loaded = settings.load({}, with_keys=True)
+            log.start(loaded.log_file)
         self._cache = loaded.cache_dir
         self._weights = loaded.weights_dir
         self._engines = EngineService.from_settings(loaded, probe())
         self._history = HistoryFile(self._cache, self._engines.machine)
-        self._planner = Planner(self._weights, self._engines, self._history, builds_later=True)
+        self._replanner = JobReplanner(self._weights, self._engines, self._history, builds_later=True)
         self._residency: Residency | None = None
         self._stack = ExitStack()
-        self._running: tuple[str, Cancel] | None = None
-        self._lock = threading.Lock()
+        self._cancels: dict[str, Cancel] = {}
+        self._lock, self._loading, self._turn = (threading.Lock() for _ in range(3))
         self._home = self._cache / _FOLDER / f"worker-{os.getpid()}"
         for left in (self._cache / _FOLDER).glob("worker-*"):
             if not Path(f"/proc/{left.name.partition('-')[2]}").exists():
                 shutil.rmtree(left, ignore_errors=True)
-        threading.Thread(target=self._preload, name="preload", daemon=True).start()
+        threading.Thread(target=self._load_libraries, name="preload", daemon=True).start()
 
     def describe(self) -> Described:
         """Return what this worker is."""
@@ -225,76 +229,49 @@ class NodeWorker:
     def control(self, job_id: str, request: str) -> None:
         """Pass on a request for the running job: "cancel", "pause" or "finish"."""
         with self._lock:
-            running = self._running
-        if running is not None and running[0] == job_id:
-            act = {"cancel": running[1].request, "pause": running[1].pause, "finish": running[1].finish_early}
-            act[request]()
+            cancel = self._cancels.get(job_id)
+        if cancel is not None:
+            {"cancel": cancel.request, "pause": cancel.pause, "finish": cancel.finish_early}[request]()
 
     def memory_kills(self) -> MemoryKills:
         """See `memory_kills`."""
         return memory_kills()
 
     def run(self, order: Order) -> Iterator[Sent]:
-        """Run a job; yields what it sends. The last is the end of the run, without an event."""
-        waiting: queue.Queue[Sent | None] = queue.Queue(_MOST_WAITING)
-        cancel = Cancel()
+        """Run a job; yields what it sends. The last item is its outcome."""
+        folder = self._folder("job", order.record.id)
+        record = order.record.model_copy(update={"output": folder / transfer.VIDEO, "request": self._request(order)})
+        work = _SentWork(record, folder)
         with self._lock:
-            self._running = (order.record.id, cancel)
-        thread = threading.Thread(target=self._run, args=(order, cancel, waiting), name="job", daemon=True)
+            self._cancels[record.id] = work.cancel
+        thread = threading.Thread(target=self._execute, args=(order, work), name="job", daemon=True)
         thread.start()
         try:
-            while (sent := waiting.get()) is not None:
+            while (sent := work.waiting.get()) is not None:
                 yield sent
         finally:
-            with self._lock:
-                self._running = None
             if thread.is_alive():  # the head does not listen any more
-                cancel.request()
+                work.cancel.request()
                 while thread.is_alive():
                     with contextlib.suppress(queue.Empty):
-                        waiting.get(timeout=0.1)
-            shutil.rmtree(self._folder("job", order.record.id), ignore_errors=True)
+                        work.waiting.get(timeout=0.1)
+            with self._lock:
+                del self._cancels[record.id]
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _run(self, order: Order, cancel: Cancel, waiting: "queue.Queue[Sent | None]") -> None:
-        folder = self._folder("job", order.record.id)
-        seen, playable = transfer.changed({}, folder)[1], 0
-
-        def emit(event: Event) -> None:
-            nonlocal seen, playable
-            if not isinstance(event, EngineProgress):
-                logger.info("job %s: %s", order.record.id, log.log_line(event))
-            longer = isinstance(event, FramesDecoded) and event.playable != playable
-            if longer or isinstance(event, CheckpointSaved | SectionDone):
-                seen = _send_files(folder, seen, waiting)
-            if isinstance(event, FramesDecoded):
-                playable = event.playable
-            if isinstance(event, VideoSaved):
-                _send(transfer.VIDEO, event.video, waiting)
-            waiting.put(("event", event))
+    def _execute(self, order: Order, work: "_SentWork") -> None:
+        def plan(_: Work) -> tuple[ModelSpec, ExecutionPlan]:
+            machine = self._engines.machine if self._engines.machine.gpus else probe()
+            return self._replanner.plan(work.record, machine, 0, None, order.deaths, work.cancel.check)
 
         try:
-            output = folder / transfer.VIDEO
-            folder.mkdir(parents=True, exist_ok=True)
-            record = order.record.model_copy(update={"output": output, "request": self._request(order)})
-            machine = self._engines.machine if self._engines.machine.gpus else probe()
-            try:
-                spec, plan = self._planner.plan(record, machine, 0, None, order.deaths, cancel.check)
-            except CancelledError:
-                waiting.put(("event", Cancelled()))
-                return
-            except TandemError as error:
-                waiting.put(("refused", Failed.because_of(error)))
-                return
-            self._preload()
-            assert self._residency is not None
-            job_runner.run(record, plan, spec, emit, cancel, self._residency, self._history, folder, order.files)
-            _send_files(folder, seen, waiting)
+            with self._turn:  # another job would use the same loaded models
+                work.folder.mkdir(parents=True, exist_ok=True)
+                work.settle(VideoExecutor(plan, self._load_libraries, self._history, order.files).execute(work))
         except Exception as error:
-            if not isinstance(error, TandemError):
-                logger.exception("job %s could not run", order.record.id)
-            waiting.put(("event", Failed.because_of(error)))
+            work.waiting.put(("outcome", outcome_of(error, work)))
         finally:
-            waiting.put(None)
+            work.waiting.put(None)
 
     def _request(self, order: Order) -> dict[str, Any]:
         """Return the request of a job with the names that model and LoRAs have here."""
@@ -310,15 +287,16 @@ class NodeWorker:
     def _name(self, model: str) -> str:
         return str(self._weights / model) if model.startswith(f"{transfer.BUNDLES}/") else model
 
-    def _preload(self) -> None:
+    def _load_libraries(self) -> "Residency":
         """Import PyTorch and the pipeline, which takes seconds, and make the residency."""
-        with self._lock:
+        with self._loading:
             if self._residency is None:
                 import runtime.pipeline.run  # noqa: F401 - import errors are raised here
                 from runtime.execution.residency import Residency
 
                 self._residency = self._stack.enter_context(Residency(self._engines))
                 collect_garbage_as_usual()
+            return self._residency
 
     def _folder(self, kind: str, name: str) -> Path:
         if not name or "/" in name or "\\" in name or name.startswith("."):
@@ -345,23 +323,51 @@ class NodeWorker:
             transfer.check_model_name(name)
 
 
-def _send_files(
-    folder: Path, seen: dict[str, tuple[int, int]], waiting: "queue.Queue[Sent | None]"
-) -> dict[str, tuple[int, int]]:
-    """Send the files of a job's folder that have changed since `seen`, and the names of all; return the new state."""
-    files, now = transfer.changed(seen, folder)
-    for name, path in files.items():
-        with contextlib.suppress(FileNotFoundError):  # an older clip
-            _send(name, path, waiting)
-    if seen.keys() != now.keys() or files:
-        waiting.put(("files", sorted(now)))
-    return now
+class _SentWork:
+    """A job of the head: sends its events, the files of its folder that have changed, and its outcome.
 
+    Attributes:
+        waiting: what is to be sent; the job waits while it is full. `None` is the end.
+    """
 
-def _send(name: str, path: Path, waiting: "queue.Queue[Sent | None]") -> None:
-    total, offset = hashlib.sha256(), 0
-    for data in transfer.parts(path):
-        total.update(data)
-        waiting.put(("part", (name, offset, data)))
-        offset += len(data)
-    waiting.put(("complete", (name, total.hexdigest())))
+    def __init__(self, record: JobRecord, folder: Path) -> None:
+        self.record, self.folder = record, folder
+        self.cancel = Cancel()
+        self.waiting: queue.Queue[Sent | None] = queue.Queue(_MOST_WAITING)
+        self._seen, self._playable = transfer.changed({}, folder)[1], 0
+
+    def emit(self, event: Event) -> None:
+        """Send an event, after the files that it is about."""
+        if not isinstance(event, EngineProgress):
+            logger.info("job %s: %s", self.record.id, log.log_line(event))
+        longer = isinstance(event, FramesDecoded) and event.playable != self._playable
+        if longer or isinstance(event, CheckpointSaved | SectionDone):
+            self._send_files()
+        if isinstance(event, FramesDecoded):
+            self._playable = event.playable
+        self.waiting.put(("event", event))
+
+    def settle(self, outcome: Outcome) -> None:
+        """Send how the job ended, after its video and files."""
+        self._send_files()
+        if isinstance(outcome, VideoSaved):
+            self._send(transfer.VIDEO, outcome.video)
+        self.waiting.put(("outcome", outcome))
+
+    def _send_files(self) -> None:
+        """Send the files that have changed since the last call, and the names of all."""
+        before = self._seen
+        files, self._seen = transfer.changed(before, self.folder)
+        for name, path in files.items():
+            with contextlib.suppress(FileNotFoundError):  # an older clip
+                self._send(name, path)
+        if before.keys() != self._seen.keys() or files:
+            self.waiting.put(("files", sorted(self._seen)))
+
+    def _send(self, name: str, path: Path) -> None:
+        total, offset = hashlib.sha256(), 0
+        for data in transfer.parts(path):
+            total.update(data)
+            self.waiting.put(("part", (name, offset, data)))
+            offset += len(data)
+        self.waiting.put(("complete", (name, total.hexdigest())))

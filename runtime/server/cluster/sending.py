@@ -27,13 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 class Remote(Protocol):
-    """Calls the methods of a `NodeWorker`."""
+    """Calls the methods of a `NodeWorker`. All but `begin` may raise that the job is to stop."""
 
     def begin(self, method: str, *values: Any) -> Any:
         """Begin a call; return what `end` takes."""
 
     def end(self, begun: Any) -> Any:
         """Wait for a call and return its result, or raise its error."""
+
+    def check(self) -> None:
+        """Raise if the job is to stop."""
 
 
 class Sender:
@@ -66,7 +69,8 @@ class Sender:
         Raises:
             TandemError: if something is missing here, or the node refuses it.
         """
-        spec = model_for(record.generation_request(), self._settings.weights_dir, self._settings.cache_dir)
+        check = self._remote.check
+        spec = model_for(record.generation_request(), self._settings.weights_dir, self._settings.cache_dir, check=check)
         try:
             with sharing:
                 model = self._send_model(spec)
@@ -80,7 +84,7 @@ class Sender:
             raise OutputError("server.cluster_not_sent", error=error.strerror or str(error)) from error
         return Order(
             record=record,
-            deaths=store.deaths(record.id),
+            deaths=store.log.deaths(record.id),
             model=model,
             loras=tuple((entry.name, use.expert) for entry, use in zip(loras, spec.loras, strict=True)),
             files=stamps(spec),
@@ -123,7 +127,7 @@ class Sender:
                 self.engines |= {name}
 
     def _entries(self, files: Mapping[str, Path]) -> dict[FileEntry, Path]:
-        return transfer.entries(files, self._settings.cache_dir)
+        return transfer.entries(files, self._settings.cache_dir, self._remote.check)
 
     def _send(self, kind: str, name: str, files: Mapping[FileEntry, Path]) -> bool:
         """Send the files that the node lacks; return whether there were any."""

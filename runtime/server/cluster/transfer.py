@@ -4,10 +4,11 @@ A file is written under another name in its folder, and renamed once it is compl
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from runtime.core.cancel import never
 from runtime.core.digests import file_digests, sha256
 from runtime.core.errors import ModelError, OutputError
 from runtime.core.frozen import FrozenModel
@@ -39,16 +40,16 @@ class FileEntry(FrozenModel):
     digest: str
 
 
-def entries(files: Mapping[str, Path], folder: Path | None) -> dict[FileEntry, Path]:
+def entries(files: Mapping[str, Path], folder: Path | None, check: Callable[[], None] = never) -> dict[FileEntry, Path]:
     """Return the entries of files, which are given by name.
 
     Args:
-        folder: that stores digests, see `file_digests`.
+        folder, check: see `file_digests`.
 
     Raises:
         OSError: if a file cannot be read.
     """
-    digests = file_digests(list(files.values()), folder)
+    digests = file_digests(list(files.values()), folder, check)
     return {
         FileEntry(name=name, size=path.stat().st_size, digest=digest): path
         for (name, path), digest in zip(files.items(), digests, strict=True)

@@ -124,24 +124,24 @@ def test_a_file_is_resumed_and_damage_is_found(tmp_path: Path) -> None:
 def test_an_older_lease_writes_nothing(tmp_path: Path) -> None:
     store = JobStore(tmp_path / "jobs.sqlite")
     job = add_job(store)
-    old = store.claim_job(job.id, "head.node0")
+    old = store.order.claim_job(job.id, "head.node0")
     assert old is not None
-    assert store.claim_job(job.id, "head.node1") is None
+    assert store.order.claim_job(job.id, "head.node1") is None
     store.put_back(job.id, old.lease)
-    new = store.claim_job(job.id, "head.node1")
+    new = store.order.claim_job(job.id, "head.node1")
     assert new is not None and new.lease > old.lease
     step = StepDone(step=1, of=4, seconds=0.1, part="transformer")
-    assert not store.record(job.id, step, old.lease)
-    assert not store.record(job.id, Cancelled(), old.lease)
-    store.show(job.id, {"event": "EngineProgress"}, old.lease)
+    assert not store.log.record(job.id, step, old.lease)
+    assert not store.log.record(job.id, Cancelled(), old.lease)
+    store.log.set_live_progress(job.id, {"event": "EngineProgress"}, old.lease)
     store.put_back(job.id, old.lease)
     with pytest.raises(StoreError), store.holding(job.id, old.lease):
         pass
-    assert store.events(job.id)[-1][2]["event"] == "PutBack"
+    assert store.log.events(job.id)[-1][2]["event"] == "PutBack"
     assert store.get(job.id).state == "running" and store.get(job.id).live is None
     with store.holding(job.id, new.lease):
         pass
-    assert store.record(job.id, step, new.lease)
+    assert store.log.record(job.id, step, new.lease)
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_requests_reach_the_worker_and_keys_are_checked(tmp_path: Path) -> None:
         store = JobStore(tmp_path / "head" / "jobs.sqlite")
 
         def happened(job: str, name: str) -> list[Any]:
-            return [values for _, _, values in store.events(job) if values["event"] == name]
+            return [values for _, _, values in store.log.events(job) if values["event"] == name]
 
         def wait_for(job: str, state: str) -> None:
             cluster.wait(lambda: store.get(job).state == state, 180)

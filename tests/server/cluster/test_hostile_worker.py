@@ -17,15 +17,15 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from runtime.core.errors import MachineError, OutputError, StoreError
-from runtime.core.events import Event, Failed, StepDone, Warned
+from runtime.core.events import Failed, StepDone, Warned
 from runtime.core.facts import Fact
 from runtime.pipeline.files import LATEST
-from runtime.queue.job_runner import JobRecorder
 from runtime.queue.records import JobRecord
+from runtime.queue.run import PutBack, WorkerLost
 from runtime.queue.store import JobStore
-from runtime.server.cluster import head, transfer
-from runtime.server.cluster.head import _Receiver
+from runtime.server.cluster import remote_executor, transfer
 from runtime.server.cluster.node import ask
+from runtime.server.cluster.remote_executor import _Receiver
 from tests.hostile_files import DEEP
 from tests.queue.samples import sample_plan, sample_request, sample_result
 
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> JobStore:
 def claimed(store: JobStore, worker: str = "head.node0") -> JobRecord:
     """Queue a video and claim it."""
     plan = sample_plan().replace(output=store.path.parent / "outputs" / "x.mp4") if store.path else sample_plan()
-    record = store.claim_job(store.add(sample_request(), plan).id, worker)
+    record = store.order.claim_job(store.add(sample_request(), plan).id, worker)
     assert record is not None
     return record
 
@@ -85,9 +85,9 @@ def test_parts_do_not_make_a_file_larger_than_what_is_sent(store: JobStore, tmp_
 
 def test_an_older_lease_changes_neither_files_nor_the_job(store: JobStore) -> None:
     record = claimed(store)
-    old, recorder = _Receiver(record, store), JobRecorder(record.id, store, lease=record.lease)
+    old = _Receiver(record, store)
     store.put_back(record.id, record.lease)
-    again = store.claim_job(record.id, "head.node1")
+    again = store.order.claim_job(record.id, "head.node1")
     assert again is not None and again.lease > record.lease
     new = _Receiver(again, store)
     for receiver in (new, old):
@@ -97,9 +97,8 @@ def test_an_older_lease_changes_neither_files_nor_the_job(store: JobStore) -> No
         with pytest.raises(StoreError) as lost:
             old.take(kind, value)
         assert lost.value.code == "queue.lease_lost"
-    before = len(store.events(record.id))
-    recorder.record(Failed(fact=Fact("queue.exit_unknown")))
-    assert (store.get(record.id).state, len(store.events(record.id))) == ("running", before)
+    assert not store.log.record(record.id, Failed(fact=Fact("queue.exit_unknown")), record.lease)
+    assert store.get(record.id).state == "running"
     folder = store.folder(record.id)
     assert folder is not None and (folder / LATEST).read_bytes() == CONTENT
     old.close()
@@ -111,11 +110,27 @@ def test_what_is_no_event_is_refused(event: Any, store: JobStore) -> None:
     with pytest.raises(OutputError) as refused:
         _Receiver(claimed(store), store).event(event)
     assert refused.value.code == "server.cluster_events_refused"
+    with pytest.raises(OutputError):
+        _Receiver(claimed(store), store).outcome(event)
+
+
+def test_an_end_is_no_event_and_an_event_no_end(store: JobStore) -> None:
+    receiver = _Receiver(claimed(store), store)
+    for take, value in (
+        (receiver.event, sample_result()),
+        (receiver.event, Failed(fact=Fact("queue.exit_unknown"))),
+        (receiver.outcome, StepDone(step=1, of=4, seconds=0.1, part="transformer")),
+        (receiver.outcome, WorkerLost(Fact("queue.exit_unknown"))),
+    ):
+        with pytest.raises(OutputError) as refused:
+            take(value)
+        assert refused.value.code == "server.cluster_events_refused"
+    assert receiver.outcome(PutBack()) == PutBack()
 
 
 def test_events_are_bounded(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_LARGEST_EVENT_BYTES", 100_000)
-    monkeypatch.setattr(head, "_MOST_EVENT_BYTES", 300_000)
+    monkeypatch.setattr(remote_executor, "_LARGEST_EVENT_BYTES", 100_000)
+    monkeypatch.setattr(remote_executor, "_MOST_EVENT_BYTES", 300_000)
     receiver = _Receiver(claimed(store), store)
     large = Warned(fact=Fact("queue.exit_unknown", {"text": "x" * 100_000}))
     with pytest.raises(OutputError) as refused:
@@ -137,13 +152,12 @@ def test_events_are_bounded(store: JobStore, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_video_is_saved_only_if_its_file_was_received(store: JobStore) -> None:
     record = claimed(store)
     receiver, saved = _Receiver(record, store), sample_result()
-    events: list[Event] = [saved]
     with pytest.raises(OutputError) as refused:
-        receiver.event(saved)
+        receiver.outcome(saved)
     assert refused.value.fact == Fact("server.cluster_file_damaged", {"name": transfer.VIDEO})
     receiver.take("part", (transfer.VIDEO, 0, CONTENT))
     receiver.take("complete", (transfer.VIDEO, DIGEST))
-    assert [receiver.event(event) for event in events] == events
+    assert receiver.outcome(saved) == saved
     assert record.output.read_bytes() == CONTENT
 
 

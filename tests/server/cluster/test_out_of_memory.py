@@ -56,16 +56,16 @@ def test_a_job_resumes_with_less_memory_after_its_worker_was_killed(tmp_path: Pa
         cluster.wait(cluster.workers, 240)
         store = stack.enter_context(contextlib.closing(JobStore(tmp_path / "head" / "jobs.sqlite")))
         job = cluster.submit(0, steps=200)
-        cluster.wait(lambda: any(values["event"] == "StepDone" for _, _, values in store.events(job)), 180)
+        cluster.wait(lambda: any(values["event"] == "StepDone" for _, _, values in store.log.events(job)), 180)
         (worker,) = cluster.workers()
         balloon = [sys.executable, "-c", BALLOON, str(worker["pid"]), str(group or "")]
         for _ in range(5):
             subprocess.run(balloon, check=False)  # the kernel may end it instead
             if not psutil.pid_exists(worker["pid"]):
                 break
-        cluster.wait(lambda: store.deaths(job), 60)
+        cluster.wait(lambda: store.log.deaths(job), 60)
         cluster.wait(cluster.finished, 300)
-        (death,) = store.deaths(job)
+        (death,) = store.log.deaths(job)
         assert death["out_of_memory"] and death["begun"]
         reason = Fact("queue.exit_out_of_memory")
         assert Fact.model_validate(death["how"]) == reason

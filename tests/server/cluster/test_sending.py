@@ -67,6 +67,9 @@ class Node:
     def end(self, begun: "Future[Any]") -> Any:
         return begun.result(120)
 
+    def check(self) -> None:
+        """No job stops here."""
+
     def call(self, method: str, *values: Any) -> Any:
         return self.end(self.begin(method, *values))
 
@@ -96,7 +99,7 @@ class Head:
         request = GenerationRequest.from_mapping(tiny | fields)
         spec = model_for(request, self.settings.weights_dir, self.settings.cache_dir)
         plan = resolve(request, spec, probe(), self.settings.cache_dir / "outputs" / "x.mp4")
-        claimed = self.store.claim_job(self.store.add(request, plan).id, "head.node0")
+        claimed = self.store.order.claim_job(self.store.add(request, plan).id, "head.node0")
         assert claimed is not None
         return claimed
 
@@ -132,7 +135,7 @@ def test_a_model_of_two_gguf_files_and_a_lora_are_sent_once(head: Head, node: No
     sent = node.received()
     assert {"high_noise/wan_x (v1).gguf", "low_noise/wan_x (v1).gguf"} < set(sent)
     assert not [name for name in sent if name.startswith("transformer")]
-    events = [value for kind, value in node.call("run", order) if kind in {"event", "refused"}]
+    events = [value for kind, value in node.call("run", order) if kind in {"event", "outcome"}]
     assert isinstance(events[-1], VideoSaved), events[-1]
     node.received()
     head.prepare(head.job(**fields))
@@ -162,7 +165,7 @@ def test_text_encoder_and_vae_in_single_files_are_sent(head: Head, node: Node) -
     assert spec.directory == base and len(set(spec.single_files.values())) == 3
     order = head.prepare(head.job(model=str(path)))
     assert {"wan_y.gguf", "text_encoder.x.safetensors", "vae.x.safetensors"} < set(node.received())
-    events = [value for kind, value in node.call("run", order) if kind in {"event", "refused"}]
+    events = [value for kind, value in node.call("run", order) if kind in {"event", "outcome"}]
     assert isinstance(events[-1], VideoSaved), events[-1]
 
 
@@ -171,7 +174,7 @@ def test_a_video_that_a_node_cannot_run_is_refused_before_it_begins(head: Head, 
     request = {**order.record.request, "gpus": 2}
     sent = node.call("run", replace(order, record=order.record.model_copy(update={"request": request, "begun": False})))
     ((kind, refused),) = sent
-    assert kind == "refused" and isinstance(refused, Failed)
+    assert kind == "outcome" and isinstance(refused, Failed)
 
 
 def engine(head: Head, content: bytes = b"engine" * 100, **changes: Any) -> EngineRecord:

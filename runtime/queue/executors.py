@@ -1,0 +1,409 @@
+"""Executors of claimed jobs: `VideoExecutor` makes videos, `TaskExecutor` builds and checks engines or decodes latents.
+
+Both return how the job ends and never raise; `run.Run` stores it. Neither imports torch before it executes something.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.core import settings
+from runtime.core.cancel import Cancel
+from runtime.core.errors import DISK_FULL, EngineError
+from runtime.core.events import (
+    EngineProgress,
+    Event,
+    Failed,
+    FellBack,
+    FramesDecoded,
+    TerminalEvent,
+    VideoSaved,
+    WaitsForDisk,
+)
+from runtime.core.facts import Fact
+from runtime.core.plan import PYTORCH, ExecutionPlan
+from runtime.core.request import GenerationRequest
+from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
+from runtime.engines.imported.matching import find_matches
+from runtime.engines.service import EngineService
+from runtime.machine.probe import free_disk_bytes
+from runtime.models.catalogue import find, look_up
+from runtime.models.requested import model_for
+from runtime.models.spec import VAE_ENCODER, ModelSpec
+from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
+from runtime.pipeline.files import Stamps
+from runtime.pipeline.history_file import HistoryFile
+from runtime.queue.records import (
+    BuildEngines,
+    BuildProgress,
+    DecodeLatents,
+    DeleteEngine,
+    ImportEngine,
+    InspectEngine,
+    PruneEngines,
+    VerifyEngine,
+    work_of,
+)
+from runtime.queue.run import Outcome, PutBack, Run, TaskEnded, Work, outcome_of
+
+if TYPE_CHECKING:  # these import torch
+    import numpy as np
+
+    from runtime.execution.residency import Residency
+    from runtime.pipeline.checkpoint import CheckpointFolder
+
+_POLL_SECONDS = 0.1
+# Videos wait while less than this is free on their disk: one after another would be computed and then not saved.
+_LEAST_FREE_BYTES = 50_000_000
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VideoExecutor:
+    """Makes videos in this process.
+
+    Attributes:
+        plan: returns the model and the plan of a job; may wait, and raise what `run.outcome_of` takes.
+        residency: returns the loaded models; imports PyTorch.
+        history: receives the timings of the jobs.
+        files: what identifies the model's files in checkpoints; by default they are read.
+        waits_for_disk: whether a job waits while the disk of its video is full, instead of failing.
+    """
+
+    plan: Callable[[Work], tuple[ModelSpec, ExecutionPlan]]
+    residency: Callable[[], "Residency"]
+    history: HistoryFile | None
+    files: Stamps | None = None
+    waits_for_disk: bool = False
+
+    def execute(self, work: Work) -> Outcome:
+        """Make the video of a job and return how it ended. Never raises."""
+        try:
+            if self.waits_for_disk:
+                await_disk(work)
+            outcome = self._make(work, *self.plan(work))
+        except Exception as error:
+            outcome = outcome_of(error, work)
+        return after_full_disk(outcome, work) if self.waits_for_disk else outcome
+
+    def _make(self, work: Work, spec: ModelSpec, plan: ExecutionPlan) -> Outcome:
+        record = work.record
+        try:
+            residency = self.residency()
+            from runtime.pipeline.checkpoint import CheckpointFolder
+            from runtime.pipeline.rerun_low_noise import prepare_rerun
+        except Exception as error:
+            logger.exception("job %s could not start", record.id)
+            return Failed(fact=Fact("queue.pytorch_broken", {"error": str(error)}))
+        checkpoints = None if work.folder is None else CheckpointFolder(work.folder, self.files)
+        if record.parent is not None and checkpoints is not None:
+            prepare_rerun(checkpoints, plan, spec)
+        if record.finish:
+            work.cancel.finish_early()
+        outcome = make_video(plan, spec, work.emit, work.cancel, residency, self.history, checkpoints, record.id)
+        if checkpoints is not None and isinstance(outcome, VideoSaved) and not outcome.continues:
+            checkpoints.remove_latest()
+        return outcome
+
+
+def make_video(
+    plan: ExecutionPlan,
+    spec: ModelSpec,
+    emit: Callable[[Event], None],
+    cancel: Cancel,
+    residency: "Residency",
+    history: HistoryFile | None = None,
+    checkpoints: "CheckpointFolder | None" = None,
+    job_id: str | None = None,
+    on_frames: "Callable[[np.ndarray], None] | None" = None,
+) -> TerminalEvent | PutBack:
+    """Run a job in this thread and return how it ended; see `pipeline.run.run_job`.
+
+    Args:
+        emit: called with each event but the terminal one.
+    """
+    from runtime.pipeline.run import run_job
+
+    outcome: TerminalEvent | PutBack = PutBack()
+
+    def follow(event: Event) -> None:
+        nonlocal outcome
+        if isinstance(event, TerminalEvent):
+            outcome = event
+        else:
+            emit(event)
+
+    run_job(plan, spec, follow, cancel, residency, history, checkpoints, job_id, on_frames)
+    return outcome
+
+
+def await_disk(work: Work) -> None:
+    """Wait until the disk of a job's video has space.
+
+    Raises:
+        CancelledError, PausedError: if that was requested meanwhile.
+    """
+    folder = work.record.output.parent
+    if _is_full(folder):
+        work.emit(WaitsForDisk(wanted=_LEAST_FREE_BYTES))
+    while _is_full(folder):
+        work.cancel.check_pause()
+        time.sleep(_POLL_SECONDS)
+
+
+def after_full_disk(outcome: Outcome, work: Work) -> Outcome:
+    """Return how a job ends whose disk may have filled up: it waits for space instead of failing."""
+    if isinstance(outcome, Failed) and outcome.fact.code in DISK_FULL and _is_full(work.record.output.parent):
+        logger.warning("job %s: the disk is full; it is queued again", work.record.id)
+        return PutBack()
+    return outcome
+
+
+def _is_full(folder: Path) -> bool:
+    """Return whether the disk of a folder has no space for a video."""
+    with contextlib.suppress(OSError):  # saving the video reports it
+        return free_disk_bytes(folder) < _LEAST_FREE_BYTES
+    return False
+
+
+@dataclass(frozen=True)
+class TaskExecutor:
+    """Builds, inspects, imports, verifies, deletes or prunes engines, or decodes latents.
+
+    Attributes:
+        engines: the engine library.
+        weights_dir: the user's models.
+        gpu: index of the worker's GPU, which builds engines; 0 on a machine without GPUs.
+        free: frees the loaded models: builders measure, and engines that are compared need memory.
+    """
+
+    engines: EngineService
+    weights_dir: Path
+    gpu: int
+    free: Callable[[], None]
+
+    def execute(self, run: Run) -> Outcome:
+        """Execute a task and return how it ended; what was finished before a cancellation stays. Never raises."""
+        logger.info("task %s: %s starts", run.id, run.record.title)
+        try:
+            run.cancel.check()
+            return TaskEnded("done", _Task(self.engines, self.weights_dir, self.gpu, self.free, run).result())
+        except Exception as error:
+            if isinstance(error, EngineError) and error.log:
+                run.report({"event": "TaskLog", "text": error.log})
+            return outcome_of(error, run)
+
+
+class _Task:
+    """One task that runs.
+
+    Args: see `TaskExecutor`.
+    """
+
+    def __init__(self, engines: EngineService, weights_dir: Path, gpu: int, free: Callable[[], None], run: Run) -> None:
+        self.engines, self.weights_dir, self.gpu, self.free = engines, weights_dir, gpu, free
+        self._run, self._cancel = run, run.cancel
+        # Engines that it built before an interruption are not built again.
+        self._created = run.record.created
+        self._activity: Fact | None = None
+
+    def result(self) -> Fact:
+        """Run the task and return its result.
+
+        Raises:
+            CancelledError: if it was cancelled.
+            TandemError: if it failed.
+        """
+        work = work_of(self._run.record)
+        match work:
+            case BuildEngines():
+                return self._build(work)
+            case InspectEngine():
+                return self._inspect(work)
+            case ImportEngine():
+                return self._import(work)
+            case VerifyEngine():
+                return self._verify(work)
+            case DeleteEngine():
+                return self._delete(work)
+            case DecodeLatents():
+                return self._decode(work)
+            case PruneEngines():
+                # Engines that stay loaded for the next video may be deleted too.
+                self.free()
+                pruned = self.engines.store.prune(work.max_bytes)
+                code = "task.pruned" if pruned.enough else "task.pruned_in_part"
+                return Fact(code, {"count": len(pruned.deleted), "left": pruned.total_bytes})
+
+    def _build(self, work: BuildEngines) -> Fact:
+        self._report(Fact("task.looking"), None)
+        request = GenerationRequest.from_mapping(work.request)
+        spec = model_for(request, self.weights_dir, self.engines.cache_dir, needs_image=False)
+        wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines, work.engines, self.gpu)
+        if not wanted:
+            return Fact("task.nothing_to_build")
+        again = request.build == "always"
+        built_before = {record.id for record in self.engines.store.index() if record.built_at >= self._created}
+        self.free()
+        failed: list[EngineError] = []
+        built = 0
+
+        def report(fact: Fact, share: float | None) -> None:
+            self._report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
+
+        builds = [
+            BuildProgress(program=one.use.program, backend=one.backend, component=one.component, expected=one.seconds)
+            for one in wanted
+        ]
+
+        def begin(number: int) -> float:
+            if number < len(builds):
+                builds[number] = builds[number].model_copy(update={"state": "running"})
+            self._report_builds(builds)
+            return time.monotonic()
+
+        began = begin(0)
+        for one in build_all(
+            wanted,
+            spec,
+            self.engines,
+            report,
+            self._cancel,
+            again=lambda use: again and use.id not in built_before,
+        ):
+            if one.error is None:
+                built += 1
+            else:
+                failed.append(one.error)
+                self._report_problem(one.error.fact)
+                if one.error.log:
+                    self._run.report({"event": "TaskLog", "text": one.error.log})
+            number = built + len(failed) - 1
+            builds[number] = _ended(builds[number], one, time.monotonic() - began, self._created)
+            began = begin(number + 1)
+        if failed and not built:
+            raise failed[0]
+        self._report(Fact("task.finished"), 1.0)
+        counts = {"built": built, "wanted": len(wanted)}
+        return Fact("task.built_in_part", {**counts, "cause": failed[0].fact}) if failed else Fact("task.built", counts)
+
+    def _inspect(self, work: InspectEngine) -> Fact:
+        self._report(Fact("task.opening", {"file": work.path.name}), None)
+        spec = look_up(work.model, self.weights_dir)
+        self.free()
+        contract = inspect_engine(work.path, device_here(self.engines.machine), self._report, self._cancel)
+        facts = contract.describe()
+        self._report_file(facts)
+        matches = find_matches(contract, spec, work.component)
+        self._report_file([*facts, *describe_matches(matches, spec)])
+        return Fact("task.inspected")
+
+    def _import(self, work: ImportEngine) -> Fact:
+        spec = look_up(work.model, self.weights_dir)
+        self.free()
+        device = device_here(self.engines.machine)
+        done = import_engine(
+            work.path,
+            spec,
+            work.component,
+            self.engines,
+            device,
+            self._report,
+            self._cancel,
+            baselines=Baselines(self.engines),
+        )
+        self._report_file(done.describe())
+        code = "task.imported" if done.compared else "task.imported_unverified"
+        return Fact(code, {"engine": done.engine.id, "detail": done.engine.detail})
+
+    def _verify(self, work: VerifyEngine) -> Fact:
+        chosen = self.engines.store.choose([work.engine])
+        models = [look_up(name, self.weights_dir) for name in work.models]
+        self.free()
+        baselines = Baselines(self.engines)
+        (found,) = self.engines.verify(chosen, models, self._report, self._cancel, baselines=baselines)
+        if found.skipped is not None:
+            raise EngineError(found.skipped.code, **found.skipped.data)
+        if not found.engine.usable:
+            raise EngineError("engine.verified_wrong", cause=found.engine.problem or found.engine.detail)
+        return Fact("task.verified", {"detail": found.engine.detail})
+
+    def _decode(self, work: DecodeLatents) -> Fact:
+        # It imports torch.
+        from runtime.pipeline.decode import DecodeRequest, decode_file
+
+        self.free()
+        spec = find(work.model, self.weights_dir)
+        request = DecodeRequest(latents=work.latents, spec=spec, output=work.output, channels=work.channels)
+
+        def emit(event: Event) -> None:
+            match event:
+                case EngineProgress():
+                    self._report(event.progress, event.share)
+                case FramesDecoded():
+                    self._report(Fact("task.decoding"), event.frames / event.of)
+                case FellBack():
+                    self._report_problem(event.fact)
+
+        done = decode_file(request, settings.load(), self.engines, emit, self._cancel, gpu=self.gpu)
+        rate = done.frames / done.seconds if done.seconds else 0.0
+        return Fact("task.decoded", {"frames": done.frames, "rate": rate, "backend": done.backend, "video": done.video})
+
+    def _delete(self, work: DeleteEngine) -> Fact:
+        (chosen,) = self.engines.store.choose([work.engine])
+        try:
+            freed = self.engines.store.delete(chosen.id)
+        except EngineError:  # it may be loaded for the next video
+            self.free()
+            freed = self.engines.store.delete(chosen.id)
+        return Fact("task.deleted", {"freed": freed})
+
+    def _report(self, fact: Fact, share: float | None) -> None:
+        """Store progress: the current activity, and the share done, 0 to 1, if known."""
+        value = fact.model_dump(mode="json")
+        changed, self._activity = fact != self._activity, fact
+        if changed:
+            self._run.report({"event": "TaskProgress", "fact": value})
+        self._run.show({"fact": value, "share": share}, at_once=changed)
+
+    def _report_builds(self, builds: Sequence[BuildProgress]) -> None:
+        """Store the state of every build; one of them has just begun, or the last has ended."""
+        self._run.report({"event": "TaskBuilds", "builds": [build.model_dump(mode="json") for build in builds]})
+
+    def _report_problem(self, fact: Fact) -> None:
+        """Append a fact to the log, with what to do."""
+        self._run.report({"event": "TaskProblem", "fact": fact.model_dump(mode="json")})
+
+    def _report_file(self, facts: Sequence[Fact]) -> None:
+        """Store what is known about an inspected file."""
+        self._run.report({"event": "TaskFound", "facts": [fact.model_dump(mode="json") for fact in facts]})
+
+
+def _ended(progress: BuildProgress, result: BuildResult, took: float, created: float) -> BuildProgress:
+    """Return the state of a build that has ended; engines from before `created` were kept."""
+    changes: dict[str, object] = {"took": took}
+    if result.record is None:
+        changes |= {"state": "failed", "problem": None if result.error is None else result.error.fact}
+    else:
+        record = result.record
+        changes["state"] = "kept" if record.built_at < created else "done"
+        if record.seconds_per_call and record.pytorch_seconds:
+            changes["speedup"] = record.pytorch_seconds / record.seconds_per_call
+    return progress.model_copy(update=changes)
+
+
+def _narrowed(request: GenerationRequest, component: str | None) -> GenerationRequest:
+    """Return the request with a backend for one component alone: the others then want no engine."""
+    if component is None:
+        return request
+    backends = {component: request.backend(component)}
+    if component == "vae":
+        # Which names both parts of the VAE otherwise.
+        backends[VAE_ENCODER] = PYTORCH
+    return GenerationRequest.from_mapping(request.to_json() | {"backends": backends})

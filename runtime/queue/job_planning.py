@@ -1,0 +1,155 @@
+"""Plans claimed jobs for the machine as it is when they start, and queues the builds that a plan leaves for later."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from runtime.core.cancel import never
+from runtime.core.facts import Fact
+from runtime.core.plan import ExecutionPlan
+from runtime.engines.builders import BUILDERS
+from runtime.engines.service import EngineService
+from runtime.machine.probe import Machine
+from runtime.models.requested import model_for
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.placement import usable_gpus
+from runtime.planner.resolve import resolve
+from runtime.queue.records import JobRecord
+from runtime.queue.recovery import avoid_causes
+from runtime.queue.store import JobStore
+
+logger = logging.getLogger(__name__)
+
+
+class JobReplanner:
+    """Plans claimed jobs for the machine as it is when they start.
+
+    Args:
+        weights_dir: the user's models.
+        engines: the engine library.
+        history: measured times of earlier jobs.
+        builds_later: see `planner.resolve.resolve`.
+    """
+
+    def __init__(
+        self, weights_dir: Path, engines: EngineService, history: HistoryFile | None, *, builds_later: bool = False
+    ) -> None:
+        self._builds_later = builds_later
+        self._weights_dir = weights_dir
+        self._engines = engines
+        self._history = history
+
+    def plan(
+        self,
+        record: JobRecord,
+        machine: Machine,
+        gpu: int = 0,
+        others: Sequence[int] | None = None,
+        deaths: Sequence[Mapping[str, object]] = (),
+        check: Callable[[], None] = never,
+    ) -> tuple[ModelSpec, ExecutionPlan]:
+        """Return the model and the plan of a claimed job; a job that started before keeps its plan if it can.
+
+        Args:
+            gpu, others: see `planner.resolve.resolve`.
+            deaths: see `recovery.avoid_causes`.
+            check: see `models.images.with_images`.
+
+        Raises:
+            TandemError: if the job cannot run on this machine now.
+        """
+        spec = model_for(record.generation_request(), self._weights_dir, self._engines.cache_dir, check=check)
+        if record.begun and record.plan is not None and _has_same_inputs(record.plan, spec):
+            planned = record.plan.replace(
+                model_directory=spec.directory,
+                output=record.output,
+                image=spec.image,
+                last_image=spec.last_image,
+                loras=spec.loras,
+            )
+            moved = move_to_gpu(planned, gpu, machine, others)
+            if moved is not None:
+                return spec, avoid_causes(moved, spec, deaths)
+            logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
+        history = () if self._history is None else self._history.read()
+        offers = self._engines.offers(spec)
+        plan = resolve(
+            record.generation_request(),
+            spec,
+            machine,
+            record.output,
+            offers,
+            history,
+            gpu,
+            others,
+            builds_later=self._builds_later,
+        )
+        return spec, avoid_causes(plan, spec, deaths)
+
+
+def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
+    """Whether a plan is for a model's LoRAs and images; the files may be in another folder now."""
+    images = [None if one is None else one.digest for one in (plan.image, plan.last_image)]
+    loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]
+    return loras[0] == loras[1] and images == [
+        None if one is None else one.digest for one in (spec.image, spec.last_image)
+    ]
+
+
+def move_to_gpu(
+    plan: ExecutionPlan, gpu: int, machine: Machine, others: Sequence[int] | None = None
+) -> ExecutionPlan | None:
+    """Return a plan with its CUDA components on other GPUs; `None` if it needs more GPUs than there are.
+
+    Args:
+        gpu: index of the only GPU, or of the first of several.
+        others: indices of further GPUs that the plan may use; by default, all usable ones.
+    """
+    on_cuda = [name for name, part in plan.components.items() if part.device.startswith("cuda")]
+    if on_cuda and gpu >= len(machine.gpus):
+        return None
+    moved = {name: plan.components[name].replace(device=f"cuda:{gpu}") for name in on_cuda}
+    split = plan.split
+    if split is not None and on_cuda:
+        further = [other for other in (usable_gpus(machine) if others is None else others) if other != gpu]
+        if 1 + len(further) < plan.gpus:
+            return None
+        split = split.replace(devices=tuple(f"cuda:{index}" for index in [gpu, *further][: plan.gpus]))
+    return plan.replace(components={**plan.components, **moved}, split=split)
+
+
+def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store: JobStore, folder: Path) -> bool:
+    """Queue the builds that a plan leaves for when no video waits; return whether something was queued.
+
+    Nothing is queued if the same engines are queued already, or could not be built or were cancelled recently.
+
+    Args:
+        folder: of the engine library.
+    """
+    later = {name: part.later for name, part in plan.components.items() if part.later}
+    if not later:
+        return False
+    request = record.generation_request()
+    work = request.replace(
+        backends={name: BUILDERS[uses[0].builder].backend for name, uses in later.items()},
+        build="always" if request.build == "always" else "missing",
+        seed=0,
+    )
+    ids = {use.id for uses in later.values() for use in uses}
+    devices = {plan.components[name].device for name in later} - {"cpu"}
+    # Components that are not on the CPU are on one GPU.
+    gpu = int(min(devices, default="cuda:0").removeprefix("cuda:"))
+    return store.add_idle_build(build_title(plan, spec, list(later)), folder, work.to_json(), ids, gpu)
+
+
+def build_title(plan: ExecutionPlan, spec: ModelSpec, components: Sequence[str], backend: str = "") -> Fact:
+    """Return the title of a task that builds engines for components, with one backend or those that fit."""
+    among = list(plan.components)
+    data: dict[str, object] = {"model": spec.title, "width": plan.width, "height": plan.height, "frames": plan.frames}
+    complete = set(components) >= set(among)
+    if not complete:
+        data["components"] = {"names": list(components), "among": among}
+    if backend:
+        return Fact("task.build_all_with" if complete else "task.build_with", {**data, "backend": backend})
+    return Fact("task.build_all" if complete else "task.build", data)
