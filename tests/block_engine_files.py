@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.plan import EngineUse, ExecutionPlan
+from runtime.core.plan import EngineRef, ExecutionPlan
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBlocks
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -34,7 +34,7 @@ def stock(spec: ModelSpec, folder: Path, tmp_path_factory: pytest.TempPathFactor
 def in_blocks(plan: ExecutionPlan, spec: ModelSpec) -> ExecutionPlan:
     """Return a plan with the transformers on the block engines of `stock`."""
     uses = tuple(
-        EngineUse(
+        EngineRef(
             id=_key(spec, program).digest(),
             program=program,
             builder=BUILDER.name,

@@ -73,7 +73,7 @@ def no_engines(folder: Path) -> EngineService:
 
 
 class Alone:
-    """A job's context for components that run without a job (`residency.Watch`); records fallbacks."""
+    """A job's context for components that run without a job (`residency.JobHooks`); records fallbacks."""
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan

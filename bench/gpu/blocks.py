@@ -41,7 +41,7 @@ from bench.gpu.check_common import psnr, ssim
 from bench.gpu.speed import TEXT_TOKENS, as_diffusers, random_module, reference
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, FellBack, VideoSaved
-from runtime.core.plan import EngineUse, ExecutionPlan, Speed
+from runtime.core.plan import EngineRef, ExecutionPlan, Speed
 from runtime.core.request import GenerationRequest
 from runtime.engines import service as engine_service
 from runtime.engines.build import BuildRequest, build_engine
@@ -55,7 +55,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.run import run_job
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
 from runtime.planner.resolve import resolve
@@ -162,10 +162,10 @@ class Setup:
         return records
 
     @contextmanager
-    def opened(self, spec: ModelSpec) -> Iterator[tuple[OpenEngines, Sequence[EngineUse]]]:
+    def opened(self, spec: ModelSpec) -> Iterator[tuple[OpenEngines, Sequence[EngineRef]]]:
         """Yield the model's block engines, loaded."""
         uses = [
-            EngineUse(
+            EngineRef(
                 id=record.id,
                 program=record.key.program,
                 builder=self.builder,
@@ -239,7 +239,7 @@ def convert(module: Any, precision: str) -> None:
 
 
 def engine_pass(
-    module: Any, engines: OpenEngines, uses: Sequence[EngineUse], spec: ModelSpec, speed: Speed
+    module: Any, engines: OpenEngines, uses: Sequence[EngineRef], spec: ModelSpec, speed: Speed
 ) -> PyTorchDenoiser:
     """Return the denoiser of a module on block engines; a failure of an engine raises."""
     denoiser = PyTorchDenoiser(module)

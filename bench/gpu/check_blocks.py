@@ -8,7 +8,7 @@ import torch
 
 from bench.gpu.check_common import HOME, Checks
 from runtime.core.errors import EngineError
-from runtime.core.plan import EngineUse, ExecutionPlan, Speed
+from runtime.core.plan import EngineRef, ExecutionPlan, Speed
 from runtime.core.request import GenerationRequest
 from runtime.engines.block_reference import times_of
 from runtime.engines.builders import BUILDERS
@@ -65,7 +65,7 @@ def blocks(checks: Checks) -> None:
     cached = in_blocks.replace(step_cache="first-block:1e-9")
     report(checks, "step cache", spec, cached, service, reference)
     for what, end in (("engine error", broken), ("out of memory", starving), ("NaN", not_numbers)):
-        with mock.patch.object(OpenEngines, "write", going_wrong(end)):
+        with mock.patch.object(OpenEngines, "run_into", going_wrong(end)):
             report(checks, what, spec, in_blocks, service, reference)
     endurance(checks, spec, in_blocks, service)
 
@@ -80,7 +80,7 @@ def plans(checks: Checks, spec: ModelSpec, records: list[EngineRecord]) -> tuple
         request |= {"frames": 4 * frames - 3, "height": scale * height, "width": scale * width}
     plan = resolve(GenerationRequest.from_mapping(request), spec, checks.machine, HOME / "x.mp4")
     uses = tuple(
-        EngineUse(
+        EngineRef(
             id=record.id,
             program=record.key.program,
             builder=record.key.builder,
@@ -144,7 +144,7 @@ def report(
 
 def going_wrong(end: Callable[[Mapping[str, torch.Tensor]], None]) -> Write:
     """Return a function that runs engines, and calls `end` with the outputs of one call."""
-    write, seen = OpenEngines.write, 0
+    write, seen = OpenEngines.run_into, 0
 
     def failing(
         self: OpenEngines, program: str, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]

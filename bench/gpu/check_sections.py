@@ -17,7 +17,7 @@ from bench.gpu.check_clip import PROMPT
 from bench.gpu.check_common import HOME, Checks, psnr, ssim
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.events import Event, FellBack, VideoSaved
-from runtime.core.plan import EAGER, EngineUse, ExecutionPlan, is_block_program
+from runtime.core.plan import EAGER, EngineRef, ExecutionPlan, is_block_program
 from runtime.core.request import GenerationRequest
 from runtime.engines.builders import BUILDERS, tensorrt
 from runtime.engines.service import EngineService
@@ -25,7 +25,7 @@ from runtime.execution.residency import Residency
 from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import section_stages
-from runtime.pipeline.degenerate_clip import Detector
+from runtime.pipeline.blank_video import Detector
 from runtime.pipeline.run import run_job
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.resolve import resolve
@@ -97,14 +97,14 @@ def _planned(checks: Checks, spec: ModelSpec, service: EngineService, fields: di
 
 def _build(
     checks: Checks, spec: ModelSpec, service: EngineService, plan: ExecutionPlan
-) -> dict[tuple[str, EngineUse], EngineRecord]:
+) -> dict[tuple[str, EngineRef], EngineRecord]:
     """Build the engines of a plan, report each as it is done, and return those that passed verification."""
     offers, cancel, began = service.offers(spec), Cancel(), time.perf_counter()
     todo = [(name, use) for name, part in plan.components.items() for use in part.engines]
     # The VAE's take longest.
     todo.sort(key=lambda one: one[0] not in {"vae", "vae_encoder"})
 
-    def one(item: tuple[str, EngineUse]) -> EngineRecord | None:
+    def one(item: tuple[str, EngineRef]) -> EngineRecord | None:
         component, use = item
         with checks.going_on(f"build {component} {use.program}"):
             key = offers.key(BUILDERS[use.builder], component, use, checks.device)

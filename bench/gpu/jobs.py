@@ -58,7 +58,7 @@ from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import section_stages, stages
-from runtime.pipeline.degenerate_clip import Detector
+from runtime.pipeline.blank_video import Detector
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.run import run_job
 from runtime.planner.memory_model import baseline_bytes

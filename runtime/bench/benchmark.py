@@ -316,7 +316,7 @@ class Bench:
             built = tuple(use.id for use in part.engines if use.build)
             if built:
                 of_part = offers(name, plan.latent_size, part.device)
-                chosen = (one for one in of_part if [use.id for use in one.uses] == [use.id for use in part.engines])
+                chosen = (one for one in of_part if [use.id for use in one.engines] == [use.id for use in part.engines])
                 self._build_seconds[built] = next((one.build_seconds for one in chosen), 0.0)
         entry.spec, entry.plan = spec, in_float32(plan) if configuration.float32 else plan
         why = fallback_text(plan)

@@ -25,7 +25,7 @@ from runtime.models.catalogue import check_makes_videos, decoders, find, folders
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, build_frame_engines, frame_latents, wanted_engines
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
 from runtime.planner.resolve import resolve

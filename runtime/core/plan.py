@@ -38,7 +38,7 @@ def is_block_program(program: str) -> bool:
     return program.startswith(_BLOCK)
 
 
-class EngineUse(FrozenModel):
+class EngineRef(FrozenModel):
     """One engine of a component; the VAE has two, one for the first latent frame and one for the others.
 
     A transformer may have three that compute parts of each block, see `is_block_program`.
@@ -89,11 +89,11 @@ class ComponentPlan(FrozenModel):
     dtype: str
     weights_bytes: int
     reasons: tuple[Fact, ...]
-    engines: tuple[EngineUse, ...] = ()
+    engines: tuple[EngineRef, ...] = ()
     quantization: str = "none"
     badge: Fact | None = None
-    later: tuple[EngineUse, ...] = ()
-    failed_engines: tuple[EngineUse, ...] = ()
+    later: tuple[EngineRef, ...] = ()
+    failed_engines: tuple[EngineRef, ...] = ()
 
     @property
     def on_engine(self) -> bool:

@@ -57,7 +57,7 @@ class BuildRequest:
         key: of the engine.
         device: a torch device: "cpu" or "cuda:0".
         again: build it even if it exists.
-        baseline: measures what PyTorch would run instead; see `execution.baselines`.
+        baseline: measures what PyTorch would run instead; see `execution.pytorch_baseline`.
         cache_dir: a folder for what verifications of the same model share; see `reference.encoded_prompt`.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import MachineError
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineRef
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import Builder, builders_for, builders_of
 from runtime.engines.child import Report
@@ -38,10 +38,10 @@ class FrameEngine:
     record: EngineRecord | None
 
     @property
-    def use(self) -> EngineUse:
+    def use(self) -> EngineRef:
         """The engine as `service.open_engines` takes it."""
         low, high = self.key.profiles[-1].min, self.key.profiles[0].max
-        return EngineUse(
+        return EngineRef(
             id=self.key.digest(),
             program=FRAME_DECODER,
             builder=self.key.builder,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
-from runtime.core.plan import EngineUse, LatentSize
+from runtime.core.plan import EngineRef, LatentSize
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
 from runtime.engines.key_parts import TOKENS_OPTION, imported_key, runnable_programs
 from runtime.engines.store import EngineStore
@@ -84,7 +84,7 @@ class ModelOffers:
     def _index(self) -> list[EngineRecord]:
         return self.store.index()
 
-    def key(self, builder: Builder, component: str, use: EngineUse, device: str) -> EngineKey:
+    def key(self, builder: Builder, component: str, use: EngineRef, device: str) -> EngineKey:
         """Return the key of the engine that a builder would build now for the program, sizes and precision of `use`."""
         return builder.key(
             self.spec,
@@ -98,7 +98,7 @@ class ModelOffers:
         )
 
     def _offer(self, builder: Builder, component: str, latent: LatentSize, device: str) -> EngineOffer:
-        uses: list[EngineUse] = []
+        uses: list[EngineRef] = []
         needs: list[BuildNeeds] = []
         missing: Fact | None = None
         nearest: Fact | None = None
@@ -112,7 +112,7 @@ class ModelOffers:
             if size is None:
                 continue
             profile = _profile(builder.name, program, self.spec, size, device)
-            use = EngineUse(
+            use = EngineRef(
                 id="",
                 program=program,
                 builder=builder.name,
@@ -146,7 +146,7 @@ class ModelOffers:
         return EngineOffer(
             backend=builder.backend,
             builder=builder.name,
-            uses=tuple(uses),
+            engines=tuple(uses),
             missing=missing,
             misfit=nearest,
             problem=problem,
@@ -163,7 +163,9 @@ class ModelOffers:
         """Return an offer that states why a builder does not support a device."""
         problem = builder.unavailable(self.machine) or Fact("planner.needs_gpu")
         in_blocks = builder.kind == "blocks"
-        return EngineOffer(backend=builder.backend, builder=builder.name, uses=(), problem=problem, in_blocks=in_blocks)
+        return EngineOffer(
+            backend=builder.backend, builder=builder.name, engines=(), problem=problem, in_blocks=in_blocks
+        )
 
     def _too_small(self, needs: list[BuildNeeds]) -> Fact | None:
         """Return why this machine is too small to build what is missing; None if it is not."""
@@ -195,7 +197,7 @@ class ModelOffers:
         return Fact("engine.none_yet"), None
 
 
-def engine_calls(use: EngineUse, spec: ModelSpec, latent: LatentSize) -> float:
+def engine_calls(use: EngineRef, spec: ModelSpec, latent: LatentSize) -> float:
     """Return how many calls of an engine, at the size it was measured at, one call of its component takes."""
     if use.program in {"vae_next", "vae_encoder_next"}:
         return latent[0] - 1
@@ -259,7 +261,7 @@ def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec
 
 
 def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
-    use = EngineUse(
+    use = EngineRef(
         id=record.id,
         program=record.key.program,
         builder=IMPORTED,
@@ -272,7 +274,7 @@ def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
     return EngineOffer(
         backend=record.key.backend,
         builder=IMPORTED,
-        uses=(use,),
+        engines=(use,),
         problem=Fact("engine.import_not_rebuilt"),
         seconds=record.seconds_per_call if exact else 0.0,
         baselines=record.baselines if exact else {},

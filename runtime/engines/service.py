@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse, is_block_program
+from runtime.core.plan import EngineRef, is_block_program
 from runtime.core.settings import Settings
 from runtime.engines.build import Baselines, BuildRequest, build_engine, verify_engine
 from runtime.engines.builders import BUILDERS
@@ -62,7 +62,9 @@ class OpenEngines(AbstractContextManager["OpenEngines"]):
         """Run one program; see `Session.infer`."""
         return self._sessions[program].infer(**inputs)
 
-    def write(self, program: str, inputs: Mapping[str, "torch.Tensor"], outputs: Mapping[str, "torch.Tensor"]) -> None:
+    def run_into(
+        self, program: str, inputs: Mapping[str, "torch.Tensor"], outputs: Mapping[str, "torch.Tensor"]
+    ) -> None:
         """Run one block program; see `BlockSession.write`."""
         cast("BlockSession", self._sessions[program]).write(inputs, outputs)
 
@@ -132,7 +134,7 @@ class EngineService:
         self,
         spec: ModelSpec,
         component: str,
-        use: EngineUse,
+        use: EngineRef,
         device: str,
         emit_progress: Report,
         cancel: Cancel,
@@ -169,7 +171,7 @@ class EngineService:
         record = _record(self.store, engine_id)
         return Fact("engine.none_yet") if record is None else record.problem or self.store.verify_hash(record)
 
-    def open(self, spec: ModelSpec, component: str, uses: Iterable[EngineUse], device: str) -> OpenEngines:
+    def open(self, spec: ModelSpec, component: str, uses: Iterable[EngineRef], device: str) -> OpenEngines:
         """Load a component's engines; see `open_engines`."""
         return open_engines(self.store, spec, component, uses, device)
 
@@ -295,7 +297,7 @@ class EngineService:
 
 
 def open_engines(
-    store: EngineStore, spec: ModelSpec, component: str, uses: Iterable[EngineUse], device: str
+    store: EngineStore, spec: ModelSpec, component: str, uses: Iterable[EngineRef], device: str
 ) -> OpenEngines:
     """Load a component's engines; they are not deleted or evicted while they are open.
 
@@ -331,7 +333,7 @@ def _record(store: EngineStore, engine_id: str) -> EngineRecord | None:
 
 
 def _weights(
-    spec: ModelSpec, component: str, use: EngineUse, device: str
+    spec: ModelSpec, component: str, use: EngineRef, device: str
 ) -> Callable[[], Mapping[str, "torch.Tensor"]]:
     def load() -> Mapping[str, "torch.Tensor"]:
         from runtime.engines.programs import load_program

@@ -488,7 +488,7 @@ def engine_sets(records: Iterable[EngineRecord]) -> list[tuple[EngineRecord, ...
         else:
             key = record.key
             groups.setdefault((_maker(record), _role(record), key.precision, key.profiles), []).append(record)
-    parts = [part for group in groups.values() for part in _one_for_each_purpose(group)]
+    parts = [part for group in groups.values() for part in _newest_per_component_and_program(group)]
     parts.sort(key=_last_used, reverse=True)
     sets = [[part] for part in parts if _role(part[0]) == "transformer"]
     for part in parts:
@@ -518,7 +518,7 @@ def _maker(record: EngineRecord) -> Hashable:
     return record.model, key.family, key.builder, key.options, key.versions, key.device, key.system
 
 
-def _one_for_each_purpose(group: list[EngineRecord]) -> Iterator[tuple[EngineRecord, ...]]:
+def _newest_per_component_and_program(group: list[EngineRecord]) -> Iterator[tuple[EngineRecord, ...]]:
     """Divide engines into tuples with one for each component and program; the most recently used ones come first."""
     while group:
         newest: dict[tuple[str, str], EngineRecord] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineRef
 from runtime.engines.block_programs import BlockPart
 from runtime.engines.key_parts import BLOCK_TOKENS
 from runtime.engines.programs import load_program
@@ -46,7 +46,7 @@ class BlockEngines:
         engines: OpenEngines | None,
         spec: ModelSpec,
         component: str,
-        uses: Iterable[EngineUse],
+        uses: Iterable[EngineRef],
         on_failed: Report,
         on_skipped: Report,
     ) -> None:
@@ -146,7 +146,7 @@ class BlockEngines:
         given = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights}
         written = {name: tensor[0] for name, tensor in zip(self._parts[program].outputs, outputs, strict=True)}
         try:
-            self._engines.write(program, given, written)
+            self._engines.run_into(program, given, written)
         except Exception as error:  # of any type: every library has its own
             if outputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 # The call is repeated without recording it.

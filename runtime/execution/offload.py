@@ -48,13 +48,13 @@ class Placed(Protocol):
 
     @property
     def waits_elsewhere(self) -> bool:
-        """Whether `bring` has to copy weights."""
+        """Whether `to_device` has to copy weights."""
 
-    def bring(self) -> None:
+    def to_device(self) -> None:
         """Make the module ready to be called."""
 
-    def away(self) -> None:
-        """Free the device's memory until the next `bring`."""
+    def to_host(self) -> None:
+        """Free the device's memory until the next `to_device`."""
 
 
 def placement(name: str, part: ComponentPlan, offload: str) -> Placement:
@@ -120,10 +120,10 @@ class _Stays:
 
     waits_elsewhere = False
 
-    def bring(self) -> None:
+    def to_device(self) -> None:
         """Nothing to do."""
 
-    def away(self) -> None:
+    def to_host(self) -> None:
         """Nothing to do."""
 
 
@@ -139,10 +139,10 @@ class _Hooked:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
 
-    def bring(self) -> None:
+    def to_device(self) -> None:
         """Nothing to do."""
 
-    def away(self) -> None:
+    def to_host(self) -> None:
         """Free layers that were copied and not called."""
         offload_groups(self._module)
 
@@ -163,7 +163,7 @@ class _Whole:
         """Whether the weights are in memory."""
         return not self._originals
 
-    def bring(self) -> None:
+    def to_device(self) -> None:
         """Copy all weights to the device; if they do not fit, none."""
         if self._originals:
             return
@@ -173,10 +173,10 @@ class _Whole:
                 tensor.data = original.to(self._device)
                 self._originals.append((tensor, original))
         except BaseException:
-            self.away()
+            self.to_host()
             raise
 
-    def away(self) -> None:
+    def to_host(self) -> None:
         """Use the originals again."""
         for tensor, original in self._originals:
             tensor.data = original
@@ -191,12 +191,12 @@ class _QuantizedWhole:
         self._device = device
         self.waits_elsewhere = False
 
-    def bring(self) -> None:
+    def to_device(self) -> None:
         """Move all weights to the device."""
         self._module.to(self._device)
         self.waits_elsewhere = False
 
-    def away(self) -> None:
+    def to_host(self) -> None:
         """Move all weights to memory (RAM)."""
         self._module.to("cpu")
         self.waits_elsewhere = True

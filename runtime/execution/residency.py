@@ -95,7 +95,7 @@ class _Loaded:
         clear_module(self.module)
 
 
-class Watch(Protocol):
+class JobHooks(Protocol):
     """The job that uses components."""
 
     @property
@@ -171,7 +171,7 @@ class Residency:
         self._ahead.close()
         for key in list(self._held):
             self._drop(key)
-        self.group_manager.dismiss()
+        self.group_manager.stop_processes()
 
     @property
     def engines(self) -> EngineService:
@@ -179,12 +179,12 @@ class Residency:
         assert self._service is not None, "the plan has engines, the residency has none"
         return self._service
 
-    def holds(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
+    def is_loaded(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
         """Whether a component is loaded, or being loaded, in the form that the plan uses."""
         keys = _keys(spec, name, plan, plan.components[name])
         return all(key in self._held or key in self._ahead for key in keys)
 
-    def load_ahead(self, spec: ModelSpec, job: Watch, names: Sequence[str]) -> None:
+    def load_ahead(self, spec: ModelSpec, job: JobHooks, names: Sequence[str]) -> None:
         """Load components on a thread, in this order, while others run, if the plan keeps all loaded at once.
 
         The plan's forecast has their memory. What cannot be loaded there is loaded when it is used.
@@ -208,7 +208,7 @@ class Residency:
                 if one not in self._held:
                     self._ahead.start(one, partial(_beside_others, part.device, load))
 
-    def _prepare(self, spec: ModelSpec, job: Watch, names: Sequence[str]) -> None:
+    def _prepare(self, spec: ModelSpec, job: JobHooks, names: Sequence[str]) -> None:
         """Import the compiler and the attention kernel's package on a thread, if components in PyTorch need them."""
         plan, width = job.plan, spec.transformer.attention_head_dim
         work: list[Callable[[], object]] = [import_compiler] if plan.speed.compiled and names else []
@@ -225,7 +225,7 @@ class Residency:
         return self.engines.open(spec, name, part.engines, part.device)
 
     @contextmanager
-    def text_encoder(self, spec: ModelSpec, job: Watch, name: str = "text_encoder") -> Iterator[TextEncoder]:
+    def text_encoder(self, spec: ModelSpec, job: JobHooks, name: str = "text_encoder") -> Iterator[TextEncoder]:
         """Yield the text encoder called `name`, loaded."""
 
         on_engine = partial(EngineTextModel, program=name, length=spec.encoders[name].max_tokens)
@@ -233,13 +233,13 @@ class Residency:
             yield components_of(spec).text_encoder(spec, name, load_tokenizer(spec, name), model)
 
     @contextmanager
-    def image_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[ImageEncoder]:
+    def image_encoder(self, spec: ModelSpec, job: JobHooks) -> Iterator[ImageEncoder]:
         """Yield the image encoder, loaded."""
         with self._use(spec, job, IMAGE_ENCODER, EngineImageModel) as model:
             yield components_of(spec).image_encoder(load_image_processor(spec), model)
 
     @contextmanager
-    def video_encoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoEncoder]:
+    def video_encoder(self, spec: ModelSpec, job: JobHooks) -> Iterator[VideoEncoder]:
         """Yield the VAE encoder, loaded."""
         on_engines: Any = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
         if IMAGE_PROGRAM in spec.programs[VAE_ENCODER]:
@@ -248,7 +248,7 @@ class Residency:
             yield encoder
 
     @contextmanager
-    def denoiser(self, spec: ModelSpec, job: Watch, name: str) -> Iterator[Denoiser]:
+    def denoiser(self, spec: ModelSpec, job: JobHooks, name: str) -> Iterator[Denoiser]:
         """Yield the transformer called `name`, loaded."""
         used: list[PyTorchDenoiser] = []
 
@@ -273,7 +273,7 @@ class Residency:
                 self._drop_block_engines(spec, job.plan, name, planned)
 
     @contextmanager
-    def video_decoder(self, spec: ModelSpec, job: Watch) -> Iterator[VideoDecoder]:
+    def video_decoder(self, spec: ModelSpec, job: JobHooks) -> Iterator[VideoDecoder]:
         """Yield the VAE decoder, loaded."""
         used: list[PyTorchVideoDecoder] = []
 
@@ -291,7 +291,7 @@ class Residency:
                 self.compile_seconds += took
                 self.load_seconds += took
 
-    def _block_engines(self, spec: ModelSpec, job: Watch, name: str, part: ComponentPlan) -> BlockEngines | None:
+    def _block_engines(self, spec: ModelSpec, job: JobHooks, name: str, part: ComponentPlan) -> BlockEngines | None:
         """Return a transformer's block engines, which stay open for the next transformer that uses them, if any.
 
         If they cannot be opened, or failed earlier in the job, PyTorch computes their parts.
@@ -323,13 +323,13 @@ class Residency:
         if failed or not (plan.strategy.keeps(name) or plan.sharing_engines(name)[1:]):
             self._drop(_block_engines_key(spec, planned))
 
-    def _wait_for_load(self, key: _Key, job: Watch) -> None:
+    def _wait_for_load(self, key: _Key, job: JobHooks) -> None:
         """Wait for a part that is being loaded ahead, unless the job is cancelled."""
         started = time.perf_counter()
         self._ahead.wait(key, job.cancel.check)
         self.load_seconds += time.perf_counter() - started
 
-    def _keep_compiled(self, job: Watch) -> None:
+    def _keep_compiled(self, job: JobHooks) -> None:
         """Wait until the first step is prepared, and let compilers use the cache on disk."""
         self._preparation.wait(job.cancel.check)
         speed = job.plan.speed
@@ -341,7 +341,7 @@ class Residency:
     def _use(
         self,
         spec: ModelSpec,
-        job: Watch,
+        job: JobHooks,
         name: str,
         on_engines: Callable[[OpenEngines, Callable[[Fact], Any]], Any],
         prepare: Callable[[Any, ComponentPlan], None] = lambda *_: None,
@@ -375,7 +375,7 @@ class Residency:
                 if waited:
                     job.loading(name)
                 started = time.perf_counter()
-                loaded.placed.bring()
+                loaded.placed.to_device()
                 self.load_seconds += time.perf_counter() - started
             prepare(loaded.part, wanted)
             return loaded.part
@@ -401,7 +401,7 @@ class Residency:
             if failed or (used[0].placement == "device" and not job.plan.strategy.keeps(name)):
                 self._drop(used[0])
             elif isinstance(held, _Loaded):
-                held.placed.away()
+                held.placed.to_host()
                 if held.placed.waits_elsewhere:
                     release_cached_memory()
 
@@ -409,7 +409,7 @@ class Residency:
         self,
         hold: Callable[[ComponentPlan, Callable[[], Any]], Any],
         spec: ModelSpec,
-        job: Watch,
+        job: JobHooks,
         name: str,
         key: _Key,
     ) -> Any:
@@ -453,7 +453,7 @@ class Residency:
         for key in [key for key in self._held if key not in wanted or not (fit or key.split is None)]:
             self._drop(key)
         if not fit:
-            self.group_manager.dismiss()
+            self.group_manager.stop_processes()
 
     def _drop(self, key: _Key) -> None:
         held = self._held.pop(key, None)
@@ -467,7 +467,7 @@ def compute_as_planned(
     denoiser: PyTorchDenoiser,
     part: ComponentPlan,
     spec: ModelSpec,
-    job: Watch,
+    job: JobHooks,
     name: str,
     engines: BlockEngines | None = None,
 ) -> None:
@@ -488,7 +488,7 @@ def _check_attention(kind: str, device: str, dtype: str, width: int) -> None:
         problem(kind, device, getattr(torch, dtype), width)
 
 
-def _fall_back(job: Watch, name: str, reason: Fact) -> None:
+def _fall_back(job: JobHooks, name: str, reason: Fact) -> None:
     """Report, once, that block engines failed: their component and the later ones that use them run in PyTorch."""
     if job.plan.components[name].in_blocks:
         for one in job.plan.sharing_engines(name):

@@ -7,14 +7,14 @@ from typing import Any
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, MachineError
-from runtime.core.plan import PYTORCH, EngineUse, ExecutionPlan
+from runtime.core.plan import PYTORCH, EngineRef, ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.child import Report
 from runtime.engines.frame_decoders import build_frame_engine, buildable_engines, builder_of, frame_engine
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.spec import FRAME_DECODER, ModelSpec, is_transformer
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.planner.constraints import ComponentSettings
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer, Offers, admit, refused
@@ -27,7 +27,7 @@ class WantedEngine:
     """An engine to build for `component`, which runs on `device`; `seconds` is about how long building it takes."""
 
     component: str
-    use: EngineUse
+    use: EngineRef
     backend: str
     device: str
     seconds: float
@@ -125,7 +125,7 @@ def build_all(
     emit_progress: Report,
     cancel: Cancel,
     *,
-    again: Callable[[EngineUse], bool],
+    again: Callable[[EngineRef], bool],
 ) -> Iterator[BuildResult]:
     """Build engines and yield each result; a failure does not stop the others.
 
@@ -155,7 +155,7 @@ def _of_component(
     offers: Offers,
     machine: Machine,
     only: Collection[str],
-) -> Iterator[tuple[EngineOffer, EngineUse, str]]:
+) -> Iterator[tuple[EngineOffer, EngineRef, str]]:
     """Yield the offers to build for a component, each of their engines, and the device."""
     backend = request.backend(name)
     if backend == PYTORCH:
@@ -193,5 +193,5 @@ def _of_component(
         kinds = {offer.backend: offer.in_blocks for offer in reversed(able)}
         able = [offer for offer in able if offer.in_blocks == kinds[offer.backend]]
     for offer in able:
-        for use in offer.uses if not only else (use for use in offer.uses if use.id in only):
+        for use in offer.engines if not only else (use for use in offer.engines if use.id in only):
             yield offer, use, device

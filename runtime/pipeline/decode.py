@@ -360,7 +360,7 @@ class _Clips(_Source):
 
     def _batches(self, decoder: Any, tiles: list[int | None], emit: Callable[[Event], None]) -> Iterator[torch.Tensor]:
         """Yield the frames of all clips; if memory runs out, those that are left in the next smaller tiles."""
-        self._tell(tiles[0], emit)
+        self._warn_tiled(tiles[0], emit)
         frames = self.count // self.clips
         for clip in range(self.clips):
             done = 0
@@ -376,9 +376,9 @@ class _Clips(_Source):
                     # Outside of the handler: the exception's frames reference memory that is needed now.
                     tiles.pop(0)
                     torch.cuda.empty_cache()
-                    self._tell(tiles[0], emit)
+                    self._warn_tiled(tiles[0], emit)
 
-    def _tell(self, tile: int | None, emit: Callable[[Event], None]) -> None:
+    def _warn_tiled(self, tile: int | None, emit: Callable[[Event], None]) -> None:
         """Report tiles, now and in the result."""
         if tile is not None:
             fact = Fact("planner.decoded_in_tiles", {"side": tile * self.spec.vae.scale_factor_spatial})

@@ -55,7 +55,7 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
     if event.plan is None:
         raise _error(context, event)
     context.plan = event.plan
-    context.representative = False
+    context.counts_for_history = False
     context.warnings.append(event.fact)
     context.progress_at = time.perf_counter()
 

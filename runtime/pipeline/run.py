@@ -63,7 +63,7 @@ def run_job(
             RunContext(plan, spec, emit, cancel, residency, metrics, checkpoints) as context,
         ):
             saved = _generate(context, history, job_id, on_frames)
-        if history is not None and context.representative:
+        if history is not None and context.counts_for_history:
             try:
                 _add_to_history(history, plan, context, saved)
             except Exception:  # the video is saved nevertheless
@@ -109,7 +109,7 @@ def _generate(
         _denoise(context, partial(make_sections, context, previews, files))
         saved = join_sections(context, files, job_id, on_frames)
         # The plan's calls are those of all sections.
-        context.representative = context.representative and not saved.continues
+        context.counts_for_history = context.counts_for_history and not saved.continues
         return saved
     _denoise(context, partial(denoise_latents, context, previews))
     return with_oom_retry(context, partial(decode_and_save, context, previews, job_id, on_frames))
@@ -125,7 +125,7 @@ def _denoise(context: RunContext, work: Callable[[], None]) -> None:
             if not context.leave_float16():
                 raise
         # Outside of the handler: the exception's frames reference memory that is needed now.
-        context.representative = False
+        context.counts_for_history = False
         context.residency.free()
 
 

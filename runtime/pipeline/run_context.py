@@ -19,11 +19,11 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import CheckpointError, EngineError, OutputError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, VideoSaved, Warned
 from runtime.core.facts import Fact
-from runtime.core.plan import EAGER, EngineUse, ExecutionPlan
+from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -63,7 +63,7 @@ class RunContext:
         section_files: where its finished sections are; `None` for another video.
         progress_at: time of the last change of `conditioning` or `sampling`, from `time.perf_counter`.
         earlier: facts about earlier runs of the job, see `VideoSaved`.
-        representative: whether this run does the whole job with one plan, so that its timings may enter the history.
+        counts_for_history: whether the run is a whole job with one plan, so that the history gets its timings.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunContext:
         self.section: SectionProgress | None = None
         self.progress_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
-        self.representative = True
+        self.counts_for_history = True
         self._compiled_before = residency.compile_seconds
         self._planned = plan
         self._folder = checkpoints
@@ -292,7 +292,7 @@ class RunContext:
             "timings": dict(found.timings),
             "load_seconds": round(found.load_seconds, 3),
         }
-        self.representative = False
+        self.counts_for_history = False
         self._policy.found(found)
         self.emit(Resumed(step=found.step, of=found.of))
 
@@ -357,7 +357,7 @@ class RunContext:
             self.cancel.check_pause()
             if self.plan.fell_back(name):
                 self.fell_back(name, part.reasons[0])
-            elif part.engines and not self.residency.holds(self.spec, self.plan, name):
+            elif part.engines and not self.residency.is_loaded(self.spec, self.plan, name):
                 try:
                     for use in part.engines:
                         self._build_engine(name, use)
@@ -386,7 +386,7 @@ class RunContext:
             needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
         return needed
 
-    def _build_engine(self, name: str, use: EngineUse) -> None:
+    def _build_engine(self, name: str, use: EngineRef) -> None:
         engines = self.residency.engines
         if use.id in self._ready:  # for another component
             return

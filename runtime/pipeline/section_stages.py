@@ -20,7 +20,7 @@ from runtime.execution.components import ImageSampler, SectionDecoder, SectionDe
 from runtime.execution.decoded_frames import as_bytes
 from runtime.models.sections import Sections
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER
-from runtime.pipeline.degenerate_clip import Detector
+from runtime.pipeline.blank_video import Detector
 from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext

@@ -29,8 +29,8 @@ from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
+from runtime.pipeline.blank_video import Detector, blank_video_error
 from runtime.pipeline.checkpoint import restore_scheduler
-from runtime.pipeline.degenerate_clip import Detector, degenerate_clip
 from runtime.pipeline.growing_clip import GrowingClip
 from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
@@ -153,7 +153,9 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
         with context.residency.denoiser(context.spec, context, name) as denoiser:
             context.begin_stage("denoise", name)
             held = {
-                part for part in context.plan.components if context.residency.holds(context.spec, context.plan, part)
+                part
+                for part in context.plan.components
+                if context.residency.is_loaded(context.spec, context.plan, part)
             }
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
@@ -228,7 +230,7 @@ def finish_video(context: RunContext, writer: VideoWriter, detector: Detector, j
         BadResultError: if the clip is degenerate; nothing is written.
     """
     if detector.fault is not None:
-        raise degenerate_clip(detector.fault, context.plan)
+        raise blank_video_error(detector.fault, context.plan)
     with context.metrics.stage("mux"):
         context.emit(StageStarted(stage="save"))
         writer.close_stream()

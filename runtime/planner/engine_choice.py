@@ -70,10 +70,10 @@ def choose_engines(
     plain = {name: choose(PYTORCH, "never", (), in_pytorch) for name in spec.component_names}
     measured = any(offer.ready and offer.seconds for name in plain for offer in offered(name))
     # If memory does not suffice without engines, they are compared with eager PyTorch.
-    reference = _Reference(plain, decide, _attempted(plain, {}, decide) if measured else None)
+    reference = _PyTorchPlan(plain, decide, _attempted(plain, {}, decide) if measured else None)
     choices = _choices(request, spec, machine, settings, in_pytorch, offered, reference)
-    automatic = [name for name, choice in choices.items() if choice.uses and request.backend(name) == AUTO]
-    return _without_those_that_give_way(choices, automatic, in_pytorch, reference)
+    automatic = [name for name, choice in choices.items() if choice.engines and request.backend(name) == AUTO]
+    return _drop_engines_that_do_not_fit(choices, automatic, in_pytorch, reference)
 
 
 def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], decide: Decide) -> Planned | None:
@@ -84,7 +84,7 @@ def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], 
         return None
 
 
-class _Reference:
+class _PyTorchPlan:
     """What engines are compared with.
 
     Args:
@@ -113,7 +113,7 @@ class _Reference:
 
     def compare(self, name: str, offer: EngineOffer) -> Comparison:
         """Compare an offer's engines for a component with PyTorch: by the forecasts of both plans."""
-        key = name, offer.builder, tuple(use.id for use in offer.uses)
+        key = name, offer.builder, tuple(use.id for use in offer.engines)
         if key not in self._known:
             self._known[key] = self._compared(name, offer)
         return self._known[key]
@@ -148,7 +148,7 @@ def _choices(
     settings: ComponentSettings,
     in_pytorch: Fact,
     offered: Offered,
-    reference: _Reference,
+    reference: _PyTorchPlan,
 ) -> dict[str, Choice]:
     """Choose the backend of each component by itself."""
     chosen = {}
@@ -174,8 +174,8 @@ def _choices(
     return chosen
 
 
-def _without_those_that_give_way(
-    choices: Mapping[str, Choice], automatic: Sequence[str], in_pytorch: Fact, reference: _Reference
+def _drop_engines_that_do_not_fit(
+    choices: Mapping[str, Choice], automatic: Sequence[str], in_pytorch: Fact, reference: _PyTorchPlan
 ) -> tuple[dict[str, Choice], Planned]:
     """Return the choices without engines that do not fit into memory or do not make the clip faster, and their plan.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from runtime.core.facts import Fact
-from runtime.core.plan import PYTORCH, EngineUse, LatentSize
+from runtime.core.plan import PYTORCH, EngineRef, LatentSize
 from runtime.core.request import AUTO
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8, NONE
@@ -81,7 +81,7 @@ class EngineOffer:
     Attributes:
         backend: the backend that runs the engines.
         builder: the name of the builder.
-        uses: the engines; `build` marks those to build. Empty if the backend does not support the device.
+        engines: the engines; `build` marks those to build. Empty if the backend does not support the device.
         missing: why an engine must be built; `None` if all exist.
         misfit: why the closest existing engine cannot be used, as a badge, such as "engine for other sizes".
         problem: why engines cannot be built on this machine; `None` if they can.
@@ -96,7 +96,7 @@ class EngineOffer:
 
     backend: str
     builder: str
-    uses: tuple[EngineUse, ...]
+    engines: tuple[EngineRef, ...]
     missing: Fact | None = None
     misfit: Fact | None = None
     problem: Fact | None = None
@@ -110,7 +110,7 @@ class EngineOffer:
     @property
     def ready(self) -> bool:
         """Whether all engines exist."""
-        return bool(self.uses) and not any(use.build for use in self.uses)
+        return bool(self.engines) and not any(use.build for use in self.engines)
 
     @property
     def pytorch_seconds(self) -> float:
@@ -125,7 +125,7 @@ class EngineOffer:
     def is_compared(self, path: PyTorchPath) -> bool:
         """Return whether the baselines were measured with the settings of `path`."""
         # PyTorch is measured in FP8 for FP8 engines, and unquantized for all others.
-        quantization = FP8 if any(use.precision == FP8 for use in self.uses) else NONE
+        quantization = FP8 if any(use.precision == FP8 for use in self.engines) else NONE
         same = path.as_measured and path.quantization == quantization
         return same and (self.in_blocks or path.usual_attention)
 
@@ -148,12 +148,12 @@ class Choice:
     """The backend of a component, with the reasons and the badge to show.
 
     Attributes:
-        uses: the engines; empty for PyTorch.
+        engines: the engines; empty for PyTorch.
         offer: the offer that was chosen; `None` for PyTorch.
     """
 
     backend: str
-    uses: tuple[EngineUse, ...]
+    engines: tuple[EngineRef, ...]
     reasons: tuple[Fact, ...]
     badge: Fact
     offer: EngineOffer | None = None
@@ -214,7 +214,7 @@ def refused(backend: str, offers: Iterable[EngineOffer], case: ComponentSettings
 
 def _settings(offer: EngineOffer, case: ComponentSettings) -> ComponentSettings:
     """Return a component's settings on the engines of an offer."""
-    precision = offer.uses[-1].precision if offer.uses else ""
+    precision = offer.engines[-1].precision if offer.engines else ""
     return replace(case, backend=offer.backend, precision=precision, in_blocks=offer.in_blocks)
 
 
@@ -223,7 +223,7 @@ Compare = Callable[[EngineOffer], Comparison]
 
 
 @dataclass(frozen=True)
-class _Reference:
+class _PyTorchReference:
     """What engines are compared with: what PyTorch would run."""
 
     path: PyTorchPath
@@ -232,7 +232,7 @@ class _Reference:
 
 def on_offer(offer: EngineOffer) -> Choice:
     """Return the choice of existing engines, without a reason, to forecast a plan with them."""
-    return Choice(offer.backend, offer.uses, (), Fact("planner.badge_ready"), offer)
+    return Choice(offer.backend, offer.engines, (), Fact("planner.badge_ready"), offer)
 
 
 def choose(
@@ -256,7 +256,7 @@ def choose(
         compare: compares engines with it; by default as they were measured when they were built. Only engines that are
             faster are chosen for "auto".
     """
-    reference = _Reference(path, compare or (lambda offer: offer.compared(path)))
+    reference = _PyTorchReference(path, compare or (lambda offer: offer.compared(path)))
     if asked == PYTORCH:
         return _use_pytorch(Fact("planner.badge_as_asked"), in_pytorch, Fact("planner.as_asked"))
     if asked == AUTO:
@@ -269,7 +269,7 @@ def _use_pytorch(badge: Fact, *reasons: Fact) -> Choice:
 
 
 def _use_engines(offer: EngineOffer, build: str, reason: Fact) -> Choice:
-    uses = tuple(use.replace(build=True) for use in offer.uses) if build == "always" else offer.uses
+    uses = tuple(use.replace(build=True) for use in offer.engines) if build == "always" else offer.engines
     if not any(use.build for use in uses):
         badge = Fact("planner.badge_ready")
     elif offer.build_seconds:
@@ -281,7 +281,7 @@ def _use_engines(offer: EngineOffer, build: str, reason: Fact) -> Choice:
 
 
 def _choose_fastest(
-    build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None, reference: _Reference
+    build: str, offers: list[EngineOffer], in_pytorch: Fact, excluded: Conflict | None, reference: _PyTorchReference
 ) -> Choice:
     if build in {"missing", "always"}:
         buildable = [offer for offer in offers if offer.problem is None and not offer.on_request]
@@ -323,7 +323,7 @@ def _badge_without_engine(offers: list[EngineOffer]) -> Fact:
     return misfit or problem or Fact("planner.badge_no_engine")
 
 
-def _choose_requested(asked: str, build: str, offers: list[EngineOffer], reference: _Reference) -> Choice:
+def _choose_requested(asked: str, build: str, offers: list[EngineOffer], reference: _PyTorchReference) -> Choice:
     # The fastest; the preferred one if they were not measured.
     ready = min(
         (offer for offer in offers if offer.ready),
@@ -347,7 +347,7 @@ def _choose_requested(asked: str, build: str, offers: list[EngineOffer], referen
     return _use_engines(buildable, build, Fact("planner.asked_engine", {"backend": asked, "how": how}))
 
 
-def _build_note(offer: EngineOffer, build: str, reference: _Reference) -> Fact:
+def _build_note(offer: EngineOffer, build: str, reference: _PyTorchReference) -> Fact:
     if offer.ready:
         return Fact("planner.built_again") if build == "always" else _speed_note(offer, reference)
     if offer.build_seconds:
@@ -355,8 +355,8 @@ def _build_note(offer: EngineOffer, build: str, reference: _Reference) -> Fact:
     return Fact("planner.built_first_unknown", {"cause": offer.missing})
 
 
-def _speed_note(offer: EngineOffer, reference: _Reference) -> Fact:
-    precision = offer.uses[-1].precision
+def _speed_note(offer: EngineOffer, reference: _PyTorchReference) -> Fact:
+    precision = offer.engines[-1].precision
     compared = reference.compare(offer)
     if not compared.speedup:
         return Fact("planner.speed_unknown", {"precision": precision})

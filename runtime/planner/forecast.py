@@ -473,8 +473,8 @@ def _kind_on(
     """Return the kind of the calls of a component on the engines of an offer, without offload and step cache."""
     kind = _kind(inputs, strategy.replace(offload="none"), name, speed)
     if not offer.in_blocks:
-        return kind.replace(backend=offer.backend, step_cache="", tile="", speed=history.whole_tag(offer.uses))
-    precision = offer.uses[0].precision
+        return kind.replace(backend=offer.backend, step_cache="", tile="", speed=history.whole_tag(offer.engines))
+    precision = offer.engines[0].precision
     dtype = precision if precision in DTYPE_BYTES else kind.dtype
     return kind.replace(backend=offer.backend, step_cache="", dtype=dtype, speed=history.blocks_tag(speed))
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
-from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan, Speed
+from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan, Speed
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
@@ -186,7 +186,7 @@ def engine_tag(part: ComponentPlan, speed: Speed, component: str) -> str:
     return blocks_tag(speed) if part.in_blocks else history_tag(speed, component)
 
 
-def whole_tag(uses: Sequence[EngineUse]) -> str:
+def whole_tag(uses: Sequence[EngineRef]) -> str:
     """Return `Kind.speed` of a component on engines of its own: engines of another builder or precision differ."""
     return f"{uses[-1].builder} {uses[-1].precision}"
 

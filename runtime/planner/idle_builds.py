@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from runtime.core.facts import Fact
-from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan
+from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan
 from runtime.core.request import IDLE, GenerationRequest
 
 
@@ -25,7 +25,7 @@ def plan_without_waiting(
     return plan.replace(asked=request, components=components, builds_later=True)
 
 
-def _postponed(part: ComponentPlan, backend: str, later: tuple[EngineUse, ...]) -> ComponentPlan:
+def _postponed(part: ComponentPlan, backend: str, later: tuple[EngineRef, ...]) -> ComponentPlan:
     if part.engines:  # they are used while they are built again
         return part.replace(later=later)
     others = (reason for reason in part.reasons if reason.code != "planner.asked_not_built")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from runtime.core.estimates import MemoryStrategy, StageMemory
-from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize, Speed, Split, is_block_program
+from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize, Speed, Split, is_block_program
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, TAYLORSEER, kind_of
 from runtime.core.tiles import times_decoded
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ImageInput, ModelSpec, is_text_encoder, is_transformer
@@ -99,7 +99,7 @@ class Workload:
     cached_tensors: tuple[int, int] = (0, 0)
     text_bytes: int = 0
     working_sets: int = 1
-    engines: Mapping[str, tuple[EngineUse, ...]] = field(default_factory=dict)
+    engines: Mapping[str, tuple[EngineRef, ...]] = field(default_factory=dict)
     sections: int = 1
 
     @classmethod

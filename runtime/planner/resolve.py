@@ -225,7 +225,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: _Context) ->
     )
 
     def decided(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> Planned:
-        decodes = split is not None and split.decode and not choices["vae"].uses
+        decodes = split is not None and split.decode and not choices["vae"].engines
         workload = replace(
             _workload(spec, device, _with_precisions(dtypes, choices), choices, settings),
             split=None if split is None else split.replace(decode=decodes),
@@ -359,7 +359,7 @@ def _components(
                 *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
                 *placement.reasons(split, name),
             ),
-            engines=choices[name].uses,
+            engines=choices[name].engines,
             badge=choices[name].badge,
             quantization=quantization if name in quantized else "none",
         )
@@ -373,7 +373,7 @@ def _or(value: Number | Auto, default: Number) -> Number:
 
 def _with_precisions(dtypes: Mapping[str, str], choices: Mapping[str, Choice]) -> dict[str, str]:
     """Return the dtypes of what PyTorch computes: between block engines it is their precision."""
-    precisions = {name: choice.uses[0].precision for name, choice in choices.items() if choice.in_blocks}
+    precisions = {name: choice.engines[0].precision for name, choice in choices.items() if choice.in_blocks}
     return {name: precisions[name] if precisions.get(name) in DTYPE_BYTES else dtype for name, dtype in dtypes.items()}
 
 
@@ -383,7 +383,7 @@ def _workload(
     width, height, frames = settings.width, settings.height, settings.frames
     offers = {name: choice.offer for name, choice in choices.items() if choice.offer is not None}
     whole = {name: offer for name, offer in offers.items() if not offer.in_blocks}
-    precisions = {name: offer.uses[-1].precision for name, offer in whole.items()}
+    precisions = {name: offer.engines[-1].precision for name, offer in whole.items()}
     weights = memory_model.weights_bytes(spec, {**dtypes, **precisions})
     return memory_model.Workload(
         spec=spec,
@@ -392,7 +392,7 @@ def _workload(
         # An engine to be built will have about the size of its weights; Inductor's files do not contain them.
         engine_bytes={name: max(offer.file_bytes, weights[name]) for name, offer in whole.items()},
         engine_seconds={name: offer.seconds for name, offer in offers.items() if offer.ready and offer.seconds},
-        engines={name: offer.uses for name, offer in offers.items()},
+        engines={name: offer.engines for name, offer in offers.items()},
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),
         sections=spec.sections(frames),
@@ -402,7 +402,7 @@ def _workload(
 
 
 def _decode_chunk(workload: memory_model.Workload, vae: Choice, free_bytes: int) -> int:
-    if vae.uses:
+    if vae.engines:
         # An engine decodes one latent frame per call, so that it serves clips of any length.
         return 1
     return memory_model.decode_chunk(

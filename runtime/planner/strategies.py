@@ -40,7 +40,7 @@ _SEQUENTIAL = ("strategy.offload_sequential", MemoryStrategy(offload="sequential
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class StrategyCandidate:
     """A strategy with its consequences.
 
     Attributes:
@@ -72,7 +72,7 @@ class Option:
 class Decision:
     """The chosen option, the forecasts of all, and warnings."""
 
-    chosen: Option
+    chosen: StrategyCandidate
     forecasts: tuple[StrategyForecast, ...]
     warnings: tuple[Fact, ...]
 
@@ -82,7 +82,7 @@ def _free_text(inputs: ForecastInputs) -> tuple[str, MemoryStrategy]:
     return "strategy.free_text_encoder", MemoryStrategy(keep_loaded=True, freed=freed)
 
 
-def options(inputs: ForecastInputs) -> list[Option]:
+def options(inputs: ForecastInputs) -> list[StrategyCandidate]:
     """Return the strategies for the device, fastest first, including those that are not possible on this machine."""
     if not inputs.workload.cuda:
         return [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _ONE)]
@@ -139,14 +139,16 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
     return Decision(chosen, _forecasts(inputs, every, chosen), tuple(warnings))
 
 
-def _first(options: list[Option]) -> Option | None:
+def _first(options: list[StrategyCandidate]) -> StrategyCandidate | None:
     """Return the option to use: unquantized first, and the least tight one only if all are tight."""
     fitting = sorted(filter(_fits, options), key=_is_quantized)
     roomy = next((option for option in fitting if not option.tight), None)
     return roomy or min(fitting, key=lambda option: _needs(option.memory), default=None)
 
 
-def _forecasts(inputs: ForecastInputs, every: list[Option], chosen: Option | None) -> tuple[StrategyForecast, ...]:
+def _forecasts(
+    inputs: ForecastInputs, every: list[StrategyCandidate], chosen: StrategyCandidate | None
+) -> tuple[StrategyForecast, ...]:
     """Return all forecasts, with whether a request for its settings selects each."""
     forecasts = []
     for option in every:
@@ -191,7 +193,9 @@ def _suits_engines(workload: Workload, strategy: MemoryStrategy) -> bool:
     return True
 
 
-def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantization: str) -> list[Option]:
+def _asked(
+    inputs: ForecastInputs, every: list[StrategyCandidate], offload: str, quantization: str
+) -> list[StrategyCandidate]:
     if quantization in {AUTO, "none"}:
         pool = [option for option in every if quantization == AUTO or not _is_quantized(option)]
     else:
@@ -208,7 +212,7 @@ def _asked(inputs: ForecastInputs, every: list[Option], offload: str, quantizati
     return asked
 
 
-def _quantized(inputs: ForecastInputs, kind: str) -> Iterator[Option]:
+def _quantized(inputs: ForecastInputs, kind: str) -> Iterator[StrategyCandidate]:
     """Yield the strategies with quantized transformers, most memory first."""
     for code, strategy in (_KEEP, _free_text(inputs), _ONE, _MODEL)[: 4 if inputs.workload.split is None else 3]:
         if constraints.offload_conflict(_in_pytorch(kind, strategy.offload)) is None:
@@ -222,7 +226,7 @@ def _in_pytorch(quantization: str, offload: str) -> constraints.ComponentSetting
     )
 
 
-def _first_that_fits(found: Iterator[Option]) -> Option:
+def _first_that_fits(found: Iterator[StrategyCandidate]) -> StrategyCandidate:
     """Return the first option that fits, or the last; options after it are not computed."""
     for option in found:
         if _has_room(option) and not option.tight:
@@ -230,19 +234,19 @@ def _first_that_fits(found: Iterator[Option]) -> Option:
     return option
 
 
-def _is_quantized(option: Option) -> bool:
+def _is_quantized(option: StrategyCandidate) -> bool:
     return option.strategy.quantization != "none"
 
 
-def _has_room(option: Option) -> bool:
+def _has_room(option: StrategyCandidate) -> bool:
     return option.forecast.fits and option.forecast.fits_ram
 
 
-def _fits(option: Option) -> bool:
+def _fits(option: StrategyCandidate) -> bool:
     return _has_room(option) and option.against is None
 
 
-def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Option:
+def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> StrategyCandidate:
     usable = inputs.free_bytes * (
         _KEEP_SHARE["cuda" if inputs.workload.cuda else "cpu"] if strategy.keep_loaded else 1.0
     )
@@ -284,7 +288,9 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> Op
         fits_ram=ram <= inputs.machine.ram_free_bytes,
         lacks=against.fact if against else None,
     )
-    return Option(forecast=predicted, memory=memory, seconds=seconds, tight=not roomy, against=against, speed=computed)
+    return StrategyCandidate(
+        forecast=predicted, memory=memory, seconds=seconds, tight=not roomy, against=against, speed=computed
+    )
 
 
 def _unloadable(inputs: ForecastInputs, strategy: MemoryStrategy) -> constraints.Conflict | None:
@@ -309,7 +315,9 @@ def _needs(memory: tuple[StageMemory, ...]) -> int:
     return max(stage.peak_bytes + stage.allocator_slack_bytes for stage in memory)
 
 
-def _refusal(inputs: ForecastInputs, every: list[Option], asked: list[Option], clip: Fact) -> MemoryShortError:
+def _refusal(
+    inputs: ForecastInputs, every: list[StrategyCandidate], asked: list[StrategyCandidate], clip: Fact
+) -> MemoryShortError:
     where = "video memory" if inputs.workload.cuda else "memory"
     forecasts = _forecasts(inputs, every, None)
     other = next((option for option in every if _fits(option)), None)
@@ -337,7 +345,7 @@ def _refusal(inputs: ForecastInputs, every: list[Option], asked: list[Option], c
     return MemoryShortError(code, **needs, remedy=remedy, strategies=forecasts, where=where)
 
 
-def _instead(fastest: Option, other: Option) -> Fact:
+def _instead(fastest: StrategyCandidate, other: StrategyCandidate) -> Fact:
     strategy, forecast = other.strategy, other.forecast
     changes = {"offload": strategy.offload, "quantization": strategy.quantization}
     changes = {name: value for name, value in changes.items() if value != "none"} or {"offload": "none"}

@@ -34,7 +34,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER, ModelSpec
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile

@@ -38,7 +38,7 @@ def break_even_of_offer(
     """Return when the engines of an offer pay off for a component; `None` if they are not built and measured."""
     if not offer.speedup:
         return None
-    ids = {use.id for use in offer.uses}
+    ids = {use.id for use in offer.engines}
     built = sum(record.build_seconds for record in records if record.id in ids)
     return BreakEven(built, calls_of_plan(plan)[component] * (offer.pytorch_seconds - offer.seconds))
 
@@ -51,7 +51,7 @@ def break_even_of_record(record: EngineRecord, preview: Preview | None) -> Break
     calls = 0.0
     for name, part in plan.components.items():
         offered = preview.offers(name, plan.latent_size, part.device)
-        uses = (use for offer in offered for use in offer.uses if use.id == record.id and not use.build)
+        uses = (use for offer in offered for use in offer.engines if use.id == record.id and not use.build)
         used = next(uses, None)
         if used is not None:
             calls += calls_of_plan(plan)[name] * engine_calls(used, preview.spec, plan.latent_size)

@@ -473,7 +473,7 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
         pays_off = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
         if fastest is not None and pays_off is not None:
             known.append(pays_off)
-            tried_ids |= {use.id for offer in offered for use in offer.uses if not use.build}
+            tried_ids |= {use.id for offer in offered for use in offer.engines if not use.build}
         asked = plan.asked.backend(name)
         tried = _tried(asked, offered) if preview.complete else []
         state = _unbuilt(asked, offered) if preview.complete else ""
@@ -506,7 +506,7 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
     ]
     if missing and preview.complete:
         # Components may share engines.
-        seconds = sum({tuple(use.id for use in offer.uses): offer.build_seconds for offer in missing}.values())
+        seconds = sum({tuple(use.id for use in offer.engines): offer.build_seconds for offer in missing}.values())
         total = f"{total} Building what is missing takes {about(seconds)}." if seconds else total
     what = f"For {preview.spec.title} at {size}, the settings in Make."
     build = any(row["build"] for row in rows)

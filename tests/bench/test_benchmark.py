@@ -16,7 +16,7 @@ from runtime.bench.recorder import Recorder, UnwrittenHistory, changed_fields
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineRef
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
@@ -226,7 +226,7 @@ def test_deviations_from_the_plan_are_detected(runner: BenchRunner, tmp_path: Pa
     plan = tiny_plan(runner.spec, tmp_path / "x.mp4")
     part = plan.components["vae"]
     built = part.replace(
-        engines=(EngineUse(id="e", program="p", builder="b", precision="x", profile=((1, 1, 1),) * 3),)
+        engines=(EngineRef(id="e", program="p", builder="b", precision="x", profile=((1, 1, 1),) * 3),)
     )
     to_build = built.replace(engines=(built.engines[0].replace(build=True),))
     assert changed_fields(plan.with_component("vae", to_build), plan.with_component("vae", built)) == []

@@ -20,7 +20,7 @@ from runtime.bench.configurations import (
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import MemoryStrategy
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
+from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer
@@ -31,16 +31,16 @@ from tests.plans import GIB, gpu, machine, tiny_plan
 SIZE: LatentSize = (1, 4, 8)
 
 
-def use(name: str, *, build: bool) -> EngineUse:
+def use(name: str, *, build: bool) -> EngineRef:
     """Return an engine of a component."""
-    return EngineUse(
+    return EngineRef(
         id=name, program=name, builder="onnxruntime", precision="float32", profile=(SIZE, SIZE, SIZE), build=build
     )
 
 
 def offer(backend: str, *, build: bool, problem: Fact | None = None) -> EngineOffer:
     """Offer an engine that is there, or could be."""
-    return EngineOffer(backend=backend, builder=backend, uses=(use("e", build=build),), problem=problem)
+    return EngineOffer(backend=backend, builder=backend, engines=(use("e", build=build),), problem=problem)
 
 
 def large(free_gib: float = 139) -> ExecutionPlan:

@@ -184,7 +184,7 @@ class Chaos:
                 time.sleep(0.05)
 
     def watch(self) -> None:
-        """Watch jobs; half of the watchers never read, the others leave without a word."""
+        """JobHooks jobs; half of the watchers never read, the others leave without a word."""
         face = self.rng.choice([self.owner, self.visitor])
         with self._lock:
             events = self.rng.sample(sorted(self.accepted.values()), min(len(self.accepted), 40))

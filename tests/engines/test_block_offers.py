@@ -65,17 +65,17 @@ def test_one_set_serves_every_size_expert_and_lora(tmp_path: Path) -> None:
 
     def ids(component: str, latent: tuple[int, int, int]) -> list[str]:
         offer = next(one for one in engines.offers(spec)(component, latent, "cuda:0") if one.in_blocks)
-        assert [use.program for use in offer.uses] == list(PROGRAMS)
-        assert {use.profile for use in offer.uses} == {((1, 1, 1),) * 3}
-        return [use.id for use in offer.uses]
+        assert [use.program for use in offer.engines] == list(PROGRAMS)
+        assert {use.profile for use in offer.engines} == {((1, 1, 1),) * 3}
+        return [use.id for use in offer.engines]
 
     assert ids("transformer", LATENT) == ids("transformer_2", OTHER_LATENT)
-    (first, *_) = next(one for one in engines.offers(spec)("transformer", LATENT, "cuda:0") if one.in_blocks).uses
+    (first, *_) = next(one for one in engines.offers(spec)("transformer", LATENT, "cuda:0") if one.in_blocks).engines
     key = engines.offers(spec).key(BUILDERS["tensorrt_blocks"], "transformer", first, "cuda:0")
     assert key.weights == SWAPPED
     add(engines.store, key)
     found = next(one for one in engines.offers(spec)("transformer_2", OTHER_LATENT, "cuda:0") if one.in_blocks)
-    assert [use.build for use in found.uses] == [False, True, True]
+    assert [use.build for use in found.engines] == [False, True, True]
     assert served_sizes("block_qkv", key.profiles, spec).code == "engine.any_clip"
 
 
@@ -87,7 +87,7 @@ def test_the_speed_is_known_once_every_engine_was_measured(tmp_path: Path) -> No
     def of_blocks() -> EngineOffer:
         return next(one for one in engines.offers(spec)("transformer", LATENT, "cuda:0") if one.in_blocks)
 
-    for use, seconds in zip(of_blocks().uses, (0.25, 0.25, 0.0), strict=True):
+    for use, seconds in zip(of_blocks().engines, (0.25, 0.25, 0.0), strict=True):
         key = offers.key(BUILDERS["tensorrt_blocks"], "transformer", use, "cuda:0")
         add(engines.store, key, seconds_per_call=seconds)
     made = of_blocks()
@@ -98,7 +98,7 @@ def block_key(engines: EngineService, spec: ModelSpec) -> EngineKey:
     """Return the key of the first block engine that would be built now."""
     offers = engines.offers(spec)
     offer = next(one for one in offers("transformer", LATENT, "cuda:0") if one.builder == "tensorrt_blocks")
-    return offers.key(BUILDERS["tensorrt_blocks"], "transformer", offer.uses[0], "cuda:0")
+    return offers.key(BUILDERS["tensorrt_blocks"], "transformer", offer.engines[0], "cuda:0")
 
 
 def test_block_engines_belong_to_an_architecture(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_block_engines_belong_to_an_architecture(tiny: Callable[[str], ModelSpec
         engines.owner(replace(record, key=replace(record.key, family="another")), [another])
     assert engines.why_stale(record, []) == [Fact("engine.stale_without_model", {"model": built_from.name})]
     offer = next(one for one in engines.offers(another)("transformer_2", LATENT, "cuda:0") if one.in_blocks)
-    assert offer.uses[0].id == record.id
+    assert offer.engines[0].id == record.id
 
 
 def test_engines_to_build_follow_the_settings(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:

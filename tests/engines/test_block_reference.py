@@ -25,7 +25,7 @@ from runtime.engines.verify import Comparison, Verification
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.planner.engine_index import EngineKey, ShapeProfile
 from tests.engines import engine_files
 
@@ -252,7 +252,7 @@ def test_block_engines_are_built_verified_and_measured(
     [offer] = [
         one for one in service.offers(spec)("transformer", (3, 4, 8), "cpu") if one.builder == "onnxruntime_blocks"
     ]
-    [use] = [use for use in offer.uses if use.program == program]
+    [use] = [use for use in offer.engines if use.program == program]
     assert use.builder in BUILDERS
     baselines = Baselines(service)
     record = service.build(spec, "transformer", use, "cpu", lambda *_: None, Cancel(), baselines=baselines)

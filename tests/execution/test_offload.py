@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from runtime.core.errors import EngineError, InvalidRequestError, ran_out
 from runtime.core.estimates import MemoryStrategy
 from runtime.core.events import VideoSaved
-from runtime.core.plan import ComponentPlan, EngineUse
+from runtime.core.plan import ComponentPlan, EngineRef
 from runtime.core.request import GenerationRequest
 from runtime.execution.offload import move_into_slabs, place, placement, slabs
 from runtime.execution.residency import Residency
@@ -33,10 +33,10 @@ from tests.pipeline.test_run import frames_of
 from tests.plans import gpu, machine
 from tests.tiny_models import IN_JOBS
 
-ENGINE = EngineUse(id="1", program="vae_next", builder="b", precision="float32", profile=((1, 8, 8),) * 3)
+ENGINE = EngineRef(id="1", program="vae_next", builder="b", precision="float32", profile=((1, 8, 8),) * 3)
 
 
-def part(device: str = "cuda:0", quantization: str = "none", engines: tuple[EngineUse, ...] = ()) -> ComponentPlan:
+def part(device: str = "cuda:0", quantization: str = "none", engines: tuple[EngineRef, ...] = ()) -> ComponentPlan:
     """Return a component's plan."""
     return ComponentPlan(
         backend="pytorch",
@@ -95,10 +95,10 @@ def test_a_component_moves_to_its_device_and_back_unchanged() -> None:
     placed = place(module, "whole", part("cpu"))
     for _ in range(2):
         assert placed.waits_elsewhere
-        placed.bring()
+        placed.to_device()
         assert not placed.waits_elsewhere
         module(torch.ones(2, 3))
-        placed.away()
+        placed.to_host()
         assert [tensor.data_ptr() for tensor in tensors(module)] == before
 
 
@@ -106,7 +106,7 @@ def test_weights_stay_in_memory_if_the_device_is_full() -> None:
     module = layers()
     placed = place(module, "whole", part("cuda:99"))
     with pytest.raises((RuntimeError, AssertionError)):
-        placed.bring()
+        placed.to_device()
     assert placed.waits_elsewhere
     assert {tensor.device.type for tensor in tensors(module)} == {"cpu"}
 
@@ -222,7 +222,7 @@ class Reading(TorchFunctionMode):
 
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
-    """Watch what diffusers' hooks bring and take back: on a CPU it stays where it is."""
+    """JobHooks what diffusers' hooks bring and take back: on a CPU it stays where it is."""
     found = Reading()
 
     def moving(name: str, note: Callable[[Any, set[torch.Tensor]], None]) -> None:

@@ -65,7 +65,7 @@ def loaded(tiny: Tiny) -> Iterator[Loaded]:
     assert isinstance(denoiser, SharedDenoiser)
     assert isinstance(decoder, SharedVideoDecoder)
     yield Loaded(group_manager, spec, denoiser, decoder, PyTorchDenoiser(module), PyTorchVideoDecoder(vae))
-    group_manager.dismiss()
+    group_manager.stop_processes()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def two_processes() -> Iterator[GroupManager]:
     """Two processes that share the tokens of a pass."""
     group_manager = GroupManager()
     yield group_manager
-    group_manager.dismiss()
+    group_manager.stop_processes()
 
 
 def latents_of(spec: ModelSpec, size: tuple[int, int, int], seed: int = 0) -> torch.Tensor:

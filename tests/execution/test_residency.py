@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import MachineError, ModelError
 from runtime.core.events import Event, Failed, StageStarted, VideoSaved, Warned
-from runtime.core.plan import ComponentPlan, EngineUse, ExecutionPlan
+from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.execution.attention import attention, problem
@@ -97,7 +97,7 @@ def test_offloaded_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp
     with Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency)
         assert isinstance(events[-1], VideoSaved), events[-1]
-        held = {name: residency.holds(spec, plan, name) for name in plan.components}
+        held = {name: residency.is_loaded(spec, plan, name) for name in plan.components}
         assert all(held.values()), held
         alive = parameters()
         for _ in range(2):
@@ -153,9 +153,9 @@ def test_components_that_a_new_plan_does_not_use_are_freed_first(tiny: Tiny, tmp
     new = offloaded(spec, tmp_path / "x.mp4", "group")
     with Residency() as residency:
         sample(spec, old, residency)
-        assert residency.holds(spec, old, "transformer")
+        assert residency.is_loaded(spec, old, "transformer")
         with residency.text_encoder(spec, Alone(new)):
-            assert not any(residency.holds(spec, old, name) for name in old.components)
+            assert not any(residency.is_loaded(spec, old, name) for name in old.components)
 
 
 def test_only_one_expert_is_moved_to_the_device(tiny: Tiny, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_cancelled_job_does_not_wait_for_a_part_that_is_loaded_ahead(tiny: Tin
     with Residency(load=load) as residency:
         cancel_once(begun, residency, spec, plan)
         # It is loaded on, for the next job, and freed at the end.
-        assert residency.holds(spec, plan, "transformer")
+        assert residency.is_loaded(spec, plan, "transformer")
         go_on.set()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("load-ahead")]
 
@@ -294,10 +294,10 @@ def test_parts_loaded_ahead_for_another_plan_are_freed(tiny: Tiny, tmp_path: Pat
     before = parameters()
     with Residency() as residency:
         residency.load_ahead(spec, Alone(plan), list(plan.components))
-        assert residency.holds(spec, plan, "transformer")
+        assert residency.is_loaded(spec, plan, "transformer")
         next_plan = offloaded(other, tmp_path / "x.mp4", "none")
         with residency.video_decoder(other, Alone(next_plan)):
-            assert not residency.holds(spec, plan, "transformer")
+            assert not residency.is_loaded(spec, plan, "transformer")
     assert parameters() == before
 
 
@@ -321,7 +321,7 @@ def test_an_error_while_an_engine_is_replaced_is_not_hidden(tiny: Tiny, tmp_path
     folder = Path(shutil.copytree(spec.directory, tmp_path / "model"))
     spec = read_spec(folder, "model")
     plan = offloaded(spec, tmp_path / "x.mp4", "none", keep=True)
-    use = EngineUse(
+    use = EngineRef(
         id="0" * 16, builder="onnxruntime", program="denoiser", precision="float32", profile=((1, 4, 4),) * 3
     )
     part = plan.components["transformer"].replace(backend="onnxruntime", engines=(use,))

@@ -16,7 +16,7 @@ from runtime.execution.memory import release_cached_memory
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.planner.engine_index import ShapeProfile
 from tests.engines.test_block_reference import PARTS, Part, key_of, part_of
 from tests.gpu import wide_models

@@ -66,9 +66,9 @@ def main(kind: str, folder: Path) -> None:
         kept = [str(weight.dtype) for weight in (projection, embedder, quantized.patch_embedding.weight)]
         placed = place(quantized, how, part)
         for _ in range(2):
-            placed.bring()
+            placed.to_device()
             got = run(quantized, inputs)
-            placed.away()
+            placed.to_host()
         errors[how] = ((got - wanted).norm() / wanted.norm()).item()
     found = {"errors": errors, "quantized": counted, "kept": kept, "lora": with_lora(kind, folder, inputs)}
     found["cached"] = with_cache(kind, folder, inputs)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.catalogue import find
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from tests.models.quantize_on_cpu import allow_cpu
 from tests.pipeline.test_baselines import ADA, fp8_key
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineRef
 from runtime.pipeline.history_file import HistoryFile, measure_attention, unmeasured
 from tests.planner.test_execution_options import A14B, TRITON, gpu_machine, plan
 
@@ -46,7 +46,7 @@ def test_attention_is_measured_only_if_automatic(values: dict[str, Any]) -> None
     on_cpu = chosen.with_component("transformer", chosen.components["transformer"].replace(device="cpu"))
     assert not unmeasured(on_cpu, A14B, (), here)
     for program, measured in (("transformer", False), ("block_qkv", True)):
-        use = EngineUse(id="0", program=program, builder="b", precision="float16", profile=((1, 1, 1),) * 3)
+        use = EngineRef(id="0", program=program, builder="b", precision="float16", profile=((1, 1, 1),) * 3)
         part = chosen.components["transformer"].replace(backend="tensorrt", engines=(use,))
         on_engine = unmeasured(chosen.with_component("transformer", part), A14B, (), here)
         assert bool(on_engine) is (measured and "attention" not in values)

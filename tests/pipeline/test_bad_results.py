@@ -11,13 +11,13 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Failed, FramesDecoded, Resumed, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineRef
 from runtime.execution.residency import Residency
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.blank_video import Fault, blank_video_error, likely_cause
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.degenerate_clip import Fault, degenerate_clip, likely_cause
 from runtime.pipeline.run import run_job
 from tests.pipeline.test_resume import run, steps_of, stream_of, whole
 from tests.pipeline.test_run import frames_of
@@ -89,7 +89,7 @@ def test_zeroed_decoder_weights_are_detected(tiny: Tiny, tmp_path: Path) -> None
     assert not (tmp_path / "x.mp4").exists()
 
 
-USE = EngineUse(id="1", program="vae_next", builder="b", precision="float16", profile=((1, 4, 8),) * 3)
+USE = EngineRef(id="1", program="vae_next", builder="b", precision="float16", profile=((1, 4, 8),) * 3)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_likely_cause_follows_from_the_plan(
     plan = tiny_plan(tiny("wan2.1"), tmp_path / "x.mp4")
     plan = plan.with_component(component, plan.components[component].replace(**part)).replace(**values)
     assert likely_cause(fault, plan) == cause
-    error = degenerate_clip(fault, plan)
+    error = blank_video_error(fault, plan)
     assert error.remedy == str(cause) and "\n" not in error.what + error.remedy
 
 

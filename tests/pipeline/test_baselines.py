@@ -12,11 +12,11 @@ from runtime.core.cancel import Cancel
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.execution.baselines import PyTorchBaseline
+from runtime.execution.pytorch_baseline import PyTorchBaseline
 from runtime.families.wan import transformer
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import GPU_PACKAGES, gpu, machine
@@ -173,7 +173,7 @@ def test_an_engine_is_not_lost_where_pytorch_cannot_be_measured(
     spec = tiny("wan2.2-a14b")
     [offer] = [one for one in service.offers(spec)("transformer", SIZE, "cpu") if one.builder == "onnxruntime"]
     record = service.build(
-        spec, "transformer", offer.uses[0], "cpu", lambda *_: None, Cancel(), baselines=lambda *_: fail
+        spec, "transformer", offer.engines[0], "cpu", lambda *_: None, Cancel(), baselines=lambda *_: fail
     )
     assert record.verified
     assert record.baselines == {}
@@ -191,7 +191,7 @@ def test_baselines_are_stored_with_engines_built_and_verified(
         return service.build(
             spec,
             "transformer",
-            offer.uses[0],
+            offer.engines[0],
             "cpu",
             lambda *_: None,
             Cancel(),

@@ -208,7 +208,7 @@ def test_without_another_strategy_the_job_fails_and_frees_everything(
     plan = tiny_plan(spec, tmp_path / "x.mp4")
     with Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency)
-        assert not any(residency.holds(spec, plan, name) for name in plan.components)
+        assert not any(residency.is_loaded(spec, plan, name) for name in plan.components)
     assert [out.retried for out in outs(events)] == [True, False]
     end = events[-1]
     assert isinstance(end, Failed)

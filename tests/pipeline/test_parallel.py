@@ -101,7 +101,7 @@ def test_latents_equal_those_of_one_process(spec: ModelSpec, residency: Residenc
         wanted = sample(spec, plan.replace(split=None), alone)
     made = sample(spec, plan, residency)
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-4)
-    assert all(residency.holds(spec, plan, name) for name in ("transformer", "transformer_2"))
+    assert all(residency.is_loaded(spec, plan, name) for name in ("transformer", "transformer_2"))
     assert len(processes(residency)) == 2
 
 

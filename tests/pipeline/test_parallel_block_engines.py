@@ -52,7 +52,7 @@ def planned(spec: ModelSpec, tmp_path: Path, **values: object) -> ExecutionPlan:
 
 def serve(action: Action, number: int, *given: Any) -> None:
     """Do the tasks of a process, with engines that go wrong in the second one."""
-    write, seen = OpenEngines.write, 0
+    write, seen = OpenEngines.run_into, 0
 
     def failing(self: OpenEngines, program: str, inputs: Mapping[str, torch.Tensor], outputs: Any) -> None:
         nonlocal seen
@@ -71,7 +71,7 @@ def serve(action: Action, number: int, *given: Any) -> None:
     if number == 1 and action == "is not opened":
         rank_process.open_engines = closed  # type: ignore[attr-defined,assignment]
     elif number == 1:
-        OpenEngines.write = failing  # type: ignore[method-assign]
+        OpenEngines.run_into = failing  # type: ignore[method-assign]
     rank_process.serve(number, *given)
 
 
@@ -87,7 +87,7 @@ def test_two_processes_equal_one(
         wanted = sample(spec, alone.plan, one)
     made = sample(spec, shared.plan, residency)
     assert (made - wanted).norm() <= 1e-5 * wanted.norm()
-    assert all(residency.holds(spec, shared.plan, name) for name in EXPERTS)
+    assert all(residency.is_loaded(spec, shared.plan, name) for name in EXPERTS)
     with refusal("engine.in_use"):
         residency.engines.store.delete(plan.components["transformer"].engines[0].id)
     residency.free()
@@ -136,7 +136,7 @@ def test_a_job_reports_what_a_process_reports(
     assert [event.component for event in events if isinstance(event, FellBack)] == EXPERTS
     assert [saved.plan["components"][name]["backend"] for name in EXPERTS] == ["pytorch", "pytorch"]
     # Its processes load the component again for a job on engines.
-    assert not residency.holds(spec, plan, "transformer")
+    assert not residency.is_loaded(spec, plan, "transformer")
     monkeypatch.undo()
-    residency.group_manager.dismiss()
+    residency.group_manager.stop_processes()
     assert not any(isinstance(event, FellBack) for event in events_of(plan, spec, residency))

@@ -32,7 +32,7 @@ from runtime.core.events import (
     to_json,
 )
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineRef
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
@@ -204,7 +204,7 @@ def test_float16_that_overflows_after_block_engines_failed_is_left(tiny: Tiny, t
     part = plan.components["transformer"]
     size = (1, 1, 1)
     uses = tuple(
-        EngineUse(id=f"gone-{name}", program=name, builder="gone", precision="float16", profile=(size, size, size))
+        EngineRef(id=f"gone-{name}", program=name, builder="gone", precision="float16", profile=(size, size, size))
         for name in spec.block_programs
     )
     in_float16 = part.replace(dtype="float16", weights_bytes=part.weights_bytes // 2)

@@ -12,7 +12,7 @@ import pytest
 from runtime.bench.configurations import backend_text
 from runtime.core.errors import InvalidRequestError, MemoryShortError
 from runtime.core.facts import Fact, short
-from runtime.core.plan import EngineUse, ExecutionPlan, LatentSize
+from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner import memory_model
@@ -42,9 +42,9 @@ SIZE: LatentSize = (1, 1, 1)
 CONTEXT = 400_000_000
 
 
-def use(program: str, **changes: Any) -> EngineUse:
+def use(program: str, **changes: Any) -> EngineRef:
     """Return an engine that is there."""
-    made = EngineUse(id=program, program=program, builder="b", precision="float16", profile=(SIZE, SIZE, SIZE))
+    made = EngineRef(id=program, program=program, builder="b", precision="float16", profile=(SIZE, SIZE, SIZE))
     return made.replace(**changes)
 
 
@@ -52,13 +52,13 @@ def blocks(backend: str = "tensorrt", **changes: Any) -> EngineOffer:
     """Return block engines that are there."""
     stated = {"tokens": 8192, "context_bytes": CONTEXT} | changes
     uses = tuple(use(program, **stated) for program in PROGRAMS)
-    return EngineOffer(backend=backend, builder=f"{backend}_blocks", uses=uses, file_bytes=1_000_000, in_blocks=True)
+    return EngineOffer(backend=backend, builder=f"{backend}_blocks", engines=uses, file_bytes=1_000_000, in_blocks=True)
 
 
 def whole(backend: str = "tensorrt", **changes: Any) -> EngineOffer:
     """Return an engine of the whole transformer that is there."""
     uses = (use("transformer", **changes),)
-    return EngineOffer(backend=backend, builder=backend, uses=uses, file_bytes=28_000_000_000)
+    return EngineOffer(backend=backend, builder=backend, engines=uses, file_bytes=28_000_000_000)
 
 
 def plan(
@@ -129,7 +129,7 @@ def test_settings_and_kinds_of_engines(
     made = plan(offered, on=FOUR, **({"gpus": 1} | settings))
     for name in EXPERTS:
         part = made.components[name]
-        assert part.engines == able[0].uses
+        assert part.engines == able[0].engines
         assert (part.in_blocks, part.on_engine) == (able[0].in_blocks, not able[0].in_blocks)
         assert part.quantization == "none"
     for name, value in settings.items():
@@ -209,7 +209,7 @@ def test_the_vae_is_compiled_beside_engines_of_the_transformers(
     offer: EngineOffer, compile_: str, vae: str, on: Machine, compiled: bool, code: str
 ) -> None:
     asked = dict.fromkeys(EXPERTS, "tensorrt") | {"vae": vae}
-    decoder = EngineOffer(backend="tensorrt", builder="b", uses=(use("vae_first"), use("vae_next")))
+    decoder = EngineOffer(backend="tensorrt", builder="b", engines=(use("vae_first"), use("vae_next")))
     made = plan([offer], on=on, others={"vae": [decoder]}, backends=asked, compile=compile_)
     speed, reason = made.speed, made.speed.compiled_reason
     assert (speed.compiled, speed.channels_last) == (compiled, True)
@@ -321,8 +321,8 @@ def test_the_forecast_of_a_pass_is_its_parts_and_attention() -> None:
 
 def test_engines_that_are_partly_built_have_no_speed_yet() -> None:
     ready = measured(blocks(), 1.5, eager=2.5)
-    partly = replace(ready, seconds=0.1, uses=(*ready.uses[:2], ready.uses[2].replace(build=True)))
-    unknown = replace(blocks(), uses=partly.uses)
+    partly = replace(ready, seconds=0.1, engines=(*ready.engines[:2], ready.engines[2].replace(build=True)))
+    unknown = replace(blocks(), engines=partly.engines)
     assert plan([partly], steps=10).seconds["denoise"] == plan([unknown], steps=10).seconds["denoise"]
 
 
@@ -355,7 +355,7 @@ def test_the_documented_table(field: str, value: str, in_whole: bool, in_blocks:
     settings: dict[str, Any] = {"gpus": 1, field: int(value) if value.isdecimal() else value}
     for offer, works in ((whole(), in_whole), (blocks(), in_blocks)):
         if works:
-            assert plan([offer], on=FOUR, **settings).components["transformer"].engines == offer.uses
+            assert plan([offer], on=FOUR, **settings).components["transformer"].engines == offer.engines
         else:
             with pytest.raises(InvalidRequestError):
                 plan([offer], on=FOUR, **settings)

@@ -135,7 +135,7 @@ def test_of_two_engines_the_one_with_the_shorter_forecast_is_used() -> None:
 
 def test_another_builders_jobs_do_not_count() -> None:
     offer = measured(whole(), 1.0, eager=5.0, compiled=2.5)
-    other = replace(offer, uses=tuple(one.replace(builder="torch_tensorrt") for one in offer.uses))
+    other = replace(offer, engines=tuple(one.replace(builder="torch_tensorrt") for one in offer.engines))
     history = jobs(plan([other]), 9.0)
     assert plan([offer], backend="auto", history=history).components["transformer"].backend == "tensorrt"
     assert plan([other], history=history).seconds["denoise"].likely == pytest.approx(PASSES * 9.0)
@@ -181,16 +181,20 @@ def on_gpu(gib: int) -> Any:
 def text(gigabytes: float) -> EngineOffer:
     """Return an engine of the text encoder that saves little."""
     made = EngineOffer(
-        backend="tensorrt", builder="b", uses=(use("text_encoder"),), file_bytes=int(gigabytes * 1e9), in_blocks=False
+        backend="tensorrt",
+        builder="b",
+        engines=(use("text_encoder"),),
+        file_bytes=int(gigabytes * 1e9),
+        in_blocks=False,
     )
     return measured(made, 0.01, eager=0.02)
 
 
 def sized(offer: EngineOffer, gigabytes: float, seconds: float = 0.5) -> EngineOffer:
     """Return an engine of a transformer of so many bytes, four times as fast as PyTorch."""
-    uses = tuple(one.replace(context_bytes=10_000_000) for one in offer.uses)
+    uses = tuple(one.replace(context_bytes=10_000_000) for one in offer.engines)
     return measured(
-        replace(offer, uses=uses, file_bytes=int(gigabytes * 1e9)), seconds, eager=8 * seconds, compiled=4 * seconds
+        replace(offer, engines=uses, file_bytes=int(gigabytes * 1e9)), seconds, eager=8 * seconds, compiled=4 * seconds
     )
 
 

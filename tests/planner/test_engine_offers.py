@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse
+from runtime.core.plan import EngineRef
 from runtime.core.units import about
 from runtime.planner.constraints import ComponentSettings, Conflict
 from runtime.planner.engine_offers import EngineOffer, PyTorchPath, admit, choose
@@ -18,22 +18,24 @@ NONE_YET, OTHER_SIZES = fact("engine.none_yet"), fact("engine.misfit_sizes")
 NEAREST, NO_TENSORRT = fact("engine.nearest_differs", differences=[]), fact("machine.no_tensorrt")
 
 
-def use(*, build: bool = False) -> EngineUse:
+def use(*, build: bool = False) -> EngineRef:
     """Return one engine."""
     size = (9, 14, 24)
-    return EngineUse(
+    return EngineRef(
         id="a" * 16, program="transformer", builder="b", precision="float32", profile=(size, size, size), build=build
     )
 
 
 def ready(backend: str, speedup: float = 2.0) -> EngineOffer:
     """Return an engine that is there and measured."""
-    return EngineOffer(backend=backend, builder=backend, uses=(use(),), seconds=1.0, baselines={"eager": speedup})
+    return EngineOffer(backend=backend, builder=backend, engines=(use(),), seconds=1.0, baselines={"eager": speedup})
 
 
 def buildable(backend: str) -> EngineOffer:
     """Return one that could be built."""
-    return EngineOffer(backend=backend, builder=backend, uses=(use(build=True),), missing=NONE_YET, build_seconds=240)
+    return EngineOffer(
+        backend=backend, builder=backend, engines=(use(build=True),), missing=NONE_YET, build_seconds=240
+    )
 
 
 def misfit(backend: str) -> EngineOffer:
@@ -46,7 +48,7 @@ def impossible(backend: str) -> EngineOffer:
     return EngineOffer(
         backend=backend,
         builder=backend,
-        uses=(use(build=True),),
+        engines=(use(build=True),),
         missing=NONE_YET,
         problem=NO_TENSORRT,
     )
@@ -54,7 +56,7 @@ def impossible(backend: str) -> EngineOffer:
 
 def unmeasured(backend: str) -> EngineOffer:
     """Return an engine that is there but was never timed."""
-    return EngineOffer(backend=backend, builder=backend, uses=(use(),))
+    return EngineOffer(backend=backend, builder=backend, engines=(use(),))
 
 
 ORT, IND, TRT = "onnxruntime", "inductor", "tensorrt"
@@ -105,8 +107,8 @@ def test_choices(subtests: pytest.Subtests) -> None:
             choice = choose(wanted, build, offers, HERE)
             assert choice.backend == backend
             assert states(choice.reasons, reason), choice.reasons
-            assert any(one.build for one in choice.uses) == builds
-            assert bool(choice.uses) == (backend != "pytorch")
+            assert any(one.build for one in choice.engines) == builds
+            assert bool(choice.engines) == (backend != "pytorch")
 
 
 _DATA = {"quantization": "bnb-4bit", "backend": TRT, "in_pytorch": ["backend", "vae=pytorch"]}
@@ -151,12 +153,12 @@ def test_other_settings_keep_engines_out_and_the_machine_says_why() -> None:
     assert admitted == []
     assert excluded is not None
     assert excluded.fact.code == "planner.quantized_on_engine"
-    bfloat16 = replace(buildable(IND), uses=(use(build=True).replace(precision="bfloat16"),))
+    bfloat16 = replace(buildable(IND), engines=(use(build=True).replace(precision="bfloat16"),))
     (barred,), excluded = admit([bfloat16], replace(case, quantization="none"), on)
     assert excluded is None
     assert barred.problem is not None and barred.problem.code == "planner.bfloat16"
     # One that is there was proven here.
-    there = replace(ready(IND), uses=(use().replace(precision="bfloat16"),))
+    there = replace(ready(IND), engines=(use().replace(precision="bfloat16"),))
     assert admit([there], replace(case, quantization="none"), on) == ([there], None)
 
 
@@ -169,7 +171,7 @@ def test_guessed_durations_are_round(seconds: float, words: str) -> None:
 
 
 def test_an_offer_without_engines_is_not_ready() -> None:
-    assert not EngineOffer(backend=TRT, builder=TRT, uses=(), problem=Fact("planner.needs_gpu")).ready
+    assert not EngineOffer(backend=TRT, builder=TRT, engines=(), problem=Fact("planner.needs_gpu")).ready
 
 
 def test_an_engine_is_compared_with_the_path_that_would_run() -> None:
@@ -216,7 +218,7 @@ def test_fp8_engines_are_compared_with_pytorch_in_fp8_and_others_with_unquantize
     precision: str, quantization: str
 ) -> None:
     offer = ready(TRT)
-    offer = replace(offer, in_blocks=True, uses=tuple(use.replace(precision=precision) for use in offer.uses))
+    offer = replace(offer, in_blocks=True, engines=tuple(use.replace(precision=precision) for use in offer.engines))
     compared = offer.compared(PyTorchPath(quantization=quantization))
     assert bool(compared.pytorch) == ((precision, quantization) in {("float16", "none"), ("fp8", "fp8")})
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse, ExecutionPlan
+from runtime.core.plan import EngineRef, ExecutionPlan
 from runtime.machine.probe import Machine
 from runtime.planner.strategies import FallbackStrategy, next_strategy
 from tests.facts import fact
@@ -138,7 +138,7 @@ def test_engines_keep_their_weights() -> None:
     before = plan(A14B, on(75, 500))
     part = before.components["transformer"]
     size = (1, 1, 1)
-    use = EngineUse(
+    use = EngineRef(
         id="e", program="transformer", builder="onnx_tensorrt", precision="float16", profile=(size, size, size)
     )
 

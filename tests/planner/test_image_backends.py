@@ -17,7 +17,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baselines import Baselines
+from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.planner.memory_model import Workload, stages
 from runtime.planner.resolve import resolve

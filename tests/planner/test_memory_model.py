@@ -19,7 +19,7 @@ import torch
 from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.core.estimates import MemoryStrategy, StageMemory
-from runtime.core.plan import ComponentPlan, EngineUse
+from runtime.core.plan import ComponentPlan, EngineRef
 from runtime.execution.offload import placement
 from runtime.families.wan.spec import _UNFOLDED
 from runtime.models.catalogue import EMBEDDED, look_up
@@ -314,7 +314,7 @@ def test_engines_hold_their_weights_with_every_offload() -> None:
     assert memory_model.ram_bytes(held, strategy) < memory_model.ram_bytes(whole, strategy)
 
 
-def decode_stage(*uses: EngineUse) -> StageMemory:
+def decode_stage(*uses: EngineRef) -> StageMemory:
     """Return the decode stage of A14B at 720p with the VAE in bfloat16 in PyTorch, or on engines."""
     held = replace(
         workload(spec("wan2.2-a14b"), (1280, 720, 81), {**BF16, "vae": "bfloat16"}),
@@ -324,10 +324,10 @@ def decode_stage(*uses: EngineUse) -> StageMemory:
     return memory_model.stages(held, MemoryStrategy(decode_chunk=1))[-1]
 
 
-def vae_engine(program: str, **changes: Any) -> EngineUse:
+def vae_engine(program: str, **changes: Any) -> EngineRef:
     """Return an engine of the VAE in float32."""
     size = (1, 90, 160)
-    return EngineUse(id=program, program=program, builder="b", precision="float32", profile=(size,) * 3, **changes)
+    return EngineRef(id=program, program=program, builder="b", precision="float32", profile=(size,) * 3, **changes)
 
 
 def test_the_vaes_engines_have_their_own_dtype_caches_twice_and_one_context() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.plan import EngineUse, ExecutionPlan
+from runtime.core.plan import EngineRef, ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.planner import memory_model
 from runtime.planner.history import History, Kind, Run, architecture, runs_of
@@ -16,7 +16,7 @@ from tests.published_specs import spec
 
 LARGE = spec("wan2.1-1.3b")
 H200 = machine(gpu=gpu(free_gib=130), torch_cuda="13.0", ram_free_gib=100)
-USE = EngineUse(id="1", program="vae_next", builder="b", precision="float16", profile=((1, 4, 8),) * 3)
+USE = EngineRef(id="1", program="vae_next", builder="b", precision="float16", profile=((1, 4, 8),) * 3)
 
 
 def plan(asked: str, history: History = ()) -> ExecutionPlan:

@@ -25,7 +25,7 @@ from runtime.core.events import (
     WaitsForDisk,
 )
 from runtime.core.facts import Fact, sentence
-from runtime.core.plan import EngineUse, ExecutionPlan
+from runtime.core.plan import EngineRef, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
@@ -280,7 +280,7 @@ def test_block_engines_are_disabled_for_all_transformers(tiny: Callable[[str], M
 def with_engine(program: str) -> ExecutionPlan:
     """Return a plan whose transformer runs on an engine."""
     profile = ((1, 1, 1),) * 3
-    use = EngineUse(id="0" * 16, program=program, builder="inductor", precision="float32", profile=profile)
+    use = EngineRef(id="0" * 16, program=program, builder="inductor", precision="float32", profile=profile)
     part = sample_plan().components["transformer"].replace(backend="inductor", engines=(use,))
     return sample_plan().with_component("transformer", part)
 

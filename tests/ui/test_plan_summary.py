@@ -11,7 +11,7 @@ import pytest
 
 from runtime.core.errors import MachineError, TandemError
 from runtime.core.facts import Fact
-from runtime.core.plan import EngineUse, LatentSize
+from runtime.core.plan import EngineRef, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
@@ -42,7 +42,7 @@ def offer(component: str, backend: str = "tensorrt", **values: Any) -> EngineOff
     """Return an offer whose engine is there: PyTorch takes 3 s a call, it takes 1 s."""
     size = (1, 1, 1)
     build = values.pop("build", False)
-    use = EngineUse(
+    use = EngineRef(
         id=f"{component}-{backend}",
         program=component,
         builder=backend,
@@ -51,14 +51,14 @@ def offer(component: str, backend: str = "tensorrt", **values: Any) -> EngineOff
         build=build,
     )
     given = {"missing": "there is none yet" if build else "", "seconds": 1.0, "baselines": {"eager": 3.0}} | values
-    return EngineOffer(backend=backend, builder=backend, uses=(use,), **given)
+    return EngineOffer(backend=backend, builder=backend, engines=(use,), **given)
 
 
 def offering(*offers: EngineOffer) -> Offers:
     """Offer each where its program is a component's name."""
 
     def of(component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
-        return [one for one in offers if one.uses[0].program == component]
+        return [one for one in offers if one.engines[0].program == component]
 
     return of
 
@@ -316,7 +316,7 @@ def test_break_even_is_described(build: float, saved: float, words: str) -> None
 
 def test_the_break_even_of_a_block_engine_counts_its_calls(spec: ModelSpec) -> None:
     offered = offer("block_qkv", in_blocks=True)
-    blocks = replace(offered, uses=(offered.uses[0].replace(tokens=16),))
+    blocks = replace(offered, engines=(offered.engines[0].replace(tokens=16),))
 
     def of(component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
         return [blocks] if component.startswith("transformer") else []
@@ -324,7 +324,7 @@ def test_the_break_even_of_a_block_engine_counts_its_calls(spec: ModelSpec) -> N
     seen = preview(spec, offers=of)
     assert seen.plan is not None
     made = replace(
-        record(key(program="block_qkv")), id=blocks.uses[0].id, seconds_per_call=0.1, baselines={"eager": 0.3}
+        record(key(program="block_qkv")), id=blocks.engines[0].id, seconds_per_call=0.1, baselines={"eager": 0.3}
     )
     saved = break_even_of_record(made, seen)
     passes = 2 * seen.plan.steps

@@ -34,22 +34,22 @@ class StandaloneJob:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """See `residency.Watch`."""
+        """See `residency.JobHooks`."""
         return self._plan
 
     def loading(self, name: str) -> None:
-        """See `residency.Watch`: shows nothing."""
+        """See `residency.JobHooks`: shows nothing."""
 
     def fell_back(self, name: str, reason: Fact) -> None:
-        """See `residency.Watch`: record the reason and continue in PyTorch."""
+        """See `residency.JobHooks`: record the reason and continue in PyTorch."""
         self.fallbacks[name] = f"PyTorch took over. {reason}"
         self._plan = self._plan.with_component(name, self._plan.components[name].in_pytorch(reason))
 
     def warn(self, fact: Fact) -> None:
-        """See `residency.Watch`: shows nothing."""
+        """See `residency.JobHooks`: shows nothing."""
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
-        """See `residency.Watch`: record the reason and continue without the feature."""
+        """See `residency.JobHooks`: record the reason and continue without the feature."""
         self.fallbacks[name] = f"Without {field}: {reason}"
 
 

@@ -256,7 +256,7 @@ class GroupManager:
         """
         group = self.group
         if group is None or group.split != split:
-            self.dismiss()
+            self.stop_processes()
             group = self._group = Group(split, check, self._limits)
             self._texts = SentTexts()
         with ExitStack() as engines:
@@ -302,7 +302,7 @@ class GroupManager:
         reserved = zip(self.group.split.devices, self.group.reserved_bytes, strict=True)
         return {gpu_index(device): size for device, size in reserved if device.startswith("cuda:")}
 
-    def dismiss(self) -> None:
+    def stop_processes(self) -> None:
         """End the group."""
         if self._group is not None:
             self._group.close()

@@ -44,7 +44,7 @@ CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps":
 
 
 def ignore(fact: Fact, share: float | None) -> None:
-    """Watch no progress."""
+    """JobHooks no progress."""
 
 
 def sizes(*clips: Fact) -> Fact:
@@ -401,7 +401,7 @@ def test_engine_with_changed_adapters_is_not_used(full: Library, imports: dict[s
 def test_an_imported_engine_belongs_to_the_loras_in_its_weights(full: Library, imports: dict[str, Imported]) -> None:
     def ready(spec: ModelSpec) -> dict[str, int]:
         offers = full.service.offers(spec)("transformer", (3, 4, 8), "cpu")
-        return {offer.uses[0].id: offer.file_bytes for offer in offers if offer.ready}
+        return {offer.engines[0].id: offer.file_bytes for offer in offers if offer.ready}
 
     file = save(full.folder / "style.safetensors", peft(factors(full.spec.transformer)))
     spec = with_loras(full.spec, [Lora(str(file), 0.8)], full.folder)

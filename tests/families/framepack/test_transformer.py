@@ -132,7 +132,7 @@ def shared(spec: ModelSpec) -> Iterator[SharedDenoiser]:
     with closing(manager.load(TWO, spec, "transformer", PART, lambda: None)) as found:
         assert isinstance(found.part, SharedDenoiser)
         yield found.part
-    manager.dismiss()
+    manager.stop_processes()
 
 
 # The number of all tokens is even and odd.

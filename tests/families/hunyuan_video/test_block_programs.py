@@ -11,7 +11,7 @@ from diffusers import HunyuanVideoTransformer3DModel
 from runtime.core.errors import EngineError
 from runtime.core.events import FellBack, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.plan import EAGER, EngineUse, Split
+from runtime.core.plan import EAGER, EngineRef, Split
 from runtime.engines.programs import load_program
 from runtime.engines.service import OpenEngines
 from runtime.execution.block_engines import BlockEngines
@@ -55,7 +55,7 @@ class Engines:
 def on_engines(spec: ModelSpec, engines: Engines | None, reasons: list[Fact], dtype: str = "float32") -> BlockEngines:
     """Return block engines of a model that record why they fail."""
     uses = [
-        EngineUse(id=name, program=name, builder="b", precision=dtype, profile=((1, 1, 1),) * 3)
+        EngineRef(id=name, program=name, builder="b", precision=dtype, profile=((1, 1, 1),) * 3)
         for name in spec.block_programs
     ]
     opened = None if engines is None else cast("OpenEngines", engines)

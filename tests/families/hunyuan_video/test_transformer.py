@@ -177,7 +177,7 @@ def shared(tiny: Tiny) -> Iterator[SharedDenoiser]:
     with closing(manager.load(TWO, tiny("hunyuan-video"), "transformer", PART, lambda: None)) as found:
         assert isinstance(found.part, SharedDenoiser)
         yield found.part
-    manager.dismiss()
+    manager.stop_processes()
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_fp8_attention_rounds_as_in_one_process(tiny: Tiny) -> None:
             assert isinstance(found.part, SharedDenoiser)
             torch.testing.assert_close(found.part(*given), wanted, rtol=0, atol=1e-5)
     finally:
-        manager.dismiss()
+        manager.stop_processes()
 
 
 def steps_of(denoiser: PyTorchDenoiser | SharedDenoiser) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import CLIPVisionModel
 
-from runtime.core.plan import EngineUse, Speed
+from runtime.core.plan import EngineRef, Speed
 from runtime.engines.component_programs import CACHE, TEXT_PADDING, cut_text
 from runtime.engines.programs import load_program
 from runtime.engines.service import OpenEngines
@@ -133,7 +133,7 @@ def test_blocks_on_engines_equal_diffusers(tiny: Tiny, architecture: str) -> Non
         (expected,) = module(inputs["latents"], time, texts, image, return_dict=False)
     parts = BlockParts(spec)
     uses = [
-        EngineUse(id="0", program=name, builder="b", precision="float32", profile=((1, 1, 1),) * 3)
+        EngineRef(id="0", program=name, builder="b", precision="float32", profile=((1, 1, 1),) * 3)
         for name in parts.programs
     ]
     denoiser = PyTorchDenoiser(WanTransformer3DModel.from_pretrained(spec.directory / "transformer").eval())

@@ -9,7 +9,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-from runtime.core.plan import ComponentPlan, EngineUse, Speed
+from runtime.core.plan import ComponentPlan, EngineRef, Speed
 from runtime.execution.block_engines import BlockEngines
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, fuse, install
 from runtime.models.catalogue import find
@@ -153,7 +153,7 @@ def test_hidden_states_stay_in_float32_where_engines_are_replaced(dtype: torch.d
     denoiser = PyTorchDenoiser(load_module(case.spec, "transformer", part))
     narrow = denoiser(case.latents, torch.tensor(500.0), case.texts[0]).float()
     uses = [
-        EngineUse(id="0", program=program, builder="b", precision=part.dtype, profile=((1, 1, 1),) * 3)
+        EngineRef(id="0", program=program, builder="b", precision=part.dtype, profile=((1, 1, 1),) * 3)
         for program in case.spec.block_programs
     ]
     denoiser.compute(Speed(), None, BlockEngines(None, case.spec, "transformer", uses, print, print))

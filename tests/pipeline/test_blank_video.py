@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from runtime.pipeline.degenerate_clip import Detector, Fault
+from runtime.pipeline.blank_video import Detector, Fault
 
 SHAPE = (17, 64, 96, 3)
 Make = Callable[[np.random.Generator], np.ndarray]

@@ -8,7 +8,7 @@ from runtime.core.plan import PYTORCH
 from runtime.core.request import ALL, GenerationRequest
 from runtime.engines.key_parts import tokens_of
 from runtime.engines.service import EngineService
-from runtime.execution.baselines import PyTorchBaseline
+from runtime.execution.pytorch_baseline import PyTorchBaseline
 from runtime.machine.probe import gpu_index
 from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec

@@ -71,7 +71,7 @@ class Detector:
         return "frozen" if not self._changed and self._seen > _SETTLING_FRAMES else None
 
 
-def degenerate_clip(fault: Fault, plan: ExecutionPlan) -> BadResultError:
+def blank_video_error(fault: Fault, plan: ExecutionPlan) -> BadResultError:
     """Return the error for a degenerate clip, with its likely cause."""
     return BadResultError(_CODES[fault], cause=likely_cause(fault, plan))
 
