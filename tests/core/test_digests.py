@@ -1,6 +1,7 @@
 """Digests of files, and the file that stores them."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,9 @@ def test_only_new_and_changed_files_are_read(tmp_path: Path, monkeypatch: pytest
     read: list[Path] = []
     real = digests.sha256
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, check: Callable[[], None]) -> str:
         read.append(path)
-        return real(path)
+        return real(path, check)
 
     monkeypatch.setattr(digests, "sha256", counted)
     after = file_digests(paths, tmp_path)
@@ -44,10 +45,10 @@ def test_digests_that_another_process_stored_stay(tmp_path: Path, monkeypatch: p
     first, second, third = written(tmp_path)
     real = digests.sha256
 
-    def slow(path: Path) -> str:
+    def slow(path: Path, check: Callable[[], None]) -> str:
         if path == first:
             file_digests([second], tmp_path)
-        return real(path)
+        return real(path, check)
 
     monkeypatch.setattr(digests, "sha256", slow)
     file_digests([first], tmp_path)
@@ -59,8 +60,8 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monk
     (path,) = written(tmp_path, 1)
     real = digests.sha256
 
-    def changing(path: Path) -> str:
-        found = real(path)
+    def changing(path: Path, check: Callable[[], None]) -> str:
+        found = real(path, check)
         path.write_bytes(b"other content")
         return found
 
