@@ -158,7 +158,7 @@ class Run:
         self._outbox: deque[Event | Mapping[str, Any] | Outcome] = deque()
         self._failing = False
         self._progress_at = 0.0
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
 
     @property
     def folder(self) -> Path | None:
@@ -256,10 +256,10 @@ class Run:
                     current, failed = True, outcome_of(error, self)
                     if entry is self.outcome and type(entry) is not type(failed):
                         self._outbox.append(failed)
-                if current:
-                    self._outbox.popleft()
-                else:
+                if not current:
                     self._lose()
+                elif self._outbox:  # else the lease was lost meanwhile
+                    self._outbox.popleft()
             self._failing = False
         return None
 
@@ -331,8 +331,9 @@ class Run:
     def _lose(self) -> None:
         if not self.cancel.requested and self.outcome is None:
             logger.warning("job %s: it was started again or settled elsewhere; it stops here", self.id)
-        self._outbox.clear()
         self.cancel.request()
+        with self._writing:  # the poller may find out while the job writes
+            self._outbox.clear()
 
     def _save_preview(self, preview: bytes) -> None:
         if self.folder is not None:

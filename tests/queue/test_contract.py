@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Cancelled, Failed, VideoSaved
+from runtime.core.events import Cancelled, Event, Failed, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.models.spec import ModelSpec
 from runtime.queue import database
@@ -216,6 +216,25 @@ def test_a_lost_lease_stops_the_job_and_nothing_more_is_written(case: Case, shel
     assert case.names(run.id)[-1] == "PutBack"
     if shell == "node":
         case.check_free()
+
+
+def test_a_lease_that_is_lost_while_an_event_is_written_stops_the_job(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, write = case.add("worker", steps=30), EventLog.record
+
+    def lost(log: EventLog, job_id: str, event: Event, lease: int | None = None) -> bool:
+        current = write(log, job_id, event, lease)
+        if isinstance(event, StepDone) and not run.cancel.requested:
+            run.follow(case.store.controls([job_id])[job_id]._replace(lease=record.lease + 1))
+        return current
+
+    monkeypatch.setattr(EventLog, "record", lost)
+    run = Run(record, ControlPoller(case.store))
+    with run:
+        for step in (1, 2):
+            run.emit(StepDone(step=step, of=30, seconds=0.1, part="transformer"))
+    assert run.cancel.requested and run.written
 
 
 @pytest.mark.parametrize("shell", SHELLS)
