@@ -75,7 +75,7 @@ def empty(page: Any) -> None:
 
 def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None:
     page, other = open_page(), open_page()
-    ask(page, "a red boat", long=True)
+    ask(page, "a red boat", long=True, steps=1000)
     go(page)
     empty(page)
     add(page, "a red boat", "a blue ball", "a calm sea", "a boat at night")
@@ -131,7 +131,7 @@ def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None
 
 def test_a_long_queue_is_shown_in_parts(open_page: OpenPage) -> None:
     page = open_page()
-    ask(page, "a red boat", long=True)
+    ask(page, "a red boat", long=True, steps=1000)
     go(page)
     empty(page)
     add(page, "a red boat", variations=60)
@@ -147,7 +147,7 @@ def test_a_long_queue_is_shown_in_parts(open_page: OpenPage) -> None:
 
 def test_variations_have_different_seeds(open_page: OpenPage) -> None:
     page = open_page()
-    ask(page, "a red ball", long=True)
+    ask(page, "a red ball", long=True, steps=1000)
     page.fill("#field-seed textarea, #field-seed input", "7")
     go(page)
     empty(page)
@@ -190,7 +190,7 @@ def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: 
 
 def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:
     page = open_page(DESKTOP)
-    ask(page, "a red boat on the sea", long=True)
+    ask(page, "a red boat on the sea", long=True, steps=1000)
     go(page)
     add(page, "a red boat on the calm sea at night", "x" * 300, "סירה \u202eאדומה")
     page.wait_for_selector("#queue-list li >> nth=2")

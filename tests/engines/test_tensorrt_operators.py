@@ -50,11 +50,9 @@ def exported(module: nn.Module, x: torch.Tensor, path: Path) -> Counter[str]:
     ("config", "size", "left", "batches"),
     [
         # The last pixel shuffle has 3 channels.
-        pytest.param(decoders.DC_BATCH_NORM, (3, 4), {"DepthToSpace": 1}, ANY, id="dc"),
         pytest.param(decoders.DC_BATCH_NORM, (3, 4), {"DepthToSpace": 1}, FULL, id="dc-8"),
         # Interpolation to the nearest pixel is not translated.
         pytest.param(decoders.DC_INTERPOLATED, (3, 4), {"Resize": 2}, ANY, id="dc-interpolated"),
-        pytest.param(decoders.OWL, (8, 8), {}, ANY, id="owl"),
         pytest.param(decoders.OWL_LANDSCAPE, (8, 8), {}, FULL, id="owl-landscape-8"),
     ],
 )

@@ -2,9 +2,7 @@
 
 import json
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,10 @@ from runtime.execution.residency import Residency
 from runtime.models import registry
 from runtime.models.registry import read_spec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.queue.store import open_store
 from runtime.video.mp4 import find_ffmpeg
 from tests.families.ltx.build import build
 from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
-from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 # How a new process adds the same entry: the only line that the family needs outside of its folder.
@@ -139,34 +135,3 @@ def test_a_paused_job_resumes_to_the_same_clip(model: Path, tmp_path: Path) -> N
         again = events_of(plan, spec, residency, checkpoints=CheckpointFolder(tmp_path / "job"))
     assert Resumed(step=2, of=4) in again
     assert frames(str(out)) == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_a_killed_job_resumes_to_the_same_clip(
-    generate: Generate, model: Path, registered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = frames(generate("--backend", "all=pytorch", "--steps", "120")["video"])
-    store = open_store(registered)
-    known = {job.id for job in store.list()}
-    out = tmp_path / "killed.mp4"
-    command = [sys.executable, str(ROOT / "app.py"), "generate", "a red boat", "--seed", "3", "--model", str(model)]
-    process = subprocess.Popen(
-        [*command, "--backend", "all=pytorch", "--steps", "120", "--out", str(out)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-
-    def kept() -> bool:
-        events = [values for job in store.list() if job.id not in known for _, _, values in store.log.events(job.id)]
-        return any(values["event"] == "CheckpointSaved" and values["step"] for values in events)
-
-    try:
-        until(kept, meanwhile=lambda: process.poll() is None)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    (killed,) = (job for job in store.list() if job.id not in known)
-    assert not out.exists()
-    assert run(["jobs", "list", "--json"]) == 0
-    capsys.readouterr()
-    assert run(["jobs", "resume", killed.id, "--json"]) == 0
-    assert frames(str(out)) == whole

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import strategies as st
 
@@ -306,20 +305,4 @@ def test_killed_processes_lose_nothing_and_leave_nothing(tmp_path: Path) -> None
         cluster.wait(cluster.finished, 400)
         assert {video["status"] for video in cluster.videos().values()} == {"completed"}
         assert {cluster.frames(job) for job in jobs} == {expected}
-    cluster.wait(lambda: not cluster.left(), 20)
-
-
-@pytest.mark.slow
-def test_a_stopped_worker_of_a_node_is_replaced(tmp_path: Path) -> None:
-    """Its video is cancelled by a deletion, as that of a stopped worker of this machine, and the next one runs."""
-    pytest.importorskip("ray")
-    with machines(tmp_path, 1) as cluster:
-        stopped, following = cluster.submit(0, steps=400), cluster.submit(1)
-        # Not while the model is sent.
-        cluster.wait(lambda: cluster.videos()[stopped]["progress"] > 0, 180)
-        (worker,) = (worker for worker in cluster.workers() if worker["job"] == stopped)
-        os.kill(worker["pid"], signal.SIGSTOP)
-        answer = httpx.delete(f"http://127.0.0.1:{cluster.port}/v1/videos/{stopped}", timeout=120)
-        assert answer.status_code == 200
-        cluster.wait(lambda: cluster.videos()[following]["status"] == "completed", 180)
     cluster.wait(lambda: not cluster.left(), 20)
