@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.core.events import Cancelled
+from runtime.queue.changes import Changes
 from runtime.ui import api, form
 from runtime.upstream import gradio as private
 from tests.app_server import free_port
@@ -18,7 +19,7 @@ from tests.fuzz.raw_http import Answer, send
 from tests.waiting import until
 
 CALL = b"/gradio_api/call/generate"
-ENDED = SimpleNamespace(id="0" * 8, state="cancelled", events=[Cancelled()])
+ENDED = SimpleNamespace(id="0" * 8, state="cancelled", events=[Cancelled()], changes=Changes())
 
 
 class Submitted:
