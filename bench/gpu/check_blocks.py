@@ -65,7 +65,7 @@ def blocks(checks: Checks) -> None:
     cached = in_blocks.replace(step_cache="first-block:1e-9")
     report(checks, "step cache", spec, cached, service, reference)
     for what, end in (("engine error", broken), ("out of memory", starving), ("NaN", not_numbers)):
-        with mock.patch.object(OpenEngines, "run_into", going_wrong(end)):
+        with mock.patch.object(OpenEngines, "write", going_wrong(end)):
             report(checks, what, spec, in_blocks, service, reference)
     endurance(checks, spec, in_blocks, service)
 
@@ -144,7 +144,7 @@ def report(
 
 def going_wrong(end: Callable[[Mapping[str, torch.Tensor]], None]) -> Write:
     """Return a function that runs engines, and calls `end` with the outputs of one call."""
-    write, seen = OpenEngines.run_into, 0
+    write, seen = OpenEngines.write, 0
 
     def failing(
         self: OpenEngines, program: str, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]

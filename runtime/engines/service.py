@@ -62,9 +62,7 @@ class OpenEngines(AbstractContextManager["OpenEngines"]):
         """Run one program; see `Session.infer`."""
         return self._sessions[program].infer(**inputs)
 
-    def run_into(
-        self, program: str, inputs: Mapping[str, "torch.Tensor"], outputs: Mapping[str, "torch.Tensor"]
-    ) -> None:
+    def write(self, program: str, inputs: Mapping[str, "torch.Tensor"], outputs: Mapping[str, "torch.Tensor"]) -> None:
         """Run one block program; see `BlockSession.write`."""
         cast("BlockSession", self._sessions[program]).write(inputs, outputs)
 

@@ -146,7 +146,7 @@ class BlockEngines:
         given = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights}
         written = {name: tensor[0] for name, tensor in zip(self._parts[program].outputs, outputs, strict=True)}
         try:
-            self._engines.run_into(program, given, written)
+            self._engines.write(program, given, written)
         except Exception as error:  # of any type: every library has its own
             if outputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 # The call is repeated without recording it.

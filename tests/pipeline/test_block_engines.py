@@ -88,19 +88,19 @@ def apart(made: torch.Tensor, wanted: torch.Tensor) -> float:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What the engines were called with: program and tokens."""
     found: Calls = []
-    write = OpenEngines.run_into
+    write = OpenEngines.write
 
     def watch(self: OpenEngines, program: str, inputs: Mapping[str, torch.Tensor], outputs: Any) -> None:
         found.append((program, len(inputs["x"])))
         write(self, program, inputs, outputs)
 
-    monkeypatch.setattr(OpenEngines, "run_into", watch)
+    monkeypatch.setattr(OpenEngines, "write", watch)
     return found
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, end: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
     """Run real engines, and call `end` with the outputs of call `number`."""
-    write, seen = OpenEngines.run_into, 0
+    write, seen = OpenEngines.write, 0
 
     def failing(self: OpenEngines, program: str, inputs: Mapping[str, torch.Tensor], outputs: Any) -> None:
         nonlocal seen
@@ -109,7 +109,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, end: Callable[[Mapping
         if seen == number:
             end(outputs)
 
-    monkeypatch.setattr(OpenEngines, "run_into", failing)
+    monkeypatch.setattr(OpenEngines, "write", failing)
 
 
 def broken(outputs: Mapping[str, torch.Tensor]) -> None:
@@ -238,7 +238,7 @@ def test_offloaded_weights_are_on_the_device_when_engines_read_them(
 ) -> None:
     _, blocks = planned(spec, tmp_path, steps=2)
     wanted = sample(spec, blocks.replace(speed=Speed()), residency)
-    write, read = OpenEngines.run_into, 0
+    write, read = OpenEngines.write, 0
 
     def watch(self: OpenEngines, program: str, inputs: Mapping[str, torch.Tensor], outputs: Any) -> None:
         nonlocal read
@@ -247,7 +247,7 @@ def test_offloaded_weights_are_on_the_device_when_engines_read_them(
         read += len(weights)
         write(self, program, inputs, outputs)
 
-    monkeypatch.setattr(OpenEngines, "run_into", watch)
+    monkeypatch.setattr(OpenEngines, "write", watch)
     plan = with_strategy(blocks.replace(speed=Speed()), offload=offload)
     for _ in range(2):
         assert torch.equal(sample(spec, plan, residency), wanted)

@@ -138,7 +138,7 @@ def watch(
     monkeypatch: pytest.MonkeyPatch, component: str = "", at: int = 0, end: Callable[[Any], Any] = lambda _: None
 ) -> Counter[str]:
     """Count the calls of engines by component; call number `at` of one ends as `end` does, given its outputs."""
-    infer, write = OpenEngines.infer, OpenEngines.run_into
+    infer, write = OpenEngines.infer, OpenEngines.write
     calls: Counter[str] = Counter()
 
     def hit(program: str) -> bool:
@@ -158,7 +158,7 @@ def watch(
             end(outputs)
 
     monkeypatch.setattr(OpenEngines, "infer", inferring)
-    monkeypatch.setattr(OpenEngines, "run_into", writing)
+    monkeypatch.setattr(OpenEngines, "write", writing)
     return calls
 
 

@@ -52,7 +52,7 @@ def planned(spec: ModelSpec, tmp_path: Path, **values: object) -> ExecutionPlan:
 
 def serve(action: Action, number: int, *given: Any) -> None:
     """Do the tasks of a process, with engines that go wrong in the second one."""
-    write, seen = OpenEngines.run_into, 0
+    write, seen = OpenEngines.write, 0
 
     def failing(self: OpenEngines, program: str, inputs: Mapping[str, torch.Tensor], outputs: Any) -> None:
         nonlocal seen
@@ -71,7 +71,7 @@ def serve(action: Action, number: int, *given: Any) -> None:
     if number == 1 and action == "is not opened":
         rank_process.open_engines = closed  # type: ignore[attr-defined,assignment]
     elif number == 1:
-        OpenEngines.run_into = failing  # type: ignore[method-assign]
+        OpenEngines.write = failing  # type: ignore[method-assign]
     rank_process.serve(number, *given)
 
 
