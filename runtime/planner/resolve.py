@@ -281,9 +281,8 @@ def _plan(
     if split is not None and strategy.decode_tile is not None:
         split = split.replace(decode=False)
     width, height, frames, steps = settings.width, settings.height, settings.frames, settings.steps
-    tokens = spec.tokens(frames, height, width)
     passes = sum(settings.calls[name] for name in settings.calls if is_transformer(name))
-    forward = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
+    forward = spec.transformer.forward_flops(workload.tokens, spec.max_sequence_length)
     negative_prompt = spec.defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt
     return ExecutionPlan(
         prompt=request.prompt,
@@ -310,9 +309,9 @@ def _plan(
         asked=request,
         model_directory=spec.location,
         output=output,
-        latent_shape=spec.latent_shape(frames, height, width),
-        tokens=tokens,
-        sections=spec.sections(frames),
+        latent_shape=workload.latent_shape,
+        tokens=workload.tokens,
+        sections=workload.sections,
         prompts=settings.prompts,
         components=_components(settings, choices, workload, split, strategy.quantization),
         strategy=strategy,
@@ -321,8 +320,8 @@ def _plan(
         expert_steps=settings.expert_steps,
         shift_reason=clip.shift_reason(settings.shift, spec),
         guidance_reason=clip.guidance_reason(request, spec),
-        step_flops=forward * passes / (steps * spec.sections(frames)),
-        decode_flops=spec.sections(frames) * workload.flops("vae", strategy.decode_tile),
+        step_flops=forward * passes / (steps * workload.sections),
+        decode_flops=workload.sections * workload.flops("vae", strategy.decode_tile),
         free_bytes=inputs.free_bytes,
         memory=chosen.memory,
         seconds=chosen.seconds,
