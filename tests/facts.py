@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runtime.core.errors import TandemError
-from runtime.core.facts import Fact, Words, render
+from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, ExecutionPlan
 
 
@@ -53,8 +53,3 @@ def states(value: object, wanted: str | Fact) -> bool:
     """Return whether a value contains a fact of this code, with these data among its own."""
     wanted = Fact(wanted) if isinstance(wanted, str) else wanted
     return any(_matches(one, wanted) for one in facts_in(value))
-
-
-def as_text(wanted: Fact, words: Words | None = None) -> str:
-    """Return what a front end shows of a fact: its sentence and its remedy, by default as the command line does."""
-    return " ".join(render(wanted, words)).strip()

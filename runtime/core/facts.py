@@ -240,6 +240,11 @@ def capitalized(text: str) -> str:
     return text if any(character.isdigit() for character in first) else text[:1].upper() + text[1:]
 
 
+def as_text(fact: Fact, words: Words | None = None) -> str:
+    """Return a fact's sentence and remedy in one line; see `render`."""
+    return " ".join(render(fact, words)).strip()
+
+
 def render(fact: Fact, words: Words | None = None) -> Text:
     """Return a fact as text, in the words of a front end, by default the command line.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from python_multipart.multipart import parse_options_header
 from starlette.exceptions import HTTPException
 
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact, as_text
 from runtime.core.images import PREFIX
 from runtime.video.image_messages import MAX_FILE_BYTES
 
@@ -82,7 +82,7 @@ class RefusedError(HTTPException):
 
     def __init__(self, fact: Fact | str, status: int = 422, *, text: str = "", **data: Any) -> None:
         self.fact = Fact(fact, data) if isinstance(fact, str) else fact
-        super().__init__(status, text or " ".join(render(self.fact)).strip())
+        super().__init__(status, text or as_text(self.fact))
 
 
 def access(method: str, path: str, *, visitors: bool = False) -> Access | None:

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from runtime.core.errors import StoreError, TandemError
-from runtime.core.facts import Fact, render
+from runtime.core.facts import Fact, as_text
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.views import Job
@@ -178,7 +178,7 @@ class VideoFeeds:
                         feed.preview = _event("video.preview", data)
                     del feed.warnings[len(progress.warnings) :]  # a resumed job starts a new list
                     for fact in progress.warnings[len(feed.warnings) :]:
-                        message = self._redact(_text(fact))
+                        message = self._redact(as_text(fact, ApiWords()))
                         feed.warnings.append(
                             _event("video.warning", {"id": job.id, "code": fact.code, "message": message})
                         )
@@ -226,10 +226,6 @@ def _progress(video: Video, job: Job, worker: JobQueue, now: float) -> VideoProg
 def _event(name: str, data: BaseModel | dict[str, Any]) -> str:
     text = data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data)
     return f"event: {name}\ndata: {text}\n\n"
-
-
-def _text(fact: Fact) -> str:
-    return " ".join(render(fact, ApiWords())).strip()
 
 
 def _no_video(job_id: str) -> Any:

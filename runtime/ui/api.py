@@ -13,7 +13,7 @@ import gradio as gr
 
 from runtime.core.errors import LimitError, TandemError
 from runtime.core.events import Failed, VideoSaved, to_json
-from runtime.core.facts import Fact, render
+from runtime.core.facts import as_text
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
@@ -111,7 +111,7 @@ def _submission(
             return await asyncio.to_thread(lambda: submit(_request(names, values, default_model), visitor))
         except TandemError as error:
             return RefusedError(
-                error.fact, 429 if isinstance(error, LimitError) else 422, text=redact(_text(error.fact))
+                error.fact, 429 if isinstance(error, LimitError) else 422, text=redact(as_text(error.fact, ApiWords()))
             )
 
     return submitted
@@ -183,7 +183,7 @@ async def _events(
     finally:
         private.forget_unread(request.request.app, _MOST_UNREAD, _MOST_WHOLE)
     if watch.reason is not None:
-        raise _error(_text(watch.reason))
+        raise _error(as_text(watch.reason, ApiWords()))
 
 
 def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
@@ -192,10 +192,6 @@ def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {key: _redacted(one, redact) for key, one in value.items()}
     return [_redacted(one, redact) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _text(fact: Fact) -> str:
-    return " ".join(render(fact, ApiWords())).strip()
 
 
 def _error(text: str) -> gr.Error:

@@ -16,13 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.core.cancel import never
 from runtime.core.errors import LimitError
+from runtime.core.facts import as_text
 from runtime.core.images import ImageUse
 from runtime.models.images import images_dir, keep_image
 from runtime.server import gradio_requests, image_uploads, security
 from runtime.server.gradio_requests import RefusedError
 from runtime.video.image_decoder import FORMATS, MIN_SIDE
 from runtime.video.image_process import PROCESS
-from tests.facts import as_text, fact
+from tests.facts import fact
 from tests.image_files import encoded, many_scans, picture
 
 BOAT = encoded(picture())

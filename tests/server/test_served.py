@@ -25,7 +25,7 @@ from starlette.testclient import TestClient
 from starlette.types import Message
 
 from runtime.core.errors import InvalidRequestError, MachineError
-from runtime.core.facts import render
+from runtime.core.facts import as_text, render
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.queue.store import JobStore
 from runtime.server import security
@@ -33,7 +33,7 @@ from runtime.server.api_keys import ApiKeys, KeyLimits
 from runtime.server.api_words import ApiWords
 from runtime.video.image_decoder import FORMATS
 from tests.app_server import DEFAULTS, MODEL, ROOT, App, make_cache, serving_here
-from tests.facts import as_text, fact
+from tests.facts import fact
 from tests.fuzz.raw_http import send
 from tests.image_files import saved
 from tests.queue.samples import add_job

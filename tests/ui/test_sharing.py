@@ -11,11 +11,11 @@ import pytest
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, as_text
 from runtime.server.api_words import ApiWords
 from runtime.video.image_decoder import FORMATS
 from tests.app_server import MODEL, ROOT, Server, make_cache, serving
-from tests.facts import as_text, fact
+from tests.facts import fact
 from tests.fuzz.raw_http import Answer, send
 from tests.image_files import saved
 from tests.sharing_app import HOST, link_of
