@@ -59,6 +59,9 @@ class EventLog:
         with self.database.writing(durable=not isinstance(event, StepDone | FramesDecoded)) as connection:
             if not is_leased(connection, job_id, lease):
                 return False
+            if isinstance(event, TerminalEvent):
+                end_job(connection, job_id, event)
+                return True
             add_event(connection, job_id, event_to_json(event))
             if isinstance(event, Planned):
                 owner = find_row(connection, job_id)["owner"]
@@ -69,8 +72,6 @@ class EventLog:
                     begun=1,
                     **needs_columns(owner, event.plan),
                 )
-            elif isinstance(event, TerminalEvent):
-                end_job(connection, job_id, event)
             return True
 
     def append(self, task_id: str, event: Mapping[str, Any], lease: int | None = None) -> bool:
@@ -143,7 +144,8 @@ def add_event(connection: sqlite3.Connection, job_id: str, event: Mapping[str, A
 
 
 def end_job(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -> None:
-    """Set the columns of a job that ended with `event`."""
+    """Add the event that a job ends with, and set its columns."""
+    add_event(connection, job_id, event_to_json(event))
     state: State = "cancelled"
     failure = None
     # A video that ended early stays the job's result until its continuation has replaced the file.

@@ -193,7 +193,7 @@ class WorkerRegistry:
             gpus = _gpus(_workers(connection, app_of(instance)), instance)
             for gpu in gpus[count:]:
                 connection.execute("UPDATE workers SET lent_to = NULL WHERE lent_to = ? AND gpu = ?", (instance, gpu))
-            connection.execute("UPDATE workers SET wanted = 0, since = 0 WHERE instance = ?", (instance,))
+            _end_wait(connection, instance)
         return gpus[:count]
 
 
@@ -214,7 +214,11 @@ def _first_waiting(workers: list[WorkerEntry]) -> str | None:
 def _release(connection: sqlite3.Connection, instance: str, *, keep_waiting: bool) -> None:
     connection.execute("UPDATE workers SET lent_to = NULL WHERE lent_to = ?", (instance,))
     if not keep_waiting:
-        connection.execute("UPDATE workers SET wanted = 0, since = 0 WHERE instance = ?", (instance,))
+        _end_wait(connection, instance)
+
+
+def _end_wait(connection: sqlite3.Connection, instance: str) -> None:
+    connection.execute("UPDATE workers SET wanted = 0, since = 0 WHERE instance = ?", (instance,))
 
 
 def _gpus(workers: list[WorkerEntry], instance: str) -> list[int]:

@@ -444,7 +444,7 @@ class JobQueue:
                 time_now = clock.now()
                 if time_now is not None and now - cleaned > _CLEANUP_SECONDS:
                     cleaned = now
-                    storage.purge(self.store, self._outputs_dir, now=time_now)
+                    storage.purge(self.store, self._outputs_dir)
                     storage.tidy(self.store, self._outputs_dir)
                 if time_now is not None and self.retention != storage.Retention() and now - expired > _EXPIRY_SECONDS:
                     expired = now

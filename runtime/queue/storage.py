@@ -150,17 +150,13 @@ def _is_older(job: JobRecord, days: float, now: float | None) -> bool:
     return not job.open and (job.ended or job.created) < then
 
 
-def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS, now: float | None = None) -> int:
+def purge(store: JobStore, outputs_dir: Path, older_than: float = KEPT_SECONDS) -> int:
     """Remove jobs permanently that were deleted more than `older_than` seconds ago; return their number.
 
     Their files are removed too, except for videos outside `outputs_dir`: the user chose that place. So are copies of
     images that no job needs any more.
-
-    Args:
-        now: seconds since 1970; by default, the clock's.
     """
-    passed = 0.0 if now is None else time.time() - now
-    removed = store.purge(older_than + passed)
+    removed = store.purge(older_than)
     for job in removed:
         remove_files(store, job, outputs_dir)
     if store.path is not None and not _is_damaged(store):
@@ -227,7 +223,7 @@ class ClockWatch:
 
 
 def _uptime() -> float:
-    """Return seconds of a clock that nobody sets; on Linux, one that runs while the machine sleeps."""
+    """Return seconds of a clock that cannot be set; on Linux it also counts while the machine sleeps."""
     boot_clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if boot_clock is None else time.clock_gettime(boot_clock)
 

@@ -36,7 +36,6 @@ from runtime.queue.records import (
     JobRecord,
     Kind,
     State,
-    event_to_json,
     needs_columns,
     read_row,
     stored_request,
@@ -488,7 +487,6 @@ class JobStore:
             if not is_leased(connection, job_id, lease):
                 return False
             if row["asked"] == "cancel":
-                add_event(connection, job_id, event_to_json(Cancelled()))
                 end_job(connection, job_id, Cancelled())
             else:
                 held = row["asked"] == "pause"
@@ -540,11 +538,9 @@ class JobStore:
             if record.instance != instance or not record.open:
                 return None
             if saved is not None:
-                add_event(connection, job_id, event_to_json(saved))
                 end_job(connection, job_id, saved)
                 return "done"
             if record.pending == "cancel" or record.kind == "task":
-                add_event(connection, job_id, event_to_json(Cancelled()))
                 end_job(connection, job_id, Cancelled())
                 return "cancelled"
             before = any(event["event"] == "Interrupted" for _, _, event in self.log.read_events(connection, job_id, 0))
@@ -586,7 +582,6 @@ class JobStore:
             for one in ids:
                 state = find_row(connection, one)["state"]
                 if state == "queued":
-                    add_event(connection, one, event_to_json(Cancelled()))
                     end_job(connection, one, Cancelled())
                 elif state == "running":
                     update_row(connection, one, asked="cancel")
@@ -637,7 +632,6 @@ class JobStore:
             if row["state"] == "running":
                 raise StoreError("queue.job_running_delete", job=job_id)
             if row["state"] == "queued":
-                add_event(connection, job_id, event_to_json(Cancelled()))
                 end_job(connection, job_id, Cancelled())
             if row["deleted"] is None:
                 update_row(connection, job_id, deleted=time.time())
