@@ -125,7 +125,7 @@ class LoraFile:
     """A validated file.
 
     Attributes:
-        digest: sha256 of it and of peft's configuration beside it, in hexadecimal.
+        digest: sha256 of the file and of peft's configuration beside it, in hexadecimal.
         shapes: of its tensors, by name.
         adapter: peft's configuration, in the file or beside it.
     """
@@ -562,7 +562,7 @@ def _read(path: Path, _size: int, _changed: int, config: bytes) -> LoraFile:
 
 
 def _adapter(path: Path, header: Header, config: bytes) -> _Adapter | None:
-    """Return the configuration of the adapter in a file's metadata or, as `config`, beside it, if there is one."""
+    """Return the adapter's configuration from a file's metadata, or else from `config`, which was beside the file."""
     text = header.metadata.get(_ADAPTER, "").encode() or config
     if not text:
         return None

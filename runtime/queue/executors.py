@@ -404,6 +404,6 @@ def _narrowed(request: GenerationRequest, component: str | None) -> GenerationRe
         return request
     backends = {component: request.backend(component)}
     if component == "vae":
-        # Which names both parts of the VAE otherwise.
+        # "vae" would also select the encoder.
         backends[VAE_ENCODER] = PYTORCH
     return GenerationRequest.from_mapping(request.to_json() | {"backends": backends})

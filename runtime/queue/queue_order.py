@@ -18,7 +18,7 @@ _QUEUED: tuple[State, ...] = ("queued",)
 
 # Queries for several jobs leave out rows that were set aside.
 _IN_QUEUE = "FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL"
-# The same from an index that has what lists show, with the same words; SQLite would choose another one.
+# Forces the covering index; its WHERE must equal the index's.
 _INDEXED = "FROM jobs INDEXED BY jobs_in_queue WHERE state IN ('running', 'queued') AND unreadable IS NULL"
 _OF_STATE = f"{_INDEXED} AND state = '{{}}'{{}} ORDER BY idle, position"
 # What has a place in the order.

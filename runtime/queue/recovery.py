@@ -27,7 +27,7 @@ EXIT_DEVICE_LOST = 75
 
 # After so many deaths without progress a job fails, even if it had not begun: its claim may crash the worker.
 _MOST_DEATHS = 5
-# The same of deaths after it had begun. Workers of a cluster are killed more often for other reasons; Spark's tasks and
+# Most deaths after the job has begun. Workers of a cluster are killed more often for other reasons; Spark's tasks and
 # Ray's fail after four as well.
 LOCAL_DEATHS, CLUSTER_DEATHS = 2, 4
 # Events that end a run of a job, and those of one that waits to begin.

@@ -84,7 +84,7 @@ def mark_unreadable(connection: sqlite3.Connection, problems: Mapping[int, Store
 
 
 def update_row(connection: sqlite3.Connection, job_id: str, **values: Any) -> None:
-    """Set columns of a job. Names are not escaped: they come from this module only."""
+    """Set columns of a job. Names are not escaped: they come from the modules of the store only."""
     columns = ", ".join(f"{name} = ?" for name in values)
     connection.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), job_id))
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # these import torch
 
 # Interval at which the store is polled for work: other processes add jobs without a signal.
 _POLL_SECONDS = 0.1
-# The same after an error of the store, so that the log does not fill up.
+# Interval after an error of the store, so that the log does not fill up.
 _RETRY_SECONDS = 5.0
 # Interval at which a worker shows its supervisor that it runs.
 _HEARTBEAT_SECONDS = 0.5

@@ -146,16 +146,16 @@ def test_a_full_disk_of_the_store_loses_no_event(case: Case, shell: Shell, monke
 
 
 def test_a_worker_is_told_once_of_a_store_that_cannot_be_written(case: Case) -> None:
-    told: list[str] = []
+    events: list[str] = []
     record = case.add("worker")
-    run = Run(record, ControlPoller(case.store), listener=lambda event: told.append(event.event))
+    run = Run(record, ControlPoller(case.store), listener=lambda event: events.append(event.event))
     with locked(case.path) as (lock, unlock):
         lock()
         for _ in range(3):
             run.emit(Cancelled())  # any event
         unlock()
-    assert told.count("Warned") == 1 and not run.written
-    assert run.flush() is None and run.written and told.count("Warned") == 1
+    assert events.count("Warned") == 1 and not run.written
+    assert run.flush() is None and run.written and events.count("Warned") == 1
 
 
 @pytest.mark.parametrize("shell", SHELLS)
