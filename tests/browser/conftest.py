@@ -140,7 +140,7 @@ def open_page(contexts: Contexts, server: Server) -> Iterator[OpenPage]:
         page.requests, page.complaints = [], []
         page.on("request", lambda request: page.requests.append(request.url))
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda message: page.complaints.append(message.text) if message.type == "error" else None)
+        page.on("console", lambda message: page.complaints.extend(complaint(message)))
         page.goto(url)
         ready(page)
         with closing(JobStore(server.cache_dir / NAME)) as store:
@@ -151,6 +151,14 @@ def open_page(contexts: Contexts, server: Server) -> Iterator[OpenPage]:
 
     yield opened
     contexts.give_back()
+
+
+def complaint(message: Any) -> list[str]:
+    """Return an error in the console with its address; none if a clip that a page still played was replaced."""
+    address = message.location["url"]
+    if message.type != "error" or ("/tandem/clip/" in address and "404" in message.text):
+        return []
+    return [f"{message.text} {address}".strip()]
 
 
 def ready(page: Any) -> None:

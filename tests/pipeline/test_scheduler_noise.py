@@ -44,18 +44,21 @@ def test_the_same_seed_gives_the_same_video(name: str, tiny: Tiny, tmp_path: Pat
     frames = []
     for number in range(2):
         torch.manual_seed(number)
-        assert isinstance(events_of(plan, spec, Residency())[-1], VideoSaved)
+        with Residency() as residency:
+            assert isinstance(events_of(plan, spec, residency)[-1], VideoSaved)
         frames.append(frames_of(out))
     folder = CheckpointFolder(tmp_path / "job")
-    paused = events_of(
-        plan, spec, Residency(), checkpoints=folder, pause_at=lambda e: isinstance(e, StepDone) and e.step == 2
-    )
+    with Residency() as residency:
+        paused = events_of(
+            plan, spec, residency, checkpoints=folder, pause_at=lambda e: isinstance(e, StepDone) and e.step == 2
+        )
     assert isinstance(paused[-1], Paused)
     torch.manual_seed(9)
-    resumed = events_of(plan, spec, Residency(), checkpoints=folder)
-    assert [event.step for event in resumed if isinstance(event, StepDone)] == [3, 4]
-    frames.append(frames_of(out))
-    events_of(plan.replace(seed=plan.seed + 1), spec, Residency())
+    with Residency() as residency:
+        resumed = events_of(plan, spec, residency, checkpoints=folder)
+        assert [event.step for event in resumed if isinstance(event, StepDone)] == [3, 4]
+        frames.append(frames_of(out))
+        events_of(plan.replace(seed=plan.seed + 1), spec, residency)
     assert frames[0] == frames[1] == frames[2] != frames_of(out)
 
 

@@ -144,7 +144,9 @@ class House:
         self.engines = EngineService(EngineStore(folder / "engines", 10**9), probe(), folder)
         self._stack = ExitStack()
         self.residency = self._stack.enter_context(Residency(self.engines))
-        self.connection = ThreadConnection(NodeWorker(Settings(cache_dir=folder / "node")))
+        node = NodeWorker(Settings(cache_dir=folder / "node"))
+        self._stack.callback(node.close)
+        self.connection = ThreadConnection(node)
         self.sharing = threading.Lock()
 
     def close(self) -> None:

@@ -287,6 +287,10 @@ class NodeWorker:
     def _name(self, model: str) -> str:
         return str(self._weights / model) if model.startswith(f"{transfer.BUNDLES}/") else model
 
+    def close(self) -> None:
+        """Free what is loaded; a process of its own is ended without it."""
+        self._stack.close()
+
     def _load_libraries(self) -> "Residency":
         """Import PyTorch and the pipeline, which takes seconds, and make the residency."""
         with self._loading:
