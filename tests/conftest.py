@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from filelock import FileLock
@@ -16,8 +16,10 @@ from runtime.engines import child
 from runtime.machine.probe import cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from tests import full_disk, tiny_models
-from tests.engine_library import EngineLibrary
+from tests import full_disk
+
+if TYPE_CHECKING:  # PyTorch, which takes seconds to import, is not needed where tests are only distributed
+    from tests.engine_library import EngineLibrary
 
 os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
 
@@ -91,6 +93,7 @@ def build_once(
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]:
     """Return a function that returns the tiny model of an architecture, built once."""
+    from tests import tiny_models
 
     def get(architecture: str) -> ModelSpec:
         name = f"model-{architecture}"
@@ -103,8 +106,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]
 
 
 @pytest.fixture(scope="session")
-def engine_library(tmp_path_factory: pytest.TempPathFactory) -> EngineLibrary:
+def engine_library(tmp_path_factory: pytest.TempPathFactory) -> "EngineLibrary":
     """Engines of tiny models, built when the first test of this run asks for them."""
+    from tests.engine_library import EngineLibrary
+
     return EngineLibrary(shared_folder(tmp_path_factory, "engines"))
 
 

@@ -89,6 +89,7 @@ SLOW_PACKAGES: list[tuple[list[str], list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_commands_import_no_slow_packages(cache_dir: Path, subtests: pytest.Subtests) -> None:
     lines = "".join(f"{json.dumps(case)}\n" for case in SLOW_PACKAGES)

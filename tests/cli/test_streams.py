@@ -30,6 +30,7 @@ def run(cache_dir: Path, arguments: tuple[str, ...], redirections: str) -> subpr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_as_good_as_none(redirections: str, tmp_path: Path) -> None:
     done = run(tmp_path, ("jobs", "list", "--json"), redirections)
@@ -49,6 +50,7 @@ def test_a_full_standard_output_is_a_user_error(arguments: tuple[str, ...], tmp_
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_standard_error_stops_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, ("jobs", "list", "--json"), "2>/dev/full").stdout.startswith("{")

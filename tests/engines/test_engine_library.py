@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -13,6 +15,7 @@ from runtime.planner.resolve import resolve
 from tests.engine_library import EngineLibrary
 
 
+@pytest.mark.slow
 def test_a_plan_uses_the_engines_that_it_would_have_built(
     tiny: Callable[[str], ModelSpec], engine_library: EngineLibrary, tmp_path: Path
 ) -> None:

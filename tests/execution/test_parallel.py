@@ -217,6 +217,7 @@ def test_strips_are_joined_to_frames(chunk: int, loaded: Loaded) -> None:
     assert (frames.float() - (expected + 1) * 127.5).abs().max() <= 0.51
 
 
+@pytest.mark.slow
 def test_frames_that_are_not_consumed_do_not_block_the_next_clip(loaded: Loaded) -> None:
     latents = latents_of(loaded.spec, (4, 6, 5))
     frames = loaded.decoder.frames(latents, 1)

@@ -67,6 +67,7 @@ def test_ctrl_c_reaches_the_program(shared: Repo) -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.slow
 def test_second_run_calls_no_pip(repo: Repo) -> None:
     shutil.rmtree(repo.site_packages() / "pip")
     done = repo.run("again")

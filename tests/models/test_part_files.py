@@ -122,6 +122,7 @@ def large(made: Path, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "weights", tmp_path / "whole"
 
 
+@pytest.mark.slow
 def test_the_vae_of_wan_2_2_in_a_file_encodes_and_decodes_as_its_folder(large: tuple[Path, Path]) -> None:
     folder, whole = large
     spec, expected = find("wan", folder), read_spec(whole, "whole")

@@ -442,6 +442,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_weights_in_fp8_that_do_not_fit_are_refused_when_they_are_recognised(
     name: str, state: State, weights: Path, subtests: pytest.Subtests

@@ -44,6 +44,7 @@ def degrade(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     monkeypatch.setattr("runtime.families.wan.components.PyTorchVideoDecoder", DegenerateDecoder)
 
 
+@pytest.mark.slow
 def test_a_degenerate_clip_fails_without_a_video_and_can_be_decoded_again(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
@@ -144,6 +145,7 @@ def test_the_likely_cause_follows_from_the_plan(
     assert error.remedy == str(cause) and "\n" not in error.what + error.remedy
 
 
+@pytest.mark.slow
 def test_the_shipped_models_clips_are_not_degenerate_and_have_previews(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def test_both_experts_use_the_engines_once_opened(
         assert not any(residency.is_loaded(spec, kept, name) for name in EXPERTS)
 
 
+@pytest.mark.slow
 def test_a_lora_needs_no_other_engine(spec: ModelSpec, residency: Residency, tmp_path: Path, calls: Calls) -> None:
     save_file(peft(factors(spec.transformer)), tmp_path / "style.safetensors")
     changed = with_loras(spec, [Lora(str(tmp_path / "style.safetensors"), 0.5)], tmp_path)

@@ -95,6 +95,7 @@ def apart(one: Path, other: bytes) -> float:
     return float(np.abs(first - second).mean())
 
 
+@pytest.mark.slow
 def test_latents_equal_those_of_one_process(spec: ModelSpec, residency: Residency, tmp_path: Path) -> None:
     plan = shared(spec, tmp_path / "x.mp4")
     with Residency() as alone:

@@ -16,6 +16,7 @@ from tests.planner.test_table import CPU_8, H200, here
 GIB = 1 << 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
 def test_the_named_card_suffices_and_a_smaller_one_does_not(known: object) -> None:
     spec = known.spec(Path("none"))  # type: ignore[attr-defined]

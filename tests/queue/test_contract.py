@@ -330,6 +330,7 @@ def test_reads_do_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.Monk
     assert store.get(job.id).held
 
 
+@pytest.mark.slow
 def test_a_video_of_a_node_that_cannot_be_stored_here_stops_there(case: Case) -> None:
     record = case.add("node", steps=200)
 

@@ -59,6 +59,7 @@ def steps(job: Job) -> int:
     return sum(isinstance(event, StepDone) for event in job.events)
 
 
+@pytest.mark.slow
 def test_a_running_job_resumes_after_a_restart_of_the_app(start: Make, tmp_path: Path) -> None:
     """The video that was under way is the one that it would have been."""
     first = start()

@@ -20,6 +20,7 @@ def end(job: Job) -> object:
     return list(watch(job))[-1]
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_resumes_with_other_settings(queue: JobQueue) -> None:
     job = queue.submit(small(seed=3, steps=60, width=64, height=64))
     until(lambda: job.progress.step >= 2, pause=0.005)

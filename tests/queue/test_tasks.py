@@ -242,6 +242,7 @@ def test_a_cancelled_or_mismatched_import_leaves_no_files(
     assert [one.name for one in engines.store.folder.iterdir() if one.name != ".locks"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [InspectEngine, ImportEngine])
 def test_a_file_that_is_no_engine_is_refused(
     work: type[InspectEngine | ImportEngine], queue: JobQueue, engines: EngineService, spec: ModelSpec, tmp_path: Path

@@ -63,6 +63,7 @@ def test_a_poster_is_a_still(made: tuple[App, str]) -> None:
     assert b"ANIM" not in body
 
 
+@pytest.mark.slow
 def test_a_copy_has_no_metadata_and_is_removed(made: tuple[App, str], tmp_path: Path) -> None:
     server, job = made
     status, body, headers = get(server, f"tandem/copy/{job}.mp4")

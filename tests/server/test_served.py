@@ -82,6 +82,7 @@ def test_generate_streams_events_and_gives_the_video(server: App, client: Any) -
     assert set(final["timings"]) == {"encode", "denoise", "decode", "mux", "total"}
 
 
+@pytest.mark.slow
 def test_the_documented_example_prints_the_video_and_raises_a_refusal(
     server: App, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

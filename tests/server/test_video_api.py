@@ -457,6 +457,7 @@ def test_the_schema_can_be_read_as_a_page(http: httpx.Client) -> None:
     assert not re.search(r"(?:src|href)=.?(?:https?:)?//|<script|@import|url\(", answer.text)
 
 
+@pytest.mark.slow
 def test_a_deleted_job_store_is_reported_and_refuses_videos(tmp_path: Path) -> None:
     with serving_here(make_cache(tmp_path), page=False) as own, httpx.Client(base_url=own.url, timeout=60) as http:
         kept = (tmp_path / "jobs.sqlite").rename(tmp_path / "kept")

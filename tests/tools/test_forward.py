@@ -169,6 +169,7 @@ def test_exact_frames_are_those_of_the_vae(tiny: Tiny) -> None:
     assert torch.allclose(found, video[0].permute(1, 2, 3, 0), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_random_components_differ_from_loaded_ones_in_values_only(
     architecture: str, tiny: Tiny, tmp_path: Path

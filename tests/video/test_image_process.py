@@ -69,6 +69,7 @@ def test_the_process_holds_nothing_but_pillow(process: ImageProcess) -> None:
     assert not any(word in name for name in names for word in ("torch", "numpy", "pydantic", "gradio"))
 
 
+@pytest.mark.slow
 def test_processor_time_is_limited(slow: bytes) -> None:
     process = ImageProcess(seconds=1.5)
     with pytest.raises(DecodingError) as refused:
@@ -78,6 +79,7 @@ def test_processor_time_is_limited(slow: bytes) -> None:
     process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="its own limits")
 @pytest.mark.parametrize("limits", [{"seconds": 1.0}, {"wait_seconds": 1.0}])
 def test_the_system_keeps_the_limits_too(limits: dict[str, Any], slow: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def test_transformer_equals_pytorch_at_every_size(transformer: Built) -> None:
     assert result.seconds_per_call > 0
 
 
+@pytest.mark.slow
 def test_transformer_equals_pytorch_for_any_text_length(transformer: Built) -> None:
     program = transformer.program()
     with transformer.session() as session:

@@ -90,6 +90,7 @@ def test_any_number_of_frames_is_decoded_in_pytorch(batch_size: int, found: Sett
     assert (decode.backend, decode.engine, decode.fallbacks) == ("pytorch", "", ())
 
 
+@pytest.mark.slow
 def test_frames_have_the_dtype_of_the_latents_and_can_be_changed(found: Settings, decoder: Any) -> None:
     for backend in (BACKEND, "pytorch"):
         decode = make_batched_decode_fn(decoder, backend=backend, settings=found)
