@@ -249,6 +249,8 @@ def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, spe
 
 def _ran_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
     """Return the latency of one call in earlier jobs with these options; the caller accounts for a step cache."""
+    if not inputs.history:
+        return None
     kind = _kind(inputs, strategy.replace(offload="none"), name, speed).replace(step_cache="")
     return history.seconds_per_call(inputs.history, kind, inputs.workload.flops(name, strategy.decode_tile))
 
@@ -497,6 +499,8 @@ def _seconds_of_calls(
 
 def _ran(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
     """Return the seconds of one call in earlier jobs of the same kind, offload and step cache included."""
+    if not inputs.history:
+        return None
     operations = inputs.workload.flops(name, strategy.decode_tile)
     return history.seconds_per_call(inputs.history, _kind(inputs, strategy, name, speed), operations)
 

@@ -4,7 +4,8 @@ Pure: `pipeline.history_file` reads and writes the history file.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 
 from pydantic import Field
 
@@ -219,8 +220,12 @@ def cache_of(step_cache: str, component: str) -> str:
 
 def architecture(spec: ModelSpec) -> str:
     """Return a short digest of the properties that determine a model's memory and operations."""
-    known = repr((spec.transformer, spec.vae, sorted(spec.parameters.items()), spec.expand_timesteps))
-    return hashlib.sha256(known.encode()).hexdigest()[:16]
+    return _digest((spec.transformer, spec.vae, tuple(sorted(spec.parameters.items())), spec.expand_timesteps))
+
+
+@lru_cache(maxsize=256)  # a plan asks for the same one hundreds of times
+def _digest(properties: Hashable) -> str:
+    return hashlib.sha256(repr(properties).encode()).hexdigest()[:16]
 
 
 def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | None:
