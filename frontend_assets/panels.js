@@ -9,6 +9,7 @@
   const AGAIN_MS = 700;       // until the preview is asked for again while engines are not known
   const MESSAGE_MS = 8000;    // how long messages stay that need no answer
   const FORM_MS = 2000;       // Gradio gives the form's values within this time
+  const PRESS_MS = 5000;      // how long answers wait for a pressed button
   const OPEN = ["queued", "running"];
   const $ = (selector) => document.querySelector(selector);
   const { read, write } = tandem;
@@ -47,7 +48,11 @@
         method: "POST", headers: { "Content-Type": "application/json" }, cache: "no-store",
         body: JSON.stringify({ ...call, view, form, drawn: drawnParts(panel) }),
       }).catch(() => null);
-      if (answer?.ok) receive(panel, call, await answer.json());
+      if (answer?.ok) {
+        const reply = await answer.json();
+        await released();
+        receive(panel, call, reply);
+      }
       else if (call.action !== "refresh") {
         notify(answer ? await answer.text() : "Tandem did not answer. Try again.", { error: true, panel });
       }
@@ -55,6 +60,20 @@
     queue.busy = false;
     run(panel, queue);
   };
+
+  // A button that is moved or replaced while it is pressed gets no click: answers wait until it is released.
+  let isPressed = false;
+  document.addEventListener("pointerdown", (event) => { isPressed = event.button === 0; }, true);
+  for (const name of ["pointerup", "pointercancel"]) {
+    document.addEventListener(name, () => setTimeout(() => {  // after the click
+      isPressed = false;
+      document.dispatchEvent(new Event("tandem:released"));
+    }), true);
+  }
+  const released = () => isPressed && new Promise((resolve) => {
+    document.addEventListener("tandem:released", resolve, { once: true });
+    setTimeout(resolve, PRESS_MS);
+  });
 
   const parts = (panel) => [...document.querySelectorAll(
     `[data-panel="${panel}"] [data-part], [data-panel="${panel}"][data-part]`)];

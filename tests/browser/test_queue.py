@@ -129,6 +129,27 @@ def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None
     assert page.complaints == []
 
 
+def test_a_pressed_button_stays_in_its_place_until_it_is_released(open_page: OpenPage) -> None:
+    page, other = open_page(), open_page()
+    ask(page, "a red boat", long=True, steps=1000)
+    go(page)
+    empty(page)
+    add(page, "a red boat", "a blue ball", "a calm sea")
+    page.click("#queue-list [data-action=pause-all]")
+    page.wait_for_selector("#queue-list [data-action=unpause-all]")
+    page.wait_for_selector("#queue-list li:is([data-state=running], [data-state=pausing])", state="detached")
+    go(other)
+    titles(other, "a red boat", "a blue ball", "a calm sea")
+    page.hover(act(page, "a calm sea", "duplicate"))
+    page.mouse.down()
+    with page.expect_response(lambda answer: "panels/queue" in answer.url and "a blue ball" not in answer.text()):
+        other.click(act(other, "a blue ball", "cancel"))
+    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    page.mouse.up()
+    titles(page, "a red boat", "a calm sea", "a calm sea")
+    cancel_all(page)
+
+
 def test_a_long_queue_is_shown_in_parts(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "a red boat", long=True, steps=1000)
