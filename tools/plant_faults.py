@@ -1,14 +1,14 @@
 """Measure what the tests protect: plant faults at random places and count those that a test notices.
 
-    python -m tools.plant_faults FOLDER [--seed 1] [--count 100] [--jobs 2]
+    python -m tools.plant_faults FOLDER [--seed 1] [--count 100] [--jobs 2] [--default]
 
 Three steps, each kept in FOLDER, so that a stopped run resumes and the same faults can be planted again later:
 
 1. `faults.json`: an equal number of places of each package in `PACKAGES`, chosen by the seed. Copy the file to another
-   folder to plant the same faults after the tests have changed.
-2. `reached/`, `tests.jsonl`: one run of all tests (`--all`) on a copy in which each place reports the test that reaches
-   it, also from child processes. A place outside functions runs at import: every test that calls a function of its
-   module counts as reaching it.
+   folder to plant the same faults after the code or the tests have changed; lines that are gone are replaced.
+2. `reached/`, `tests.jsonl`: one run of all tests (`--all`), or of those without it (`--default`), on a copy in which
+   each place reports the test that reaches it, also from child processes. A place outside functions runs at import:
+   every test that calls a function of its module counts as reaching it.
 3. `results.jsonl`: each fault is planted in a copy, and the tests that reach it are run until one fails: those of the
    mirrored folder first, then the shortest, for at most `SECONDS`. Tests that failed without a fault are left out.
 
@@ -240,21 +240,37 @@ def choose(seed: int, count: int) -> list[Fault]:
     return chosen
 
 
-def located(fault: Fault) -> Fault:
-    """Return a fault at the place where its lines are now.
+def located(faults: list[Fault], seed: int) -> list[Fault]:
+    """Return faults at the places where their lines are now, also in other files of their packages.
 
-    Raises:
-        ValueError: if they have changed.
+    Lines that have changed or gone are replaced by others of the same package and kind, chosen by `seed`.
     """
-    path = ROOT / fault.path
-    same = [
-        other
-        for other in (faults_of(path, fault.package) if path.exists() else ())
-        if (other.kind, other.old, other.context) == (fault.kind, fault.old, fault.context)
-    ]
-    if not same:
-        raise ValueError(f"this place has changed since it was chosen: {fault}")
-    return min(same, key=lambda other: abs(other.start - fault.start))
+    here: dict[str, list[Fault]] = {
+        package: [
+            fault for path in sorted((ROOT / "runtime" / package).rglob("*.py")) for fault in faults_of(path, package)
+        ]
+        for package in PACKAGES
+    }
+    found: list[Fault | None] = []
+    for fault in faults:
+        same = [
+            other
+            for other in here[fault.package]
+            if (other.kind, other.old, other.context) == (fault.kind, fault.old, fault.context)
+        ]
+        found.append(
+            min(same, key=lambda other: (other.path != fault.path, abs(other.start - fault.start)), default=None)
+        )
+    generator = random.Random(f"{seed} replaced")
+    places = {(fault.path, fault.start) for fault in found if fault is not None}
+    for number, fault in enumerate(faults):
+        if found[number] is None:
+            others = [other for other in here[fault.package] if (other.path, other.start) not in places]
+            instead = generator.choice([other for other in others if other.kind == fault.kind])
+            places.add((instead.path, instead.start))
+            sys.stdout.write(f"changed since it was chosen: {fault}; instead: {instead}\n")
+            found[number] = instead
+    return [fault for fault in found if fault is not None]
 
 
 # Copies of the repository.
@@ -299,8 +315,8 @@ def planted(tree: Path, fault: Fault) -> Iterator[None]:
 # Which tests reach which place.
 
 
-def record(folder: Path, faults: list[Fault], jobs: int) -> None:
-    """Run all tests on a copy whose places report the tests that reach them."""
+def record(folder: Path, faults: list[Fault], jobs: int, *, everything: bool) -> None:
+    """Run the tests on a copy whose places report the tests that reach them."""
     tree, log = folder / "tree", folder / "reached"
     log.mkdir()
     copy_tree(tree)
@@ -329,7 +345,7 @@ def record(folder: Path, faults: list[Fault], jobs: int) -> None:
         sys.executable,
         "-m",
         "pytest",
-        "--all",
+        *(["--all"] if everything else []),
         f"--numprocesses={jobs}",
         "--dist=worksteal",
         "-p",
@@ -480,6 +496,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where faults, recordings and results are kept")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="number of faults (default: 100)")
+    parser.add_argument("--default", action="store_true", help="record the tests that run without --all")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests at the same time (default: 2)")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -489,10 +506,11 @@ def main() -> None:
         faults = choose(arguments.seed, arguments.count)
         chosen.write_text(json.dumps([asdict(fault) for fault in faults], indent=1), encoding="utf-8")
     stored = json.loads(chosen.read_text(encoding="utf-8"))
-    faults = [located(Fault(**fault | {"function_starts": tuple(fault["function_starts"])})) for fault in stored]
+    faults = [Fault(**fault | {"function_starts": tuple(fault["function_starts"])}) for fault in stored]
+    faults = located(faults, arguments.seed)
     if not (folder / "tests.jsonl").exists():
         shutil.rmtree(folder / "reached", ignore_errors=True)
-        record(folder, faults, arguments.jobs)
+        record(folder, faults, arguments.jobs, everything=not arguments.default)
     plant(folder, faults, arguments.jobs)
     sys.stdout.write(report(folder, faults) + "\n")
 
