@@ -5,7 +5,7 @@ Its text encoders, VAE and scheduler are HunyuanVideo's. Source of defaults: htt
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from runtime.families.framepack import lora_names
-from runtime.families.framepack.known import KNOWN
 from runtime.families.hunyuan_video import spec as hunyuan_video
 from runtime.models.folder import read_config, read_sidecar, reading
 from runtime.models.registry import Family, KnownModel
@@ -83,7 +82,6 @@ _SAMPLING_TYPE: TypeAdapter[Any] = TypeAdapter(Literal["vanilla", "inverted_anti
 class FramePackFamily(Family):
     """See `models.registry.Family`."""
 
-    known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
     shared_programs = ("hunyuan_video",)
     lora_change = staticmethod(lora_names.NAMES.change_of)

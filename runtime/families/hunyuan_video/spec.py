@@ -6,7 +6,7 @@ Source of defaults and trained sizes: https://github.com/Tencent-Hunyuan/Hunyuan
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,7 +15,6 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.hunyuan_video import lora_names
-from runtime.families.hunyuan_video.known import KNOWN
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
@@ -293,7 +292,6 @@ _VAE_NAMES: Mapping[str, str] = {
 class HunyuanVideoFamily(Family):
     """See `models.registry.Family`."""
 
-    known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)

@@ -18,7 +18,6 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.wan import file_names, lora_names, part_files
-from runtime.families.wan.known import KNOWN
 from runtime.families.wan.part_files import weights
 from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading, tensor_types
 from runtime.models.registry import Family, KnownModel, PartFiles, SingleFiles
@@ -350,7 +349,6 @@ def _vae_config(
 class WanFamily:
     """See `models.registry.Family`."""
 
-    known: Sequence[KnownModel] = KNOWN
     shared_programs: Sequence[str] = ()
     negative_prompt = NEGATIVE_PROMPT
     single_files: SingleFiles | None = file_names

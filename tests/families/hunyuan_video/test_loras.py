@@ -9,7 +9,6 @@ import torch
 from runtime.core.errors import ModelError
 from runtime.core.loras import Lora
 from runtime.core.request import AUTO
-from runtime.families.hunyuan_video.known import KNOWN
 from runtime.families.hunyuan_video.lora_names import (
     FASTVIDEO_SHIFT,
     NAMES,
@@ -18,6 +17,7 @@ from runtime.families.hunyuan_video.lora_names import (
     weight_shape,
 )
 from runtime.models.loras import with_loras
+from runtime.models.registry import published_models
 from runtime.models.spec import ModelSpec
 from tests import lora_files
 from tests.families.hunyuan_lora_files import (
@@ -41,6 +41,7 @@ from tests.families.hunyuan_lora_files import (
 from tests.lora_files import save
 from tests.plans import tiny_plan
 
+KNOWN = published_models("hunyuan_video")
 Tiny = Callable[[str], ModelSpec]
 
 
