@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from PIL.Image import Image
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
+from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.step_caches import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
@@ -121,17 +121,6 @@ class SectionDenoiser(Denoiser, Protocol):
 
     def see(self, inputs: SectionInputs) -> None:
         """Set what the section is sampled from; it stays in memory until `PyTorchDenoiser.forget`."""
-
-
-# Embeds pixels, (images, 3, side, side) float32, as (images, tokens, width).
-ImageModel = Callable[[torch.Tensor], torch.Tensor]
-
-
-class ImageEncoder(Protocol):
-    """A model that embeds images, such as CLIP's."""
-
-    def encode(self, images: Sequence[Image]) -> torch.Tensor:
-        """Return the embeddings of images one after the other, (1, tokens of all images, width)."""
 
 
 class VideoEncoder(Protocol):

@@ -13,7 +13,8 @@ from runtime.core.errors import DeviceLostError, EngineError, first_line, ran_ou
 from runtime.core.facts import Fact
 from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
-from runtime.execution.components import PROMPTED, Denoiser, ImageModel, ImageSampler, ResumableDecoder, VideoEncoder
+from runtime.execution.components import PROMPTED, Denoiser, ImageSampler, ResumableDecoder, VideoEncoder
+from runtime.execution.image_encoder import ImageModel
 from runtime.execution.text_encoder import TextModel
 from runtime.execution.vae_groups import GroupDecoder, blended_groups
 from runtime.models.vae_groups import IMAGE_PROGRAM, group_program

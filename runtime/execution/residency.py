@@ -23,7 +23,6 @@ from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
     Denoiser,
-    ImageEncoder,
     PyTorchDenoiser,
     PyTorchVideoDecoder,
     VideoDecoder,
@@ -40,6 +39,7 @@ from runtime.execution.engine_components import (
     EngineVideoEncoder,
     failure_of_engine,
 )
+from runtime.execution.image_encoder import ImageEncoder
 from runtime.execution.loading_ahead import LoadingAhead, Preparation
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement

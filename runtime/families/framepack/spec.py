@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from runtime.families.framepack import lora_names
 from runtime.families.hunyuan_video import spec as hunyuan_video
-from runtime.models.folder import read_config, read_sidecar, reading
+from runtime.models.folder import read_config, read_sidecar, reading, up_to
 from runtime.models.registry import Family, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
@@ -44,7 +44,7 @@ class TransformerSpec(hunyuan_video.TransformerSpec):
         image_dim: channels of SigLIP's embeddings.
     """
 
-    image_dim: Annotated[int, Field(strict=True, ge=1, le=65_536)]
+    image_dim: Annotated[int, up_to(65_536)]
 
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations of one forward pass, batch 1.
@@ -63,10 +63,10 @@ class TransformerSpec(hunyuan_video.TransformerSpec):
 class _Siglip:
     """The sizes of a `transformers.SiglipVisionModel`, with the values that its configurations leave out."""
 
-    hidden_size: Annotated[int, Field(strict=True, ge=1, le=65_536)] = 768
-    image_size: Annotated[int, Field(strict=True, ge=1, le=8_192)] = 224
-    patch_size: Annotated[int, Field(strict=True, ge=1, le=8_192)] = 16
-    num_hidden_layers: Annotated[int, Field(strict=True, ge=1, le=512)] = 12
+    hidden_size: Annotated[int, up_to(65_536)] = 768
+    image_size: Annotated[int, up_to(8_192)] = 224
+    patch_size: Annotated[int, up_to(8_192)] = 16
+    num_hidden_layers: Annotated[int, up_to(512)] = 12
 
     @property
     def tokens(self) -> int:
@@ -75,7 +75,7 @@ class _Siglip:
 
 
 _SIGLIP = TypeAdapter(_Siglip)
-_IMAGE_DIM = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=65_536)])
+_IMAGE_DIM = TypeAdapter(Annotated[int, up_to(65_536)])
 _SAMPLING_TYPE: TypeAdapter[Any] = TypeAdapter(Literal["vanilla", "inverted_anti_drifting"])
 
 

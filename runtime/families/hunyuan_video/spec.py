@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.hunyuan_video import lora_names
-from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types
+from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
@@ -50,11 +50,6 @@ _TEMPORAL = 4
 _LONGEST_AXIS = 1024
 
 
-def _up_to(most: int) -> Any:
-    """Return the limits of a number in a configuration: published models stay far below them."""
-    return Field(strict=True, ge=1, le=most)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
     """Architecture of a `diffusers.HunyuanVideoTransformer3DModel`.
@@ -67,17 +62,17 @@ class TransformerSpec:
         guidance_embeds: whether the guidance scale is an input.
     """
 
-    double_layers: Annotated[int, _up_to(512)]
-    single_layers: Annotated[int, _up_to(512)]
-    refiner_layers: Annotated[int, _up_to(512)]
-    num_attention_heads: Annotated[int, _up_to(1_024)]
-    attention_head_dim: Annotated[int, _up_to(1_024)]
+    double_layers: Annotated[int, up_to(512)]
+    single_layers: Annotated[int, up_to(512)]
+    refiner_layers: Annotated[int, up_to(512)]
+    num_attention_heads: Annotated[int, up_to(1_024)]
+    attention_head_dim: Annotated[int, up_to(1_024)]
     mlp_ratio: Annotated[float, Field(gt=0, le=64)]
-    in_channels: Annotated[int, _up_to(4_096)]
-    text_dim: Annotated[int, _up_to(65_536)]
-    pooled_dim: Annotated[int, _up_to(65_536)]
-    spatial_patch: Annotated[int, _up_to(64)]
-    temporal_patch: Annotated[int, _up_to(64)]
+    in_channels: Annotated[int, up_to(4_096)]
+    text_dim: Annotated[int, up_to(65_536)]
+    pooled_dim: Annotated[int, up_to(65_536)]
+    spatial_patch: Annotated[int, up_to(64)]
+    temporal_patch: Annotated[int, up_to(64)]
     guidance_embeds: bool
 
     @property
@@ -146,11 +141,11 @@ class TransformerSpec:
 class VaeSpec:
     """Architecture of a `diffusers.AutoencoderKLHunyuanVideo`."""
 
-    z_dim: Annotated[int, _up_to(4_096)]
-    block_out_channels: Annotated[tuple[Annotated[int, _up_to(8_192)], ...], Field(min_length=1, max_length=8)]
-    layers_per_block: Annotated[int, _up_to(64)]
+    z_dim: Annotated[int, up_to(4_096)]
+    block_out_channels: Annotated[tuple[Annotated[int, up_to(8_192)], ...], Field(min_length=1, max_length=8)]
+    layers_per_block: Annotated[int, up_to(64)]
     scale_factor_temporal: Annotated[int, Field(strict=True, ge=_TEMPORAL, le=_TEMPORAL)]
-    scale_factor_spatial: Annotated[int, _up_to(256)]
+    scale_factor_spatial: Annotated[int, up_to(256)]
 
     @property
     def last_channels(self) -> int:
@@ -241,11 +236,11 @@ class VaeSpec:
 class _TextEncoder:
     """Sizes of a `LlamaModel` or a `CLIPTextModel`."""
 
-    hidden_size: Annotated[int, _up_to(65_536)]
-    intermediate_size: Annotated[int, _up_to(1_000_000)]
-    num_attention_heads: Annotated[int, _up_to(1_024)]
-    num_hidden_layers: Annotated[int, _up_to(512)]
-    vocab_size: Annotated[int, _up_to(10_000_000)]
+    hidden_size: Annotated[int, up_to(65_536)]
+    intermediate_size: Annotated[int, up_to(1_000_000)]
+    num_attention_heads: Annotated[int, up_to(1_024)]
+    num_hidden_layers: Annotated[int, up_to(512)]
+    vocab_size: Annotated[int, up_to(10_000_000)]
 
     def spec(self, max_tokens: int) -> TextEncoderSpec:
         """Return what the planner needs."""
@@ -295,8 +290,8 @@ class HunyuanVideoFamily(Family):
     negative_prompt = ""
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
-    distilled_steps = staticmethod(lora_names.distilled_steps)
-    distilled_shift = staticmethod(lora_names.distilled_shift)
+    distilled_steps = staticmethod(lora_names.DISTILLED.steps)
+    distilled_shift = staticmethod(lora_names.DISTILLED.shift)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `HunyuanVideoPipeline.save_pretrained` writes it.
