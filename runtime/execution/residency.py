@@ -37,8 +37,8 @@ from runtime.execution.engine_components import (
     EngineTextModel,
     EngineVideoDecoder,
     EngineVideoEncoder,
-    failure_of_engine,
 )
+from runtime.execution.engine_failures import failure_of_engine
 from runtime.execution.image_encoder import ImageEncoder
 from runtime.execution.loading_ahead import LoadingAhead, Preparation
 from runtime.execution.memory import release_cached_memory
