@@ -18,7 +18,6 @@ from runtime.models.folder import read_config, read_sidecar, reading, up_to
 from runtime.models.registry import Family, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
-from runtime.models.timesteps import noise_levels
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 
 # Checkpoints within a section are saved after any step, where a step cache would be lost.
@@ -103,14 +102,8 @@ class FramePackFamily(Family):
             return ModelSpec(
                 family="framepack",
                 name=name,
-                directory=directory,
                 transformer=transformer,
-                vae=shared.vae,
-                scheduler=str(shared.scheduler["_class_name"]),
-                parameters={part: hunyuan_video.parameters(directory, part) for part in _PROGRAMS},
-                encoders=shared.encoders,
-                flow_shift=shared.shift,
-                noise=hunyuan_video.given_sigmas(noise_levels(shared.scheduler)),
+                **hunyuan_video.folder_fields(directory, shared, _PROGRAMS),
                 **_common(transformer, shared.vae, found.siglip, found.section),
                 **{"latent_rgb": None, **sidecar},
             )
@@ -176,15 +169,9 @@ def _common(
 ) -> dict[str, Any]:
     """Return what all models of the family share."""
     return {
-        "experts": 1,
-        "boundary_ratio": None,
-        "expand_timesteps": False,
-        "embedded_guidance": transformer.guidance_embeds,
-        "max_sequence_length": hunyuan_video.MAX_SEQUENCE_LENGTH,
+        **hunyuan_video.common_fields(transformer),
         "programs": _PROGRAMS,
-        "block_programs": hunyuan_video.BLOCK_PROGRAMS,
         "unsupported": _UNSUPPORTED,
-        "lacks": hunyuan_video.LACKS,
         "unquantized": (*hunyuan_video.UNQUANTIZED, "image_projection"),
         "section": section,
         "image_input": ImageInput(

@@ -6,7 +6,7 @@ Source of defaults and trained sizes: https://github.com/Tencent-Hunyuan/Hunyuan
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -305,15 +305,9 @@ class HunyuanVideoFamily(Family):
             return ModelSpec(
                 family="hunyuan_video",
                 name=name,
-                directory=directory,
                 transformer=found.transformer,
-                vae=found.vae,
-                scheduler=str(found.scheduler["_class_name"]),
-                parameters={part: parameters(directory, part) for part in _PROGRAMS},
-                encoders=found.encoders,
-                flow_shift=found.shift,
-                noise=given_sigmas(noise_levels(found.scheduler)),
-                **_common(found.transformer),
+                **folder_fields(directory, found, _PROGRAMS),
+                **common_fields(found.transformer),
                 **{"latent_rgb": None, **sidecar},
             )
 
@@ -329,7 +323,7 @@ class HunyuanVideoFamily(Family):
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
         fields = known_fields(known)
-        return ModelSpec(**fields, **_CARD, **_common(fields["transformer"]), **known.description(weights_dir))
+        return ModelSpec(**fields, **_CARD, **common_fields(fields["transformer"]), **known.description(weights_dir))
 
 
 FAMILY: Family = HunyuanVideoFamily()
@@ -401,6 +395,21 @@ def read_configurations(directory: Path, title: str) -> Configurations:
     return Configurations(transformer, vae, encoders, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
 
 
+def folder_fields(directory: Path, found: Configurations, components: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a spec that a folder decides, but the transformer."""
+    noise = noise_levels(found.scheduler)
+    return {
+        "directory": directory,
+        "vae": found.vae,
+        "scheduler": str(found.scheduler["_class_name"]),
+        "parameters": {part: parameters(directory, part) for part in components},
+        "encoders": found.encoders,
+        "flow_shift": found.shift,
+        # The pipeline gives the sigmas to the scheduler.
+        "noise": replace(noise, spread="linear") if noise.spread == "euler" else noise,
+    }
+
+
 def known_fields(known: KnownModel) -> dict[str, Any]:
     """Return the fields of a spec that a published model's configurations decide."""
     return {
@@ -432,12 +441,7 @@ def _renamed(adapter: TypeAdapter[Any], names: Mapping[str, str], config: Mappin
     return adapter.validate_python({ours: config[theirs] for ours, theirs in names.items()})
 
 
-def given_sigmas(noise: NoiseLevels) -> NoiseLevels:
-    """Return the noise levels with the sigmas that the pipeline gives to the scheduler."""
-    return replace(noise, spread="linear") if noise.spread == "euler" else noise
-
-
-def _common(transformer: TransformerSpec) -> dict[str, Any]:
+def common_fields(transformer: TransformerSpec) -> dict[str, Any]:
     """Return what all models of the family share."""
     return {
         "experts": 1,
