@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,13 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Return those among `modules` that a file imports or whose names it imports, at any depth."""
+    nodes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)]
+    pairs = {(f"{node.module}.{alias.name}", node.module or "") for node in nodes for alias in node.names}
+    return {name if name in modules else module for name, module in pairs} & modules
+
+
 def package(path: Path) -> str | None:
     """Return the package under `runtime` that a file belongs to."""
     parts = path.relative_to(RUNTIME).parts
@@ -124,6 +132,14 @@ def test_imports_point_one_way() -> None:
     assert len(MODULES) > 300
     refused = [(str(path), module) for path in MODULES for module in imports(path) if not is_allowed(path, module)]
     assert refused == []
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    modules = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in MODULES}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph = {name: imported_modules(path, set(modules)) - {name} for name, path in modules.items()}
+    assert sum(map(len, graph.values())) > len(graph)
+    TopologicalSorter(graph).prepare()  # raises a CycleError that has the modules of a circle
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from bench.gpu.residency import measured, model, with_weights
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
-from runtime.families.wan import mag_ratios
 from runtime.models.loras import with_loras
+from runtime.models.registry import published_models
 from runtime.models.spec import ModelSpec
 from runtime.planner import memory_model
 from tests import lora_files
@@ -157,8 +157,8 @@ def main() -> None:
     say(part="machine", device=name, torch=torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
         # Of the published model of this width: random weights have none.
-        ratios = mag_ratios.T2V_A14B
-        spec = replace(model(Path(folder) / "model", arguments), mag_ratios=ratios)
+        published = next(known for known in published_models("wan") if known.name == "wan2.2-t2v-a14b")
+        spec = replace(model(Path(folder) / "model", arguments), mag_ratios=published.mag_ratios)
         parts = {"lora": partial(lora, arguments, spec), "cache": partial(cache, arguments, spec)}
         for part in arguments.parts:
             parts[part](Path(folder))

@@ -24,12 +24,14 @@ from safetensors.torch import save_file
 
 from runtime.core.plan import ComponentPlan
 from runtime.families.wan import file_names
-from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import look_up
+from runtime.models.registry import published_models
 from runtime.models.weights import load_module
 from runtime.planner.memory_model import weights_bytes
 from tests import tiny_models
 from tests.transformer_files import random_blocks
+
+KNOWN = published_models("wan")
 
 
 def write(path: Path, kind: str, config: dict[str, object]) -> None:

@@ -16,12 +16,14 @@ from diffusers import HunyuanVideoFramepackTransformer3DModel, HunyuanVideoTrans
 from torch import nn
 
 from runtime.execution.components import SectionInputs
-from runtime.families.framepack.known import KNOWN as FRAMEPACK
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
-from runtime.families.hunyuan_video.known import KNOWN as HUNYUAN_VIDEO
 from runtime.families.hunyuan_video.transformer import PyTorchDenoiser
 from runtime.models.catalogue import look_up
+from runtime.models.registry import published_models
 from runtime.models.sections import LATENT_WINDOW, Section
+
+FRAMEPACK = published_models("framepack")
+HUNYUAN_VIDEO = published_models("hunyuan_video")
 
 # Latent frames, height and width of each size.
 SIZES: dict[str, dict[str, tuple[int, int, int]]] = {

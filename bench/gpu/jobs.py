@@ -51,11 +51,10 @@ from runtime.core.events import Event, Failed, FellBack, SectionDone, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
-from runtime.families.framepack.known import KNOWN as FRAMEPACK
 from runtime.families.hunyuan_video.spec import SKIPPED_LAYERS
 from runtime.machine.probe import Machine, probe
 from runtime.models.images import with_images
-from runtime.models.registry import read_spec
+from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import section_stages, stages
 from runtime.pipeline.blank_video import Detector
@@ -67,6 +66,7 @@ from tests import tiny_models
 from tests.families import framepack_models
 from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
+FRAMEPACK = published_models("framepack")
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 # Architecture, width, height, frames.
 MODELS = {

@@ -2,18 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from runtime.core.plan import LatentSize
 from runtime.engines.component_programs import SMALLEST_DYNAMIC, Program
 from runtime.engines.fp8 import Fp8Part
 from runtime.engines.signatures import IOSignature, Shapes, TensorSignature
+from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 
 # The named size of the axis that counts tokens.
 TOKENS = "tokens"
+# Of all norms, in every published configuration.
+_EPS = 1e-6
 
 
 class BlockTensor(NamedTuple):
@@ -27,21 +32,67 @@ class BlockTensor(NamedTuple):
         return tuple(tokens if isinstance(size, str) else size for size in self.sizes)
 
 
-class BlockPart(Protocol):
+class BlockPart(nn.Module):
     """The form of a block engine's program: a part of a transformer's block that computes each token by itself.
 
-    It is called with `inputs` and then `weights`, and returns `outputs`, in these orders.
+    It is called with `inputs` and then `weights`, and returns `outputs`, in these orders. `x` is (tokens, width),
+    float32; `modulation` has rows of an adaptive norm, float32. Queries, keys, values and attended values are
+    (tokens, width), the heads concatenated, in the dtype of the weights.
 
     Attributes:
         inputs, outputs: names.
         weights: the path of the parameter within a block, by the name of the input for it.
+        rows: of `modulation`.
         tensors: by name.
     """
 
     inputs: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
     weights: ClassVar[Mapping[str, str]]
+    rows: ClassVar[int]
     tensors: Mapping[str, BlockTensor]
+    _other: torch.Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        transformer = spec.transformer
+        self._heads = transformer.num_attention_heads
+        head_width, width, inner = transformer.attention_head_dim, transformer.width, transformer.ffn_dim
+        # Of two adjacent channels, the other one.
+        self.register_buffer("_other", torch.arange(head_width) ^ 1, persistent=False)
+        square, vector = BlockTensor((width, width)), BlockTensor((width,))
+        self.tensors = {
+            **dict.fromkeys(("attended", "q", "k", "v", "query"), BlockTensor((TOKENS, width))),
+            **{name: square if name.endswith("_weight") else vector for name in self.weights},
+            "x": BlockTensor((TOKENS, width), "float32"),
+            "modulation": BlockTensor((self.rows, width), "float32"),
+            **dict.fromkeys(("cos", "sin"), BlockTensor((TOKENS, head_width), "float32")),
+            # Norms of queries and keys are in the model's dtype, unlike those of the stream.
+            **dict.fromkeys(("norm_weight", "norm_bias"), BlockTensor((width,), "float32")),
+            "expand_weight": BlockTensor((inner, width)),
+            "expand_bias": BlockTensor((inner,)),
+            "contract_weight": BlockTensor((width, inner)),
+            "both_weight": BlockTensor((width, width + inner)),
+        }
+
+    def _layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, _EPS)
+
+    def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self._layer_norm(x) * (1 + scale) + shift
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last axis in float32: `torch.nn.RMSNorm`, spelt out."""
+        wide = x.float()
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * weight.float()
+
+    def _rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate adjacent channels; `x` is (tokens, width), float32, the tables are `rotation_tables`'."""
+        x = x.view(x.shape[0], self._heads, -1)
+        # TensorRT runs a gather 15 % faster than splitting and joining channels (8.6, the whole part, on an H200).
+        return (x * cos.unsqueeze(1) + x.index_select(-1, self._other) * sin.unsqueeze(1)).flatten(1)
 
 
 @dataclass(frozen=True)

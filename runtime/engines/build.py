@@ -374,24 +374,18 @@ def build_engine(
 
 
 def verify_engine(
-    spec: ModelSpec,
-    component: str,
     record: EngineRecord,
+    request: BuildRequest,
     store: EngineStore,
-    device: str,
     emit_progress: Report,
     cancel: Cancel,
     entry: Entry = run_job,
-    *,
-    baseline: Baseline | None = None,
-    cache_dir: Path | None = None,
 ) -> EngineRecord:
     """Compare an engine with PyTorch again, and store the result or the problem.
 
     Args:
-        spec, component: whose weights it was built from, or runs with.
-        device, emit_progress, cancel, entry: see `build_engine`.
-        baseline, cache_dir: see `BuildRequest`.
+        request: how the engine was built, with the model and the component that it runs with now.
+        emit_progress, cancel, entry: see `build_engine`.
 
     Raises:
         EngineError: if the engine is gone, the store cannot be written, or verification itself failed.
@@ -399,10 +393,7 @@ def verify_engine(
     """
     _check_loras(record)
     # The engine's own LoRAs, which may differ from those of the model's next job.
-    spec = replace(spec, loras=record.loras)
-    request = BuildRequest(
-        spec=spec, component=component, key=record.key, device=device, baseline=baseline, cache_dir=cache_dir
-    )
+    request = replace(request, spec=replace(request.spec, loras=record.loras))
     with store.using(record.id) as folder, store.building(record.id, cancel.check):
         problem = store.verify_hash(record)
         if problem is not None:

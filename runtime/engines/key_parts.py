@@ -44,6 +44,7 @@ _EXPORTED_MODULES = (
     "programs.py",
     "component_programs.py",
     "block_programs.py",
+    "clip_layers.py",
     "signatures.py",
     "fp8.py",
     "tensorrt_operators.py",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
@@ -39,6 +40,15 @@ EXACT = "exact"
 # Transformers of more parameters run on block engines on a GPU: one engine of all blocks takes gigabytes of disk and
 # memory for each size and LoRA.
 _MOST_WHOLE_PARAMETERS = 1_000_000_000
+
+
+class _Engine(NamedTuple):
+    """An engine that a component could run on; without a record it is not built."""
+
+    use: EngineRef
+    profile: ShapeProfile
+    key: EngineKey
+    record: EngineRecord | None
 
 
 @dataclass(frozen=True)
@@ -98,66 +108,65 @@ class ModelOffers:
         )
 
     def _offer(self, builder: Builder, component: str, latent: LatentSize, device: str) -> EngineOffer:
-        uses: list[EngineRef] = []
-        needs: list[BuildNeeds] = []
-        missing: Fact | None = None
-        nearest: Fact | None = None
-        over_limit: Fact | None = None
-        build_time = 0.0
-        seconds: list[float] = []
-        baselines: list[dict[str, float]] = []
-        file_bytes = 0
-        for program in builder.programs(self.spec, component):
-            size = _size(program, self.spec, latent)
-            if size is None:
-                continue
-            profile = _profile(builder.name, program, self.spec, size, device)
-            use = EngineRef(
-                id="",
-                program=program,
-                builder=builder.name,
-                precision=builder.default_precision(self.spec, program, self.machine, device),
-                profile=(profile.min, profile.opt, profile.max),
-            )
-            key = self.key(builder, component, use, device)
-            found = find(self._index, key, size)
-            uses.append(
-                use.replace(
-                    id=key.digest() if found is None else found.id,
-                    build=found is None,
-                    tokens=int(dict(key.options).get(TOKENS_OPTION, 0)),
-                    context_bytes=0 if found is None else found.context_bytes,
-                )
-            )
-            if found is None:
-                needs.append(builder.needs(self.spec, program, profile))
-                build_time += build_seconds(self.spec, component, program, builder.name, profile.opt, self._index)
-                over_limit = over_limit or self.store.limit_conflict(self.spec, component, key)
-                if missing is None:
-                    missing, nearest = self._why_missing(key, component)
-            else:
-                calls = engine_calls(uses[-1], self.spec, latent)
-                seconds.append(calls * found.seconds_per_call)
-                baselines.append({path: calls * one for path, one in found.baselines.items()})
-                file_bytes += found.file_bytes
+        engines = [
+            self._engine(builder, component, program, size, device)
+            for program in builder.programs(self.spec, component)
+            if (size := _size(program, self.spec, latent)) is not None
+        ]
+        absent = [one for one in engines if one.record is None]
+        missing, nearest = self._why_missing(absent[0].key, component) if absent else (None, None)
         problem = builder.unavailable(self.machine)
-        if problem is None and needs:
-            problem = over_limit or self._too_small(needs)
+        if problem is None and absent:
+            problem = self._why_not_built(builder, component, absent)
+        built = [(engine_calls(one.use, self.spec, latent), one.record) for one in engines if one.record is not None]
+        seconds = [calls * record.seconds_per_call for calls, record in built]
+        building = (
+            build_seconds(self.spec, component, one.use.program, builder.name, one.profile.opt, self._index)
+            for one in absent
+        )
         return EngineOffer(
             backend=builder.backend,
             builder=builder.name,
-            engines=tuple(uses),
+            engines=tuple(one.use for one in engines),
             missing=missing,
             misfit=nearest,
             problem=problem,
-            build_seconds=build_time,
+            build_seconds=sum(building, 0.0),
             seconds=sum(seconds) if all(seconds) else 0.0,
-            baselines=_added(baselines),
-            file_bytes=file_bytes,
+            baselines=_added(
+                [{path: calls * one for path, one in record.baselines.items()} for calls, record in built]
+            ),
+            file_bytes=sum(record.file_bytes for _, record in built),
             in_blocks=builder.kind == "blocks",
             # A CPU gains nothing from engines that read weights as inputs.
             on_request=builder.on_request(component, device),
         )
+
+    def _engine(self, builder: Builder, component: str, program: str, size: LatentSize, device: str) -> _Engine:
+        """Return the engine of a builder for a program at a latent size, built or not."""
+        profile = _profile(builder.name, program, self.spec, size, device)
+        use = EngineRef(
+            id="",
+            program=program,
+            builder=builder.name,
+            precision=builder.default_precision(self.spec, program, self.machine, device),
+            profile=(profile.min, profile.opt, profile.max),
+        )
+        key = self.key(builder, component, use, device)
+        record = find(self._index, key, size)
+        use = use.replace(
+            id=key.digest() if record is None else record.id,
+            build=record is None,
+            tokens=int(dict(key.options).get(TOKENS_OPTION, 0)),
+            context_bytes=0 if record is None else record.context_bytes,
+        )
+        return _Engine(use, profile, key, record)
+
+    def _why_not_built(self, builder: Builder, component: str, absent: Sequence[_Engine]) -> Fact | None:
+        """Return why engines cannot be built: the library's limit, or too small a machine; `None` if they can."""
+        conflicts = (self.store.limit_conflict(self.spec, component, one.key) for one in absent)
+        needs = [builder.needs(self.spec, one.use.program, one.profile) for one in absent]
+        return next(filter(None, conflicts), None) or self._too_small(needs)
 
     def _unsupported(self, builder: Builder) -> EngineOffer:
         """Return an offer that states why a builder does not support a device."""

@@ -31,6 +31,7 @@ from runtime.planner.engine_index import (
     IMPORTED,
     SWAPPED,
     UNREADABLE_KEY,
+    EngineKey,
     EngineRecord,
     device_difference,
     differences,
@@ -153,16 +154,21 @@ class EngineService:
         key = self.offers(spec).key(BUILDERS[use.builder], component, use, device)
         if key.digest() != use.id:
             raise EngineError("engine.planned_for_others", engine=use.id)
-        request = BuildRequest(
+        request = replace(self.request(spec, component, key, device, baselines), again=again)
+        return build_engine(request, self.store, emit_progress, cancel)
+
+    def request(
+        self, spec: ModelSpec, component: str, key: EngineKey, device: str, baselines: Baselines | None
+    ) -> BuildRequest:
+        """Return the request to build or verify an engine; `baselines` as in `build`."""
+        return BuildRequest(
             spec=spec,
             component=component,
             key=key,
             device=device,
-            again=again,
             baseline=baselines and baselines(spec, component, key, device),
             cache_dir=self.cache_dir,
         )
-        return build_engine(request, self.store, emit_progress, cancel)
 
     def problem(self, engine_id: str) -> Fact | None:
         """Read an engine's files and return the problem; None if they are intact."""
@@ -200,18 +206,8 @@ class EngineService:
             try:
                 spec, component = self.owner(record, models)
                 device = self.device_of(record)
-                found = verify_engine(
-                    spec,
-                    component,
-                    record,
-                    self.store,
-                    device,
-                    emit_progress,
-                    cancel,
-                    baseline=baselines and baselines(spec, component, record.key, device),
-                    cache_dir=self.cache_dir,
-                )
-                yield Verified(found)
+                request = self.request(spec, component, record.key, device, baselines)
+                yield Verified(verify_engine(record, request, self.store, emit_progress, cancel))
             except TandemError as error:
                 yield Verified(record, error.fact)
 

@@ -15,7 +15,7 @@ from runtime.engines.block_programs import BlockPart
 from runtime.engines.key_parts import BLOCK_TOKENS
 from runtime.engines.programs import load_program
 from runtime.engines.service import OpenEngines
-from runtime.execution.engine_components import failure_of_engine
+from runtime.execution.engine_failures import failure_of_engine
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor
 from runtime.models.spec import ModelSpec

@@ -3,21 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
-from PIL.Image import Image
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
+from runtime.execution.block_engines import BlockEngines
+from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.step_caches import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
 from runtime.models.sections import Section
 from runtime.models.spec import ModelSpec
-
-if TYPE_CHECKING:  # which imports this module
-    from runtime.execution.block_engines import BlockEngines
 
 # The passes of a step with guidance.
 PROMPTED, UNPROMPTED = "cond", "uncond"
@@ -71,9 +69,7 @@ class PyTorchDenoiser(Denoiser, Protocol):
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
 
-    def compute(
-        self, speed: Speed, on_degraded: OnDegraded | None = None, engines: "BlockEngines | None" = None
-    ) -> None:
+    def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """Apply a plan's `Speed` from the next call on; what fails costs time only.
 
         Args:
@@ -121,17 +117,6 @@ class SectionDenoiser(Denoiser, Protocol):
 
     def see(self, inputs: SectionInputs) -> None:
         """Set what the section is sampled from; it stays in memory until `PyTorchDenoiser.forget`."""
-
-
-# Embeds pixels, (images, 3, side, side) float32, as (images, tokens, width).
-ImageModel = Callable[[torch.Tensor], torch.Tensor]
-
-
-class ImageEncoder(Protocol):
-    """A model that embeds images, such as CLIP's."""
-
-    def encode(self, images: Sequence[Image]) -> torch.Tensor:
-        """Return the embeddings of images one after the other, (1, tokens of all images, width)."""
 
 
 class VideoEncoder(Protocol):

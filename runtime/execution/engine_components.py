@@ -1,6 +1,5 @@
 """Components that run on engines, and in PyTorch once an engine has failed."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -8,46 +7,18 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils.torch_utils import randn_tensor
 
-from runtime.core.cancel import CancelledError, PausedError
-from runtime.core.errors import DeviceLostError, EngineError, first_line, ran_out
 from runtime.core.facts import Fact
 from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
-from runtime.execution.components import PROMPTED, Denoiser, ImageModel, ImageSampler, ResumableDecoder, VideoEncoder
+from runtime.execution.components import PROMPTED, Denoiser, ImageSampler, ResumableDecoder, VideoEncoder
+from runtime.execution.engine_failures import failure_of_engine
+from runtime.execution.image_encoder import ImageModel
 from runtime.execution.text_encoder import TextModel
 from runtime.execution.vae_groups import GroupDecoder, blended_groups
 from runtime.models.vae_groups import IMAGE_PROGRAM, group_program
-from runtime.upstream.torch import cuda_failure
 
 Part = TypeVar("Part")
 Result = TypeVar("Result", bound=torch.Tensor | Mapping[str, torch.Tensor] | None)
-
-_ERROR_LENGTH = 300
-
-logger = logging.getLogger(__name__)
-
-
-def failure_of_engine(error: Exception, device: str | torch.device, out_of_memory: str) -> Fact:
-    """Return why an engine failed, so that PyTorch takes its place; call it in the handler of the error.
-
-    Args:
-        error: of any type: every library has its own.
-        out_of_memory: the code to return if memory ran out.
-
-    Raises:
-        DeviceLostError: if nothing can run on the device in this process any more.
-        CancelledError, PausedError: if that is the error.
-    """
-    if isinstance(error, CancelledError | PausedError):
-        raise error
-    if torch.device(device).type == "cuda" and cuda_failure(device) is not None:
-        raise DeviceLostError(error=first_line(error)) from error
-    if isinstance(error, EngineError):
-        return error.fact
-    if ran_out(error) is not None:
-        return Fact(out_of_memory)
-    logger.warning("An engine failed", exc_info=error)
-    return Fact("execution.engine_failed", {"error": first_line(error)[:_ERROR_LENGTH]})
 
 
 class EngineWithFallback(Generic[Part]):

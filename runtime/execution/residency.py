@@ -23,7 +23,6 @@ from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
     Denoiser,
-    ImageEncoder,
     PyTorchDenoiser,
     PyTorchVideoDecoder,
     VideoDecoder,
@@ -38,8 +37,9 @@ from runtime.execution.engine_components import (
     EngineTextModel,
     EngineVideoDecoder,
     EngineVideoEncoder,
-    failure_of_engine,
 )
+from runtime.execution.engine_failures import failure_of_engine
+from runtime.execution.image_encoder import ImageEncoder
 from runtime.execution.loading_ahead import LoadingAhead, Preparation
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.offload import Placed, Placement, place, placement
@@ -117,6 +117,18 @@ class JobHooks(Protocol):
 
     def on_degraded(self, name: str, field: str, reason: Fact) -> None:
         """Record that the option `field` of the plan's `Speed` is not applied to a component, and why."""
+
+
+class _Use(NamedTuple):
+    """One use of a component by a job."""
+
+    spec: ModelSpec
+    job: JobHooks
+    name: str
+
+    def key(self, part: ComponentPlan) -> _Key:
+        """Return the key of the component if it is loaded as `part` states."""
+        return _key(self.spec, self.name, self.job.plan, part)
 
 
 class Residency:
@@ -350,75 +362,77 @@ class Residency:
 
         `prepare` applies the job's plan to the component in PyTorch.
         """
-        part = job.plan.components[name]
-        used = [_key(spec, name, job.plan, part)]
-        self._wait_for_load(used[0], job)
-
-        def hold(wanted: ComponentPlan, make: Callable[[], Any]) -> Any:
-            self._free_all_but(spec, job.plan)
-            key = _key(spec, name, job.plan, wanted)
-            if key not in self._held:
-                job.loading(name)
-                started = time.perf_counter()
-                ahead = self._ahead.take(key)
-                self._held[key] = make() if ahead is None else ahead
-                self.load_seconds += time.perf_counter() - started
-            return self._held[key]
-
-        def pytorch(wanted: ComponentPlan) -> Any:
-            key = _key(spec, name, job.plan, wanted)
-            waited = key in self._held
-            loaded: _Loaded = hold(wanted, lambda: _load(spec, name, wanted, key.placement, self._load))
-            for damaged in [] if self._quantized is None else self._quantized.take_reports():
-                job.warn(damaged)
-            if loaded.placed.waits_elsewhere:
-                if waited:
-                    job.loading(name)
-                started = time.perf_counter()
-                loaded.placed.to_device()
-                self.load_seconds += time.perf_counter() - started
-            prepare(loaded.part, wanted)
-            return loaded.part
+        use, part = _Use(spec, job, name), job.plan.components[name]
+        key = use.key(part)
+        self._wait_for_load(key, job)
 
         def fall_back(reason: Fact) -> Any:
+            nonlocal key
             replacement = part.in_pytorch(reason)
-            self._drop(used[0])
-            used[0] = _key(spec, name, job.plan, replacement)
+            self._drop(key)
+            key = use.key(replacement)
             job.fell_back(name, reason)
-            return pytorch(replacement)
+            return self._in_pytorch(use, replacement, prepare)
 
         try:
             if part.on_engine:
-                yield self._on_engines(hold, spec, name, part, on_engines, fall_back)
-            elif used[0].split is not None:
-                yield self._on_several_gpus(hold, spec, job, name, used[0])
+                yield self._on_engines(use, part, on_engines, fall_back)
+            elif key.split is not None:
+                yield self._on_several_gpus(use, key)
             else:
-                yield pytorch(part)
+                yield self._in_pytorch(use, part, prepare)
         finally:
-            held = self._held.get(used[0])
-            # Processes in which engines failed are not used with them again.
-            failed = part.in_blocks and used[0].split is not None and not job.plan.components[name].in_blocks
-            if failed or (used[0].placement == "device" and not job.plan.strategy.keeps(name)):
-                self._drop(used[0])
-            elif isinstance(held, _Loaded):
-                held.placed.to_host()
-                if held.placed.waits_elsewhere:
-                    release_cached_memory()
+            self._put_back(use, key, part)
 
-    def _on_several_gpus(
-        self,
-        hold: Callable[[ComponentPlan, Callable[[], Any]], Any],
-        spec: ModelSpec,
-        job: JobHooks,
-        name: str,
-        key: _Key,
-    ) -> Any:
+    def _hold(self, use: _Use, part: ComponentPlan, make: Callable[[], Any]) -> Any:
+        """Return what is loaded for a component, after making it if necessary."""
+        self._free_all_but(use.spec, use.job.plan)
+        key = use.key(part)
+        if key not in self._held:
+            use.job.loading(use.name)
+            started = time.perf_counter()
+            ahead = self._ahead.take(key)
+            self._held[key] = make() if ahead is None else ahead
+            self.load_seconds += time.perf_counter() - started
+        return self._held[key]
+
+    def _in_pytorch(self, use: _Use, part: ComponentPlan, prepare: Callable[[Any, ComponentPlan], None]) -> Any:
+        """Return a component in PyTorch, whose weights are where it computes."""
+        key = use.key(part)
+        waited = key in self._held
+        loaded: _Loaded = self._hold(use, part, lambda: _load(use.spec, use.name, part, key.placement, self._load))
+        for damaged in [] if self._quantized is None else self._quantized.take_reports():
+            use.job.warn(damaged)
+        if loaded.placed.waits_elsewhere:
+            if waited:
+                use.job.loading(use.name)
+            started = time.perf_counter()
+            loaded.placed.to_device()
+            self.load_seconds += time.perf_counter() - started
+        prepare(loaded.part, part)
+        return loaded.part
+
+    def _put_back(self, use: _Use, key: _Key, planned: ComponentPlan) -> None:
+        """Free a component that was used, or move its weights to where they wait, unless the plan keeps it there."""
+        plan = use.job.plan
+        # Processes in which engines failed are not used with them again.
+        failed = planned.in_blocks and key.split is not None and not plan.components[use.name].in_blocks
+        if failed or (key.placement == "device" and not plan.strategy.keeps(use.name)):
+            self._drop(key)
+        elif isinstance(loaded := self._held.get(key), _Loaded):
+            loaded.placed.to_host()
+            if loaded.placed.waits_elsewhere:
+                release_cached_memory()
+
+    def _on_several_gpus(self, use: _Use, key: _Key) -> Any:
         """Return a component that the processes of the plan's split have loaded."""
+        spec, job, name = use
         self._keep_compiled(job)
         part, split, check = job.plan.components[name], key.split, job.cancel.check
         assert split is not None
         store = self.engines.store if part.in_blocks else None
-        shared: Shared = hold(
+        shared: Shared = self._hold(
+            use,
             part,
             lambda: self.group_manager.load(split, spec, name, part, check, key.computed, store, self._quantized),
         )
@@ -429,17 +443,14 @@ class Residency:
 
     def _on_engines(
         self,
-        hold: Callable[[ComponentPlan, Callable[[], Any]], Any],
-        spec: ModelSpec,
-        name: str,
+        use: _Use,
         part: ComponentPlan,
         on_engines: Callable[[OpenEngines, Callable[[Fact], Any]], Any],
         fall_back: Callable[[Fact], Any],
     ) -> Any:
         """Open a component's engines; return the component in PyTorch if that fails."""
-        service = self.engines
         try:
-            engines = hold(part, lambda: service.open(spec, name, part.engines, part.device))
+            engines = self._hold(use, part, partial(self._open, use.spec, use.name, part))
             return on_engines(engines, fall_back)
         except Exception as error:
             reason = failure_of_engine(error, part.device, "execution.engine_load_out_of_memory")

@@ -13,7 +13,7 @@ from runtime.core.disk_caches import bytes_in
 from runtime.core.errors import ModelError, OutputError, TandemError
 from runtime.models import single_file
 from runtime.models.folder import read_config
-from runtime.models.registry import KnownModel, families, is_component, read_spec
+from runtime.models.registry import FAMILIES, KnownModel, is_component, published_models, read_spec
 from runtime.models.single_file import LORAS, assemble
 from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import WeightFiles
@@ -318,7 +318,7 @@ def not_downloaded(weights_dir: Path) -> list[ModelSpec]:
 
 def known_models() -> list[KnownModel]:
     """Return the published models of every family."""
-    return [model for family in families() for model in family.known]
+    return [model for family in FAMILIES for model in published_models(family)]
 
 
 def known_as(name: str) -> KnownModel | None:

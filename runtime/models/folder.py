@@ -84,6 +84,11 @@ _WORD_NORMALIZERS = [
 _MAX_VOCABULARY_BYTES = 1 << 20
 
 
+def up_to(most: int) -> Any:
+    """Return the limits of a number in a configuration: published models stay far below them."""
+    return Field(strict=True, ge=1, le=most)
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read a configuration file of a model folder.
 

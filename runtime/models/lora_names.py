@@ -16,7 +16,7 @@ underscores.
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from runtime.core.loras import BOTH, Expert
 from runtime.models.registry import LoraChange, LoraLayer
@@ -69,6 +69,7 @@ _UNSUPPORTED = {
 _STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
 _MAX_DISTILLED_STEPS = 16
 
+Number = TypeVar("Number", int, float)
 # diffusers' name of a module by its name in files, or its names if one layer in files is several in diffusers.
 Names = Mapping[str, str | tuple[str, ...]]
 
@@ -160,18 +161,31 @@ def _by_name(names: Names) -> dict[str, tuple[str, ...]]:
     return own | {_underscored(name): modules for name, modules in many.items()}
 
 
-def distilled_steps(lora: Path, authors: Mapping[re.Pattern[str], int]) -> int | None:
-    """Return for how many steps a LoRA was distilled, by its file's or folder's name; `None` if it was not.
+class DistilledLoras(NamedTuple):
+    """LoRAs from step distillation, which need few steps and no guidance, by the name of their file or folder.
 
-    LoRAs from step distillation need few steps and no guidance.
-
-    Args:
+    Attributes:
         authors: patterns in the names of such LoRAs, in the order they are searched, with the number of steps of those
             that do not state it.
+        shifts: patterns, with the shift of the distillation.
     """
-    for text in (lora.stem, lora.parent.name):
-        given = _STEPS.search(text)
-        number = int(given[1]) if given else next((steps for name, steps in authors.items() if name.search(text)), None)
-        if number is not None:
-            return number if 0 < number <= _MAX_DISTILLED_STEPS else None
-    return None
+
+    authors: Mapping[re.Pattern[str], int]
+    shifts: Mapping[re.Pattern[str], float]
+
+    def steps(self, lora: Path) -> int | None:
+        """Return for how many steps a LoRA was distilled; `None` if it was not."""
+        for text in (lora.stem, lora.parent.name):
+            stated = _STEPS.search(text)
+            number = int(stated[1]) if stated else _first(self.authors, text)
+            if number is not None:
+                return number if 0 < number <= _MAX_DISTILLED_STEPS else None
+        return None
+
+    def shift(self, lora: Path) -> float | None:
+        """Return the shift with which a LoRA was distilled, if its name identifies its author."""
+        return _first(self.shifts, lora.stem) or _first(self.shifts, lora.parent.name)
+
+
+def _first(values: Mapping[re.Pattern[str], Number], text: str) -> Number | None:
+    return next((value for pattern, value in values.items() if pattern.search(text)), None)

@@ -1,22 +1,26 @@
 """The table of model families, and the interface of a family.
 
-A family is a folder of `runtime.families` with two modules:
+A family is a folder of `runtime.families` with
 
-    spec.py        `FAMILY`, a `Family`: reads model folders without torch
-    components.py  loads torch: `MODULES` for `models.weights`, `make_form` for `engines.programs`, and the functions of
-                   `execution.components.Components`
+    spec.py         `FAMILY`, a `Family`: reads model folders without torch
+    components.py   loads torch: `MODULES` for `models.weights`, `make_form` for `engines.programs`, and the functions
+                    of `execution.components.Components`
+    published.json  published models, if there are any: see `published_models`
 
 To add one, write the folder and add its entry to `FAMILIES`. Both modules are imported on first use.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module, resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from runtime.core.errors import ModelError
+from runtime.core.frozen import FrozenModel
 from runtime.core.loras import BOTH, Expert
 from runtime.models.folder import (
     check_files,
@@ -115,8 +119,19 @@ class Part:
         return f"{self.at_root}/{path}" if self.at_root else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownModel:
+class PublishedComponent(FrozenModel):
+    """A component of published models.
+
+    Attributes:
+        parameters: number of weights.
+        config: the values of its `config.json` that `Family.known_spec` needs.
+    """
+
+    parameters: int
+    config: Mapping[str, Any] | None = None
+
+
+class KnownModel(FrozenModel):
     """A published model.
 
     Attributes:
@@ -129,9 +144,8 @@ class KnownModel:
         license: of its weights.
         about: a sentence on what it makes.
         aliases: other names, in lower case.
-        configs: `config.json` by component, for the components whose architecture `spec` needs.
-        parameters: number of weights by component.
-        experts, boundary_ratio, expand_timesteps: as in `ModelSpec`.
+        components: by name.
+        boundary_ratio, expand_timesteps: as in `ModelSpec`.
         sizes: (width, height) that it was trained for, if not all of its family's.
         mag_ratios: see `ModelSpec`.
         flow_shift: in the authors' own code; the request, or the model folder, decides what runs.
@@ -142,18 +156,31 @@ class KnownModel:
     family: str
     repository: str
     parts: tuple[Part, ...] = ()
-    index: Mapping[str, Any] = field(default_factory=dict)
+    index: Mapping[str, Any] = {}
     license: str
     about: str = ""
     aliases: frozenset[str]
-    configs: Mapping[str, Mapping[str, Any]]
-    parameters: Mapping[str, int]
-    experts: int = 1
+    components: Mapping[str, PublishedComponent]
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
     flow_shift: float
-    mag_ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    mag_ratios: Mapping[str, tuple[float, ...]] = {}
+
+    @property
+    def configs(self) -> dict[str, Mapping[str, Any]]:
+        """`PublishedComponent.config` by component."""
+        return {name: part.config for name, part in self.components.items() if part.config is not None}
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Number of weights by component."""
+        return {name: part.parameters for name, part in self.components.items()}
+
+    @property
+    def experts(self) -> int:
+        """As in `ModelSpec`."""
+        return sum(map(is_transformer, self.components))
 
     @property
     def names(self) -> frozenset[str]:
@@ -259,11 +286,6 @@ class Family(Protocol):
         return None
 
     @property
-    def known(self) -> Sequence[KnownModel]:
-        """Published models of the family; none by default."""
-        return ()
-
-    @property
     def shared_programs(self) -> Sequence[str]:
         """Further families whose code exports its components to engines; none by default."""
         return ()
@@ -334,9 +356,22 @@ def components_of(name: str) -> Any:
     return import_module(f"{FAMILIES[name].package}.components")
 
 
-def families() -> Iterator[Family]:
-    """Return every family in the table's order."""
-    return map(family_of, FAMILIES)
+@cache
+def published_models(family: str) -> list[KnownModel]:
+    """Read a family's `published.json`; without the file, no model is published.
+
+    It has the `sources` of its values, `components` by a name in this file, and `models`. Those have the fields of
+    `KnownModel`, with the names of their components, and those of `common`.
+    """
+    file = resources.files(FAMILIES[family].package) / "published.json"
+    if not file.is_file():
+        return []
+    content = json.loads(file.read_text(encoding="utf-8"))
+    models = [{"family": family, **content.get("common", {}), **model} for model in content["models"]]
+    for model in models:
+        names = model["components"]
+        model["components"] = {part: content["components"][name] for part, name in names.items()}
+    return list(map(KnownModel.model_validate, models))
 
 
 def read_spec(directory: Path, name: str) -> ModelSpec:

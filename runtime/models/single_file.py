@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runtime.core.errors import ModelError, TandemError
-from runtime.models.registry import FAMILIES, KnownModel, check_companions, check_loadable, check_name, family_of
+from runtime.models.registry import (
+    FAMILIES,
+    KnownModel,
+    check_companions,
+    check_loadable,
+    check_name,
+    family_of,
+    published_models,
+)
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
 from runtime.models.stored_weights import StoredWeight, WeightFiles, file_tensors, stored_weights
 from runtime.models.tensor_files import unreadable
@@ -140,7 +148,7 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
             _check(path, weights, dict(names.parameters(config)))
             expert = expert_of(path)
             experts = names.experts(config, named=expert is not None)
-            known = _known(family.known, config, experts, path)
+            known = _known(published_models(name), config, experts, path)
             files = WeightFiles.of(weights, config, ModelSpec.unquantized)
             return TransformerFile(path, name, files, expert, known, experts)
     raise ModelError("model.file_unknown", file=path.name, tensors=[one[:_MAX_NAME_LENGTH] for one in list(stored)[:3]])

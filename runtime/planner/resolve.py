@@ -4,7 +4,7 @@ A pure function of request, model, machine, engines and history: no torch, no di
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -77,14 +77,15 @@ def resolve(
     if "gpus" in spec.unsupported:
         others = ()
 
-    context = _Context(machine, output, offers, history, gpu, others)
+    return _on_most_gpus(request, spec, _Context(machine, output, offers, history, gpu, others))
 
-    def planned(wanted: GenerationRequest) -> ExecutionPlan:
-        return _resolved(wanted, spec, context)
 
+def _on_most_gpus(request: GenerationRequest, spec: ModelSpec, context: _Context) -> ExecutionPlan:
+    """Return the plan for the GPUs that the request may use, or for one GPU if memory or quality requires it."""
+    plan: ExecutionPlan | None = None
     short: MemoryShortError | None = None
     try:
-        plan = planned(request)
+        plan = _resolved(request, spec, context)
         if request.gpus != AUTO or plan.split is None or plan.strategy.quantization in {"none", request.quantization}:
             return plan
     except MemoryShortError as error:
@@ -93,10 +94,11 @@ def resolve(
         short = error
     # With several GPUs weights are never offloaded; with one they may be.
     try:
-        alone = planned(request.replace(gpus=1))
+        alone = _resolved(request.replace(gpus=1), spec, context)
     except MemoryShortError:
-        if short is None:
+        if plan is not None:
             return plan
+        assert short is not None
         raise short from None
     if request.gpus == AUTO:
         return alone.replace(warnings=(*alone.warnings, Fact("planner.one_gpu_memory")))
@@ -194,6 +196,62 @@ class _Settings:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """A request on its devices, before engines and a strategy are chosen.
+
+    Attributes:
+        dtypes: by component, of what PyTorch computes.
+        free_bytes: of the device with the least.
+        offered: returns the engines for a component.
+    """
+
+    request: GenerationRequest
+    spec: ModelSpec
+    settings: _Settings
+    machine: Machine
+    history: History
+    device: str
+    dtypes: Mapping[str, str]
+    free_bytes: int
+    split: Split | None
+    offload: str
+    offered: Callable[[str], Sequence[EngineOffer]]
+
+    def decide(self, choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> Planned:
+        """Return the forecasts and the strategy with these engines."""
+        settings = self.settings
+        decodes = self.split is not None and self.split.decode and not choices["vae"].engines
+        workload = replace(
+            _workload(self.spec, self.device, _with_precisions(self.dtypes, choices), choices, settings),
+            split=None if self.split is None else self.split.replace(decode=decodes),
+            cached_tensors=memory_model.cached_tensors(settings.step_cache, settings.guidance, settings.guidance_2),
+        )
+        inputs = ForecastInputs(
+            request=self.request,
+            workload=workload,
+            calls=settings.calls,
+            machine=self.machine,
+            history=self.history,
+            backends={name: choice.backend for name, choice in choices.items()},
+            free_bytes=self.free_bytes,
+            chunk=_decode_chunk(workload, choices["vae"], self.free_bytes),
+            step_cache=settings.step_cache,
+            offers={name: self.offered(name) for name in choices},
+            levels={
+                name: level(choice.offer, paths[name])
+                for name, choice in choices.items()
+                if choice.offer is not None and name in paths
+            },
+        )
+        base = execution_options.shared_options(inputs)
+        workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
+        inputs = replace(inputs, workload=workload, base=base)
+        clip_data = {"width": settings.width, "height": settings.height, "frames": settings.frames}
+        described = Fact("planner.clip", {"model": self.spec.title, **clip_data})
+        return Planned(inputs, decide(inputs, self.offload, self.request.quantization, described))
+
+
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: _Context) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     for field in ("image", "last_image"):
@@ -214,45 +272,23 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: _Context) ->
     split, split_warnings = placement.decide(
         request, spec, context.machine, context.gpu, context.others, guided=guided, offered=offered
     )
-    free = placement.free_bytes_of_fullest(split, context.machine, free)
     offload, offload_warnings = _offload(request, machine)
     _check_step_cache(request, machine, offload)
     _check_quantization(request, machine, spec)
     execution_options.check_compile(request.compile, offload, request.quantization, machine)
-    described = Fact(
-        "planner.clip",
-        {"model": spec.title, "width": settings.width, "height": settings.height, "frames": settings.frames},
+    placed = _Placed(
+        request=request,
+        spec=spec,
+        settings=settings,
+        machine=machine,
+        history=context.history,
+        device=device,
+        dtypes=dtypes,
+        free_bytes=placement.free_bytes_of_fullest(split, context.machine, free),
+        split=split,
+        offload=offload,
+        offered=offered,
     )
-
-    def decided(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> Planned:
-        decodes = split is not None and split.decode and not choices["vae"].engines
-        workload = replace(
-            _workload(spec, device, _with_precisions(dtypes, choices), choices, settings),
-            split=None if split is None else split.replace(decode=decodes),
-            cached_tensors=memory_model.cached_tensors(settings.step_cache, settings.guidance, settings.guidance_2),
-        )
-        inputs = ForecastInputs(
-            request=request,
-            workload=workload,
-            calls=settings.calls,
-            machine=machine,
-            history=context.history,
-            backends={name: choice.backend for name, choice in choices.items()},
-            free_bytes=free,
-            chunk=_decode_chunk(workload, choices["vae"], free),
-            step_cache=settings.step_cache,
-            offers={name: offered(name) for name in choices},
-            levels={
-                name: level(choice.offer, paths[name])
-                for name, choice in choices.items()
-                if choice.offer is not None and name in paths
-            },
-        )
-        base = execution_options.shared_options(inputs)
-        workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
-        inputs = replace(inputs, workload=workload, base=base)
-        return Planned(inputs, decide(inputs, offload, request.quantization, described))
-
     component_settings = constraints.ComponentSettings(
         component="",
         backend=PYTORCH,
@@ -262,7 +298,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: _Context) ->
         step_cache=request.step_cache,
         attention=request.attention,
     )
-    choices, planned = choose_engines(request, spec, machine, component_settings, reason, offered, decided)
+    choices, planned = choose_engines(request, spec, machine, component_settings, reason, offered, placed.decide)
     return _plan(settings, choices, planned, context.output, (*split_warnings, *offload_warnings))
 
 
@@ -280,19 +316,15 @@ def _plan(
     chosen, strategy = decision.chosen, decision.chosen.strategy
     if split is not None and strategy.decode_tile is not None:
         split = split.replace(decode=False)
-    width, height, frames, steps = settings.width, settings.height, settings.frames, settings.steps
-    passes = sum(settings.calls[name] for name in settings.calls if is_transformer(name))
-    forward = spec.transformer.forward_flops(workload.tokens, spec.max_sequence_length)
-    negative_prompt = spec.defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt
     return ExecutionPlan(
         prompt=request.prompt,
-        negative_prompt=negative_prompt,
+        negative_prompt=(spec.defaults.negative_prompt if request.negative_prompt is None else request.negative_prompt),
         model=request.model,
-        width=width,
-        height=height,
-        frames=frames,
+        width=settings.width,
+        height=settings.height,
+        frames=settings.frames,
         fps=settings.fps,
-        steps=steps,
+        steps=settings.steps,
         guidance_scale=settings.guidance,
         guidance_scale_2=settings.guidance_2,
         embedded_guidance=settings.embedded_guidance,
@@ -301,7 +333,7 @@ def _plan(
         step_cache=settings.step_cache,
         mag_ratios=settings.mag_ratios,
         loras=spec.loras,
-        crf=default_crf(width, height) if request.crf == AUTO else int(request.crf),
+        crf=default_crf(settings.width, settings.height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
         last_image=spec.last_image,
         image_fit=request.image_fit,
@@ -320,21 +352,32 @@ def _plan(
         expert_steps=settings.expert_steps,
         shift_reason=clip.shift_reason(settings.shift, spec),
         guidance_reason=clip.guidance_reason(request, spec),
-        step_flops=forward * passes / (steps * workload.sections),
+        step_flops=_step_flops(settings, workload),
         decode_flops=workload.sections * workload.flops("vae", strategy.decode_tile),
         free_bytes=inputs.free_bytes,
         memory=chosen.memory,
         seconds=chosen.seconds,
         strategies=decision.forecasts,
-        warnings=(
-            *clip.size_warnings(request, spec, width, height, frames),
-            *clip.image_warnings(request, spec, width, height),
-            *clip.lora_warnings(request, spec, steps, max(settings.guidance, settings.guidance_2 or 0)),
-            *clip.shift_warnings(spec, steps, settings.shift, settings.expert_steps),
-            *warnings,
-            *decision.warnings,
-        ),
+        warnings=(*_warnings(settings, request, spec), *warnings, *decision.warnings),
     )
+
+
+def _step_flops(settings: _Settings, workload: memory_model.Workload) -> float:
+    """Return the operations of one step, on average."""
+    passes = sum(calls for name, calls in settings.calls.items() if is_transformer(name))
+    forward = workload.spec.transformer.forward_flops(workload.tokens, workload.spec.max_sequence_length)
+    return forward * passes / (settings.steps * workload.sections)
+
+
+def _warnings(settings: _Settings, request: GenerationRequest, spec: ModelSpec) -> list[Fact]:
+    """Return the warnings about the clip and its settings."""
+    width, height, steps = settings.width, settings.height, settings.steps
+    return [
+        *clip.size_warnings(request, spec, width, height, settings.frames),
+        *clip.image_warnings(request, spec, width, height),
+        *clip.lora_warnings(request, spec, steps, max(settings.guidance, settings.guidance_2 or 0)),
+        *clip.shift_warnings(spec, steps, settings.shift, settings.expert_steps),
+    ]
 
 
 def _components(

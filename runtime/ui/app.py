@@ -91,17 +91,16 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info, *, cl
         names = LOOPBACK if settings.host in LOOPBACK else None
         keys.keys()  # raises if they cannot be read
         try:
-            url = server.start(
-                page,
-                settings.host,
-                settings.port,
-                lambda: names,
-                submissions,
-                settings.auth,
-                _LOGIN_MESSAGE,
+            site = server.Site(
+                page=page,
+                names=lambda: names,
+                submissions=submissions,
+                auth=settings.auth,
+                auth_message=_LOGIN_MESSAGE,
                 routes=[*job_files.routes(worker, settings), *panel_routes],
                 api=VideoApi(worker, settings, keys, head).app(),
             )
+            url = server.start(site, settings.host, settings.port)
         except OSError as error:
             raise port_taken(settings.port) from error
         if sharing is not None:

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -464,21 +464,15 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
     plan = preview.plan
     all_building = _title_of_build(plan, preview.spec, _ALL) in building
     badges = summarize(preview, tuple(plan.components)).badges
+    offers = {name: preview.offers(name, plan.latent_size, part.device) for name, part in plan.components.items()}
+    gains = _break_evens(preview, plan, offers)
     rows: list[dict[str, Any]] = []
-    known: list[BreakEven] = []
-    tried_ids: set[str] = set()
-    for name, part in plan.components.items():
-        offered = preview.offers(name, plan.latent_size, part.device)
-        fastest = max((offer for offer in offered if offer.speedup), key=lambda offer: offer.speedup, default=None)
-        pays_off = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
-        if fastest is not None and pays_off is not None:
-            known.append(pays_off)
-            tried_ids |= {use.id for offer in offered for use in offer.engines if not use.build}
+    for name, offered in offers.items():
         asked = plan.asked.backend(name)
         tried = _tried(asked, offered) if preview.complete else []
         state = _unbuilt(asked, offered) if preview.complete else ""
-        if pays_off is not None:
-            state = f"{pays_off}; {_missing(tried)}" if tried else str(pays_off)
+        if name in gains:
+            state = f"{gains[name]}; {_missing(tried)}" if tried else str(gains[name])
         rows.append(
             {
                 "component": name,
@@ -491,34 +485,52 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
             }
         )
     size = f"{formatting.size(plan.width, plan.height)}, {plan.frames} frames, {plan.steps} steps"
+    return render(
+        "engines_components.html",
+        rows=rows,
+        what=f"For {preview.spec.title} at {size}, the settings in Make.",
+        total=_total(preview, plan, offers, gains),
+        problem=problem,
+        build=any(row["build"] for row in rows),
+        building=all_building,
+    )
+
+
+def _break_evens(
+    preview: Preview, plan: ExecutionPlan, offers: Mapping[str, Sequence[EngineOffer]]
+) -> dict[str, BreakEven]:
+    """Return when the fastest engines of each component pay off, where that is known."""
+    gains: dict[str, BreakEven] = {}
+    for name, offered in offers.items():
+        fastest = max((offer for offer in offered if offer.speedup), key=lambda offer: offer.speedup, default=None)
+        pays_off = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
+        if pays_off is not None:
+            gains[name] = pays_off
+    return gains
+
+
+def _total(
+    preview: Preview,
+    plan: ExecutionPlan,
+    offers: Mapping[str, Sequence[EngineOffer]],
+    gains: Mapping[str, BreakEven],
+) -> str:
+    """Return what all engines save, and how long building what is missing takes."""
     total = ""
-    if known:
+    if gains:
         # Building tried every backend. Several components may use the same engine, which was built once.
-        built = sum(record.build_seconds for record in preview.records if record.id in tried_ids)
-        combined = BreakEven(built, sum(max(one.saved_seconds, 0.0) for one in known))
-        total = f"{'In total' if len(known) == len(rows) else 'Engines that are built'}: {combined}."
+        ids = {use.id for name in gains for offer in offers[name] for use in offer.engines if not use.build}
+        built = sum(record.build_seconds for record in preview.records if record.id in ids)
+        combined = BreakEven(built, sum(max(one.saved_seconds, 0.0) for one in gains.values()))
+        total = f"{'In total' if len(gains) == len(offers) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
-    missing = [
-        offer
-        for name, part in plan.components.items()
-        for offer in _tried(plan.asked.backend(name), preview.offers(name, plan.latent_size, part.device))
-    ]
+    missing = [offer for name, offered in offers.items() for offer in _tried(plan.asked.backend(name), offered)]
     if missing and preview.complete:
         # Components may share engines.
         seconds = sum({tuple(use.id for use in offer.engines): offer.build_seconds for offer in missing}.values())
         total = f"{total} Building what is missing takes {about(seconds)}." if seconds else total
-    what = f"For {preview.spec.title} at {size}, the settings in Make."
-    build = any(row["build"] for row in rows)
-    return render(
-        "engines_components.html",
-        rows=rows,
-        what=what,
-        total=total,
-        problem=problem,
-        build=build,
-        building=all_building,
-    )
+    return total
 
 
 def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:

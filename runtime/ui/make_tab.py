@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 
@@ -82,41 +82,70 @@ def add_make(
     # The job that this page shows: on the server for Cancel, and in the browser tab for reloads.
     watched = gr.State(None)
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
+    player = _Player(picture, status, facts, generate, cancel, watched, remembered)
+    _connect_player(page, handlers, list(created.controls.values()), player)
+    _connect_form(page, handlers, created, {**(others or {}), **created.others}, player, refused)
+    _add_image_questions(handlers)
+    return created
+
+
+class _Player(NamedTuple):
+    """What shows a job, with its buttons."""
+
+    picture: gr.HTML
+    status: gr.HTML
+    facts: gr.HTML
+    generate: gr.Button
+    cancel: gr.Button
+    watched: gr.State
+    remembered: gr.Textbox
+
+
+def _connect_player(page: gr.Blocks, handlers: "Handlers", inputs: list[Any], player: _Player) -> None:
+    """Connect what begins, ends and shows jobs."""
     attach = gr.Button("Watch again", visible="hidden", elem_id="attach")
     show = gr.Button("Show a video", visible="hidden", elem_id="show")
-
-    controls, inputs = created.controls, list(created.controls.values())
-    shown = [picture, status, facts, generate, cancel, watched, remembered]
+    shown, remembered = list(player), player.remembered
     # The handlers validate the values as the browser sent them (preprocess=False).
     once: dict[str, Any] = {"preprocess": False, "trigger_mode": "once", "api_name": SUBMITS}
-    generate.click(handlers.generate, inputs, shown, **once, **WATCHING)
-    cancel.click(handlers.cancel, watched, cancel, **SERVED)
+    player.generate.click(handlers.generate, inputs, shown, **once, **WATCHING)
+    player.cancel.click(handlers.cancel, player.watched, player.cancel, **SERVED)
     stored_job: dict[str, Any] = {"inputs": remembered, "outputs": shown, "js": "() => window.tandem.job()"}
     page.load(handlers.attach, **stored_job, **WATCHING)
     # A lost answer must not block the next attempt.
     attach.click(handlers.attach, **stored_job, trigger_mode="multiple", **WATCHING)
     show.click(handlers.show, **stored_job, trigger_mode="multiple", **WATCHING)
     remembered.change(**LOCAL, inputs=remembered, js="(id) => window.tandem.remember(id)")
-    outputs = {**(others or {}), **created.others, **controls}
+
+
+def _connect_form(
+    page: gr.Blocks, handlers: "Handlers", created: Form, others: Mapping[str, Any], player: _Player, refused: gr.HTML
+) -> None:
+    """Connect what fills the form, and what stores its values.
+
+    Args:
+        others: the outputs that are no controls, by name.
+        refused: shows the settings that could not be restored.
+    """
+    controls, inputs = created.controls, list(created.controls.values())
+    outputs = {**others, **controls}
     dependent = [outputs[name] for name in handlers.following_model]
     controls["model"].input(
         handlers.choose_model, [controls["model"], controls["image"]], dependent, preprocess=False, **SERVED
     )
-    facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
+    player.facts.select(**LOCAL, outputs=controls["seed"], js="() => String(window.tandem.used.seed)")
     # Pressed by the script when something that is no control of Gradio's changes the form; see `apply` in form.js.
     apply = gr.Button("Apply", visible="hidden", elem_id="apply")
     apply.click(**LOCAL, outputs=inputs, js="() => window.tandem.applied()")
     # Both fill the whole form, including the model's sizes and limits.
-    fill: dict[str, Any] = {"inputs": remembered, "outputs": list(outputs.values()), "preprocess": False}
+    fill: dict[str, Any] = {"inputs": player.remembered, "outputs": list(outputs.values()), "preprocess": False}
     restore: dict[str, Any] = fill | {"outputs": [*outputs.values(), refused]}
-    facts.submit(handlers.restore, **restore, js="() => JSON.stringify(window.tandem.used)", **SERVED)
+    player.facts.submit(handlers.restore, **restore, js="() => JSON.stringify(window.tandem.used)", **SERVED)
     page.load(handlers.fill, **fill, js="() => window.tandem.stored()", **SERVED).then(
         **LOCAL, inputs=inputs, js="(...values) => window.tandem.startKeeping(values)"
     )
-    _add_image_questions(handlers)
     for control in inputs:
         control.change(**LOCAL, inputs=inputs, js="(...values) => window.tandem.save(values)")
-    return created
 
 
 def _add_image_questions(handlers: "Handlers") -> None:
@@ -174,7 +203,7 @@ class Handlers:
         self.audience = audience
         self.icon = icon
         self._images = images
-        self._preset = preset
+        self.preset = preset
         self._gpus = gpus
         self._watchers = watchers or Watchers(MOST_WATCHERS)
 
@@ -287,7 +316,7 @@ class Handlers:
 
     def _filled(self, values: Mapping[str, Any]) -> tuple[Updates, Mapping[str, Mapping[str, Any]]]:
         """Return the updates that fill the form, and the controls' properties by name."""
-        filled = form.filled(values, self.models, self._preset, self._gpus())
+        filled = form.filled(values, self.models, self.preset, self._gpus())
         filled = self._limited(self.models[filled["model"]["value"]], filled)
         return tuple(gr.update(**filled[output]) for output in self._outputs), filled
 

@@ -1,12 +1,14 @@
 """The owner's page: its parts and how they are connected, and the routes of its panels."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from starlette.routing import BaseRoute
 
 from runtime.core.cancel import never
+from runtime.core.facts import Fact
 from runtime.core.images import ImageUse
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.imported.importing import WARNING
@@ -63,88 +65,28 @@ def build(
         ModelError: if the model that Tandem was started with cannot be used.
     """
     models = offered(settings.model, settings.weights_dir)
-    icon = theme.icon_svg()
     # Engines are built on this machine; videos may be planned for another one.
     builds = PlanPreview(engines, worker.machine, worker.history, settings.weights_dir)
     preview = (
         builds if head is None else PlanPreview(engines, worker.planned_machine, worker.history, settings.weights_dir)
     )
-    preset = form.preset_name(settings.backends)
     opens_folders = settings.host in LOOPBACK and has_screen()
-    audience = Audience(
-        f"The log has the details: {settings.log_file}",
-        lambda job: video_address(job, settings.outputs_dir),
-        clip_address,
-        opens_folders=opens_folders,
-    )
-
     keep = _keeping(settings)
-    images = ImageAnswers(settings, keep, pictures=True)
-    handlers = Handlers(worker, models, audience, icon, images, preset, lambda: len(usable_gpus(preview.machine())))
-    models_panel = ModelsPanel(model_tasks, models, settings, preview, worker)
-
-    with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
-        # First, so that the name is its own: gradio numbers later ones.
-        gr.api(api.endpoint(settings.model), api_name="generate", **form.STREAMED)
-        gr.HTML(header(icon, form.NAMES, preset), elem_id="top")
-        if sharing is not None:
-            add_sharing_bar(page, sharing)
-
-        def advanced(values: Mapping[str, Mapping[str, Any]]) -> form.Form:
-            parts = [form.sampling_section(values), form.acceleration_section(settings.backends), form.loras_section()]
-            return form.joined(parts)
-
-        with gr.Tabs(elem_id="tabs"):
-            with gr.Tab("Make", id="make", elem_id="tab-make"):
-                created = add_make(page, handlers, settings.model, advanced)
-                fields = created.controls
-            with gr.Tab("Queue", id="queue", elem_id="tab-queue"):
-                _panel("queue", max_variations=MAX_VARIATIONS)
-            with gr.Tab("History", id="history", elem_id="tab-history"):
-                _panel("history", filters=FILTERS)
-            with gr.Tab("Models", id="models", elem_id="tab-models"):
-                _panel("models", count=len(models), weights_dir=settings.weights_dir)
-                _panel("decode")
-            with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
-                lacks = plan_problem(builds.machine())
-                _panel(
-                    "engines",
-                    kinds=FILE_KINDS,
-                    lacks="" if lacks is None else page_text(lacks).what,
-                    warning=paragraph(WARNING),
-                )
-            if head is not None:
-                _add_cluster()
-        _panel("comparison")
-        # The panels' script reads the form with this button; see `formValues` in panels.js.
-        gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
-            **LOCAL, inputs=list(fields.values()), js="(...values) => window.tandem.formRead(values)"
-        )
-
-        def model_choices() -> Any:
-            add_usable(models, settings.weights_dir)
-            named = form.model_choices(models)
-            return gr.update(choices=named, visible=len(named) > 1)
-
-        # Pressed by the script when a model was downloaded; a new page lists models that were added since the start.
-        refresh = gr.Button("List the models", visible="hidden", elem_id="refresh-models")
-        refresh.click(model_choices, None, fields["model"], **SERVED)
-        page.load(model_choices, None, fields["model"], **SERVED)
-
-        def use_model(name: Any, image: Any) -> tuple[Any, ...]:
-            chosen = {"value": name} if isinstance(name, str) and name in models else {}  # a page may send anything
-            return (model_choices() | chosen, *handlers.choose_model(name, image))
-
-        # Pressed by the script for "Use" in Models.
-        outputs = created.others | fields
-        gr.Button("Choose the model", visible="hidden", elem_id="choose-model").click(
-            use_model,
-            [fields["model"], fields["image"]],
-            [fields["model"], *(outputs[name] for name in handlers.following_model)],
-            js="(_model, image) => [window.tandem.chosenModel, image]",
-            preprocess=False,
-            **SERVED,
-        )
+    handlers = Handlers(
+        worker,
+        models,
+        Audience(
+            f"The log has the details: {settings.log_file}",
+            lambda job: video_address(job, settings.outputs_dir),
+            clip_address,
+            opens_folders=opens_folders,
+        ),
+        theme.icon_svg(),
+        ImageAnswers(settings, keep, pictures=True),
+        form.preset_name(settings.backends),
+        lambda: len(usable_gpus(preview.machine())),
+    )
+    page = _blocks(handlers, settings, sharing, plan_problem(builds.machine()), clustered=head is not None)
 
     def frame_decoders() -> list[ModelSpec]:
         return decoders(settings.weights_dir)
@@ -158,12 +100,87 @@ def build(
             "history": HistoryPanel(worker, models, settings.outputs_dir),
             "engines": EnginesPanel(worker, engines, models, builds, frame_decoders),
             "decode": DecodePanel(worker, models, frame_decoders, settings.outputs_dir),
-            "models": models_panel,
+            "models": ModelsPanel(model_tasks, models, settings, preview, worker),
             "loras": LorasPanel(models, settings.weights_dir),
             **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
         }
     )
     return page, submissions, [*routes, *image_uploads.routes(keep)]
+
+
+def _blocks(
+    handlers: Handlers, settings: Settings, sharing: Sharing | None, no_engines: Fact | None, *, clustered: bool
+) -> gr.Blocks:
+    """Return the page with its tabs.
+
+    Args:
+        no_engines: why TensorRT's engines cannot run here.
+        clustered: whether there is a cluster.
+    """
+
+    def advanced(values: Mapping[str, Mapping[str, Any]]) -> form.Form:
+        parts = [form.sampling_section(values), form.acceleration_section(settings.backends), form.loras_section()]
+        return form.joined(parts)
+
+    with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
+        # First, so that the name is its own: gradio numbers later ones.
+        gr.api(api.endpoint(settings.model), api_name="generate", **form.STREAMED)
+        gr.HTML(header(handlers.icon, form.NAMES, handlers.preset), elem_id="top")
+        if sharing is not None:
+            add_sharing_bar(page, sharing)
+        with gr.Tabs(elem_id="tabs"):
+            with gr.Tab("Make", id="make", elem_id="tab-make"):
+                created = add_make(page, handlers, settings.model, advanced)
+            with gr.Tab("Queue", id="queue", elem_id="tab-queue"):
+                _panel("queue", max_variations=MAX_VARIATIONS)
+            with gr.Tab("History", id="history", elem_id="tab-history"):
+                _panel("history", filters=FILTERS)
+            with gr.Tab("Models", id="models", elem_id="tab-models"):
+                _panel("models", count=len(handlers.models), weights_dir=settings.weights_dir)
+                _panel("decode")
+            with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
+                lacks = "" if no_engines is None else page_text(no_engines).what
+                _panel("engines", kinds=FILE_KINDS, lacks=lacks, warning=paragraph(WARNING))
+            if clustered:
+                with gr.Tab("Cluster", id="cluster", elem_id="tab-cluster"):
+                    _panel("cluster")
+        _panel("comparison")
+        # The panels' script reads the form with this button; see `formValues` in panels.js.
+        gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
+            **LOCAL, inputs=list(created.controls.values()), js="(...values) => window.tandem.formRead(values)"
+        )
+        _connect_models(page, handlers, created, settings.weights_dir)
+    return page
+
+
+def _connect_models(page: gr.Blocks, handlers: Handlers, created: form.Form, weights_dir: Path) -> None:
+    """Connect what lists the models and what chooses one."""
+    fields, models = created.controls, handlers.models
+
+    def model_choices() -> Any:
+        add_usable(models, weights_dir)
+        named = form.model_choices(models)
+        return gr.update(choices=named, visible=len(named) > 1)
+
+    # Pressed by the script when a model was downloaded; a new page lists models that were added since the start.
+    refresh = gr.Button("List the models", visible="hidden", elem_id="refresh-models")
+    refresh.click(model_choices, None, fields["model"], **SERVED)
+    page.load(model_choices, None, fields["model"], **SERVED)
+
+    def use_model(name: Any, image: Any) -> tuple[Any, ...]:
+        chosen = {"value": name} if isinstance(name, str) and name in models else {}  # a page may send anything
+        return (model_choices() | chosen, *handlers.choose_model(name, image))
+
+    # Pressed by the script for "Use" in Models.
+    outputs = created.others | fields
+    gr.Button("Choose the model", visible="hidden", elem_id="choose-model").click(
+        use_model,
+        [fields["model"], fields["image"]],
+        [fields["model"], *(outputs[name] for name in handlers.following_model)],
+        js="(_model, image) => [window.tandem.chosenModel, image]",
+        preprocess=False,
+        **SERVED,
+    )
 
 
 def _keeping(settings: Settings) -> image_uploads.Keep:
@@ -172,11 +189,6 @@ def _keeping(settings: Settings) -> image_uploads.Keep:
         return keep_image(data, name, "image", settings.cache_dir, check=check)
 
     return keep
-
-
-def _add_cluster() -> None:
-    with gr.Tab("Cluster", id="cluster", elem_id="tab-cluster"):
-        _panel("cluster")
 
 
 def _panel(name: str, **values: Any) -> None:

@@ -3,6 +3,7 @@
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import gradio as gr
@@ -31,30 +32,52 @@ SLOTS = sum(group["concurrency_limit"] for group in (SERVED, WATCHING, STREAMED)
 _MAX_SESSIONS = 300
 
 
+# What Gradio does of itself and Tandem does otherwise or not; for `share` see `tunnel`.
+_OFF = dict.fromkeys(("inbrowser", "share", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server"), False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A page with everything that is served with it.
+
+    Attributes:
+        names: returns the host names that the page answers to; `None` stands for any.
+        submissions: what queues the job of a call before the call is answered, by `api_name`.
+        auth: user and password.
+        auth_message: what the login page asks for.
+        visitors: of a visitors' page.
+        routes: matched before gradio's own.
+        api: the HTTP API, which is served beside the page.
+    """
+
+    page: gr.Blocks
+    names: Callable[[], frozenset[str] | None]
+    submissions: Mapping[str, security.Submit]
+    auth: tuple[str, str] | None
+    auth_message: str
+    visitors: Visitors | None = None
+    routes: Sequence[BaseRoute] = ()
+    api: ASGIApp | None = None
+
+    def middleware(self) -> list[Middleware]:
+        """Return what stands before Gradio's app."""
+        own = [*security.middleware(self.names, self.visitors, self.submissions)]
+        own.append(Middleware(PageMiddleware, head=theme.head()))
+        return own if self.api is None else [Middleware(ApiMiddleware, api=self.api), *own]
+
+
 def start(
-    page: gr.Blocks,
+    site: Site,
     host: str,
     port: int,
-    names: Callable[[], frozenset[str] | None],
-    submissions: Mapping[str, security.Submit],
-    auth: tuple[str, str] | None = None,
-    auth_message: str | None = None,
-    visitors: Visitors | None = None,
-    routes: Sequence[BaseRoute] = (),
     sockets: list[socket.socket] | None = None,
     logins: private.Logins | None = None,
-    api: ASGIApp | None = None,
 ) -> str:
     """Serve a page until `stop`; return its address.
 
     Args:
-        names: returns the host names that the page answers to; `None` stands for any.
-        submissions: what queues the job of a call before the call is answered, by `api_name`.
-        visitors: of a visitors' page.
-        routes: matched before gradio's own.
         sockets: that listen there already.
         logins: of an earlier process with the same page.
-        api: the HTTP API, which is served beside the page.
 
     Raises:
         OSError: if the port is taken.
@@ -63,34 +86,25 @@ def start(
     collect_garbage_as_usual()
     server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
     url = address_of(host, port)
-    middleware = [*security.middleware(names, visitors, submissions), Middleware(PageMiddleware, head=theme.head())]
-    if api is not None:
-        middleware.insert(0, Middleware(ApiMiddleware, api=api))
+    routes = [theme.fonts(), theme.manifest(), *site.routes]
     try:
         with private.served_by(server, url, logins):
-            page.launch(
+            site.page.launch(
                 server_name=f"[{host}]" if ":" in host else host,
                 server_port=port,
-                auth=None if auth is None else login_check(auth),
-                auth_message=auth_message if auth else None,
+                auth=None if site.auth is None else login_check(site.auth),
+                auth_message=site.auth_message if site.auth else None,
                 prevent_thread_lock=True,
-                inbrowser=False,
-                # See `tunnel`.
-                share=False,
                 quiet=True,
                 footer_links=[],
-                run_history=False,
-                enable_monitoring=False,
-                ssr_mode=False,
-                pwa=False,
-                mcp_server=False,
                 num_workers=0,
                 max_file_size=_MAX_UPLOAD_BYTES,
                 max_threads=SLOTS,
                 state_session_capacity=_MAX_SESSIONS,
                 favicon_path=theme.ICON,
                 theme=theme.theme(),
-                app_kwargs={"middleware": middleware, "routes": [theme.fonts(), theme.manifest(), *routes]},
+                app_kwargs={"middleware": site.middleware(), "routes": routes},
+                **_OFF,
             )
     except BaseException:
         server.close()

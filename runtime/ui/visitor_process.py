@@ -203,54 +203,57 @@ def main(
     worker = JobQueue(app.weights_dir, config.settings.outputs_dir, app.engines, app.history, store, app=app.app)
     visitors = Visitors(worker, config.settings, config.models)
     closing = threading.Event()
+    threading.Thread(target=_obey, args=(owner, visitors, closing), name="owner", daemon=True).start()
+    site = _site(config, worker, visitors)
+    server.start(site, _HOST, int(sockets[0].getsockname()[1]), sockets, logins)
+    logger.info("The visitors' page is served by process %d", os.getpid())
+    reported = None
+    while not closing.wait(_REPORT_SECONDS if reported is not None else 0):
+        found = (visitors.present(), private.logins(site.page.app, _MOST_LOGINS))
+        if found != reported:
+            reported = found
+            with suppress(OSError):  # the owner's process ends
+                owner.send(found)
+    server.stop(site.page)
+    worker.close()
+    logging.shutdown()
+    # Handlers of requests may still run on threads.
+    os._exit(0)
 
-    def obey() -> None:
-        with suppress(EOFError, OSError):
-            while (link := owner.recv()) is not None:
-                visitors.link = link
-            closing.set()
-            return
-        os._exit(1)  # the owner's process was killed
+
+def _obey(owner: Connection, visitors: Visitors, closing: threading.Event) -> None:
+    """Take the link's addresses from the owner's process until it sends `None`; end this process if it was killed."""
+    with suppress(EOFError, OSError):
+        while (link := owner.recv()) is not None:
+            visitors.link = link
+        closing.set()
+        return
+    os._exit(1)
+
+
+def _site(config: VisitorsConfig, worker: JobQueue, visitors: Visitors) -> server.Site:
+    """Return the visitors' page with what is served with it."""
+    page, submissions, redact = visitor_page.build(worker, config.settings, dict(config.models), visitors)
 
     def names() -> frozenset[str]:
         """Return the host names of the page: this machine's, which the tunnel may send, and the link's."""
         host = urlsplit(visitors.link).hostname
         return LOOPBACK if host is None else LOOPBACK | {host}
 
-    threading.Thread(target=obey, name="owner", daemon=True).start()
-    page, submissions, redact = visitor_page.build(worker, config.settings, dict(config.models), visitors)
-    uploads = image_uploads.routes(visitors.keep_image, redact)
-
     async def video(request: Request) -> Response:
         name, visitor = request.path_params["name"], request.user.display_name
         return video_response(await asyncio.to_thread(visitors.video, name, visitor), worker.sending, cached=False)
 
-    server.start(
-        page,
-        _HOST,
-        int(sockets[0].getsockname()[1]),
-        names,
-        submissions,
-        config.auth,
-        _LOGIN_MESSAGE,
-        visitors,
-        [Route(f"{VIDEO}{{name}}", video), *uploads, Route("/robots.txt", _robots)],
-        sockets,
-        logins,
+    uploads = image_uploads.routes(visitors.keep_image, redact)
+    return server.Site(
+        page=page,
+        names=names,
+        submissions=submissions,
+        auth=config.auth,
+        auth_message=_LOGIN_MESSAGE,
+        visitors=visitors,
+        routes=[Route(f"{VIDEO}{{name}}", video), *uploads, Route("/robots.txt", _robots)],
     )
-    logger.info("The visitors' page is served by process %d", os.getpid())
-    reported = None
-    while not closing.wait(_REPORT_SECONDS if reported is not None else 0):
-        found = (visitors.present(), private.logins(page.app, _MOST_LOGINS))
-        if found != reported:
-            reported = found
-            with suppress(OSError):  # the owner's process ends
-                owner.send(found)
-    server.stop(page)
-    worker.close()
-    logging.shutdown()
-    # Handlers of requests may still run on threads.
-    os._exit(0)
 
 
 async def _robots(_request: Request) -> Response:

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.cli.flags import PRESETS
 from runtime.cli.main import run
-from runtime.families.wan.lora_names import LIGHTX2V_SHIFT, distilled_steps
+from runtime.families.wan.lora_names import DISTILLED, LIGHTX2V_SHIFT
 from runtime.models.spec import ModelSpec
 from tests import lora_files
 from tests.cli.refusals import check_refusals, refused
@@ -341,4 +341,4 @@ def test_a_step_distillation_lora_states_its_requirements(
 
 def test_the_lightning_preset_has_the_shift_of_its_loras() -> None:
     assert PRESETS["lightning-4"]["shift"] == LIGHTX2V_SHIFT
-    assert PRESETS["lightning-4"]["steps"] == distilled_steps(Path("lightning.safetensors"))
+    assert PRESETS["lightning-4"]["steps"] == DISTILLED.steps(Path("lightning.safetensors"))

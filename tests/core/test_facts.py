@@ -13,7 +13,8 @@ import pytest
 
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, Words, capitalized, render, short
-from runtime.core.messages import MESSAGES, Message
+from runtime.core.messages import MESSAGES
+from runtime.core.messages.message import Message
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 

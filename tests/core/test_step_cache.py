@@ -5,8 +5,9 @@ import torch
 from diffusers.hooks.mag_cache import nearest_interp
 
 from runtime.core.step_cache import computed_steps, interpolated, most_reused, uses
-from runtime.families.wan.known import KNOWN
+from runtime.models.registry import published_models
 
+KNOWN = published_models("wan")
 EXPERTS = ["transformer"] * 20 + ["transformer_2"] * 5
 EVEN = {"transformer": [1.0] * 20, "transformer_2": [1.0, 0.5, 0.5, 0.5, 0.5]}
 

@@ -10,7 +10,7 @@ from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
-from runtime.engines.build import verify_engine
+from runtime.engines.build import BuildRequest, verify_engine
 from runtime.engines.key_parts import device_text, program_key_parts
 from runtime.engines.service import EngineService, Verified
 from runtime.engines.store import EngineStore, Pruned
@@ -116,7 +116,8 @@ def test_engines_of_other_models_or_machines_are_skipped(tiny: Callable[[str], M
 
 def verify(spec: ModelSpec, record: EngineRecord, store: EngineStore, task: str) -> EngineRecord:
     """Verify with an odd child."""
-    return verify_engine(spec, "transformer", record, store, "cpu", ignore, Cancel(), getattr(child_entries, task))
+    request = BuildRequest(spec=spec, component="transformer", key=record.key, device="cpu")
+    return verify_engine(record, request, store, ignore, Cancel(), getattr(child_entries, task))
 
 
 @pytest.mark.usefixtures("forked_entries")

@@ -56,7 +56,7 @@ def test_an_engine_equals_pytorch_and_keeps_its_kernels(
     assert record.usable
     with store.using(record.id) as folder:
         compiled = (folder / CACHE_FILE).read_bytes()
-    again = verify_engine(spec, component, record, store, "cuda:0", lambda fact, share: None, Cancel())
+    again = verify_engine(record, request, store, lambda fact, share: None, Cancel())
     assert again.usable
     assert again.error == pytest.approx(record.error, rel=1e-3)
     with store.using(record.id) as folder:

@@ -32,9 +32,8 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from runtime.families.framepack import known as framepack
-from runtime.families.hunyuan_video import known as hunyuan_video
 from runtime.families.hunyuan_video.spec import SKIPPED_LAYERS
+from runtime.models.registry import published_models
 from tests.published_specs import VAES
 from tests.tiny_models import tokenizer
 
@@ -111,7 +110,7 @@ def _hunyuan_video(name: str, directory: Path, blocks: int) -> Path:
         blocks: of each kind in the transformer, and layers of LLaMA that are computed.
     """
     sections = name == "framepack"
-    (model, *_) = framepack.KNOWN if sections else hunyuan_video.KNOWN
+    (model, *_) = published_models("framepack" if sections else "hunyuan_video")
     configs, counts = model.configs, {"num_layers": blocks, "num_single_layers": blocks}
     llama = {**configs["text_encoder"], "num_hidden_layers": blocks + SKIPPED_LAYERS, "vocab_size": 32}
     transformer = HunyuanVideoFramepackTransformer3DModel if sections else HunyuanVideoTransformer3DModel

@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
-from runtime.families.wan.lora_names import NAMES, distilled_steps, weight_shape
+from runtime.families.wan.lora_names import DISTILLED, NAMES, weight_shape
 from runtime.models import loras
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
@@ -313,7 +313,7 @@ def test_names_resolve_only_inside_the_caches_folder(spec: ModelSpec, tmp_path: 
     ],
 )
 def test_the_name_identifies_step_distillation(name: str, steps: int | None) -> None:
-    assert distilled_steps(Path("loras") / f"{name}.safetensors") == steps
+    assert DISTILLED.steps(Path("loras") / f"{name}.safetensors") == steps
 
 
 def test_step_distillation_sets_the_defaults_of_both_experts(spec: ModelSpec, tmp_path: Path) -> None:

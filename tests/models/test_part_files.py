@@ -20,9 +20,8 @@ from runtime.core.events import VideoSaved
 from runtime.core.plan import ComponentPlan
 from runtime.execution.residency import Residency
 from runtime.families.wan import part_files as wan_files
-from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import delete_files, find, own_files, stored_bytes, unusable
-from runtime.models.registry import read_spec
+from runtime.models.registry import published_models, read_spec
 from runtime.models.single_file import reassemble
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_stored
@@ -30,6 +29,7 @@ from tests import part_files, transformer_files
 from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
 
+KNOWN = published_models("wan")
 Tiny = Callable[[str], ModelSpec]
 FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 

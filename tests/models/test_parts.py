@@ -7,16 +7,17 @@ import pytest
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import DownloadError
-from runtime.families.framepack.known import KNOWN
 from runtime.models.catalogue import find
 from runtime.models.hub.client import Hub
 from runtime.models.hub.download import Download, delete_model, source_of
 from runtime.models.hub.files import read_manifest, verify
+from runtime.models.registry import published_models
 from runtime.models.spec import ModelSpec
 from tests.families.framepack_models import pipeline
 from tests.models.hub import Fault, LoopbackHub, Repository, served
 from tests.models.test_download import QUICK
 
+KNOWN = published_models("framepack")
 F1 = next(known for known in KNOWN if known.name == "framepack-f1-i2v")
 TRANSFORMER, IMAGE, SHARED = (part.repository for part in F1.parts)
 ROOT = "diffusion_pytorch_model.safetensors"

@@ -23,11 +23,11 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.programs import load_program
 from runtime.execution.block_engines import _parameter
 from runtime.families.wan import file_names
-from runtime.families.wan.known import KNOWN
 from runtime.models import catalogue, gguf_files
 from runtime.models.catalogue import find, look_up, unusable
 from runtime.models.loras import with_loras
 from runtime.models.packed_layers import PackedLinear
+from runtime.models.registry import published_models
 from runtime.models.single_file import expert_of, model_name, other_expert, reassemble
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_stored
@@ -46,6 +46,7 @@ from tests.transformer_files import (
     wide_transformer,
 )
 
+KNOWN = published_models("wan")
 Tiny = Callable[[str], ModelSpec]
 FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 

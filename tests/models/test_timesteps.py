@@ -12,9 +12,10 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.request import MAX_SHIFT, MAX_STEPS, MIN_SHIFT
-from runtime.families.wan.known import KNOWN
+from runtime.models.registry import published_models
 from runtime.models.timesteps import noise_levels
 
+KNOWN = published_models("wan")
 FLOW: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 SHIFTS = (MIN_SHIFT, 1.0, 3.0, 5.0, 7.0, 12.0, MAX_SHIFT)
 STEPS = (1, 2, 3, 4, 7, 20, 40, 50, MAX_STEPS)

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
+from runtime.execution.image_encoder import PyTorchImageModel
 from runtime.execution.residency import Residency
-from runtime.families.wan.image_encoder import PyTorchImageModel
 from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models.images import with_images

@@ -27,7 +27,7 @@ from runtime.core.events import (
 from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.engines.build import verify_engine
+from runtime.engines.build import BuildRequest, verify_engine
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.store import EngineStore
@@ -505,8 +505,9 @@ def test_an_engine_of_other_weights_is_not_used(bench: Bench, stocked: tuple[Mod
     assert records[use.id].loras == with_lora.spec.loras
     assert all(bench.engines.why_stale(record, [bench.spec]) == [] for record in records.values())
     path.unlink()
+    request = BuildRequest(spec=bench.spec, component="transformer", key=records[use.id].key, device="cpu")
     with pytest.raises(EngineError) as refused:
-        verify_engine(bench.spec, "transformer", records[use.id], bench.engines.store, "cpu", lambda *_: None, Cancel())
+        verify_engine(records[use.id], request, bench.engines.store, lambda *_: None, Cancel())
     assert refused.value.code == "engine.lora_unreadable"
 
 

@@ -30,8 +30,8 @@ from runtime.core.events import (
 )
 from runtime.core.plan import Split
 from runtime.core.request import GenerationRequest
+from runtime.execution.image_encoder import ImageEncoder
 from runtime.execution.residency import Residency
-from runtime.families.framepack.image_encoder import ImageEncoder
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
 from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncoder

@@ -16,7 +16,8 @@ from safetensors.torch import load, save
 
 from runtime.core.cancel import Cancel, CancelledError, PausedError
 from runtime.core.errors import BadResultError
-from runtime.families.framepack.image_encoder import ImageEncoder, PyTorchImageModel, image_latents, pixels_of
+from runtime.families.framepack import components
+from runtime.families.framepack.image_encoder import image_latents, pixels_of
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.models.sections import SamplingType, Sections
 from runtime.pipeline.section_sampling import (
@@ -97,7 +98,7 @@ class Job:
     def begin(self) -> tuple[SectionConditioning, SectionProgress]:
         """Return what the video is made from, and the progress before its first section."""
         generator = torch.Generator("cpu").manual_seed(SEED)
-        model, vae = PyTorchImageModel(self.reference.image_encoder, "cpu"), self.reference.vae
+        model, vae = components.image_model(self.reference.image_encoder, "cpu"), self.reference.vae
         with torch.no_grad():
             moments = [vae.encode(pixels_of(one)[:, :, None]).latent_dist.parameters for one in self.images]
         latents = [image_latents(one, vae.config.scaling_factor, generator) for one in moments]
@@ -105,7 +106,7 @@ class Job:
         conditioning = SectionConditioning(
             prompts=lambda _: prompts,
             image=latents[0],
-            image_embeds=ImageEncoder(self.reference.feature_extractor, model).encode(self.images[:1]),
+            image_embeds=components.image_encoder(self.reference.feature_extractor, model).encode(self.images[:1]),
             last_image=latents[1] if len(latents) > 1 else None,
             guidance_scale=4.0,
             true_guidance_scale=self.scale,

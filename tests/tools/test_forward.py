@@ -15,8 +15,8 @@ from runtime.cli.main import run
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ComponentPlan
 from runtime.core.request import GenerationRequest
-from runtime.families.wan.known import KNOWN
 from runtime.machine.probe import probe
+from runtime.models.registry import published_models
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests.bench.made import result, spread
@@ -27,6 +27,7 @@ from tools.forward.calls import exact_frames, exact_velocity, in_floats
 from tools.forward.measure import HEADINGS, PARTS, Forward, ForwardSetup, _Case, notes, rows
 from tools.forward.random_weights import random_module, random_spec
 
+KNOWN = published_models("wan")
 Tiny = Callable[[str], ModelSpec]
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3}
 

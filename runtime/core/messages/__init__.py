@@ -5,15 +5,41 @@ fact in one line and `remedy` the solution in another; warnings and reasons have
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
+from runtime.core.messages import (
+    bench,
+    cli,
+    core,
+    engines,
+    execution,
+    families,
+    machine,
+    models,
+    pipeline,
+    planner,
+    queue,
+    server,
+    ui,
+    video,
+)
+from runtime.core.messages.message import Message
 
-class Message(NamedTuple):
-    """The templates of one code; `badge` is a short form of `what` for badges and tables."""
-
-    what: str
-    remedy: str = ""
-    badge: str = ""
+_MODULES = (
+    core,
+    machine,
+    video,
+    models,
+    planner,
+    engines,
+    execution,
+    families,
+    pipeline,
+    queue,
+    server,
+    bench,
+    cli,
+    ui,
+)
 
 
 def _merged(*tables: Mapping[str, Message]) -> dict[str, Message]:
@@ -24,40 +50,4 @@ def _merged(*tables: Mapping[str, Message]) -> dict[str, Message]:
     return merged
 
 
-def _load() -> dict[str, Message]:
-    from runtime.core.messages import (
-        bench,
-        cli,
-        core,
-        engines,
-        execution,
-        families,
-        machine,
-        models,
-        pipeline,
-        planner,
-        queue,
-        server,
-        ui,
-        video,
-    )
-
-    return _merged(
-        core.MESSAGES,
-        machine.MESSAGES,
-        video.MESSAGES,
-        models.MESSAGES,
-        planner.MESSAGES,
-        engines.MESSAGES,
-        execution.MESSAGES,
-        families.MESSAGES,
-        pipeline.MESSAGES,
-        queue.MESSAGES,
-        server.MESSAGES,
-        bench.MESSAGES,
-        cli.MESSAGES,
-        ui.MESSAGES,
-    )
-
-
-MESSAGES: Mapping[str, Message] = _load()
+MESSAGES: Mapping[str, Message] = _merged(*(module.MESSAGES for module in _MODULES))

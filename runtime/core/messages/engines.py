@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.core.messages import Message
+from runtime.core.messages.message import Message
 
 _REBUILD = "Rebuild the engine; the component runs in PyTorch meanwhile."
 _OTHER_BACKEND = "Choose another backend; the component runs in PyTorch meanwhile."

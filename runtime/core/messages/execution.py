@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.core.messages import Message
+from runtime.core.messages.message import Message
 
 MESSAGES: Mapping[str, Message] = {
     "execution.attention_unavailable": Message(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.core.messages import Message
+from runtime.core.messages.message import Message
 
 _COPY = "Copy or download the model again."
 _OF_WAN = "Choose a model of Wan for videos from text or from images."

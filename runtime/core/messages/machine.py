@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.core.messages import Message
+from runtime.core.messages.message import Message
 
 _OTHER_BACKEND = "Choose another backend. Until then, the component runs in PyTorch."
 _RUN_INSTALLER_ON_GPU = "Run `{installer} doctor`. If there is a GPU, it installs requirements-gpu.txt."

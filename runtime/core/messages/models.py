@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.core.messages import Message
+from runtime.core.messages.message import Message
 
 _RETRY_LATER = "Check the connection and try again later. The download continues where it stopped."
 _ANOTHER_REPOSITORY = "Choose another repository; nothing was fetched from this one."

@@ -26,7 +26,6 @@ from runtime.core.untrusted_files import open_file
 from runtime.engines import manifest
 from runtime.engines.build import (
     Baselines,
-    BuildRequest,
     Entry,
     InspectJob,
     VerifyJob,
@@ -36,7 +35,7 @@ from runtime.engines.build import (
     verified_fields,
 )
 from runtime.engines.builders import builders_of, onnxruntime, tensorrt
-from runtime.engines.child import Report
+from runtime.engines.child import Outcome, Report
 from runtime.engines.imported.contract import Contract
 from runtime.engines.imported.matching import ADAPTERS_FILE, Match, find_matches
 from runtime.engines.key_parts import NOT_EXPORTED, device_text, program_key_parts, versions_of
@@ -80,6 +79,11 @@ class Source:
     backend: str
     bytes: int
     version: str = ""
+
+    @property
+    def title(self) -> Fact:
+        """The file, as a phrase."""
+        return Fact("engine.imported_file", {"file": self.path.name})
 
 
 @dataclass(frozen=True)
@@ -281,32 +285,31 @@ def import_engine(
             existing = store.get(record.key)
             if existing is not None and existing.usable:
                 return Imported(existing, spec, contract, match, compared=True)
-            names = {"component": match.component, "model": spec.title}
-            emit_progress(Fact("engine.comparing_with", names), None)
-            request = BuildRequest(
-                spec=spec,
-                component=match.component,
-                key=record.key,
-                device=device,
-                baseline=baselines and baselines(spec, match.component, record.key, device),
-                cache_dir=service.cache_dir,
-            )
+            emit_progress(Fact("engine.comparing_with", {"component": match.component, "model": spec.title}), None)
+            request = service.request(spec, match.component, record.key, device, baselines)
             job, log = VerifyJob(work.folder, work.engine, request), work.engine / manifest.LOG_NAME
-            title = Fact("engine.imported_file", {"file": source.path.name})
-            outcome = start_child(entry, job, title, work.scratch, log, emit_progress, cancel)
-            if outcome.result is None and outcome.kind not in {"memory", "disk"}:
-                refused.append((math.inf, failure(Fact("engine.not_compared", {"engine": title}), outcome)))
-                continue
+            outcome = start_child(entry, job, source.title, work.scratch, log, emit_progress, cancel)
+            compared = outcome.result is not None
             if outcome.result is not None:
                 record = replace(record, **verified_fields(outcome.result))
-                if not record.verified:
-                    distance = math.inf if math.isnan(record.error) else record.error
-                    refused.append((distance, EngineError("engine.import_other_weights", cause=record.detail, **names)))
-                    continue
-            manifest.write(work.engine, record)
-            inserted = store.insert(work.engine, record.id)
-            return Imported(inserted, spec, contract, match, compared=outcome.result is not None)
+            refusal = _refusal(record, outcome, source.title, spec)
+            if refusal is None:
+                manifest.write(work.engine, record)
+                inserted = store.insert(work.engine, record.id)
+                return Imported(inserted, spec, contract, match, compared=compared)
+            refused.append((math.inf if not compared or math.isnan(record.error) else record.error, refusal))
     raise min(refused, key=lambda pair: pair[0])[1]
+
+
+def _refusal(record: EngineRecord, outcome: Outcome, title: Fact, spec: ModelSpec) -> EngineError | None:
+    """Return why an engine cannot replace a component; `None` if it can, or memory ran out before that was known."""
+    if outcome.result is None:
+        unknown = outcome.kind in {"memory", "disk"}
+        return None if unknown else failure(Fact("engine.not_compared", {"engine": title}), outcome)
+    if record.verified:
+        return None
+    names = {"component": record.component, "model": spec.title}
+    return EngineError("engine.import_other_weights", cause=record.detail, **names)
 
 
 def _weight_files(source: Source, contract: Contract, own: Collection[str], store: EngineStore) -> list[Path]:
@@ -345,14 +348,13 @@ def _read_in_child(
     entry: Entry,
 ) -> Contract:
     job = InspectJob(workspace=workspace, file=source.path, backend=source.backend, device=device)
-    title = Fact("engine.imported_file", {"file": source.path.name})
-    outcome = start_child(entry, job, title, scratch, scratch / "inspect.log", emit_progress, cancel)
+    outcome = start_child(entry, job, source.title, scratch, scratch / "inspect.log", emit_progress, cancel)
     if outcome.result is not None:
         return Contract.from_json(outcome.result)
     if outcome.kind == "user" and outcome.failure is not None:
         # The last line states the problem with the file; the rest of the log does not help.
         raise EngineError(outcome.failure.code, **outcome.failure.data)
-    raise failure(Fact("engine.not_opened", {"engine": title}), outcome)
+    raise failure(Fact("engine.not_opened", {"engine": source.title}), outcome)
 
 
 def _record(

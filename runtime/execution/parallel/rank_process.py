@@ -39,7 +39,7 @@ from runtime.execution.components import (
     components_of,
 )
 from runtime.execution.decoded_frames import as_bytes
-from runtime.execution.engine_components import failure_of_engine
+from runtime.execution.engine_failures import failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.models.quantized_cache import QuantizedCache

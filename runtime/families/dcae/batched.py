@@ -33,7 +33,7 @@ from runtime.engines.frame_decoders import (
 )
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.cuda_graphs import CudaGraphRunner
-from runtime.execution.engine_components import failure_of_engine
+from runtime.execution.engine_failures import failure_of_engine
 from runtime.families.dcae.sources import decoder_in, latent_channels, spec_of
 from runtime.machine.probe import probe
 from runtime.models.spec import FRAME_DECODER, ModelSpec

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from runtime.models.folder import read_config, read_sidecar, reading, tensor_types
+from runtime.models.folder import read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import FRAME_DECODER, Defaults, ModelSpec
 
@@ -32,13 +32,8 @@ _LIVE = 5
 _CPU_BUFFERS = 2
 
 
-def _up_to(most: int) -> Any:
-    """Return the limits of a number in a configuration: published models stay far below them."""
-    return Field(strict=True, ge=1, le=most)
-
-
-_Channels = Annotated[int, _up_to(8_192)]
-_Side = Annotated[int, _up_to(16_384)]
+_Channels = Annotated[int, up_to(8_192)]
+_Side = Annotated[int, up_to(16_384)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +77,11 @@ class FrameDecoderSpec:
     """
 
     kind: Literal["AutoencoderDC", "dcae"]
-    z_dim: Annotated[int, _up_to(4_096)]
-    channels: Annotated[int, _up_to(64)]
+    z_dim: Annotated[int, up_to(4_096)]
+    channels: Annotated[int, up_to(64)]
     widths: Annotated[tuple[_Channels, ...], Field(min_length=1, max_length=_LEVELS)]
     blocks: Annotated[tuple[Annotated[int, Field(strict=True, ge=0, le=_BLOCKS)], ...], Field(min_length=1)]
-    scale_factor_spatial: Annotated[int, _up_to(1 << _LEVELS)]
+    scale_factor_spatial: Annotated[int, up_to(1 << _LEVELS)]
     resized: tuple[_Side, _Side] | None
     latent_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     scale_factor_temporal: int = 1

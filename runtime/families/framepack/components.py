@@ -1,6 +1,7 @@
 """FramePack's components in PyTorch, for `execution.components`. Text encoders are HunyuanVideo's."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from diffusers.models.transformers.transformer_hunyuan_video_framepack import Hu
 from transformers import SiglipVisionModel
 
 from runtime.core.plan import EAGER, Speed
-from runtime.execution.components import ImageModel, SectionInputs
-from runtime.families.framepack.image_encoder import ImageEncoder, PyTorchImageModel
+from runtime.execution.components import SectionInputs
+from runtime.execution.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
+from runtime.families.framepack.image_encoder import siglip_pixels
 from runtime.families.framepack.programs import ImageEncoderForm
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
@@ -32,12 +34,12 @@ share_tokens = hunyuan_video.share_tokens
 
 def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:
     """See `execution.components.Components`."""
-    return ImageEncoder(processor, model)
+    return ImageEncoder(partial(siglip_pixels, processor), model)
 
 
 def image_model(module: torch.nn.Module, device: str | torch.device) -> ImageModel:
     """See `execution.components.Components`."""
-    return PyTorchImageModel(module, device)
+    return PyTorchImageModel(module, device, lambda siglip, pixels: siglip(pixels).last_hidden_state)
 
 
 def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchImageLatents:

@@ -1,4 +1,4 @@
-"""Images to what FramePack's transformer is conditioned on: SigLIP's embeddings and the VAE's latents."""
+"""Images to what FramePack's transformer is conditioned on: SigLIP's pixels and the VAE's latents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,49 +8,19 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
-from runtime.execution.components import ImageModel
 
+def siglip_pixels(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
+    """Return the pixels of images that SigLIP takes, (images, 3, side, side), float32.
 
-class ImageEncoder:
-    """A processor and a model that embeds its pixels.
+    diffusers computes embeddings of the last image too, but uses only those of the first.
 
     Args:
         processor: a `transformers.SiglipImageProcessor`, which scales and normalizes.
     """
-
-    def __init__(self, processor: Any, model: ImageModel) -> None:
-        self._processor = processor
-        self._model = model
-
-    def encode(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        """Return the embeddings of images one after the other, (1, tokens of all images, width).
-
-        diffusers computes embeddings of the last image too, but uses only those of the first.
-        """
-        # Back from -1 to 1, as in diffusers: the processor cuts values to 8 bits, so rounding matters.
-        pixels = torch.cat([(pixels_of(image) + 1) / 2 for image in images])
-        values: torch.Tensor = self._processor(images=pixels, return_tensors="pt", do_rescale=False).pixel_values
-        return self._model(values).flatten(0, 1).unsqueeze(0)
-
-
-class PyTorchImageModel:
-    """A `transformers.SiglipVisionModel`, called for its last hidden states.
-
-    Args:
-        module: its weights may lie elsewhere until it is called.
-        device: where it computes.
-    """
-
-    def __init__(self, module: torch.nn.Module, device: str | torch.device) -> None:
-        self._module: Any = module
-        self._device = torch.device(device)
-
-    # Not in inference mode: offloading hooks change weights while the module runs.
-    @torch.no_grad()
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """See `ImageModel`; the result has the module's dtype."""
-        embeds: torch.Tensor = self._module(pixels.to(self._device, self._module.dtype)).last_hidden_state
-        return embeds
+    # Back from -1 to 1, as in diffusers: the processor cuts values to 8 bits, so rounding matters.
+    pixels = torch.cat([(pixels_of(image) + 1) / 2 for image in images])
+    values: torch.Tensor = processor(images=pixels, return_tensors="pt", do_rescale=False).pixel_values
+    return values
 
 
 def pixels_of(image: Image.Image) -> torch.Tensor:

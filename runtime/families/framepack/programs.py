@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from runtime.engines.clip_layers import run_layers
 
 
 class ImageEncoderForm(nn.Module):
@@ -29,16 +30,5 @@ class ImageEncoderForm(nn.Module):
         """Return embeddings (1, tokens, width), float32; `pixels` are (1, 3, side, side), normalized."""
         x = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
         x = x + self.position_embedding.weight.unsqueeze(0)
-        for layer in self.layers:
-            x = x + self._attend(layer.self_attn, layer.layer_norm1(x))
-            x = x + layer.mlp(layer.layer_norm2(x))
-        out: torch.Tensor = self.norm(x).float()
-        return out
-
-    def _attend(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            project(x).view(1, x.shape[1], self._heads, -1).transpose(1, 2)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        out: torch.Tensor = attention.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        out: torch.Tensor = self.norm(run_layers(self.layers, x, self._heads)).float()
         return out

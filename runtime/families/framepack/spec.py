@@ -5,21 +5,19 @@ Its text encoders, VAE and scheduler are HunyuanVideo's. Source of defaults: htt
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from runtime.families.framepack import lora_names
-from runtime.families.framepack.known import KNOWN
 from runtime.families.hunyuan_video import spec as hunyuan_video
-from runtime.models.folder import read_config, read_sidecar, reading
+from runtime.models.folder import read_config, read_sidecar, reading, up_to
 from runtime.models.registry import Family, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
-from runtime.models.timesteps import noise_levels
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 
 # Checkpoints within a section are saved after any step, where a step cache would be lost.
@@ -45,7 +43,7 @@ class TransformerSpec(hunyuan_video.TransformerSpec):
         image_dim: channels of SigLIP's embeddings.
     """
 
-    image_dim: Annotated[int, Field(strict=True, ge=1, le=65_536)]
+    image_dim: Annotated[int, up_to(65_536)]
 
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations of one forward pass, batch 1.
@@ -64,10 +62,10 @@ class TransformerSpec(hunyuan_video.TransformerSpec):
 class _Siglip:
     """The sizes of a `transformers.SiglipVisionModel`, with the values that its configurations leave out."""
 
-    hidden_size: Annotated[int, Field(strict=True, ge=1, le=65_536)] = 768
-    image_size: Annotated[int, Field(strict=True, ge=1, le=8_192)] = 224
-    patch_size: Annotated[int, Field(strict=True, ge=1, le=8_192)] = 16
-    num_hidden_layers: Annotated[int, Field(strict=True, ge=1, le=512)] = 12
+    hidden_size: Annotated[int, up_to(65_536)] = 768
+    image_size: Annotated[int, up_to(8_192)] = 224
+    patch_size: Annotated[int, up_to(8_192)] = 16
+    num_hidden_layers: Annotated[int, up_to(512)] = 12
 
     @property
     def tokens(self) -> int:
@@ -76,14 +74,13 @@ class _Siglip:
 
 
 _SIGLIP = TypeAdapter(_Siglip)
-_IMAGE_DIM = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=65_536)])
+_IMAGE_DIM = TypeAdapter(Annotated[int, up_to(65_536)])
 _SAMPLING_TYPE: TypeAdapter[Any] = TypeAdapter(Literal["vanilla", "inverted_anti_drifting"])
 
 
 class FramePackFamily(Family):
     """See `models.registry.Family`."""
 
-    known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
     shared_programs = ("hunyuan_video",)
     lora_change = staticmethod(lora_names.NAMES.change_of)
@@ -105,14 +102,8 @@ class FramePackFamily(Family):
             return ModelSpec(
                 family="framepack",
                 name=name,
-                directory=directory,
                 transformer=transformer,
-                vae=shared.vae,
-                scheduler=str(shared.scheduler["_class_name"]),
-                parameters={part: hunyuan_video.parameters(directory, part) for part in _PROGRAMS},
-                encoders=shared.encoders,
-                flow_shift=shared.shift,
-                noise=hunyuan_video.given_sigmas(noise_levels(shared.scheduler)),
+                **hunyuan_video.folder_fields(directory, shared, _PROGRAMS),
                 **_common(transformer, shared.vae, found.siglip, found.section),
                 **{"latent_rgb": None, **sidecar},
             )
@@ -178,15 +169,9 @@ def _common(
 ) -> dict[str, Any]:
     """Return what all models of the family share."""
     return {
-        "experts": 1,
-        "boundary_ratio": None,
-        "expand_timesteps": False,
-        "embedded_guidance": transformer.guidance_embeds,
-        "max_sequence_length": hunyuan_video.MAX_SEQUENCE_LENGTH,
+        **hunyuan_video.common_fields(transformer),
         "programs": _PROGRAMS,
-        "block_programs": hunyuan_video.BLOCK_PROGRAMS,
         "unsupported": _UNSUPPORTED,
-        "lacks": hunyuan_video.LACKS,
         "unquantized": (*hunyuan_video.UNQUANTIZED, "image_projection"),
         "section": section,
         "image_input": ImageInput(

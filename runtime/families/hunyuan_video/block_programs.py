@@ -17,61 +17,28 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from runtime.engines.block_programs import TOKENS, BlockTensor
+from runtime.engines.block_programs import BlockPart, BlockTensor
 from runtime.engines.fp8 import Weight, linear
 from runtime.models.spec import ModelSpec
 
-# Of all norms.
-_EPS = 1e-6
 
-
-class BlockPart(nn.Module):
-    """What the parts share; see `engines.block_programs.BlockPart`.
-
-    `x` is (tokens, width), float32; `modulation` has the rows of an adaptive norm that the part uses, float32. Queries,
-    keys, values and attended values are (tokens, width), the heads concatenated, in the dtype of the weights.
-    """
-
-    outputs: ClassVar[tuple[str, ...]]
-    weights: ClassVar[Mapping[str, str]]
-    rows: ClassVar[int]
-    _other: torch.Tensor
+class _BlockPart(BlockPart):
+    """Norms of queries and keys are those of each head."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        transformer = spec.transformer
-        self._heads = transformer.num_attention_heads
-        head_width, width, inner = transformer.attention_head_dim, transformer.width, transformer.ffn_dim
-        # Of two adjacent channels, the other one.
-        self.register_buffer("_other", torch.arange(head_width) ^ 1, persistent=False)
-        square, vector = BlockTensor((width, width)), BlockTensor((width,))
-        matrices = {name: square if name.endswith("_weight") else vector for name in self.weights}
-        self.tensors: Mapping[str, BlockTensor] = {
-            **dict.fromkeys(("attended", "q", "k", "v"), BlockTensor((TOKENS, width))),
-            **matrices,
-            "x": BlockTensor((TOKENS, width), "float32"),
-            "modulation": BlockTensor((self.rows, width), "float32"),
-            **dict.fromkeys(("cos", "sin"), BlockTensor((TOKENS, head_width), "float32")),
-            **dict.fromkeys(("rms_q", "rms_k"), BlockTensor((head_width,))),
-            "expand_weight": BlockTensor((inner, width)),
-            "expand_bias": BlockTensor((inner,)),
-            "contract_weight": BlockTensor((width, inner)),
-            "both_weight": BlockTensor((width, width + inner)),
-        }
+        super().__init__(spec)
+        rms = BlockTensor((spec.transformer.attention_head_dim,))
+        self.tensors = {**self.tensors, "rms_q": rms, "rms_k": rms}
 
-    def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (x.shape[-1],), eps=_EPS) * (1 + scale) + shift
-
-    def _rotated(self, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _rotated_heads(
+        self, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
         """Normalise each head in float32 and rotate adjacent channels; `x` is (tokens, width)."""
-        wide = x.float().view(x.shape[0], self._heads, -1)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * weight.float()
-        return (wide * cos.unsqueeze(1) + wide.index_select(-1, self._other) * sin.unsqueeze(1)).flatten(1)
+        return self._rotated(self._rms_norm(x.view(x.shape[0], self._heads, -1), weight), cos, sin)
 
 
-class BlockQKV(BlockPart):
+class BlockQKV(_BlockPart):
     """Queries, keys and values, from the residual stream; `modulation` is shift and scale."""
 
     rows = 2
@@ -106,8 +73,8 @@ class BlockQKV(BlockPart):
         """Return q, k and v, each (tokens, width); `cos` and `sin` are (tokens, head width), float32."""
         dtype = q_weight.dtype
         normed = self._modulated(x, modulation[0:1], modulation[1:2]).to(dtype)
-        q = self._rotated(linear(normed, q_weight, q_bias), rms_q, cos, sin)
-        k = self._rotated(linear(normed, k_weight, k_bias), rms_k, cos, sin)
+        q = self._rotated_heads(linear(normed, q_weight, q_bias), rms_q, cos, sin)
+        k = self._rotated_heads(linear(normed, k_weight, k_bias), rms_k, cos, sin)
         return q.to(dtype), k.to(dtype), linear(normed, v_weight, v_bias).to(dtype)
 
 

@@ -9,7 +9,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from transformers import CLIPTextModel
 
 from runtime.core.plan import EAGER, Speed
-from runtime.execution.components import ImageEncoder, ImageModel, StripDecoder, VideoEncoder
+from runtime.execution.components import StripDecoder, VideoEncoder
+from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.hunyuan_video import transformer

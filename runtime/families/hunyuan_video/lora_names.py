@@ -9,11 +9,9 @@ ComfyUI's comfy/supported_models.py.
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from runtime.models import lora_names
-from runtime.models.lora_names import Blocks, LoraNames, Names
+from runtime.models.lora_names import Blocks, DistilledLoras, LoraNames, Names
 from runtime.models.spec import ModelSpec
 
 _DOUBLE, _SINGLE = "transformer_blocks", "single_transformer_blocks"
@@ -129,9 +127,11 @@ _REFINER_RATIO = 4
 # LoRAs from step distillation are identified by their names. The numbers of steps are FastVideo's for FastHunyuan
 # (https://github.com/hao-ai-lab/FastVideo, --num_inference_steps) and AccVideo's (https://github.com/aejion/AccVideo).
 _FASTVIDEO = re.compile(r"(?<![a-z])fast[\s_-]?(hunyuan|video)", re.IGNORECASE)
-_AUTHORS = {_FASTVIDEO: 6, re.compile(r"(?<![a-z])accvid", re.IGNORECASE): 5}
 # FastVideo's --flow_shift with that model.
 FASTVIDEO_SHIFT = 17.0
+DISTILLED = DistilledLoras(
+    {_FASTVIDEO: 6, re.compile(r"(?<![a-z])accvid", re.IGNORECASE): 5}, {_FASTVIDEO: FASTVIDEO_SHIFT}
+)
 
 
 def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
@@ -183,13 +183,3 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
         **{f"{name}.linear_1": (width, channels) for name, channels in first_layers.items()},
         **{f"{name}.linear_2": (width, width) for name in first_layers},
     }.get(module)
-
-
-def distilled_steps(lora: Path) -> int | None:
-    """Return for how many steps a LoRA was distilled, from its own or its folder's name; `None` if unknown."""
-    return lora_names.distilled_steps(lora, _AUTHORS)
-
-
-def distilled_shift(lora: Path) -> float | None:
-    """Return the shift with which a LoRA was distilled, if its own or its folder's name identifies its author."""
-    return FASTVIDEO_SHIFT if any(_FASTVIDEO.search(text) for text in (lora.stem, lora.parent.name)) else None

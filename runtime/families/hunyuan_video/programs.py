@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runtime.engines.clip_layers import run_layers
+
 
 class LlamaForm(nn.Module):
     """A `conditioning.ShortLlama` for texts of one length.
@@ -37,13 +39,13 @@ class LlamaForm(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings (1, length, width), float32, zero in the padding; both inputs are (1, length) int64."""
         x = F.embedding(input_ids, self.embed_tokens.weight)
-        unseen = _unseen(attention_mask, self._length)
+        bias = _bias(attention_mask, self._length, x.dtype)
         for layer in self.layers:
-            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), unseen)
+            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), bias)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x.float() * attention_mask.unsqueeze(-1).float()
 
-    def _attend(self, attention: Any, x: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
+    def _attend(self, attention: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         q, k, v = (
             project(x).view(1, self._length, -1, attention.head_dim).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -51,7 +53,8 @@ class LlamaForm(nn.Module):
         q, k = self._rotated(q), self._rotated(k)
         # Several heads of queries share one of keys and values.
         k, v = (part.repeat_interleave(attention.num_key_value_groups, dim=1) for part in (k, v))
-        out: torch.Tensor = attention.o_proj(_attended(q, k, v, unseen))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        out: torch.Tensor = attention.o_proj(y)
         return out
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,29 +88,13 @@ class ClipTextForm(nn.Module):
         """Return embeddings (1, length, width), float32, zero in the padding; both inputs are (1, length) int64."""
         x = F.embedding(input_ids, self.token_embedding.weight)
         x = x + self.position_embedding.weight[: self._length].unsqueeze(0)
-        unseen = _unseen(attention_mask, self._length)
-        for layer in self.layers:
-            x = x + self._attend(layer.self_attn, layer.layer_norm1(x), unseen)
-            x = x + layer.mlp(layer.layer_norm2(x))
+        x = run_layers(self.layers, x, self._heads, _bias(attention_mask, self._length, x.dtype))
         return self.final_layer_norm(x).float() * attention_mask.unsqueeze(-1).float()
 
-    def _attend(self, attention: Any, x: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            project(x).view(1, self._length, self._heads, -1).transpose(1, 2)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        out: torch.Tensor = attention.out_proj(_attended(q, k, v, unseen))
-        return out
 
-
-def _unseen(attention_mask: torch.Tensor, length: int) -> torch.Tensor:
-    """Return which tokens a token does not attend to, later ones and padding, (1, 1, length, length)."""
+def _bias(attention_mask: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what hides later tokens and padding from a token, (1, 1, length, length)."""
     position = torch.arange(length, device=attention_mask.device)
     later = position[None, :] > position[:, None]
-    return later[None, None] | (attention_mask == 0)[:, None, None, :]
-
-
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """Return attended values, (1, length, width); `q`, `k` and `v` are (1, heads, length, head width)."""
-    bias = torch.zeros_like(unseen, dtype=q.dtype).masked_fill(unseen, torch.finfo(q.dtype).min)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+    unseen = later[None, None] | (attention_mask == 0)[:, None, None, :]
+    return torch.zeros_like(unseen, dtype=dtype).masked_fill(unseen, torch.finfo(dtype).min)

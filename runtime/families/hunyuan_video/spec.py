@@ -6,7 +6,7 @@ Source of defaults and trained sizes: https://github.com/Tencent-Hunyuan/Hunyuan
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,8 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.hunyuan_video import lora_names
-from runtime.families.hunyuan_video.known import KNOWN
-from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types
+from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
@@ -51,11 +50,6 @@ _TEMPORAL = 4
 _LONGEST_AXIS = 1024
 
 
-def _up_to(most: int) -> Any:
-    """Return the limits of a number in a configuration: published models stay far below them."""
-    return Field(strict=True, ge=1, le=most)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
     """Architecture of a `diffusers.HunyuanVideoTransformer3DModel`.
@@ -68,17 +62,17 @@ class TransformerSpec:
         guidance_embeds: whether the guidance scale is an input.
     """
 
-    double_layers: Annotated[int, _up_to(512)]
-    single_layers: Annotated[int, _up_to(512)]
-    refiner_layers: Annotated[int, _up_to(512)]
-    num_attention_heads: Annotated[int, _up_to(1_024)]
-    attention_head_dim: Annotated[int, _up_to(1_024)]
+    double_layers: Annotated[int, up_to(512)]
+    single_layers: Annotated[int, up_to(512)]
+    refiner_layers: Annotated[int, up_to(512)]
+    num_attention_heads: Annotated[int, up_to(1_024)]
+    attention_head_dim: Annotated[int, up_to(1_024)]
     mlp_ratio: Annotated[float, Field(gt=0, le=64)]
-    in_channels: Annotated[int, _up_to(4_096)]
-    text_dim: Annotated[int, _up_to(65_536)]
-    pooled_dim: Annotated[int, _up_to(65_536)]
-    spatial_patch: Annotated[int, _up_to(64)]
-    temporal_patch: Annotated[int, _up_to(64)]
+    in_channels: Annotated[int, up_to(4_096)]
+    text_dim: Annotated[int, up_to(65_536)]
+    pooled_dim: Annotated[int, up_to(65_536)]
+    spatial_patch: Annotated[int, up_to(64)]
+    temporal_patch: Annotated[int, up_to(64)]
     guidance_embeds: bool
 
     @property
@@ -147,11 +141,11 @@ class TransformerSpec:
 class VaeSpec:
     """Architecture of a `diffusers.AutoencoderKLHunyuanVideo`."""
 
-    z_dim: Annotated[int, _up_to(4_096)]
-    block_out_channels: Annotated[tuple[Annotated[int, _up_to(8_192)], ...], Field(min_length=1, max_length=8)]
-    layers_per_block: Annotated[int, _up_to(64)]
+    z_dim: Annotated[int, up_to(4_096)]
+    block_out_channels: Annotated[tuple[Annotated[int, up_to(8_192)], ...], Field(min_length=1, max_length=8)]
+    layers_per_block: Annotated[int, up_to(64)]
     scale_factor_temporal: Annotated[int, Field(strict=True, ge=_TEMPORAL, le=_TEMPORAL)]
-    scale_factor_spatial: Annotated[int, _up_to(256)]
+    scale_factor_spatial: Annotated[int, up_to(256)]
 
     @property
     def last_channels(self) -> int:
@@ -242,11 +236,11 @@ class VaeSpec:
 class _TextEncoder:
     """Sizes of a `LlamaModel` or a `CLIPTextModel`."""
 
-    hidden_size: Annotated[int, _up_to(65_536)]
-    intermediate_size: Annotated[int, _up_to(1_000_000)]
-    num_attention_heads: Annotated[int, _up_to(1_024)]
-    num_hidden_layers: Annotated[int, _up_to(512)]
-    vocab_size: Annotated[int, _up_to(10_000_000)]
+    hidden_size: Annotated[int, up_to(65_536)]
+    intermediate_size: Annotated[int, up_to(1_000_000)]
+    num_attention_heads: Annotated[int, up_to(1_024)]
+    num_hidden_layers: Annotated[int, up_to(512)]
+    vocab_size: Annotated[int, up_to(10_000_000)]
 
     def spec(self, max_tokens: int) -> TextEncoderSpec:
         """Return what the planner needs."""
@@ -293,12 +287,11 @@ _VAE_NAMES: Mapping[str, str] = {
 class HunyuanVideoFamily(Family):
     """See `models.registry.Family`."""
 
-    known: Sequence[KnownModel] = KNOWN
     negative_prompt = ""
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
-    distilled_steps = staticmethod(lora_names.distilled_steps)
-    distilled_shift = staticmethod(lora_names.distilled_shift)
+    distilled_steps = staticmethod(lora_names.DISTILLED.steps)
+    distilled_shift = staticmethod(lora_names.DISTILLED.shift)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `HunyuanVideoPipeline.save_pretrained` writes it.
@@ -312,15 +305,9 @@ class HunyuanVideoFamily(Family):
             return ModelSpec(
                 family="hunyuan_video",
                 name=name,
-                directory=directory,
                 transformer=found.transformer,
-                vae=found.vae,
-                scheduler=str(found.scheduler["_class_name"]),
-                parameters={part: parameters(directory, part) for part in _PROGRAMS},
-                encoders=found.encoders,
-                flow_shift=found.shift,
-                noise=given_sigmas(noise_levels(found.scheduler)),
-                **_common(found.transformer),
+                **folder_fields(directory, found, _PROGRAMS),
+                **common_fields(found.transformer),
                 **{"latent_rgb": None, **sidecar},
             )
 
@@ -336,7 +323,7 @@ class HunyuanVideoFamily(Family):
     def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
         fields = known_fields(known)
-        return ModelSpec(**fields, **_CARD, **_common(fields["transformer"]), **known.description(weights_dir))
+        return ModelSpec(**fields, **_CARD, **common_fields(fields["transformer"]), **known.description(weights_dir))
 
 
 FAMILY: Family = HunyuanVideoFamily()
@@ -408,6 +395,21 @@ def read_configurations(directory: Path, title: str) -> Configurations:
     return Configurations(transformer, vae, encoders, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
 
 
+def folder_fields(directory: Path, found: Configurations, components: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a spec that a folder decides, but the transformer."""
+    noise = noise_levels(found.scheduler)
+    return {
+        "directory": directory,
+        "vae": found.vae,
+        "scheduler": str(found.scheduler["_class_name"]),
+        "parameters": {part: parameters(directory, part) for part in components},
+        "encoders": found.encoders,
+        "flow_shift": found.shift,
+        # The pipeline gives the sigmas to the scheduler.
+        "noise": replace(noise, spread="linear") if noise.spread == "euler" else noise,
+    }
+
+
 def known_fields(known: KnownModel) -> dict[str, Any]:
     """Return the fields of a spec that a published model's configurations decide."""
     return {
@@ -439,12 +441,7 @@ def _renamed(adapter: TypeAdapter[Any], names: Mapping[str, str], config: Mappin
     return adapter.validate_python({ours: config[theirs] for ours, theirs in names.items()})
 
 
-def given_sigmas(noise: NoiseLevels) -> NoiseLevels:
-    """Return the noise levels with the sigmas that the pipeline gives to the scheduler."""
-    return replace(noise, spread="linear") if noise.spread == "euler" else noise
-
-
-def _common(transformer: TransformerSpec) -> dict[str, Any]:
+def common_fields(transformer: TransformerSpec) -> dict[str, Any]:
     """Return what all models of the family share."""
     return {
         "experts": 1,

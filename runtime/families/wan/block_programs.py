@@ -10,7 +10,8 @@ both experts and every LoRA. The parts of one block, and what runs between them:
     block_feed_forward   x, attended -> x          output projection, norm 3, feed-forward
 
 All arithmetic of the residual stream is float32, as in `programs.TransformerForm`; matrix products are in the dtype of
-the weights, or in FP8 (`engines.fp8`).
+the weights, or in FP8 (`engines.fp8`). `modulation` is shift, scale and gate of self-attention, then of the
+feed-forward: the block's table plus the timestep's vectors.
 """
 
 from collections.abc import Mapping
@@ -18,73 +19,15 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from runtime.engines.block_programs import TOKENS, BlockTensor
+from runtime.engines.block_programs import BlockPart
 from runtime.engines.fp8 import Weight, linear
-from runtime.models.spec import ModelSpec
-
-# Of all norms, in every published configuration.
-_EPS = 1e-6
-
-
-class BlockPart(nn.Module):
-    """What the parts share; see `engines.programs.BlockPart`.
-
-    `x` is (tokens, width), float32, `modulation` (6, width), float32: shift, scale and gate of self-attention, then of
-    the feed-forward: the block's table plus the timestep's vectors. Queries, keys, values and attended values are
-    (tokens, width), the heads concatenated, in the dtype of the weights.
-    """
-
-    outputs: ClassVar[tuple[str, ...]]
-    weights: ClassVar[Mapping[str, str]]
-    _other: torch.Tensor
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        transformer = spec.transformer
-        self._heads = transformer.num_attention_heads
-        # Of two adjacent channels, the other one.
-        self.register_buffer("_other", torch.arange(transformer.attention_head_dim) ^ 1, persistent=False)
-        width, inner = transformer.width, transformer.ffn_dim
-        activation, stream = BlockTensor((TOKENS, width)), BlockTensor((TOKENS, width), "float32")
-        angles = BlockTensor((TOKENS, transformer.attention_head_dim), "float32")
-        square, vector = BlockTensor((width, width)), BlockTensor((width,))
-        known = {
-            "x": stream,
-            "modulation": BlockTensor((6, width), "float32"),
-            "cos": angles,
-            "sin": angles,
-            "norm_weight": BlockTensor((width,), "float32"),
-            "norm_bias": BlockTensor((width,), "float32"),
-            "expand_weight": BlockTensor((inner, width)),
-            "expand_bias": BlockTensor((inner,)),
-            "contract_weight": BlockTensor((width, inner)),
-        }
-        matrices = {name: square if name.endswith("_weight") else vector for name in self.weights}
-        # Norms of queries and keys are in the model's dtype, unlike those of the stream.
-        matrices |= {name: vector for name in self.weights if name.startswith("rms_")}
-        calls = {name: activation for name in ("attended", "q", "k", "v", "query")}
-        self.tensors: Mapping[str, BlockTensor] = calls | matrices | known
-
-    def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (x.shape[-1],), eps=_EPS) * (1 + scale) + shift
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalise over all heads at once, in float32: `torch.nn.RMSNorm`, spelt out."""
-        wide = x.float()
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * weight.float()
-
-    def _rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate adjacent channels; `x` is (tokens, width), float32, the tables are `rotation_tables`'."""
-        x = x.view(x.shape[0], self._heads, -1)
-        # TensorRT runs a gather 15 % faster than splitting and joining channels (8.6, the whole part, on an H200).
-        return (x * cos.unsqueeze(1) + x.index_select(-1, self._other) * sin.unsqueeze(1)).flatten(1)
 
 
 class BlockQKV(BlockPart):
     """Queries, keys and values of self-attention, from the residual stream."""
 
+    rows = 6
     inputs: ClassVar[tuple[str, ...]] = ("x", "modulation", "cos", "sin")
     outputs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     weights: ClassVar[Mapping[str, str]] = {
@@ -124,6 +67,7 @@ class BlockQKV(BlockPart):
 class BlockQuery(BlockPart):
     """The residual stream after self-attention, and the queries of cross-attention."""
 
+    rows = 6
     inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
     outputs: ClassVar[tuple[str, ...]] = ("x", "query")
     weights: ClassVar[Mapping[str, str]] = {
@@ -152,13 +96,14 @@ class BlockQuery(BlockPart):
         """Return the stream and the queries, each (tokens, width)."""
         dtype = out_weight.dtype
         x = x + linear(attended, out_weight, out_bias).float() * modulation[2:3]
-        normed = F.layer_norm(x, (x.shape[-1],), norm_weight, norm_bias, _EPS).to(dtype)
+        normed = self._layer_norm(x, norm_weight, norm_bias).to(dtype)
         return x, self._rms_norm(linear(normed, q_weight, q_bias), rms_q).to(dtype)
 
 
 class BlockFeedForward(BlockPart):
     """The residual stream after cross-attention and the feed-forward."""
 
+    rows = 6
     inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
     outputs: ClassVar[tuple[str, ...]] = ("x",)
     weights: ClassVar[Mapping[str, str]] = {

@@ -1,21 +1,21 @@
 """Wan's components in PyTorch, for `execution.components`, and its exportable forms, for `engines.programs`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from PIL.Image import Image
 from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from runtime.core.plan import EAGER, Speed
-from runtime.execution.components import ImageModel
+from runtime.execution.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.wan import transformer
 from runtime.families.wan.block_programs import BLOCK_PARTS
 from runtime.families.wan.conditioning import clean_prompt
-from runtime.families.wan.image_encoder import ImageEncoder, PyTorchImageModel
 from runtime.families.wan.programs import ImageEncoderForm, TextEncoderForm, TransformerForm
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
@@ -40,12 +40,19 @@ def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -
 
 def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:
     """See `execution.components.Components`."""
-    return ImageEncoder(processor, model)
+
+    def pixels(images: Sequence[Image]) -> torch.Tensor:
+        values: torch.Tensor = processor(images=list(images), return_tensors="pt").pixel_values
+        return values
+
+    return ImageEncoder(pixels, model)
 
 
 def image_model(module: torch.nn.Module, device: str | torch.device) -> ImageModel:
-    """See `execution.components.Components`."""
-    return PyTorchImageModel(module, device)
+    """See `execution.components.Components`; the embeddings are CLIP's before its last layer."""
+    return PyTorchImageModel(
+        module, device, lambda clip, pixels: clip(pixels, output_hidden_states=True).hidden_states[-2]
+    )
 
 
 def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoEncoder:

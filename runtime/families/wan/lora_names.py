@@ -5,11 +5,9 @@ Source of the names: diffusers' scripts/convert_wan_to_diffusers.py and loaders/
 
 import re
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from runtime.models import lora_names
-from runtime.models.lora_names import Blocks, LoraNames
+from runtime.models.lora_names import Blocks, DistilledLoras, LoraNames
 from runtime.models.registry import ABSENT
 from runtime.models.spec import ModelSpec
 
@@ -56,13 +54,16 @@ NAMES = LoraNames(blocks=[Blocks("blocks", "blocks", IN_BLOCKS)], outside=OUTSID
 _IMAGE_ATTENTION = frozenset({"attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k"})
 _BLOCK = re.compile(r"blocks\.([0-9]+)\.(.+)")
 # LoRAs from step distillation are identified by their names.
-_AUTHORS = {re.compile(r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan", re.IGNORECASE): 4}
 _LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
 # lightx2v's for its four-step LoRAs, of both generations of the model ("sample_shift" in
 # https://github.com/ModelTC/LightX2V, configs/wan22/wan_moe_t2v_distill_lora.json and
 # configs/distill/wan_t2v_distill_lora_4step_cfg.json). With it UniPC's four timesteps are 999, 937, 833 and 625; those
 # of the training were 1000, 937.5, 833.3 and 625: https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
 LIGHTX2V_SHIFT = 5.0
+DISTILLED = DistilledLoras(
+    {re.compile(r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan", re.IGNORECASE): 4},
+    {_LIGHTX2V: LIGHTX2V_SHIFT},
+)
 
 
 def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
@@ -104,13 +105,3 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
     if name == "scale_shift_table":
         return (1, 6, width)
     return {"ffn.net.0.proj": (ffn_width, width), "ffn.net.2": (width, ffn_width)}.get(name, (width, width))
-
-
-def distilled_steps(lora: Path) -> int | None:
-    """Return for how many steps a LoRA was distilled, from its own or its folder's name; `None` if unknown."""
-    return lora_names.distilled_steps(lora, _AUTHORS)
-
-
-def distilled_shift(lora: Path) -> float | None:
-    """Return the shift with which a LoRA was distilled, if its own or its folder's name identifies its author."""
-    return LIGHTX2V_SHIFT if any(_LIGHTX2V.search(text) for text in (lora.stem, lora.parent.name)) else None

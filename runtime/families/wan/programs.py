@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runtime.engines.clip_layers import run_layers
 from runtime.upstream.transformers import relative_position_buckets
 
 
@@ -92,18 +93,7 @@ class ImageEncoderForm(nn.Module):
         patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_embedding.view(1, 1, -1), patches], dim=1)
         x = self.norm(x + self.positions.unsqueeze(0))
-        for layer in self.layers:
-            x = x + self._attend(layer.self_attn, layer.layer_norm1(x))
-            x = x + layer.mlp(layer.layer_norm2(x))
-        return x.float()
-
-    def _attend(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            project(x).view(1, x.shape[1], self._heads, -1).transpose(1, 2)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        out: torch.Tensor = attention.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return run_layers(self.layers, x, self._heads).float()
 
 
 class TransformerForm(nn.Module):

@@ -18,9 +18,16 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.wan import file_names, lora_names, part_files
-from runtime.families.wan.known import KNOWN
 from runtime.families.wan.part_files import weights
-from runtime.models.folder import count_parameters, has_component, read_config, read_sidecar, reading, tensor_types
+from runtime.models.folder import (
+    count_parameters,
+    has_component,
+    read_config,
+    read_sidecar,
+    reading,
+    tensor_types,
+    up_to,
+)
 from runtime.models.registry import Family, KnownModel, PartFiles, SingleFiles
 from runtime.models.spec import (
     IMAGE_ENCODER,
@@ -66,27 +73,22 @@ NEGATIVE_PROMPT = (
 )
 
 
-def _up_to(most: int) -> Any:
-    """Return the limits of a number in a configuration: published models stay far below them."""
-    return Field(strict=True, ge=1, le=most)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
     """Architecture of a `diffusers.WanTransformer3DModel`, with the names of its config."""
 
-    num_layers: Annotated[int, _up_to(512)]
-    num_attention_heads: Annotated[int, _up_to(1_024)]
-    attention_head_dim: Annotated[int, _up_to(1_024)]
-    ffn_dim: Annotated[int, _up_to(1_000_000)]
-    in_channels: Annotated[int, _up_to(4_096)]
-    text_dim: Annotated[int, _up_to(65_536)]
-    patch_size: tuple[Annotated[int, _up_to(64)], Annotated[int, _up_to(64)], Annotated[int, _up_to(64)]]
+    num_layers: Annotated[int, up_to(512)]
+    num_attention_heads: Annotated[int, up_to(1_024)]
+    attention_head_dim: Annotated[int, up_to(1_024)]
+    ffn_dim: Annotated[int, up_to(1_000_000)]
+    in_channels: Annotated[int, up_to(4_096)]
+    text_dim: Annotated[int, up_to(65_536)]
+    patch_size: tuple[Annotated[int, up_to(64)], Annotated[int, up_to(64)], Annotated[int, up_to(64)]]
     # diffusers' default, if the configuration has none.
-    rope_max_seq_len: Annotated[int, _up_to(65_536)] = 1024
+    rope_max_seq_len: Annotated[int, up_to(65_536)] = 1024
     # Only of models that attend to CLIP's embeddings of images: their width, and their tokens if two images are given.
-    image_dim: Annotated[int, _up_to(65_536)] | None = None
-    pos_embed_seq_len: Annotated[int, _up_to(65_536)] | None = None
+    image_dim: Annotated[int, up_to(65_536)] | None = None
+    pos_embed_seq_len: Annotated[int, up_to(65_536)] | None = None
 
     @property
     def width(self) -> int:
@@ -137,16 +139,16 @@ class TransformerSpec:
 class VaeSpec:
     """Architecture of a `diffusers.AutoencoderKLWan`, with the names of its config."""
 
-    z_dim: Annotated[int, _up_to(4_096)]
-    base_dim: Annotated[int, _up_to(8_192)]
-    decoder_base_dim: Annotated[int, _up_to(8_192)]
-    dim_mult: Annotated[tuple[Annotated[int, _up_to(64)], ...], Field(min_length=1, max_length=8)]
-    num_res_blocks: Annotated[int, _up_to(64)]
+    z_dim: Annotated[int, up_to(4_096)]
+    base_dim: Annotated[int, up_to(8_192)]
+    decoder_base_dim: Annotated[int, up_to(8_192)]
+    dim_mult: Annotated[tuple[Annotated[int, up_to(64)], ...], Field(min_length=1, max_length=8)]
+    num_res_blocks: Annotated[int, up_to(64)]
     temperal_downsample: tuple[bool, ...]
     # diffusers' defaults: Wan2.1's configuration has none of these.
-    scale_factor_temporal: Annotated[int, _up_to(64)] = 4
-    scale_factor_spatial: Annotated[int, _up_to(256)] = 8
-    patch_size: Annotated[int, _up_to(64)] = 1
+    scale_factor_temporal: Annotated[int, up_to(64)] = 4
+    scale_factor_spatial: Annotated[int, up_to(256)] = 8
+    patch_size: Annotated[int, up_to(64)] = 1
     is_residual: bool = False
 
     def encode_flops(self, frames: int, height: int, width: int) -> float:
@@ -285,12 +287,12 @@ class VaeSpec:
 class _TextEncoder:
     """Sizes of a `transformers.UMT5EncoderModel`: of its layers, and of others that its class creates."""
 
-    d_model: Annotated[int, _up_to(65_536)]
-    d_ff: Annotated[int, _up_to(1_000_000)]
-    num_heads: Annotated[int, _up_to(1_024)]
-    num_layers: Annotated[int, _up_to(512)]
-    vocab_size: Annotated[int, _up_to(10_000_000)]
-    num_labels: Annotated[int, _up_to(1_000)] = 2
+    d_model: Annotated[int, up_to(65_536)]
+    d_ff: Annotated[int, up_to(1_000_000)]
+    num_heads: Annotated[int, up_to(1_024)]
+    num_layers: Annotated[int, up_to(512)]
+    vocab_size: Annotated[int, up_to(10_000_000)]
+    num_labels: Annotated[int, up_to(1_000)] = 2
 
     @property
     def spec(self) -> TextEncoderSpec:
@@ -316,9 +318,9 @@ class _Encoder:
 class _ImageEncoder:
     """The sizes of a `transformers.CLIPVisionModel`."""
 
-    hidden_size: Annotated[int, _up_to(65_536)]
-    image_size: Annotated[int, _up_to(8_192)]
-    patch_size: Annotated[int, _up_to(8_192)]
+    hidden_size: Annotated[int, up_to(65_536)]
+    image_size: Annotated[int, up_to(8_192)]
+    patch_size: Annotated[int, up_to(8_192)]
 
     @property
     def tokens(self) -> int:
@@ -347,11 +349,9 @@ def _vae_config(
     return part_files.vae_config(shapes, valid)
 
 
-class WanFamily:
+class WanFamily(Family):
     """See `models.registry.Family`."""
 
-    known: Sequence[KnownModel] = KNOWN
-    shared_programs: Sequence[str] = ()
     negative_prompt = NEGATIVE_PROMPT
     single_files: SingleFiles | None = file_names
     part_files: Mapping[str, PartFiles] = {
@@ -363,8 +363,8 @@ class WanFamily:
     weights = staticmethod(weights)
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
-    distilled_steps = staticmethod(lora_names.distilled_steps)
-    distilled_shift = staticmethod(lora_names.distilled_shift)
+    distilled_steps = staticmethod(lora_names.DISTILLED.steps)
+    distilled_shift = staticmethod(lora_names.DISTILLED.shift)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `save_pretrained` of `WanPipeline` or `WanImageToVideoPipeline` writes it.

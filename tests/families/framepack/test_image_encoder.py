@@ -5,7 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from runtime.families.framepack.image_encoder import ImageEncoder, PyTorchImageModel, pixels_of
+from runtime.families.framepack.components import image_encoder, image_model
+from runtime.families.framepack.image_encoder import pixels_of
 from runtime.families.framepack.programs import ImageEncoderForm
 from tests.families.framepack_models import pipeline
 
@@ -15,7 +16,7 @@ def test_equals_pipeline(width: int, height: int) -> None:
     reference = pipeline()
     values = np.random.default_rng(3).integers(0, 256, (2, height, width, 3), dtype=np.uint8)
     images = [Image.fromarray(one) for one in values]
-    encoder = ImageEncoder(reference.feature_extractor, PyTorchImageModel(reference.image_encoder, "cpu"))
+    encoder = image_encoder(reference.feature_extractor, image_model(reference.image_encoder, "cpu"))
     expected = []
     for image in images:
         pixels = reference.video_processor.preprocess(image, height, width)

@@ -8,13 +8,13 @@ from diffusers import HunyuanVideoFramepackTransformer3DModel
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from runtime.core.errors import InvalidRequestError
-from runtime.families.framepack.known import KNOWN
-from runtime.families.hunyuan_video.known import KNOWN as HUNYUAN_VIDEO
 from runtime.models.catalogue import look_up
 from runtime.models.hub.download import source_of
-from runtime.models.registry import KnownModel
+from runtime.models.registry import KnownModel, published_models
 from tests.families.wan.test_known import weights
 
+KNOWN = published_models("framepack")
+HUNYUAN_VIDEO = published_models("hunyuan_video")
 ORDERS = {"framepack-i2v": "inverted_anti_drifting", "framepack-f1-i2v": "vanilla"}
 
 

@@ -13,11 +13,10 @@ from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
-from runtime.families.framepack.known import KNOWN
 from runtime.families.framepack.lora_names import weight_shape
 from runtime.models.images import with_images
 from runtime.models.loras import checked, listed, with_loras
-from runtime.models.registry import read_spec
+from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import resolve
@@ -44,6 +43,8 @@ from tests.lora_files import save
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine
+
+KNOWN = published_models("framepack")
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig
 
 from runtime.core.estimates import MemoryStrategy
 from runtime.families.hunyuan_video.conditioning import ShortLlama
-from runtime.families.hunyuan_video.known import KNOWN
 from runtime.models.catalogue import look_up
+from runtime.models.registry import published_models
 from runtime.planner import memory_model
 from tests.families.wan.test_known import weights
 from tests.planner.test_memory_model import workload
 
-(PUBLISHED,) = KNOWN
+(PUBLISHED,) = published_models("hunyuan_video")
 
 
 def test_parameter_counts_are_those_of_the_architectures() -> None:

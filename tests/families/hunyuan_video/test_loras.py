@@ -9,15 +9,14 @@ import torch
 from runtime.core.errors import ModelError
 from runtime.core.loras import Lora
 from runtime.core.request import AUTO
-from runtime.families.hunyuan_video.known import KNOWN
 from runtime.families.hunyuan_video.lora_names import (
+    DISTILLED,
     FASTVIDEO_SHIFT,
     NAMES,
-    distilled_shift,
-    distilled_steps,
     weight_shape,
 )
 from runtime.models.loras import with_loras
+from runtime.models.registry import published_models
 from runtime.models.spec import ModelSpec
 from tests import lora_files
 from tests.families.hunyuan_lora_files import (
@@ -41,6 +40,7 @@ from tests.families.hunyuan_lora_files import (
 from tests.lora_files import save
 from tests.plans import tiny_plan
 
+KNOWN = published_models("hunyuan_video")
 Tiny = Callable[[str], ModelSpec]
 
 
@@ -369,7 +369,7 @@ def test_a_truncated_file_and_one_for_another_family_are_refused(
 )
 def test_the_name_identifies_step_distillation(name: str, steps: int | None, shift: float | None) -> None:
     path = Path("loras") / f"{name}.safetensors"
-    assert (distilled_steps(path), distilled_shift(path)) == (steps, shift)
+    assert (DISTILLED.steps(path), DISTILLED.shift(path)) == (steps, shift)
 
 
 def test_step_distillation_keeps_a_guidance_scale_that_is_an_input(

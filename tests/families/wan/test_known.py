@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.core.errors import ModelError
-from runtime.families.wan.known import KNOWN
 from runtime.models.catalogue import find, folders, known_as, known_models, look_up, not_downloaded
-from runtime.models.registry import read_spec
+from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import ModelSpec
 
+KNOWN = published_models("wan")
 Tiny = Callable[[str], ModelSpec]
 NAMES = [known.name for known in KNOWN]
 
