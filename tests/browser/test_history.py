@@ -369,22 +369,6 @@ def test_comparison_and_storage_are_used_by_keyboard(open_page: OpenPage, viewpo
     assert page.complaints == []
 
 
-def test_low_noise_steps_run_again(open_page: OpenPage) -> None:
-    page = open_page()
-    job = make(page, "a boat on the calm sea", seed=5)
-    go(page, "History")
-    page.click(f"#history-gallery [data-action=open][data-target='{job}']")
-    page.click("[data-detail] .rerun summary")
-    page.fill("[name=guidance_scale_2]", "7.5")
-    page.click("[data-action=rerun]")
-    page.wait_for_selector("#message:has-text('The low-noise steps run again.')")
-    page.keyboard.press("Escape")
-    page.click("[role=tab]:has-text('Make')")
-    page.wait_for_function(f"() => document.querySelector('#status .status').dataset.job !== '{job}'")
-    wait_for_state(page, "done")
-    assert "guidance 3 and 7.5" in page.text_content("#facts")
-
-
 def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:
     page = open_page(color_scheme="dark")
     make(page, "x" * 300 + " סירה \u202eאדומה")
