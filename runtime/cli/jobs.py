@@ -171,7 +171,6 @@ def job_row(job: JobRecord) -> dict[str, Any]:
         "ended": job.ended,
         "video": str(job.output) if job.state == "done" else None,
         "batch": job.batch,
-        "parent": job.parent,
         "error": None if job.failure is None else job.failure.error_json(),
     }
 

@@ -31,28 +31,24 @@ from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.files import sync_folder
 from runtime.core.plan import ExecutionPlan
-from runtime.core.step_cache import NONE
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
 from runtime.models.timed_prompts import timed_prompts
 from runtime.pipeline.files import (
-    BOUNDARY,
     CLIP,
     COMPUTE_FIELDS,
     HEADER_KEY,
     LATEST,
-    LOW_NOISE_FIELD,
     SECTIONS,
     Stamps,
-    newest_checkpoint,
     stamps,
 )
 from runtime.pipeline.sampling import Conditioning, GivenFrames, SamplingState
 from runtime.pipeline.section_sampling import SectionProgress
 
 # Of videos made whole, and in sections.
-_VERSION, _SECTION_VERSION = 1, 2
+_VERSION, _SECTION_VERSION = 3, 4
 _PARTIAL = ".tmp"
 
 _CHECKSUM = "checksum"
@@ -78,7 +74,7 @@ class _Header(BaseModel):
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     version: int
-    identity: Mapping[str, str]
+    identity: str
     planned: str
     plan: str
     step: int
@@ -138,7 +134,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one job: the latest, and the one between the two transformers.
+    """The newest checkpoint of one job.
 
     Args:
         path: of this job alone; made when a checkpoint is saved.
@@ -151,26 +147,16 @@ class CheckpointFolder:
         self._files = files
         self._stamps_of: dict[Path, Stamps] = {}
 
-    def save(self, checkpoint: Checkpoint, spec: ModelSpec, *, boundary: bool = False) -> None:
-        """Replace the latest checkpoint.
-
-        Args:
-            boundary: whether it is also the one between the two transformers, which is kept.
+    def save(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        """Replace the checkpoint.
 
         Raises:
             CheckpointError: if the disk or memory is full, or the folder cannot be written.
         """
-        latest = self.path / LATEST
         try:
             data = _packed(checkpoint, self._stamps(spec))
             self.path.mkdir(parents=True, exist_ok=True)
-            if boundary:
-                # First, so that no run resumes after it without it. Files are replaced and never modified, so the two
-                # names may refer to one file.
-                _write(self.path / BOUNDARY, data)
-                _link(self.path / BOUNDARY, latest, data)
-            else:
-                _write(latest, data)
+            _write(self.path / LATEST, data)
         except OSError as error:
             self._sweep()
             raise CheckpointError(
@@ -188,30 +174,14 @@ class CheckpointFolder:
             CheckpointError: if it cannot be used, with the reason.
         """
         self._sweep()
-        return _read(newest_checkpoint(self.path), self._stamps(spec), plan, half=False)
-
-    def boundary(self, spec: ModelSpec, plan: ExecutionPlan) -> Checkpoint | None:
-        """Return the checkpoint between the two transformers; `None` if there is none.
-
-        Raises:
-            CheckpointError: if it cannot be used, with the reason.
-        """
-        return _read(self.path / BOUNDARY, self._stamps(spec), plan, half=True)
-
-    def remove_latest(self) -> None:
-        """Remove what a finished job no longer needs: everything but the checkpoint that a rerun starts from."""
-        self._sweep()
-        with contextlib.suppress(OSError):
-            (self.path / LATEST).unlink(missing_ok=True)
-        self._remove_frames()
+        return _read(self.path / LATEST, self._stamps(spec), plan)
 
     def clear(self) -> None:
         """Remove all checkpoints, finished sections and clips."""
         self._sweep()
         self._remove_frames()
-        for name in (LATEST, BOUNDARY):
-            with contextlib.suppress(OSError):
-                (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / LATEST).unlink(missing_ok=True)
 
     def _remove_frames(self) -> None:
         for name in (SECTIONS, CLIP):
@@ -294,12 +264,11 @@ class CheckpointPolicy:
             self._cost = estimated_cost(checkpoint.size if checkpoint else 0)
         return due(self._seconds, self._spent, self._cost)
 
-    def save(self, make: Callable[[], Checkpoint | None], *, boundary: bool = False) -> Fact | None:
+    def save(self, make: Callable[[], Checkpoint | None]) -> Fact | None:
         """Save a checkpoint unless the same state is on disk already.
 
         Args:
             make: returns the state of the job, or `None` if there is nothing to save yet.
-            boundary: whether the job is between the two transformers.
 
         Returns:
             The reason if it cannot be saved, the first time; the job continues without.
@@ -310,7 +279,7 @@ class CheckpointPolicy:
         problem = None
         started = time.perf_counter()
         try:
-            self._folder.save(checkpoint, self._spec, boundary=boundary)
+            self._folder.save(checkpoint, self._spec)
         except CheckpointError as error:
             if not self._warned:
                 self._warned = True
@@ -326,24 +295,15 @@ class CheckpointPolicy:
         return problem
 
 
-def identity(stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> str:
-    """Return a digest of the clip and of the model's files, independent of how the clip is computed.
-
-    Args:
-        half: whether to leave out the second transformer's files and guidance scale.
-    """
-    excluded = _OTHER_FIELDS | ({LOW_NOISE_FIELD} if half else set())
-    # Checkpoints written before these fields existed have neither.
-    excluded |= {"step_cache"} if plan.step_cache == NONE else set()
-    excluded |= {"shift"} if plan.shift is None else set()
-    excluded |= set() if plan.images else _IMAGE_FIELDS
+def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
+    """Return a digest of the clip and of the model's files, independent of how the clip is computed."""
+    excluded = set(_OTHER_FIELDS if plan.images else _OTHER_FIELDS | _IMAGE_FIELDS)
     # The prompt of a section may depend on when it is played.
     excluded -= {"fps"} if len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     clip |= {field: use.digest for field, use in plan.images.items()}
     clip |= {"mag_ratios": dict(plan.mag_ratios)} if plan.mag_ratios else {}
-    files = {part: stamp for part, stamp in stamps.items() if not (half and part == "transformer_2")}
-    return hashlib.sha256(json.dumps([clip, files], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([clip, dict(stamps)], sort_keys=True).encode()).hexdigest()
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
@@ -387,7 +347,7 @@ def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:
     header = _Header(
         version=_VERSION if section is None else _SECTION_VERSION,
         section=None if section is None else (section.sections, section.steps),
-        identity={half: identity(stamps, checkpoint.planned, half=half == "half") for half in ("whole", "half")},
+        identity=identity(stamps, checkpoint.planned),
         planned=checkpoint.planned.model_dump_json(),
         plan=checkpoint.plan.model_dump_json(),
         step=checkpoint.step,
@@ -400,7 +360,7 @@ def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:
     return safetensors.torch.save(on_cpu, metadata={HEADER_KEY: header, _CHECKSUM: str(_checksum(header, on_cpu))})
 
 
-def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Checkpoint | None:
+def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
     if not path.is_file():
         return None
     try:
@@ -413,7 +373,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan, *, half: bool) -> Che
         header = _Header.model_validate_json(metadata[HEADER_KEY])
         if metadata[_CHECKSUM] != str(_checksum(metadata[HEADER_KEY], tensors)):
             raise CheckpointError("checkpoint.damaged")
-        if header.identity["half" if half else "whole"] != identity(stamps, plan, half=half):
+        if header.identity != identity(stamps, plan):
             raise CheckpointError("checkpoint.other_clip")
         try:
             planned, current = (ExecutionPlan.model_validate_json(text) for text in (header.planned, header.plan))
@@ -548,15 +508,3 @@ def _write(target: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     partial.replace(target)
     sync_folder(target.parent)
-
-
-def _link(target: Path, name: Path, data: bytes) -> None:
-    link = name.with_name(f"{name.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        link.unlink(missing_ok=True)
-        link.hardlink_to(target)
-    except OSError:  # a file system without hard links
-        _write(name, data)
-    else:
-        link.replace(name)
-        sync_folder(name.parent)

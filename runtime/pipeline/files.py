@@ -16,7 +16,7 @@ from runtime.models.tensor_files import read_header
 
 # The newest preview of a running job; once its video is saved, the poster.
 PREVIEW, POSTER = "preview.webp", "poster.webp"
-LATEST, BOUNDARY = "checkpoint.safetensors", "boundary.safetensors"
+LATEST = "checkpoint.safetensors"
 CHECKPOINTS = "*.safetensors"
 # The folder of a video's finished sections, in that of the job's checkpoints.
 SECTIONS = "sections"
@@ -39,8 +39,6 @@ COMPUTE_FIELDS = (
     "crf",
     "gpus",
 )
-# The field of the low-noise transformer, which the steps of the high-noise one do not depend on.
-LOW_NOISE_FIELD = "guidance_scale_2"
 # What identifies the files of each component of a model: name, size and time of each.
 Stamps = Mapping[str, list[list[Any]]]
 _SLUG_CHARACTERS = 40
@@ -109,33 +107,9 @@ def remove_older_clips(folder: Path) -> None:
         (folder / clip_name(number)).unlink()
 
 
-def checkpoint_step(folder: Path | None, name: str | None = None) -> int | None:
-    """Return the step that a job resumes after; `None` without a readable checkpoint.
-
-    Args:
-        name: of the checkpoint's file; by default, the newest.
-    """
-    if folder is None:
-        return None
-    return _newest(folder)[1] if name is None else _step(folder / name)
-
-
-def newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that a job resumes from; it may not exist.
-
-    It is the latest, or the one between the two transformers if the process was killed after writing that and before
-    linking it as the latest.
-    """
-    return _newest(folder)[0]
-
-
-def _newest(folder: Path) -> tuple[Path, int | None]:
-    latest, boundary = folder / LATEST, folder / BOUNDARY
-    latest_step, boundary_step = _step(latest), _step(boundary)
-    if boundary_step is None:
-        return latest, latest_step
-    ahead = not latest.exists() if latest_step is None else latest_step < boundary_step
-    return (boundary, boundary_step) if ahead else (latest, latest_step)
+def checkpoint_step(folder: Path | None) -> int | None:
+    """Return the step that a job resumes after; `None` without a readable checkpoint."""
+    return None if folder is None else _step(folder / LATEST)
 
 
 def _step(path: Path) -> int | None:

@@ -235,7 +235,7 @@ class RunContext:
             return
         boundary = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
         if boundary or self.step == len(steps) or self._policy.due(self._make_checkpoint):
-            self._save_checkpoint(boundary=boundary)
+            self._save_checkpoint()
 
     def checkpoint_section_step(self, seconds: float) -> None:
         """Save a checkpoint within a section if one is due; always after its last step.
@@ -296,8 +296,8 @@ class RunContext:
         self._policy.found(found)
         self.emit(Resumed(step=found.step, of=found.of))
 
-    def _save_checkpoint(self, *, boundary: bool = False) -> None:
-        problem = self._policy.save(self._make_checkpoint, boundary=boundary)
+    def _save_checkpoint(self) -> None:
+        problem = self._policy.save(self._make_checkpoint)
         if problem is not None:
             self.warn(problem)
 

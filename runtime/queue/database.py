@@ -7,24 +7,18 @@ SQLite's `user_version` holds the schema version of a file.
 """
 
 import contextlib
-import json
 import logging
 import os
-import shlex
 import shutil
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Failed, FellBack, OutOfMemory, Warned
 from runtime.core.facts import Fact
 from runtime.core.locks import held
-from runtime.core.plan import ExecutionPlan
-from runtime.queue.records import needs_columns
 
 _BUSY_SECONDS = 10.0
 _OPENING_SECONDS = 20.0
@@ -276,9 +270,13 @@ def _read_text(data: bytes) -> str | bytes:
 
 def _migrate(connection: sqlite3.Connection, path: Path | None) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > len(MIGRATIONS):
-        raise StoreError("queue.store_too_new", file=path, version=version, supported=len(MIGRATIONS))
-    for number, migrate in enumerate(MIGRATIONS[version:], start=version + 1):
+    newest = OLDEST + len(MIGRATIONS) - 1
+    if version > newest:
+        raise StoreError("queue.store_too_new", file=path, version=version, supported=newest)
+    if 0 < version < OLDEST:
+        raise StoreError("queue.store_too_old", file=path, version=version, supported=OLDEST)
+    done = version - OLDEST + 1 if version else 0
+    for number, migrate in enumerate(MIGRATIONS[done:], start=OLDEST + done):
         connection.execute("BEGIN IMMEDIATE")
         try:
             migrate(connection)
@@ -354,36 +352,46 @@ def _store_error(path: Path | None, reason: str) -> StoreError:
 
 Migration = Callable[[sqlite3.Connection], None]
 
-_VERSION_1 = (
+_SCHEMA = (
     """
     CREATE TABLE jobs (
-        number    INTEGER PRIMARY KEY AUTOINCREMENT,
-        id        TEXT NOT NULL UNIQUE,
-        kind      TEXT NOT NULL CHECK (kind IN ('video', 'build', 'task')),
-        title     TEXT NOT NULL DEFAULT '',
-        part      TEXT,
-        state     TEXT NOT NULL CHECK (state IN ('queued', 'running', 'done', 'failed', 'cancelled', 'interrupted')),
-        position  INTEGER NOT NULL,
-        held      INTEGER NOT NULL DEFAULT 0,
-        asked     TEXT NOT NULL DEFAULT '' CHECK (asked IN ('', 'cancel', 'pause')),
-        prompt    TEXT NOT NULL DEFAULT '',
-        request   TEXT NOT NULL,
-        plan      TEXT,
-        begun     INTEGER NOT NULL DEFAULT 0,
-        output    TEXT NOT NULL,
-        owner     TEXT,
-        batch     TEXT,
-        parent    TEXT,
-        instance  TEXT,
-        created   REAL NOT NULL,
-        started   REAL,
-        ended     REAL,
-        deleted   REAL,
-        result    TEXT,
-        failure   TEXT
+        number           INTEGER PRIMARY KEY AUTOINCREMENT,
+        id               TEXT NOT NULL UNIQUE,
+        kind             TEXT NOT NULL CHECK (kind IN ('video', 'build', 'task')),
+        title            TEXT NOT NULL DEFAULT '',
+        part             TEXT,
+        state            TEXT NOT NULL
+                         CHECK (state IN ('queued', 'running', 'done', 'failed', 'cancelled', 'interrupted')),
+        position         INTEGER NOT NULL,
+        held             INTEGER NOT NULL DEFAULT 0,
+        pending_control  TEXT NOT NULL DEFAULT '' CHECK (pending_control IN ('', 'cancel', 'pause')),
+        finish           INTEGER NOT NULL DEFAULT 0,  -- whether a video made in sections ends after the current one
+        prompt           TEXT NOT NULL DEFAULT '',
+        request          TEXT NOT NULL,
+        plan             TEXT,
+        begun            INTEGER NOT NULL DEFAULT 0,
+        output           TEXT NOT NULL,
+        owner            TEXT,
+        batch            TEXT,
+        instance         TEXT,
+        lease            INTEGER NOT NULL DEFAULT 0,  -- how many times it was started, see `JobRecord.lease`
+        created          REAL NOT NULL,
+        started          REAL,
+        ended            REAL,
+        deleted          REAL,
+        result           TEXT,
+        failure          TEXT,
+        live             TEXT,  -- progress that is not stored as events
+        starred          INTEGER NOT NULL DEFAULT 0,
+        unreadable       TEXT,  -- columns that cannot be read; queries for several jobs leave the row out
+        idle             INTEGER NOT NULL DEFAULT 0,  -- a build that runs only while no video waits
+        engines          TEXT NOT NULL DEFAULT '',  -- ids of what an idle build makes
+        gpu              INTEGER,  -- the index of the GPU that an idle build is for
+        needs            TEXT,  -- what a scheduler reads of a queued video
+        lane             TEXT,  -- the same for videos of one owner that need the same model and number of GPUs
+        seconds          REAL  -- the forecast
     )
     """,
-    "CREATE INDEX jobs_by_state ON jobs (state, position)",
     """
     CREATE TABLE events (
         n      INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -392,188 +400,50 @@ _VERSION_1 = (
         event  TEXT NOT NULL
     )
     """,
+    """
+    CREATE TABLE workers (
+        instance  TEXT PRIMARY KEY,
+        app       TEXT NOT NULL,
+        gpu       INTEGER NOT NULL,
+        pid       INTEGER NOT NULL,
+        held      TEXT NOT NULL DEFAULT '{}',
+        wanted    INTEGER NOT NULL DEFAULT 0,
+        since     REAL NOT NULL DEFAULT 0,
+        lent_to   TEXT
+    )
+    """,
+    # The idempotency keys of requests to the HTTP API, each with its video.
+    """
+    CREATE TABLE submissions (
+        owner   TEXT NOT NULL,
+        key     TEXT NOT NULL,
+        digest  TEXT NOT NULL,
+        job     TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+        PRIMARY KEY (owner, key)
+    )
+    """,
     "CREATE INDEX events_by_job ON events (job, n)",
+    "CREATE INDEX submissions_by_job ON submissions (job)",
+    "CREATE INDEX jobs_by_state ON jobs (state, position)",
+    "CREATE INDEX jobs_by_position ON jobs (position)",
+    "CREATE INDEX jobs_by_owner ON jobs (owner)",
+    "CREATE INDEX jobs_by_owner_and_state ON jobs (owner, state, kind)",
+    "CREATE INDEX jobs_by_owner_and_time ON jobs (owner, created, kind)",
+    "CREATE INDEX jobs_by_end ON jobs (ended, owner, kind) WHERE ended IS NOT NULL",
+    "CREATE INDEX jobs_unreadable ON jobs (number) WHERE unreadable IS NOT NULL",
+    # What a scheduler and lists of thousands of queued videos read, from an index alone.
+    "CREATE INDEX jobs_waiting ON jobs (lane, position, state, held, kind, unreadable) "
+    "WHERE state = 'queued' AND NOT held AND kind = 'video' AND unreadable IS NULL",
+    "CREATE INDEX jobs_in_queue ON jobs (state, idle, position, held, kind, owner, id, seconds, unreadable) "
+    "WHERE state IN ('running', 'queued') AND unreadable IS NULL",
 )
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    for statement in _VERSION_1:
+    for statement in _SCHEMA:
         connection.execute(statement)
 
 
-def _sentences_to_facts(connection: sqlite3.Connection) -> None:
-    """Version 2: events and failures hold facts; version 1 held sentences."""
-    changed = connection.execute(
-        "SELECT n, event FROM events "
-        "WHERE CASE WHEN json_valid(event) THEN json_extract(event, '$.event') END "
-        "IN ('Warned', 'FellBack', 'Failed', 'OutOfMemory')"
-    ).fetchall()
-    # What cannot be read stays as it is: the store sets it aside.
-    for row in changed:
-        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-            event = json.dumps(_migrate_event(json.loads(row["event"])))
-            connection.execute("UPDATE events SET event = ? WHERE n = ?", (event, row["n"]))
-    for row in connection.execute("SELECT number, failure FROM jobs WHERE failure IS NOT NULL").fetchall():
-        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-            failure = json.dumps(_migrate_event({"event": "Failed", **json.loads(row["failure"])}))
-            connection.execute("UPDATE jobs SET failure = ? WHERE number = ?", (failure, row["number"]))
-
-
-def _migrate_event(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an event of version 1 as one of version 2."""
-
-    def text(what: str, remedy: str = "") -> Fact:
-        return Fact("text", {"what": what, "remedy": remedy})
-
-    new: Warned | FellBack | Failed | OutOfMemory
-    if old["event"] == "Warned":
-        new = Warned(fact=text(old["message"]))
-    elif old["event"] == "FellBack":
-        new = FellBack(component=old["component"], backend=old["backend"], reason=text(old["reason"]))
-    elif old["event"] == "Failed":
-        new = Failed(fact=text(old["what"], old["remedy"]), internal=old["defect"])
-    else:
-        flags = shlex.split(old["flags"])
-        new = OutOfMemory(
-            stage=old["stage"],
-            component=old["component"],
-            memory=old["memory"],
-            retried=old["taken"],
-            strategy=text(old["instead"]) if old["instead"] else None,
-            changes={name[2:].replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)},
-            slowdown=old["times_as_long"],
-            lossless=old["lossless"],
-            lost_seconds=old["lost_seconds"],
-        )
-    return new.model_dump(mode="json")
-
-
-def _worker_processes(connection: sqlite3.Connection) -> None:
-    """Version 3: worker processes, their lent GPUs, and progress that is not stored as events."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN live TEXT")
-    connection.execute(
-        """
-        CREATE TABLE workers (
-            instance  TEXT PRIMARY KEY,
-            app       TEXT NOT NULL,
-            gpu       INTEGER NOT NULL,
-            pid       INTEGER NOT NULL,
-            held      TEXT NOT NULL DEFAULT '{}',
-            wanted    INTEGER NOT NULL DEFAULT 0,
-            since     REAL NOT NULL DEFAULT 0,
-            lent_to   TEXT
-        )
-        """
-    )
-
-
-def _idle_builds(connection: sqlite3.Connection) -> None:
-    """Version 4: builds that run only while no video waits, with the ids of their engines."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN idle INTEGER NOT NULL DEFAULT 0")
-    connection.execute("ALTER TABLE jobs ADD COLUMN engines TEXT NOT NULL DEFAULT ''")
-
-
-def _unreadable_rows(connection: sqlite3.Connection) -> None:
-    """Version 5: the columns of a row that cannot be read, which queries for several jobs leave out."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN unreadable TEXT")
-
-
-def _stars(connection: sqlite3.Connection) -> None:
-    """Version 6: starred jobs, and an index of the few rows that cannot be read."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN starred INTEGER NOT NULL DEFAULT 0")
-    connection.execute("CREATE INDEX jobs_unreadable ON jobs (number) WHERE unreadable IS NOT NULL")
-
-
-def _gpus_of_builds(connection: sqlite3.Connection) -> None:
-    """Version 7: the index of the GPU that an idle build is for."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN gpu INTEGER")
-
-
-def _early_ends(connection: sqlite3.Connection) -> None:
-    """Version 8: videos made in sections that end after the current one."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN finish INTEGER NOT NULL DEFAULT 0")
-
-
-def _idempotency_keys(connection: sqlite3.Connection) -> None:
-    """Version 9: the idempotency keys of requests to the HTTP API, each with its video."""
-    connection.execute(
-        """
-        CREATE TABLE submissions (
-            owner   TEXT NOT NULL,
-            key     TEXT NOT NULL,
-            digest  TEXT NOT NULL,
-            job     TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
-            PRIMARY KEY (owner, key)
-        )
-        """
-    )
-    connection.execute("CREATE INDEX submissions_by_job ON submissions (job)")
-
-
-def _many_jobs(connection: sqlite3.Connection) -> None:
-    """Version 10: what the API asks about a key's videos, and the last place in the queue, without reading all jobs."""
-    connection.execute("CREATE INDEX jobs_by_owner ON jobs (owner)")
-    connection.execute("CREATE INDEX jobs_by_owner_and_state ON jobs (owner, state, kind)")
-    connection.execute("CREATE INDEX jobs_by_owner_and_time ON jobs (owner, created, kind)")
-    connection.execute("CREATE INDEX jobs_by_position ON jobs (position)")
-
-
-def _leases(connection: sqlite3.Connection) -> None:
-    """Version 11: the number of times that a job was started, see `JobRecord.lease`."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN lease INTEGER NOT NULL DEFAULT 0")
-
-
-def _needs_of_videos(connection: sqlite3.Connection) -> None:
-    """Version 12: what a scheduler reads of queued videos, by lane, and the order of the queue, from indexes alone.
-
-    A lane has the videos of one owner that need the same model and number of GPUs.
-    """
-    connection.execute("ALTER TABLE jobs ADD COLUMN needs TEXT")
-    connection.execute("ALTER TABLE jobs ADD COLUMN lane TEXT")
-    connection.execute(
-        "CREATE INDEX jobs_waiting ON jobs (lane, position, state, held, kind, unreadable) "
-        "WHERE state = 'queued' AND NOT held AND kind = 'video' AND unreadable IS NULL"
-    )
-    connection.execute(
-        "CREATE INDEX jobs_in_queue ON jobs (state, idle, position, held, kind, id, unreadable) "
-        "WHERE state IN ('running', 'queued') AND unreadable IS NULL"
-    )
-    rows = connection.execute("SELECT number, owner, plan FROM jobs WHERE kind = 'video' AND state = 'queued'")
-    for row in rows.fetchall():
-        with contextlib.suppress(ValueError, TypeError):  # what cannot be read is not started
-            values = needs_columns(row["owner"], ExecutionPlan.model_validate_json(row["plan"]))
-            query = "UPDATE jobs SET needs = :needs, lane = :lane WHERE number = :number"
-            connection.execute(query, {**values, "number": row["number"]})
-
-
-def _long_queues(connection: sqlite3.Connection) -> None:
-    """Version 13: what lists show of thousands of queued videos, from an index alone, and ended videos by time."""
-    connection.execute("ALTER TABLE jobs ADD COLUMN seconds REAL")
-    connection.execute(
-        "UPDATE jobs SET seconds = json_extract(needs, '$.seconds') "
-        "WHERE kind = 'video' AND state IN ('running', 'queued') AND json_valid(needs)"
-    )
-    connection.execute("DROP INDEX jobs_in_queue")
-    connection.execute(
-        "CREATE INDEX jobs_in_queue ON jobs (state, idle, position, held, kind, owner, id, seconds, unreadable) "
-        "WHERE state IN ('running', 'queued') AND unreadable IS NULL"
-    )
-    connection.execute("CREATE INDEX jobs_by_end ON jobs (ended, owner, kind) WHERE ended IS NOT NULL")
-
-
-# Migration n upgrades a file from version n to n + 1.
-MIGRATIONS: tuple[Migration, ...] = (
-    _create,
-    _sentences_to_facts,
-    _worker_processes,
-    _idle_builds,
-    _unreadable_rows,
-    _stars,
-    _gpus_of_builds,
-    _early_ends,
-    _idempotency_keys,
-    _many_jobs,
-    _leases,
-    _needs_of_videos,
-    _long_queues,
-)
+# Migration n upgrades a file to version OLDEST + n; the first one makes a new file. Older files are refused.
+OLDEST = 14
+MIGRATIONS: tuple[Migration, ...] = (_create,)

@@ -155,7 +155,15 @@ def end_job(connection: sqlite3.Connection, job_id: str, event: TerminalEvent) -
     elif isinstance(event, Failed):
         state, failure = "failed", event.model_dump_json()
     update_row(
-        connection, job_id, state=state, result=result, failure=failure, held=0, asked="", finish=0, ended=time.time()
+        connection,
+        job_id,
+        state=state,
+        result=result,
+        failure=failure,
+        held=0,
+        pending_control="",
+        finish=0,
+        ended=time.time(),
     )
 
 

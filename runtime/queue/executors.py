@@ -97,18 +97,15 @@ class VideoExecutor:
         try:
             residency = self.residency()
             from runtime.pipeline.checkpoint import CheckpointFolder
-            from runtime.pipeline.rerun_low_noise import prepare_rerun
         except Exception as error:
             logger.exception("job %s could not start", record.id)
             return Failed(fact=Fact("queue.pytorch_broken", {"error": str(error)}))
         checkpoints = None if work.folder is None else CheckpointFolder(work.folder, self.files)
-        if record.parent is not None and checkpoints is not None:
-            prepare_rerun(checkpoints, plan, spec)
         if record.finish:
             work.cancel.finish_early()
         outcome = make_video(plan, spec, work.emit, work.cancel, residency, self.history, checkpoints, record.id)
         if checkpoints is not None and isinstance(outcome, VideoSaved) and not outcome.continues:
-            checkpoints.remove_latest()
+            checkpoints.clear()
         return outcome
 
 

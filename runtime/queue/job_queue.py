@@ -1,7 +1,6 @@
 """The web app's side of the queue: plan and submit jobs and tasks, change, cancel and follow them. Imports no torch."""
 
 import logging
-import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -16,13 +15,12 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import Auto, GenerationRequest
 from runtime.engines.service import EngineService
-from runtime.machine.probe import Machine, probe, seen_from
+from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import look_up
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
-from runtime.pipeline.rerun_low_noise import plan_rerun
 from runtime.planner.history import History
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import resolve
@@ -200,29 +198,6 @@ class JobQueue:
         """
         make_folder(self._outputs_dir)
         return self.store.add_all([(request, self._plan(request)) for request in requests], owner=owner)
-
-    def redo_second_half(self, job_id: str, changes: Mapping[str, Any], owner: str | None = None) -> Job:
-        """Queue a job that reruns the low-noise steps of another job with other settings.
-
-        Args:
-            changes: see `rerun_low_noise.plan_rerun`.
-
-        Raises:
-            TandemError: if that is not possible; nothing is queued then.
-        """
-        first, new_id = self.store.get(job_id).plan, secrets.token_hex(4)
-        source, target = self.store.folder(job_id), self.store.folder(new_id)
-        if first is None or source is None or target is None:
-            raise StoreError("queue.nothing_kept", job=job_id)
-        spec = self.model(GenerationRequest.from_mapping(first.request_json()))
-        output = output_path(self._outputs_dir, first.prompt)
-        machine = seen_from(self.machine(), self._gpus[0])
-        offers, history = self._engines.offers(spec), self.history()
-        with storage.adding_folders(self.store):
-            plan = plan_rerun(first, changes, spec, source, target, machine, output, offers, history)
-            request = GenerationRequest.from_mapping(plan.request_json())
-            record = self.store.add(request, plan, owner=owner, parent=job_id, job_id=new_id)
-        return self._job_of(record)
 
     def edit(self, job_id: str, request: GenerationRequest) -> Job:
         """Change the request of a queued job; it keeps its place.

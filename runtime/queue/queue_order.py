@@ -315,7 +315,7 @@ def _move(connection: sqlite3.Connection, job_id: str, before: str | None) -> No
 
 
 def start_job(connection: sqlite3.Connection, job_id: str, instance: str) -> JobRecord:
-    values = {"held": 0, "asked": "", "ended": None, "failure": None, "live": None}
+    values = {"held": 0, "pending_control": "", "ended": None, "failure": None, "live": None}
     update_row(connection, job_id, state="running", instance=instance, started=time.time(), **values)
     connection.execute("UPDATE jobs SET lease = lease + 1 WHERE id = ?", (job_id,))
     return read_job(connection, job_id)

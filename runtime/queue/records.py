@@ -55,7 +55,6 @@ class JobRecord(FrozenModel):
         output: the MP4 to write.
         owner: the visitor that the job belongs to; `None` for the user of this machine.
         batch: shared by the jobs of a batch.
-        parent: the job that this one reruns.
         instance: the process that runs it, or ran it last.
         created, started, ended, deleted: seconds since 1970.
         result: `VideoSaved` as JSON, see `saved`.
@@ -78,14 +77,13 @@ class JobRecord(FrozenModel):
     part: str | None
     state: State
     held: bool
-    pending: Control = Field(alias="asked")
+    pending: Control = Field(alias="pending_control")
     request: Json[dict[str, Any]]
     plan_json: str | None = Field(alias="plan")
     begun: bool
     output: Path
     owner: str | None
     batch: str | None
-    parent: str | None
     instance: str | None = Field(pattern=r"^[^/\\]{1,64}$")  # part of a file name
     created: _Seconds
     started: _Seconds | None

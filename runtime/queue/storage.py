@@ -5,7 +5,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from runtime.core.errors import StoreError
 from runtime.core.files import remove_partial_files
 from runtime.core.frozen import FrozenModel
 from runtime.core.images import referenced
-from runtime.core.locks import held, remove_scratch_folders
+from runtime.core.locks import remove_scratch_folders
 from runtime.models.images import copy_bytes, remove_unused
 from runtime.pipeline.files import CHECKPOINTS, CLIP, SECTIONS
 from runtime.queue.records import JobRecord, State
@@ -58,7 +58,7 @@ class DiskUsage:
     Attributes:
         videos, video_bytes: existing videos.
         checkpoint_bytes: checkpoints of all jobs.
-        finished_bytes: of these, checkpoints of finished videos, which only reruns need.
+        finished_bytes: of these, those of finished videos that can be continued.
         deleted, deleted_bytes: deleted jobs that can be restored, with all their files.
         old: the number of jobs that ended at least so many days ago and the bytes of their videos, by days.
         image_bytes: copies of images that the jobs start from, also of deleted ones.
@@ -259,35 +259,10 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
     # The user may repair damaged rows, so the folders of their jobs stay.
     if store.path is None or _is_damaged(store) or store.unreadable is not None:
         return
-    with contextlib.suppress(OSError), held(_lock_of_folders(store.path), seconds=0):  # a later call removes them
-        folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
-        for name in set(folders) - store.existing_ids(folders):
-            shutil.rmtree(folders[name], ignore_errors=True)
-
-
-@contextlib.contextmanager
-def adding_folders(store: JobStore) -> Iterator[None]:
-    """Let no process remove folders without a job in a `with` block, which makes one and then adds its job.
-
-    Raises:
-        StoreError: if the lock's file cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        if store.path is not None:
-            lock = _lock_of_folders(store.path)
-            try:
-                lock.parent.mkdir(parents=True, exist_ok=True)
-                # A process that holds it for longer is stopped, or removes large folders, which are not the new one.
-                with contextlib.suppress(TimeoutError):
-                    stack.enter_context(held(lock, seconds=_LOCK_SECONDS))
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise StoreError("queue.locks_not_writable", folder=lock.parent, error=reason) from error
-        yield
-
-
-def _lock_of_folders(store_path: Path) -> Path:
-    return store_path.parent / "jobs" / "instances" / "folders.lock"
+    # A job is stored before it has a folder.
+    folders = {folder.name: folder for folder in (store.path.parent / "jobs").glob("[0-9a-f]" * 8)}
+    for name in set(folders) - store.existing_ids(folders):
+        shutil.rmtree(folders[name], ignore_errors=True)
 
 
 def _checkpoints(store: JobStore, job_id: str) -> Sequence[Path]:

@@ -180,23 +180,19 @@ class JobStore:
         *,
         owner: str | None = None,
         batch: str | None = None,
-        parent: str | None = None,
         instance: str | None = None,
-        job_id: str | None = None,
     ) -> JobRecord:
         """Add a video to the end of the queue.
 
         Args:
             instance: the process that runs it at once, without a place in the queue.
-            job_id: if the job's folder already exists.
         """
-        values = {"owner": owner, "batch": batch, "parent": parent, "instance": instance}
+        values = {"owner": owner, "batch": batch, "instance": instance}
         with self.database.writing() as connection:
             return _insert(
                 connection,
                 "video",
                 {**_video(request, plan, owner), **values},
-                job_id=job_id,
                 state="queued" if instance is None else "running",
             )
 
@@ -423,7 +419,7 @@ class JobStore:
             if not is_leased(connection, job_id, lease):
                 return False
             add_event(connection, job_id, {"event": "Ended", "state": state, "fact": fact.model_dump()})
-            update_row(connection, job_id, state=state, failure=failure, asked="", ended=time.time())
+            update_row(connection, job_id, state=state, failure=failure, pending_control="", ended=time.time())
             return True
 
     @contextlib.contextmanager
@@ -469,8 +465,8 @@ class JobStore:
             position = next_position(connection)
             if record.plan is not None:  # a version before may have stored it
                 update_row(connection, job_id, **needs_columns(record.owner, record.plan))
-            again = {"state": "queued", "held": 0, "asked": "", "instance": None, "ended": None, "failure": None}
-            again |= {"finish": 0}
+            again = {"state": "queued", "held": 0, "pending_control": "", "instance": None, "finish": 0}
+            again |= {"ended": None, "failure": None}
             update_row(connection, job_id, position=position, **again)
             if changed is not None:
                 _edit(connection, job_id, *changed)
@@ -486,20 +482,20 @@ class JobStore:
             row = find_row(connection, job_id)
             if not is_leased(connection, job_id, lease):
                 return False
-            if row["asked"] == "cancel":
+            if row["pending_control"] == "cancel":
                 end_job(connection, job_id, Cancelled())
             else:
-                held = row["asked"] == "pause"
+                held = row["pending_control"] == "pause"
                 add_event(connection, job_id, {"event": "PutBack", "held": held})
-                update_row(connection, job_id, state="queued", held=int(held), asked="", instance=None)
+                update_row(connection, job_id, state="queued", held=int(held), pending_control="", instance=None)
             return True
 
     def states(self, ids: Collection[str]) -> dict[str, Seen]:
         """Return state, hold, request and live progress of each of these jobs that exists."""
-        query = f"SELECT id, state, held, asked, live FROM jobs WHERE {AMONG}"
+        query = f"SELECT id, state, held, pending_control, live FROM jobs WHERE {AMONG}"
         with self.database.reading() as connection:
             return {
-                row["id"]: (row["state"], bool(row["held"]), row["asked"], row["live"])
+                row["id"]: (row["state"], bool(row["held"]), row["pending_control"], row["live"])
                 for row in connection.execute(query, (listed(ids),))
             }
 
@@ -521,8 +517,8 @@ class JobStore:
             if row["state"] != "running" or row["instance"] != instance:
                 return False
             add_event(connection, job_id, death)
-            held = int(row["asked"] == "pause")
-            update_row(connection, job_id, state="queued", held=held, asked="", instance=None, live=None)
+            held = int(row["pending_control"] == "pause")
+            update_row(connection, job_id, state="queued", held=held, pending_control="", instance=None, live=None)
             return True
 
     def interrupt(self, job_id: str, instance: str, saved: VideoSaved | None) -> State | None:
@@ -546,9 +542,9 @@ class JobStore:
             before = any(event["event"] == "Interrupted" for _, _, event in self.log.read_events(connection, job_id, 0))
             add_event(connection, job_id, {"event": "Interrupted"})
             if record.idle and not before:
-                update_row(connection, job_id, state="queued", asked="", instance=None, live=None)
+                update_row(connection, job_id, state="queued", pending_control="", instance=None, live=None)
                 return "queued"
-            update_row(connection, job_id, state="interrupted", asked="", ended=time.time())
+            update_row(connection, job_id, state="interrupted", pending_control="", ended=time.time())
             return "interrupted"
 
     def edit(self, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
@@ -573,7 +569,8 @@ class JobStore:
                     update_row(connection, one, held=int(held))
                 elif state == "running":
                     connection.execute(
-                        "UPDATE jobs SET asked = ? WHERE id = ? AND asked != 'cancel'", ("pause" if held else "", one)
+                        "UPDATE jobs SET pending_control = ? WHERE id = ? AND pending_control != 'cancel'",
+                        ("pause" if held else "", one),
                     )
 
     def request_cancel(self, ids: Iterable[str]) -> None:
@@ -584,7 +581,7 @@ class JobStore:
                 if state == "queued":
                     end_job(connection, one, Cancelled())
                 elif state == "running":
-                    update_row(connection, one, asked="cancel")
+                    update_row(connection, one, pending_control="cancel")
 
     def finish_early(self, job_id: str) -> None:
         """End a video that is made in sections after the current section, or a paused one with those that it has.
@@ -602,16 +599,18 @@ class JobStore:
 
     def controls(self, ids: Collection[str]) -> dict[str, Controls]:
         """Return what is requested of each of these jobs that exists."""
-        query = f"SELECT id, state, asked, finish, lease FROM jobs WHERE {AMONG}"
+        query = f"SELECT id, state, pending_control, finish, lease FROM jobs WHERE {AMONG}"
         with self.database.reading() as connection:
             return {
-                row["id"]: Controls(row["state"] == "running", row["asked"], bool(row["finish"]), row["lease"])
+                row["id"]: Controls(
+                    row["state"] == "running", row["pending_control"], bool(row["finish"]), row["lease"]
+                )
                 for row in connection.execute(query, (listed(ids),))
             }
 
     def cancelling(self, instances: Collection[str]) -> set[str]:
         """Return which of these workers run a job that is to be cancelled."""
-        where = f"state = 'running' AND asked = 'cancel' AND instance IN ({marks(instances)})"
+        where = f"state = 'running' AND pending_control = 'cancel' AND instance IN ({marks(instances)})"
         query = f"SELECT instance FROM jobs WHERE {where}"
         with self.database.reading() as connection:
             return {row["instance"] for row in connection.execute(query, tuple(instances))}
@@ -732,11 +731,10 @@ def _insert(
     kind: Kind,
     values: Mapping[str, Any],
     *,
-    job_id: str | None = None,
     state: State = "queued",
 ) -> JobRecord:
     """Add a job to the end of the queue, or one that its instance runs already."""
-    now, job_id = time.time(), job_id or secrets.token_hex(4)
+    now, job_id = time.time(), secrets.token_hex(4)
     columns = {
         "id": job_id,
         "kind": kind,

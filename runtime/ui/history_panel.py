@@ -158,7 +158,7 @@ class HistoryPanel(JobsPanel):
         }
 
     def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
-        return {**super()._job_actions(), "open": lambda _job, _call: {"opened": True}, "rerun": self._rerun}
+        return {**super()._job_actions(), "open": lambda _job, _call: {"opened": True}}
 
     def _more(self, call: Call) -> Reply:
         """Return the cards of the view's last page, which the script appends."""
@@ -198,11 +198,6 @@ class HistoryPanel(JobsPanel):
         jobs = self._store.list(owner=self._owner, deleted=True)
         self._purge(jobs)
         return {"message": f"Removed permanently: {named(jobs)}."}
-
-    def _rerun(self, job: JobRecord, call: Call) -> Reply:
-        changes = rerun_changes(call.values, self._rerun_settings(job))
-        new = self._worker.redo_second_half(job.id, changes, self._owner)
-        return {"message": "The low-noise steps run again.", "watch": new.id}
 
     def _gallery(self, view: View) -> str:
         cards, more = self._cards(view)
@@ -262,7 +257,6 @@ class HistoryPanel(JobsPanel):
         rows += [("Ended", formatting.clock_time(job.ended or job.created)), ("Job", job.id)]
         rows += [("Video on disk", byte_size(size))] if size else []
         rows += [("Checkpoints", byte_size(checkpoints))] if checkpoints else []
-        rows += [("Low-noise steps of", job.parent)] if job.parent else []
         resume_line = ""
         if job.continues and saved is not None and saved.sections is not None:
             made, of, _ = saved.sections
@@ -282,20 +276,9 @@ class HistoryPanel(JobsPanel):
             else [paragraph(one, saved.plan.get("components", ())) for one in saved.warnings],
             reasons="" if saved is None else job_view.backend_reasons(saved),
             resume_line=resume_line,
-            rerun=self._rerun_settings(job) if checkpoints and job.state == "done" and job.deleted is None else {},
             titles=FILTERS,
             backends=BACKENDS,
         )
-
-    def _rerun_settings(self, job: JobRecord) -> dict[str, Any]:
-        """Return the settings of a finished video's low-noise steps; none if they cannot be run again."""
-        folder, plan = self._store.folder(job.id), job.plan
-        if folder is None or plan is None or plan.guidance_scale_2 is None:
-            return {}
-        if not (folder / "boundary.safetensors").is_file():  # the latents between the two transformers
-            return {}
-        backend = plan.asked.backend("transformer_2")
-        return {"guidance_scale_2": plan.guidance_scale_2, "fps": plan.fps, "backend": backend}
 
     def _comparison(self, pair: Sequence[str]) -> str:
         try:
@@ -374,27 +357,6 @@ def timing(one: Clip, other: Clip) -> str:
     if m != n:
         words += f" {'A' if m < n else 'B'} is shorter and stops on its last frame."
     return words
-
-
-def rerun_changes(values: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a form changes of the low-noise steps' settings; a browser sends numbers as text.
-
-    Args:
-        current: the present settings; empty if the low-noise steps cannot be run again.
-    """
-    if not current:
-        return {}
-    changes: dict[str, Any] = {}
-    for name, kind in (("guidance_scale_2", float), ("fps", int)):
-        given = values.get(name)
-        try:
-            changes[name] = kind(given) if isinstance(given, str | int | float) else given
-        except ValueError:
-            changes[name] = given
-    backend = values.get("backend", AUTO)
-    if backend != current["backend"]:
-        changes["backends"] = {"transformer_2": backend}
-    return {name: value for name, value in changes.items() if name == "backends" or value != current[name]}
 
 
 def _label(name: str) -> str:

@@ -318,22 +318,30 @@ def test_a_dropped_file_restores_its_settings_on_any_tab(open_page: OpenPage, se
     assert page.complaints == []
 
 
-def test_checkpoints_are_removed_after_confirmation(open_page: OpenPage) -> None:
+def leave_checkpoint(server: Server, job: str) -> None:
+    """Write a checkpoint of a finished video, as one that could not be removed."""
+    (server.cache_dir / "jobs" / job / "checkpoint.safetensors").write_bytes(b"x" * 1000)
+
+
+def test_checkpoints_are_removed_after_confirmation(open_page: OpenPage, server: Server) -> None:
     page = open_page()
-    make(page, "a blue ball on the sea")
+    leave_checkpoint(server, make(page, "a blue ball on the sea"))
     go(page, "History")
     page.click(".storage summary")
     page.click("#history-storage [data-action=remove-checkpoints]")
-    page.wait_for_selector("dialog[open]:has-text('low-noise steps can no longer be run again')")
+    page.wait_for_selector("dialog[open]:has-text('those that ended early can no longer be continued')")
     page.click("dialog[open] .strong")
     page.wait_for_selector("#history-storage [data-action=remove-checkpoints]", state="detached")
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, {"width": 320, "height": 640}], ids=["1280", "320"])
-def test_comparison_and_storage_are_used_by_keyboard(open_page: OpenPage, viewport: dict[str, int]) -> None:
+def test_comparison_and_storage_are_used_by_keyboard(
+    open_page: OpenPage, server: Server, viewport: dict[str, int]
+) -> None:
     page = open_page(viewport)
     prompt = f"{viewport['width']} keys on the sea"  # the tests share one history
     ids = [make(page, prompt, seed=one) for one in (1, 2)]
+    leave_checkpoint(server, ids[0])
     go(page, "History")
     search(page, prompt, 2)
     page.focus(f"[data-job='{ids[1]}'] .poster")
@@ -367,22 +375,6 @@ def test_comparison_and_storage_are_used_by_keyboard(open_page: OpenPage, viewpo
     page.wait_for_selector("dialog.ask", state="detached")
     assert page.evaluate(focused.format("'#history-storage [data-action]'"))
     assert page.complaints == []
-
-
-def test_low_noise_steps_run_again(open_page: OpenPage) -> None:
-    page = open_page()
-    job = make(page, "a boat on the calm sea", seed=5)
-    go(page, "History")
-    page.click(f"#history-gallery [data-action=open][data-target='{job}']")
-    page.click("[data-detail] .rerun summary")
-    page.fill("[name=guidance_scale_2]", "7.5")
-    page.click("[data-action=rerun]")
-    page.wait_for_selector("#message:has-text('The low-noise steps run again.')")
-    page.keyboard.press("Escape")
-    page.click("[role=tab]:has-text('Make')")
-    page.wait_for_function(f"() => document.querySelector('#status .status').dataset.job !== '{job}'")
-    wait_for_state(page, "done")
-    assert "guidance 3 and 7.5" in page.text_content("#facts")
 
 
 def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:

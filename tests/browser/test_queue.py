@@ -233,8 +233,8 @@ def test_a_job_resumes_after_the_app_was_killed(open_page: OpenPage, tmp_path_fa
         ask(page, "a red boat", long=True, steps=60)
         start(page)
         job = page.get_attribute("#status .status", "data-job")
-        # Between both experts every job is kept, however slow the disk is.
-        until((cache / "jobs" / str(job) / "boundary.safetensors").exists)
+        # Between both experts every job is saved, however slow the disk is.
+        until((cache / "jobs" / str(job) / "checkpoint.safetensors").exists)
         first.process.kill()
         first.process.wait()
     with serving(cache) as second:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import Checkpoint, CheckpointFolder, due, estimated_cost
-from runtime.pipeline.files import LATEST, checkpoint_step
+from runtime.pipeline.files import LATEST
 from runtime.pipeline.sampling import Conditioning, SamplingState
 from tests.full_disk import fill
 from tests.pipeline.test_resume import run
@@ -212,51 +211,6 @@ def test_a_checkpoint_of_other_weights_is_refused(part: str, serves: bool, tiny:
         assert refused.value.fact == Fact("checkpoint.other_clip")
 
 
-def test_the_boundary_checkpoint_is_kept_while_others_are_written(tiny: Tiny, tmp_path: Path) -> None:
-    spec = tiny("wan2.2-a14b")
-    first = checkpoint_of(spec, tmp_path / "x.mp4")
-    assert first.sampling is not None
-    folder = CheckpointFolder(tmp_path / "job")
-    folder.save(first, spec, boundary=True)
-    later = replace(first, sampling=replace(first.sampling, steps=3))
-    folder.save(later, spec)
-    latest, boundary = folder.load(spec, first.planned), folder.boundary(spec, first.planned)
-    assert latest is not None and boundary is not None
-    assert (boundary.step, latest.step) == (2, 3)
-    # It does not depend on the low-noise transformer.
-    assert folder.boundary(spec, first.planned.replace(guidance_scale_2=9.0)) is not None
-    with pytest.raises(CheckpointError) as refused:
-        folder.boundary(spec, first.planned.replace(guidance_scale=9.0))
-    assert refused.value.fact == Fact("checkpoint.other_clip")
-
-
-def test_a_kill_before_the_boundary_checkpoint_is_linked_as_latest(tiny: Tiny, tmp_path: Path) -> None:
-    spec, path = tiny("wan2.2-a14b"), tmp_path / "job"
-    folder = CheckpointFolder(path)
-    second = checkpoint_of(spec, tmp_path / "x.mp4")
-    state = second.sampling
-    assert state is not None and checkpoint_step(path) is None
-    folder.save(replace(second, sampling=None), spec)
-    early = (path / LATEST).read_bytes()
-    folder.save(second, spec, boundary=True)
-    (path / LATEST).unlink()  # two names of one file
-    (path / LATEST).write_bytes(early)
-    assert checkpoint_step(path) == 2
-    found = folder.load(spec, second.planned)
-    assert found is not None and found.sampling is not None
-    assert torch.equal(found.sampling.latents, state.latents)
-    (path / LATEST).unlink()
-    assert checkpoint_step(path) == 2
-    # A later checkpoint takes precedence again; a damaged latest one is reported.
-    folder.save(replace(second, sampling=replace(state, steps=3)), spec)
-    assert checkpoint_step(path) == 3
-    (path / LATEST).write_bytes(b"x" * 100)
-    assert checkpoint_step(path) is None
-    with pytest.raises(CheckpointError) as refused:
-        folder.load(spec, second.planned)
-    assert refused.value.fact == Fact("checkpoint.damaged")
-
-
 def test_partial_files_of_a_killed_writer_are_removed(tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")
     (tmp_path / "job").mkdir()
@@ -272,11 +226,10 @@ def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tiny: Tiny, small
     folder.save(checkpoint, spec)
     (kept,) = folder.path.iterdir()
     fill(small_disk)
-    for boundary in (False, True):
-        with pytest.raises(CheckpointError) as error:
-            folder.save(checkpoint, spec, boundary=boundary)
-        assert error.value.code == "checkpoint.not_writable"
-        assert list(folder.path.iterdir()) == [kept]
+    with pytest.raises(CheckpointError) as error:
+        folder.save(checkpoint, spec)
+    assert error.value.code == "checkpoint.not_writable"
+    assert list(folder.path.iterdir()) == [kept]
     assert folder.load(spec, checkpoint.plan) is not None
 
 

@@ -133,7 +133,7 @@ def test_the_first_frames_can_be_watched_while_others_are_decoded(
         own, other = (((frames - one) ** 2).mean() for one in (video[:count], video[1 : count + 1]))
         assert own < other / 1.5
     assert numbers(clip) == made[-2:]
-    CheckpointFolder(clip.job).remove_latest()
+    CheckpointFolder(clip.job).clear()
     assert not (clip.job / CLIP).exists()
 
 

@@ -204,27 +204,6 @@ def test_an_invalid_batch_queues_nothing(start: Make) -> None:
 
 
 @pytest.mark.slow
-def test_the_low_noise_steps_are_rerun(start: Make) -> None:
-    queue = start()
-    guided = {"guidance_scale": 5.0, "guidance_scale_2": 3.0}
-    first = queue.submit(small(steps=8, seed=4, **guided))
-    until(lambda: not first.open)
-    again = queue.redo_second_half(first.id, {"guidance_scale_2": 6.0})
-    whole = queue.submit(small(steps=8, seed=4, **guided | {"guidance_scale_2": 6.0}))
-    until(lambda: not whole.open)
-    assert (first.state, again.state, whole.state) == ("done", "done", "done")
-    assert queue.store.get(again.id).parent == first.id
-    assert 0 < steps(again) < steps(first)
-    assert stream(again.plan.output) == stream(whole.plan.output) != stream(first.plan.output)
-    folder = queue.store.folder(again.id)
-    assert folder is not None
-    assert {path.name for path in folder.iterdir()} == {"boundary.safetensors", "poster.webp"}
-    with pytest.raises(InvalidRequestError):
-        queue.redo_second_half(first.id, {"prompt": "a kite"})
-    assert len(queue.store.list()) == 3
-
-
-@pytest.mark.slow
 def test_a_build_continues_after_a_restart_of_the_app(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     folder = tmp_path / "weights" / "tiny"
     shutil.copytree(tiny("wan2.1").directory, folder)

@@ -381,16 +381,6 @@ def test_files_of_killed_jobs_are_removed(store: JobStore, tmp_path: Path) -> No
     assert {entry.name for entry in (tmp_path / "jobs").iterdir()} == {kept.id, "instances", "something"}
 
 
-def test_a_folder_whose_job_is_being_added_is_kept(store: JobStore, tmp_path: Path) -> None:
-    folder = tmp_path / "jobs" / "0123abcd"
-    with storage.adding_folders(store):
-        folder.mkdir(parents=True)
-        storage.tidy(JobStore(store.path), tmp_path / "outputs")
-        assert folder.is_dir()
-    storage.tidy(store, tmp_path / "outputs")
-    assert not folder.exists()
-
-
 def test_folders_of_jobs_in_a_damaged_store_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"\xff" * 5000)

@@ -40,15 +40,14 @@ def test_a_cancelled_job_resumes_with_other_settings(queue: JobQueue) -> None:
 
 
 def finished(store: JobStore, size: int) -> str:
-    """Add a finished job with a boundary that is its last checkpoint too."""
+    """Add a finished job that has a checkpoint."""
     made = add_job(store)
     store.order.claim("here")
     store.log.record(made.id, sample_result())
     folder = store.folder(made.id)
     assert folder is not None
     folder.mkdir(parents=True)
-    (folder / "boundary.safetensors").write_bytes(b"x" * size)
-    (folder / "checkpoint.safetensors").hardlink_to(folder / "boundary.safetensors")
+    (folder / "checkpoint.safetensors").write_bytes(b"x" * size)
     return made.id
 
 

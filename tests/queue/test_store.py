@@ -47,12 +47,12 @@ def ids(jobs: object) -> list[str]:
 
 def test_a_job_is_read_as_it_was_added(store: JobStore, tmp_path: Path) -> None:
     request, plan = sample_request(prompt="Ein “rotes” Boot\nbei 100 % Wind", steps=3), sample_plan(seed=11)
-    made = store.add(request, plan, owner="guest", batch="b", parent="p")
+    made = store.add(request, plan, owner="guest", batch="b")
     again = JobStore(tmp_path / "jobs.sqlite").get(made.id)
     assert again == made
     assert again.generation_request() == request.replace(seed=11)
     assert again.plan == plan
-    assert (again.state, again.held, again.owner, again.batch, again.parent) == ("queued", False, "guest", "b", "p")
+    assert (again.state, again.held, again.owner, again.batch) == ("queued", False, "guest", "b")
     assert (again.output, again.result, again.failure, again.begun) == (plan.output, None, None, False)
 
 

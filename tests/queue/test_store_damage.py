@@ -1,6 +1,5 @@
 """The job store with killed processes, a full disk, a read-only folder, a damaged file, and other versions."""
 
-import json
 import os
 import random
 import shutil
@@ -9,17 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Cancelled, Failed, FellBack, OutOfMemory, StepDone, Warned
+from runtime.core.events import StepDone
 from runtime.core.facts import Fact
 from runtime.queue import database
-from runtime.queue.records import event_from_json
 from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from tests.full_disk import fill
@@ -210,14 +207,17 @@ def test_a_locked_store_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert add_job(store).id
 
 
-def test_a_newer_store_is_refused_and_unchanged(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "code"), [(database.OLDEST + 99, "queue.store_too_new"), (database.OLDEST - 1, "queue.store_too_old")]
+)
+def test_a_store_of_another_version_is_refused_and_unchanged(version: int, code: str, path: Path) -> None:
     JobStore(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {len(database.MIGRATIONS) + 1}")
+        connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     with pytest.raises(StoreError) as error:
         JobStore(path)
-    assert (error.value.code, error.value.data["version"]) == ("queue.store_too_new", len(database.MIGRATIONS) + 1)
+    assert (error.value.code, error.value.data["version"]) == (code, version)
     assert [entry.name for entry in path.parent.iterdir()] == ["jobs.sqlite"]
 
 
@@ -238,80 +238,8 @@ def test_an_older_store_is_migrated_once(path: Path, monkeypatch: pytest.MonkeyP
         again.close()
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT job FROM notes").fetchall() == [(job.id,)]
-        assert connection.execute("PRAGMA user_version").fetchone() == (len(newer),)
+        assert connection.execute("PRAGMA user_version").fetchone() == (database.OLDEST + 1,)
     connection.close()
-
-
-def test_queued_videos_of_version_11_are_found_by_a_scheduler(path: Path) -> None:
-    store = JobStore(path)
-    jobs = [add_job(store) for _ in range(3)]
-    before = store.order.waiting(9)
-    store.order.claim("app.0")
-    store.log.record(jobs[0].id, Cancelled())
-    store.close()
-    with closing(sqlite3.connect(path)) as connection:
-        for index in ("jobs_waiting", "jobs_in_queue", "jobs_by_end"):
-            connection.execute(f"DROP INDEX {index}")
-        for column in ("needs", "lane", "seconds"):
-            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        connection.execute("UPDATE jobs SET plan = '{' WHERE id = ?", (jobs[2].id,))
-        connection.execute("PRAGMA user_version = 11")
-        connection.commit()
-    again = JobStore(path)
-    assert again.order.waiting(9) == [before[1]]
-    assert again.order.seconds(0) == (2, 1, before[1].needs.seconds)
-    again.resume(jobs[0].id)
-    assert [one.id for one in again.order.waiting(9)] == [jobs[1].id, jobs[0].id]
-
-
-def test_sentences_of_version_1_become_facts(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        database.MIGRATIONS[0](connection)
-        connection.execute(
-            "INSERT INTO jobs (id, kind, state, position, request, output, created, failure) "
-            "VALUES ('0123abcd', 'video', 'failed', 1, '{}', '/x.mp4', 0, ?)",
-            (json.dumps({"what": "It broke.", "remedy": "Try again.", "defect": True}),),
-        )
-        memory: dict[str, Any] = {"stage": "denoise", "component": "transformer", "memory": "VRAM"}
-        memory |= {"instead": "Blocks wait in RAM"}
-        memory |= {"flags": "--offload group --quantization fp8", "times_as_long": 1.4, "lossless": False}
-        memory |= {"lost_seconds": 2.5, "taken": False, "message": "This machine ran out."}
-        old: list[dict[str, Any]] = [
-            {"event": "Warned", "message": "Mind the gap."},
-            {"event": "FellBack", "component": "vae", "backend": "inductor", "reason": "VAE: PyTorch."},
-            {"event": "OutOfMemory", **memory},
-            {"event": "StepDone", "step": 1, "of": 4, "seconds": 0.5, "part": "transformer"},
-            {"event": "Failed", "what": "It broke.", "remedy": "Try again.", "defect": True},
-        ]
-        for event in old:
-            connection.execute("INSERT INTO events (job, at, event) VALUES ('0123abcd', 0, ?)", (json.dumps(event),))
-        connection.execute("PRAGMA user_version = 1")
-        connection.commit()
-    store = JobStore(path)
-    job = store.get("0123abcd")
-    failed = Failed(fact=text("It broke.", "Try again."), internal=True)
-    assert job.failure == failed
-    assert [event_from_json(values, job) for _, _, values in store.log.events(job.id)] == [
-        Warned(fact=text("Mind the gap.")),
-        FellBack(component="vae", backend="inductor", reason=text("VAE: PyTorch.")),
-        OutOfMemory(
-            stage="denoise",
-            component="transformer",
-            memory="VRAM",
-            retried=False,
-            strategy=text("Blocks wait in RAM"),
-            changes={"offload": "group", "quantization": "fp8"},
-            slowdown=1.4,
-            lossless=False,
-            lost_seconds=2.5,
-        ),
-        StepDone(step=1, of=4, seconds=0.5, part="transformer"),
-        failed,
-    ]
-
-
-def text(what: str, remedy: str = "") -> Fact:
-    return Fact("text", {"what": what, "remedy": remedy})
 
 
 def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

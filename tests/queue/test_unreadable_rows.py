@@ -271,22 +271,6 @@ def test_a_row_is_left_out_while_the_store_cannot_be_written(
     assert store.unreadable is not None
 
 
-def test_rows_of_an_older_version_that_cannot_be_read_are_kept(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        database.MIGRATIONS[0](connection)
-        connection.execute(
-            "INSERT INTO jobs (id, kind, state, position, request, output, created, failure) "
-            "VALUES ('0123abcd', 'video', 'failed', 1, '{}', '/x.mp4', 0, '{\"what\": 5}')"
-        )
-        for event in ("{", '{"event": "Warned"}', '{"event": "OutOfMemory", "flags": "x"}'):
-            connection.execute("INSERT INTO events (job, at, event) VALUES ('0123abcd', 0, ?)", (event,))
-        connection.execute("PRAGMA user_version = 1")
-        connection.commit()
-    store = JobStore(path)
-    assert store.list() == []
-    assert store.unreadable == Fact("queue.jobs_unreadable", {"count": 1, "jobs": ["0123abcd (failure)"]})
-
-
 def other_tables(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE jobs (name TEXT)")

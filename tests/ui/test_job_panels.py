@@ -333,7 +333,7 @@ def test_users_cannot_change_jobs_of_others(
     mine, theirs = add(worker, "a red boat"), add(worker, "a blue ball", "visitor")
     drawn, _ = act(visitor, "refresh")
     assert "a blue ball" in drawn["list"] and "a red boat" not in drawn["list"]
-    history = {"open", "rerun", "again", "star", "unstar"}
+    history = {"open", "again", "star", "unstar"}
     for name in (*history, "cancel", "up", "front", "duplicate", "edit", "save", "delete", "resume"):
         _, says = act(visitor, name, mine, tab="history" if name in history else "queue")
         assert says["message"] == UNKNOWN, name

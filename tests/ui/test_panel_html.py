@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from runtime.queue.records import Line
 from runtime.queue.storage import DiskUsage
 from runtime.ui.formatting import render
@@ -17,7 +15,6 @@ from runtime.ui.history_panel import (
     Clip,
     comparison_html,
     differences,
-    rerun_changes,
     same_picture,
     similarity,
     timing,
@@ -51,7 +48,6 @@ def detail(job: Any, text: str = "", request: Any = None) -> str:
         warning_lines=[text],
         reasons=text,
         resume_line=text,
-        rerun={},
         titles=FILTERS,
         backends={},
     )
@@ -198,22 +194,6 @@ def test_storage_offers_only_what_can_be_removed() -> None:
     ):
         assert expected in offered
     assert offered.count("data-action") == 3
-
-
-@pytest.mark.parametrize(
-    ("given", "changes"),
-    [
-        ({"guidance_scale_2": "2", "fps": "8", "backend": "auto"}, {}),
-        ({"guidance_scale_2": "7.5", "fps": "12", "backend": "pytorch"},
-         {"guidance_scale_2": 7.5, "fps": 12, "backends": {"transformer_2": "pytorch"}}),
-        ({"guidance_scale_2": "much", "fps": "", "backend": "auto"}, {"guidance_scale_2": "much", "fps": ""}),
-        ({}, {"guidance_scale_2": None, "fps": None}),
-    ],
-)  # fmt: skip
-def test_a_rerun_changes_what_differs(given: dict[str, Any], changes: dict[str, Any]) -> None:
-    made = {"guidance_scale_2": 2.0, "fps": 8, "backend": "auto"}
-    assert rerun_changes(given, made) == changes
-    assert rerun_changes(given, {}) == {}
 
 
 def test_settings_are_complete_on_the_page() -> None:

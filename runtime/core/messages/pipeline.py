@@ -76,22 +76,6 @@ MESSAGES: Mapping[str, Message] = {
         "Nothing can be written to the folder for videos, {folder}: {reason}.",
         "Make the folder writable, or set TANDEM_CACHE_DIR to another folder.",
     ),
-    "rerun.one_transformer": Message(
-        "{model} has one transformer: there are no low-noise steps to rerun.",
-        "Generate the video again with the settings that you want.",
-    ),
-    "rerun.no_low_noise_steps": Message(
-        "The low-noise transformer ran none of the {steps} steps: there is nothing to rerun.",
-        "Generate the video again with the settings that you want.",
-    ),
-    "rerun.schedule_fixed": Message(
-        "{field:setting} cannot change in a rerun: it also determines the high-noise steps.",
-        "Leave it as it is, or generate the video again.",
-    ),
-    "rerun.not_changeable": Message(
-        "{field:setting} also applies to the high-noise steps.",
-        "Change one of {changeable:list}, or generate the video again.",
-    ),
     "checkpoint.damaged": Message("The checkpoint is damaged."),
     "checkpoint.other_version": Message("It was written by another version of Tandem."),
     "checkpoint.other_clip": Message("It belongs to another clip, or the model's files have changed."),
@@ -99,16 +83,6 @@ MESSAGES: Mapping[str, Message] = {
     "checkpoint.scheduler_value": Message("{attribute} is a {type}, which cannot be stored."),
     "checkpoint.not_writable": Message("{folder} cannot be written: {reason}."),
     "checkpoint.no_memory": Message("There is not enough memory (RAM) to write it."),
-    "checkpoint.boundary_unusable": Message(
-        "The checkpoint between the two transformers cannot be used: {cause:clause}.", "Generate the video again."
-    ),
-    "checkpoint.boundary_missing": Message(
-        "There is no checkpoint between the two transformers: the job ended earlier, or the checkpoint was removed.",
-        "Generate the video again; this keeps the checkpoint.",
-    ),
-    "checkpoint.boundary_not_copied": Message(
-        "The rerun cannot be prepared: {cause:clause}.", "Free some disk space and try again."
-    ),
     "pipeline.out_of_memory": Message(
         "Out of memory ({memory}) in the {stage} stage ({component:lower_component}).",
         "Use a smaller size or fewer frames, or close other programs.",

@@ -60,9 +60,12 @@ MESSAGES: Mapping[str, Message] = {
         "{file} was written by a newer Tandem (version {version}; this one supports {supported}).",
         "Update Tandem, or set TANDEM_CACHE_DIR to another folder.",
     ),
+    "queue.store_too_old": Message(
+        "{file} was written by an older Tandem (version {version}; this one needs {supported}).",
+        "Move the file to another folder, or set TANDEM_CACHE_DIR to another folder; the videos stay where they are.",
+    ),
     "queue.job_not_stored": Message("This video will not be in the list of jobs: {cause:advice}"),
     "queue.job_not_stored_yet": Message("This video is not in the list of jobs yet: {cause:advice}"),
-    "queue.nothing_kept": Message("Job {job} has no checkpoint.", "Generate the video again."),
     "queue.worker_died": Message(
         "The worker process ended unexpectedly ({how}).", "Try again; see the log for details."
     ),

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 from runtime.core.errors import OutputError
 from runtime.core.events import Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
-from runtime.pipeline.files import BOUNDARY
 from runtime.queue.executors import after_full_disk, await_disk
 from runtime.queue.records import JobRecord
 from runtime.queue.recovery import MemoryKills
@@ -319,9 +318,8 @@ class _Receiver:
     def finish(self, saved: VideoSaved) -> None:
         """Remove what a finished job does not need any more."""
         if not saved.continues:
-            for name, path in transfer.job_files(self._folder).items():
-                if name != BOUNDARY:
-                    path.unlink(missing_ok=True)
+            for path in transfer.job_files(self._folder).values():
+                path.unlink(missing_ok=True)
 
     def _target(self, name: str) -> Path:
         if name == transfer.VIDEO:

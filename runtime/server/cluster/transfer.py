@@ -13,7 +13,7 @@ from runtime.core.digests import file_digests, sha256
 from runtime.core.errors import ModelError, OutputError
 from runtime.core.frozen import FrozenModel
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
-from runtime.pipeline.files import BOUNDARY, CLIP, LATEST, SECTIONS
+from runtime.pipeline.files import CLIP, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
 VIDEO = "video.mp4"
@@ -22,9 +22,7 @@ _PARTIAL = ".part"
 _MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".sft", ".md"})
 # In the weights folder of a node: models whose transformers are in single files, each in a folder with its components.
 BUNDLES = ".cluster"
-_JOB_FILE = re.compile(
-    rf"{re.escape(LATEST)}|{re.escape(BOUNDARY)}|{SECTIONS}/[a-z0-9]+\.mkv|{CLIP}/[a-z0-9]+\.(?:mp4|h264)"
-)
+_JOB_FILE = re.compile(rf"{re.escape(LATEST)}|{SECTIONS}/[a-z0-9]+\.mkv|{CLIP}/[a-z0-9]+\.(?:mp4|h264)")
 # As of `EngineFile.name`: no path, nothing hidden.
 _NAME = r"[^./\\:\x00-\x1f][^/\\:\x00-\x1f]*"
 _MODEL_FILE = re.compile(rf"(?:{_NAME}/)*{_NAME}")
