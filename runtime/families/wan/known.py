@@ -34,7 +34,15 @@ _TRANSFORMER: Mapping[str, Any] = {
 _WIDE: Mapping[str, Any] = {**_TRANSFORMER, "num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}
 # With four mask channels and the 16 channels of the given frames' latents.
 _WIDE_IMAGE: Mapping[str, Any] = {**_WIDE, "in_channels": 36}
-_CLIP: Mapping[str, Any] = {"hidden_size": 1280, "image_size": 224, "patch_size": 14}
+_CLIP: Mapping[str, Any] = {
+    "hidden_act": "gelu",
+    "hidden_size": 1280,
+    "image_size": 224,
+    "intermediate_size": 5120,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "patch_size": 14,
+}
 _VAE: Mapping[str, Any] = {
     "base_dim": 96,
     "decoder_base_dim": None,
