@@ -21,6 +21,9 @@ def main() -> None:
     collect_garbage_less_often()
     # CUDA counts GPUs in the driver's order, which plans use.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    # Otherwise huggingface_hub 2 asks huggingface.co, also with a mirror, which programs count as agents
+    # (utils/_detect_agent.py), and names them and PyTorch's version in each download's request.
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     # Warnings for developers would mix with the output, also in child processes.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")

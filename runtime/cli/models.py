@@ -20,6 +20,7 @@ from runtime.models.catalogue import (
     find,
     folders,
     from_file,
+    is_part,
     named,
     not_downloaded,
     published,
@@ -58,7 +59,7 @@ def show_models() -> dict[str, Any]:
         try:
             specs.append(from_file(path, loaded.weights_dir))
         except TandemError as error:
-            if error.code == "model.file_is_part":
+            if is_part(error):
                 parts.append({"name": name, "folder": str(path), **error.fact.data})
                 terminal.result(f"{name}: {error.what}")
                 continue

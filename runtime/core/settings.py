@@ -128,8 +128,8 @@ class Settings(FrozenModel):
         share_size: its maximum (width, height), in either orientation; `None` allows the model's sizes.
         share_queue, share_queue_all: maximum of queued and running videos per visitor, and of all visitors.
         share_rate: videos that one visitor may request per hour.
-        keep_days, keep_videos, keep_bytes: how long `serve` keeps ended videos, and how many and how much of each key;
-            `None` keeps all.
+        keep_days, keep_videos, keep_bytes: how long ended videos are kept, and how many and how much of the user and of
+            each visitor and key; `None` keeps all.
         offline: the flag, variable or file that disables downloads; empty if they are enabled.
         hub: the address that models are downloaded from; one from HF_ENDPOINT is not validated yet.
     """

@@ -15,13 +15,13 @@ from runtime.models import single_file
 from runtime.models.folder import read_config
 from runtime.models.registry import FAMILIES, KnownModel, is_component, published_models, read_spec
 from runtime.models.single_file import LORAS, assemble
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import IMAGE_ENCODER, ModelSpec, is_transformer
 from runtime.models.stored_weights import WeightFiles
 
 EMBEDDED = Path(__file__).parent / "embedded"
 _BYTES_PER_WEIGHT = 4
-# Of text encoders and VAEs, in ComfyUI.
-_PART_FOLDERS = ("text_encoders", "clip", "vae")
+# Of text encoders, image encoders and VAEs, in ComfyUI.
+_PART_FOLDERS = ("text_encoders", "clip", "clip_vision", "vae")
 
 
 def folders(weights_dir: Path) -> dict[str, Path]:
@@ -66,7 +66,7 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
             raise
         own = single_file.read_part(path, part_configs)
         if own is None:
-            raise
+            raise single_file.needs_folder(path) or error from error
         data = {"component": own.component, "format": own.files.title}
         raise ModelError("model.file_is_part", file=path.name, **data) from error
     names = first.known.names if first.known else frozenset()
@@ -113,6 +113,8 @@ def _fits(part: single_file.PartFile, transformer: single_file.TransformerFile) 
     config = transformer.files.config
     if part.component == "text_encoder":
         return bool(part.files.config["d_model"] == config["text_dim"])
+    if part.component == IMAGE_ENCODER:
+        return bool(part.files.config["hidden_size"] == config["image_dim"])
     return bool(part.files.config["z_dim"] == config["out_channels"])
 
 
@@ -125,9 +127,11 @@ def _configs(component: str, places: Sequence[Path]) -> list[Mapping[str, Any]]:
 
 
 def _part_configs(places: Sequence[Path]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return configurations of VAEs: of installed models, then of published ones."""
-    known = [model.configs["vae"] for model in known_models() if "vae" in model.configs]
-    return {"vae": [*_configs("vae", places), *known]}
+    """Return configurations of VAEs and image encoders: of installed models, then of published ones."""
+    return {
+        part: [*_configs(part, places), *(model.configs[part] for model in known_models() if part in model.configs)]
+        for part in ("vae", IMAGE_ENCODER)
+    }
 
 
 def _has_components(folder: Path) -> bool:
@@ -294,9 +298,15 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
             try:
                 from_file(path, weights_dir)
             except TandemError as error:
-                if error.code != "model.file_is_part":
+                if not is_part(error):
                     found[name] = error
     return found
+
+
+def is_part(error: TandemError) -> bool:
+    """Whether a file is not a model that cannot be used, but a component of one, which other programs use."""
+    needs_folder = error.code == "model.file_needs_folder" and not is_transformer(error.data["component"])
+    return needs_folder or error.code == "model.file_is_part"
 
 
 def check_offered(name: object, models: Mapping[str, ModelSpec]) -> ModelSpec:

@@ -11,7 +11,7 @@ To add one, write the folder and add its entry to `FAMILIES`. Both modules are i
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, resources
@@ -265,6 +265,29 @@ class PartFiles(NamedTuple):
     parameters: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
 
 
+class FileSigns(NamedTuple):
+    """Names of tensors by which a component in a single file is recognised, without prefixes; see `FILE_PREFIXES`.
+
+    Attributes:
+        has: all are in the file.
+        lacks: none is.
+    """
+
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+
+    def fit(self, names: Collection[str]) -> bool:
+        """Whether a file with these tensors is such a component."""
+        return all(name in names for name in self.has) and not any(name in names for name in self.lacks)
+
+
+# That programs put before the names of a component's tensors.
+FILE_PREFIXES = (
+    *("model.diffusion_model.", "model.model.", "diffusion_model.", "model."),
+    *("text_model.", "vision_model.", "visual."),
+)
+
+
 class Family(Protocol):
     """The part of a family that needs no torch."""
 
@@ -276,6 +299,14 @@ class Family(Protocol):
     @property
     def part_files(self) -> Mapping[str, PartFiles]:
         """Other components in single files, by component; none by default."""
+        return {}
+
+    @property
+    def folder_files(self) -> Mapping[str, Sequence[FileSigns]]:
+        """How single files are recognised that Tandem does not read, by the component that they have; none by default.
+
+        The model is used as a folder instead.
+        """
         return {}
 
     def weights(self, component: str, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]] | None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from runtime.core.errors import ModelError, TandemError
 from runtime.models.registry import (
     FAMILIES,
+    FILE_PREFIXES,
     KnownModel,
     check_companions,
     check_loadable,
@@ -24,7 +25,13 @@ from runtime.models.registry import (
     published_models,
 )
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
-from runtime.models.stored_weights import StoredWeight, WeightFiles, file_tensors, stored_weights
+from runtime.models.stored_weights import (
+    FileTensor,
+    StoredWeight,
+    WeightFiles,
+    file_tensors,
+    stored_weights,
+)
 from runtime.models.tensor_files import unreadable
 
 # The folder of LoRAs in the weights folder.
@@ -32,6 +39,8 @@ LORAS = "loras"
 SUFFIXES = frozenset({".safetensors", ".gguf", ".sft"})
 # Of Wan's own text encoder and VAEs, which are pickled.
 PICKLED = ".pth"
+# A buffer of whole numbers in files of older transformers.
+_POSITIONS = ".position_ids"
 Expert = Literal["high", "low"]
 _COMPONENTS: Mapping[Expert, str] = {"high": "transformer", "low": "transformer_2"}
 # "high_noise", "HighNoise", "-high-"; not "highres".
@@ -178,7 +187,7 @@ def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]])
         for component, part in family_of(name).part_files.items():
             renamed = part.names(list(tensors))
             # Only weights may have other types, such as SentencePiece's model.
-            stored = stored_weights({one: tensor for one, tensor in tensors.items() if one in renamed})
+            stored = _weights({one: tensor for one, tensor in tensors.items() if one in renamed})
             weights = {renamed.get(one, one): weight for one, weight in stored.items()}
             shapes = {one: weight.shape for one, weight in weights.items()}
             config = part.config_of(shapes, candidates.get(component, ()))
@@ -189,9 +198,39 @@ def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]])
     return None
 
 
+def needs_folder(path: Path) -> ModelError | None:
+    """Return why a component in a file is not read: it is one that must be in a model's folder. `None` for others.
+
+    Raises:
+        ModelError: if the file is pickled, damaged, or of a format that cannot be read.
+    """
+    names = set()
+    for name in file_tensors(path):
+        prefix = next((prefix for prefix in FILE_PREFIXES if name.startswith(prefix)), "")
+        names.add(name.removeprefix(prefix))
+    # A model that was made of another one has tensors more.
+    fits = [
+        (len(signs.has), family, component)
+        for family in FAMILIES
+        for component, alternatives in family_of(family).folder_files.items()
+        for signs in alternatives
+        if signs.fit(names)
+    ]
+    if not fits:
+        return None
+    _, family, component = max(fits, key=lambda one: one[0])
+    known = family_of(family).known[0]
+    data = {"component": component, "title": known.title, "model": known.name}
+    return ModelError("model.file_needs_folder", file=path.name, **data)
+
+
 @functools.lru_cache(maxsize=32)
 def _read(path: Path, _size: int, _changed: int) -> dict[str, StoredWeight]:
-    return stored_weights(file_tensors(path))
+    return _weights(file_tensors(path))
+
+
+def _weights(tensors: Mapping[str, FileTensor]) -> dict[str, StoredWeight]:
+    return stored_weights({name: tensor for name, tensor in tensors.items() if not name.endswith(_POSITIONS)})
 
 
 def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -83,6 +83,21 @@ class Database:
                 connection = self._watching = _connect(str(self.path))
             return generation, *connection.execute("PRAGMA data_version").fetchone()
 
+    def check_writable(self) -> None:
+        """Check that the file exists, can be read, and can be written, without writing to it or waiting for a writer.
+
+        Raises:
+            StoreError: if it does not or cannot.
+        """
+        with self.reading():
+            pass
+        if self.path is None:
+            return
+        if _is_full(self.path.parent):
+            raise StoreError("queue.store_disk_full", file=self.path)
+        if not _is_writable(self.path):
+            raise StoreError("queue.store_read_only", file=self.path)
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Yield the connection for reading; all reads inside see the same state.

@@ -71,7 +71,6 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     return_freed_memory()
     collect_garbage_as_usual()
     worker, engines = open_queue(settings, resume_all=cluster)
-    worker.retention = Retention(days=settings.keep_days, videos=settings.keep_videos, bytes=settings.keep_bytes)
     server: PageServer | None = None
     head: ClusterHead | None = None
     try:
@@ -170,6 +169,7 @@ def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueu
     cancel_orphaned(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
+    worker.retention = Retention(days=settings.keep_days, videos=settings.keep_videos, bytes=settings.keep_bytes)
     resume_interrupted(store, everyone=resume_all)
     waiting = sum(count for (_, state), count in store.order.counts().items() if state != "paused")
     if waiting:

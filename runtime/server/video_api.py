@@ -11,7 +11,7 @@
     GET    /v1/cluster/join          how a machine with the cluster's key joins
     GET    /v1/openapi.json          this API's schema
     GET    /v1/docs                  the same as a page for people; needs no key
-    GET    /healthz                  whether the server and its job store answer; needs no key
+    GET    /healthz                  whether the server answers and can write its job store; needs no key
     GET    /metrics                  see `metrics`
 
 A request with a key sees the videos of that key. Without any key in the cache folder, requests to 127.0.0.1 see the
@@ -283,8 +283,8 @@ class VideoApi:
         return _model(check_offered(self._key_of(name), self._models))
 
     def health(self) -> JSONResponse:
-        """Answer whether the job store can be read."""
-        self._store.existing_ids([])
+        """Answer whether the job store can be read and written."""
+        self._store.database.check_writable()
         return JSONResponse({"status": "ok"}, headers=api_errors.PRIVATE)
 
     def metrics(self) -> Response:

@@ -240,7 +240,8 @@ class HistoryPanel(JobsPanel):
         return f"Saved outside the outputs folder: {job.output}" if size else "The video file is missing."
 
     def _storage(self) -> str:
-        return render("history_storage.html", usage=storage.measure(self._store, self._owner, AGES))
+        usage = storage.measure(self._store, self._owner, AGES)
+        return render("history_storage.html", usage=usage, retention=self._worker.retention)
 
     def _detail(self, job_id: str) -> str:
         try:

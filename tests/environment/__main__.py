@@ -1,4 +1,4 @@
-"""Set each variable of the table alone, for minutes; the last line is JSON with what refused and what failed.
+"""Set each variable of the table alone, for hours; the last line is JSON with what refused and what failed.
 
 python -m tests.environment [RUN...]      some of install, plan, serve, app, generate; all without arguments
 """
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.environment.cases import REFUSED, RUNS, TABLE, make_cache, runs_with
+from tests.environment.cases import ALONE, REFUSED, RUNS, TABLE, make_cache, runs_with
 
 
 def main(chosen: list[str]) -> int:
@@ -16,13 +16,15 @@ def main(chosen: list[str]) -> int:
     results: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         cache_dir = make_cache(Path(folder))
-        for name, value in {"": "", **TABLE, **REFUSED}.items():
+        pairs = [("", ""), *TABLE.items(), *REFUSED.items()]
+        pairs += [(name, value) for name, more in ALONE.items() for value in more]
+        for name, value in pairs:
             values = {name: value} if name else {}
             for run in [run for run in runs_with(name) if run in chosen]:
                 result = RUNS[run](cache_dir, values)
-                sys.stderr.write(f"{name or '(nothing set)'} {run}: {result}\n")
+                sys.stderr.write(f"{name or '(nothing set)'} {value!r} {run}: {result}\n")
                 if result != "works":
-                    results.setdefault(name, {})[run] = result
+                    results.setdefault(f"{name}={value}", {})[run] = result
     sys.stdout.write(f"{json.dumps(results)}\n")
     return int(any(result != "refuses" for runs in results.values() for result in runs.values()))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file, save_file
+from transformers import CLIPVisionModel
 
 from runtime.cli.main import run
 from runtime.core.errors import ModelError, TandemError
@@ -90,6 +91,40 @@ def test_parts_in_single_files_are_combined(style: str, weights: Path) -> None:
         with Residency() as residency:
             events = list(events_of(tiny_plan(spec, weights / "x.mp4"), spec, residency))
         assert isinstance(events[-1], VideoSaved), events[-1]
+
+
+def test_an_image_encoder_in_a_file_embeds_as_its_folder(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    shutil.copytree(tiny("wan2.1-i2v").directory, folder / "base")
+    encoder = CLIPVisionModel.from_pretrained(folder / "base" / "image_encoder").eval()
+    shutil.rmtree(folder / "base" / "transformer")
+    (folder / "base" / "image_encoder" / "model.safetensors").unlink()
+    text = json.loads((folder / "base" / "text_encoder" / "config.json").read_text())
+    sizes = {"in_channels": 36, "image_dim": 24, "added_kv_proj_dim": 256, "text_dim": text["d_model"]}
+    transformer = transformer_files.wide_transformer(**sizes)
+    transformer_files.save_plain(folder / "wan.safetensors", dict(transformer.state_dict()), torch.float16)
+    (tmp_path / "clip_vision").mkdir()
+    path = tmp_path / "clip_vision" / "clip_vision_h.safetensors"
+    # As ComfyUI's: with the prefix of transformers before release 5, and the layer after the model.
+    file = {f"vision_model.{name.removeprefix('vision_model.')}": own for name, own in encoder.state_dict().items()}
+    beside = {"visual_projection.weight": torch.ones(8, 24), "vision_model.embeddings.position_ids": torch.arange(5)}
+    save_file(file | beside, path)
+    spec = find("wan", folder)
+    assert spec.single_files["image_encoder"] == path
+    assert spec.parameters["image_encoder"] == sum(own.numel() for own in encoder.parameters())
+    loaded: Any = load_module(spec, "image_encoder", FLOAT32)
+    pixels = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        states = [one(pixels, output_hidden_states=True).hidden_states[-2] for one in (loaded, encoder)]
+    assert torch.equal(*states)
+    with pytest.raises(ModelError) as refused:
+        find(str(path), folder)
+    assert (refused.value.code, refused.value.data["component"]) == ("model.file_is_part", "image_encoder")
+    # Without one layer it is damaged.
+    save_file({name: own for name, own in file.items() if "layers.2.mlp.fc2.bias" not in name}, path)
+    with pytest.raises(ModelError) as damaged:
+        find("wan", folder)
+    assert damaged.value.fact.code == "model.file_tensor_missing"
 
 
 WIDE = {"in_channels": 48, "out_channels": 48}

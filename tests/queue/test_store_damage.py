@@ -127,7 +127,11 @@ def test_acknowledged_changes_survive_kill_9(path: Path) -> None:
 def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     store = JobStore(small_disk / "jobs.sqlite")
     job = add_job(store, instance="a")
+    store.database.check_writable()
     filler = fill(small_disk)
+    with pytest.raises(StoreError) as checked:
+        store.database.check_writable()
+    assert checked.value.code == "queue.store_disk_full"
     kept = [job.id]
     with pytest.raises(StoreError) as error:
         for _ in range(1000):

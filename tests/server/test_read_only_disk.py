@@ -34,7 +34,10 @@ def test_the_api_on_a_disk_that_becomes_read_only(tmp_path: Path) -> None:
             until(lambda: state(done)[0] == "completed", pause=0.1)
             running, queued = post(200).json()["id"], post(200).json()["id"]
             until(lambda: state(running)[1] > 0, pause=0.1)
+            assert http.get("healthz").status_code == 200
             fail(cache)
+            health = http.get("healthz")
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "queue.store_read_only")
             # What is there is listed and played.
             assert {one["id"] for one in http.get("v1/videos").json()["data"]} == {done, running, queued}
             part = http.get(f"v1/videos/{done}/content", headers={"Range": "bytes=4-7"})

@@ -474,15 +474,16 @@ def test_a_deleted_job_store_is_reported_and_refuses_videos(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_videos_beyond_a_limit_expire(tmp_path: Path) -> None:
-    running = serving_here(make_cache(tmp_path), page=False, keep_videos=1, keep_days=2.0)
+@pytest.mark.parametrize("page", [False, True], ids=["serve", "web app"])
+def test_videos_beyond_a_limit_expire(page: bool, tmp_path: Path) -> None:
+    running = serving_here(make_cache(tmp_path), page=page, keep_videos=1, keep_days=2.0)
     with running as own, httpx.Client(base_url=own.url, timeout=60) as http:
         first, second = [ended(http, create(http)["id"]) for _ in range(2)]
         assert second["expires_at"] - second["completed_at"] == 2 * 86_400
         until(lambda: http.get(f"v1/videos/{first['id']}").status_code == 404, pause=0.1)
-        page = http.get("v1/videos").json()
-        assert [one["id"] for one in page["data"]] == [second["id"]]
-        assert page["retention"] == {"days": 2.0, "videos": 1, "bytes": None}
+        listed = http.get("v1/videos").json()
+        assert [one["id"] for one in listed["data"]] == [second["id"]]
+        assert listed["retention"] == {"days": 2.0, "videos": 1, "bytes": None}
         assert len(list((tmp_path / "outputs").glob("*.mp4"))) == 1
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from runtime.queue.records import Line
-from runtime.queue.storage import DiskUsage
+from runtime.queue.storage import DiskUsage, Retention
 from runtime.ui.formatting import render
 from runtime.ui.history_panel import (
     FILTERS,
@@ -180,9 +180,9 @@ def test_loras_and_step_caches_are_shown_as_given() -> None:
 
 
 def test_storage_offers_only_what_can_be_removed() -> None:
-    assert "data-action" not in render("history_storage.html", usage=DiskUsage())
+    assert "data-action" not in render("history_storage.html", usage=DiskUsage(), retention=Retention())
     usage = DiskUsage(3, 3_000_000, 500_000, 400_000, 1, 10, {30: (1, 1_000_000)})
-    offered = render("history_storage.html", usage=usage)
+    offered = render("history_storage.html", usage=usage, retention=Retention())
     for expected in (
         "3 videos, 3.0 MB",
         "of finished videos 400.0 KB",
@@ -193,7 +193,17 @@ def test_storage_offers_only_what_can_be_removed() -> None:
         "This cannot be undone.",
     ):
         assert expected in offered
-    assert offered.count("data-action") == 3
+    assert offered.count("data-action") == 3 and "Retention" not in offered
+
+
+def test_storage_shows_what_is_deleted_without_being_asked() -> None:
+    for retention, line in (
+        (Retention(days=0.5), "after 0.5 days."),
+        (Retention(videos=3), "beyond the newest 3."),
+        (Retention(days=30.0, bytes=10**9), "after 30 days, beyond 1.0 GB."),
+        (Retention(days=30.0, videos=3, bytes=10**9), "after 30 days, beyond the newest 3, beyond 1.0 GB."),
+    ):
+        assert f"{line} Starred clips stay." in render("history_storage.html", usage=DiskUsage(), retention=retention)
 
 
 def test_settings_are_complete_on_the_page() -> None:

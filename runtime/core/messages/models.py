@@ -179,6 +179,10 @@ _FILES: Mapping[str, Message] = {
         "{file} is a {component:lower_component} in a single file ({format}), and makes no videos alone.",
         "Leave it in the weights folder or beside the transformer's file, and use {set[model=FILE]} with that.",
     ),
+    "model.file_needs_folder": Message(
+        "{file} is the {component:lower_component} of {title} or a model like it. Tandem reads it from folders only.",
+        "Use a folder in diffusers' format: `{tandem} models download {model}`.",
+    ),
     "model.file_unknown": Message(
         "{file} is no transformer of a model that Tandem runs from a single file; it has {tensors:list}.",
         "Use a file of a Wan transformer. A LoRA belongs to {set[lora]}; other families are used as folders.",

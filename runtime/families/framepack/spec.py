@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from runtime.families.framepack import lora_names
 from runtime.families.hunyuan_video import spec as hunyuan_video
 from runtime.models.folder import read_config, read_sidecar, reading, up_to
-from runtime.models.registry import Family, KnownModel
+from runtime.models.registry import Family, FileSigns, KnownModel
 from runtime.models.sections import HISTORY_1X, HISTORY_2X, HISTORY_4X, LATENT_WINDOW
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput, ModelSpec, SectionSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
@@ -78,11 +78,25 @@ _IMAGE_DIM = TypeAdapter(Annotated[int, up_to(65_536)])
 _SAMPLING_TYPE: TypeAdapter[Any] = TypeAdapter(Literal["vanilla", "inverted_anti_drifting"])
 
 
+# The first are diffusers' names, which are the authors'; SigLIP's patches have a bias, unlike CLIP's.
+_FOLDER_FILES: Mapping[str, Sequence[FileSigns]] = {
+    "transformer": (
+        FileSigns(
+            ("context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight", "clean_x_embedder.proj.weight"),
+        ),
+    ),
+    IMAGE_ENCODER: (
+        FileSigns(("embeddings.patch_embedding.bias", "post_layernorm.weight"), ("embeddings.class_embedding",)),
+    ),
+}
+
+
 class FramePackFamily(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = ""
     shared_programs = ("hunyuan_video",)
+    folder_files: Mapping[str, Sequence[FileSigns]] = _FOLDER_FILES
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
 

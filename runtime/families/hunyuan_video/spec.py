@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.families.hunyuan_video import lora_names
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
-from runtime.models.registry import Family, KnownModel
+from runtime.models.registry import Family, FileSigns, KnownModel
 from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
 from runtime.models.vae_groups import GROUP, GROUP_PROGRAMS
@@ -284,10 +284,45 @@ _VAE_NAMES: Mapping[str, str] = {
 }
 
 
+_OTHER_LLAMAS = (
+    "layers.0.self_attn.q_proj.bias",
+    "layers.0.self_attn.q_norm.weight",
+    "layers.0.pre_feedforward_layernorm.weight",
+    "blk.0.attn_q.bias",
+    "blk.0.attn_q_norm.weight",
+    "blk.0.post_ffw_norm.weight",
+)
+# Names of the authors' code (also in GGUF), ComfyUI and diffusers; of transformers and llama.cpp for text encoders.
+FOLDER_FILES: Mapping[str, Sequence[FileSigns]] = {
+    "transformer": (
+        FileSigns(("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight",)),
+        FileSigns(("txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight",)),
+        FileSigns(("context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight",)),
+    ),
+    "text_encoder": (
+        FileSigns(("layers.0.self_attn.q_proj.weight", "layers.0.mlp.gate_proj.weight"), _OTHER_LLAMAS),
+        FileSigns(("blk.0.attn_q.weight", "blk.0.ffn_gate.weight", "token_embd.weight"), _OTHER_LLAMAS),
+    ),
+    # CLIP-L has 12 layers; larger ones are of other models.
+    "text_encoder_2": (
+        FileSigns(
+            ("encoder.layers.11.self_attn.q_proj.weight", "embeddings.token_embedding.weight"),
+            ("encoder.layers.12.self_attn.q_proj.weight", "post_layernorm.weight"),
+        ),
+    ),
+    # LTX's has the same first layer, but no attention.
+    "vae": (
+        FileSigns(("decoder.conv_in.conv.weight", "decoder.mid.attn_1.k.weight")),
+        FileSigns(("decoder.conv_in.conv.weight", "decoder.mid_block.attentions.0.to_q.weight")),
+    ),
+}
+
+
 class HunyuanVideoFamily(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = ""
+    folder_files: Mapping[str, Sequence[FileSigns]] = FOLDER_FILES
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
     distilled_steps = staticmethod(lora_names.DISTILLED.steps)

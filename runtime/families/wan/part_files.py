@@ -1,7 +1,8 @@
-"""Wan's text encoder and VAE in single files: names of their tensors, and the configurations that follow from shapes.
+"""Wan's encoders and VAE in single files: names of their tensors, and the configurations that follow from shapes.
 
-UMT5 comes with the names of transformers (ComfyUI), of Wan's own code, or of llama.cpp (GGUF); the VAEs of Wan2.1 and
-Wan2.2 with those of Wan's own code or of diffusers. Imports no torch.
+UMT5 comes with the names of transformers (ComfyUI), of Wan's own code, or of llama.cpp (GGUF); CLIP's vision model with
+those of transformers (ComfyUI); the VAEs of Wan2.1 and Wan2.2 with those of Wan's own code or of diffusers. Imports no
+torch.
 
 Sources of the names: diffusers' loaders/single_file_utils.py (`convert_wan_vae_to_diffusers`) and
 scripts/convert_wan_to_diffusers.py (`convert_vae_22`); transformers' `UMT5`; Wan's modules/t5.py, vae.py and vae2_2.py;
@@ -54,6 +55,18 @@ _TEXT_ENCODER_DEFAULTS = {
     "relative_attention_num_buckets": 32,
     "feed_forward_proj": "gated-gelu",
 }
+
+# CLIP's vision model: transformers' defaults, what files have beside it, and a prefix of transformers before release 5.
+_IMAGE_ENCODER_DEFAULTS = {
+    "hidden_size": 768,
+    "image_size": 224,
+    "intermediate_size": 3072,
+    "num_channels": 3,
+    "num_hidden_layers": 12,
+    "patch_size": 32,
+}
+_BESIDE_IMAGE_ENCODER = ("visual_projection.weight", "logit_scale")
+_VISION = "vision_model."
 
 # Transformer.
 _TRANSFORMER_DEFAULTS = {
@@ -147,6 +160,45 @@ def text_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
             f"{block}.layer.0.layer_norm.weight": (width,),
             f"{block}.layer.1.layer_norm.weight": (width,),
         }
+    return found
+
+
+def image_encoder_names(names: Sequence[str]) -> dict[str, str]:
+    """Return transformers' names of the tensors in a file, by name, without those that are no part of the model."""
+    return {name: name.removeprefix(_VISION) for name in names if name not in _BESIDE_IMAGE_ENCODER}
+
+
+def image_encoder_config(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the configuration of CLIP's vision model with parameters of these shapes; `None` if it is none.
+
+    Args:
+        candidates: configurations of known and installed encoders: the number of heads is in no file.
+    """
+    signs = ("embeddings.class_embedding", "embeddings.patch_embedding.weight", "embeddings.position_embedding.weight")
+    for config in candidates:
+        expected = image_encoder_parameters(config)
+        if all(shapes.get(name) == expected[name] for name in signs):
+            return dict(config)
+    return None
+
+
+def image_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shape of every parameter of CLIP's vision model, by name."""
+    values = {**_IMAGE_ENCODER_DEFAULTS, **config}
+    width, inner, patch = values["hidden_size"], values["intermediate_size"], values["patch_size"]
+    found: dict[str, Shape] = {
+        "embeddings.class_embedding": (width,),
+        "embeddings.patch_embedding.weight": (width, values["num_channels"], patch, patch),
+        "embeddings.position_embedding.weight": ((values["image_size"] // patch) ** 2 + 1, width),
+        **_layer("pre_layrnorm", (width,)),
+        **_layer("post_layernorm", (width,)),
+    }
+    for number in range(values["num_hidden_layers"]):
+        block = f"encoder.layers.{number}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            found |= _layer(f"{block}.self_attn.{name}", (width, width))
+        found |= _layer(f"{block}.mlp.fc1", (inner, width)) | _layer(f"{block}.mlp.fc2", (width, inner))
+        found |= _layer(f"{block}.layer_norm1", (width,)) | _layer(f"{block}.layer_norm2", (width,))
     return found
 
 

@@ -28,7 +28,7 @@ from runtime.models.folder import (
     tensor_types,
     up_to,
 )
-from runtime.models.registry import Family, KnownModel, PartFiles, SingleFiles
+from runtime.models.registry import Family, FileSigns, KnownModel, PartFiles, SingleFiles
 from runtime.models.spec import (
     IMAGE_ENCODER,
     VAE_ENCODER,
@@ -349,6 +349,18 @@ def _vae_config(
     return part_files.vae_config(shapes, valid)
 
 
+def _image_encoder_config(
+    shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """See `part_files.image_encoder_config`; invalid configurations of installed models are passed over."""
+    valid = []
+    for config in candidates:
+        with suppress(ValueError):
+            _IMAGE_ENCODER.validate_python(dict(config))
+            valid.append(config)
+    return part_files.image_encoder_config(shapes, valid)
+
+
 class WanFamily(Family):
     """See `models.registry.Family`."""
 
@@ -358,7 +370,14 @@ class WanFamily(Family):
         "text_encoder": PartFiles(
             part_files.text_encoder_names, part_files.text_encoder_config, part_files.text_encoder_parameters
         ),
+        IMAGE_ENCODER: PartFiles(
+            part_files.image_encoder_names, _image_encoder_config, part_files.image_encoder_parameters
+        ),
         "vae": PartFiles(part_files.vae_names, _vae_config, part_files.vae_parameters),
+    }
+    # Wan's own names of CLIP, with queries, keys and values in one layer.
+    folder_files: Mapping[str, Sequence[FileSigns]] = {
+        IMAGE_ENCODER: (FileSigns(("transformer.0.attn.to_qkv.weight", "cls_embedding")),)
     }
     weights = staticmethod(weights)
     lora_change = staticmethod(lora_names.NAMES.change_of)
@@ -521,7 +540,7 @@ def _read_configurations(
     vae = vae_spec(_config_of(directory, "vae", files))
     encoder = None
     if transformer.image_dim is not None:
-        encoder = read_config(directory / "image_encoder" / "config.json")
+        encoder = _config_of(directory, IMAGE_ENCODER, files)
         read_config(directory / "image_processor" / "preprocessor_config.json")
     sidecar = directory / "tandem.json"
     by_first_frame = index.get("expand_timesteps") or (sidecar.exists() and read_config(sidecar).get("from_images"))
