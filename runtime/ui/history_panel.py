@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
@@ -15,7 +16,7 @@ from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view
-from runtime.ui.formatting import paragraph, render
+from runtime.ui.formatting import paragraph, render, sentences
 from runtime.ui.image_places import used_images
 from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named, proportions
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
@@ -266,7 +267,8 @@ class HistoryPanel(JobsPanel):
         resume_line = ""
         if job.continues and saved is not None and saved.sections is not None:
             made, of, _ = saved.sections
-            resume_line = f"The video has {made} of {counted(of, 'section')}. It can be continued."
+            unfinished = Fact("ui.video_unfinished", {"made": made, "of": of})
+            resume_line = sentences([unfinished, Fact("ui.video_can_continue")])
         elif job.resumable:
             status = self._resume_status(job)
             resume_line = f"{status.memory} {status.checkpoint}".strip()

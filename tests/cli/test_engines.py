@@ -92,7 +92,7 @@ def test_build_estimates_and_reports_the_whole_time(
 
 def test_an_engine_without_its_model_is_not_verified(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (engine,) = stock(cache_dir, 1)
-    (found,) = printed(["engines", "verify", engine], capsys)["engines"]  # type: ignore[misc]
+    found = printed(["engines", "verify", engine], capsys)["engines"][0]  # type: ignore[index]
     assert found["skipped"] == str(fact("engine.no_model_with_weights", engine=engine, model=found["model"]))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runtime.cli.main import run
-from runtime.core.facts import sentence
+from runtime.core.facts import sentence, short
 from runtime.core.settings import ROOT
 from runtime.core.units import memory_size
 from runtime.models.catalogue import known_models, not_downloaded
