@@ -61,6 +61,11 @@ def refusal(cache_dir: Path, *arguments: str) -> str:
     return what.removeprefix("Error: ")
 
 
+def unreadable(code: str, path: Path) -> str:
+    """Return what a refusal of this code says of a file or folder."""
+    return str(fact(code, file=path, folder=path, variable=REMEDY))
+
+
 def give_away(path: Path, mode: int) -> None:
     path.chmod(mode)
     os.chown(path, OTHER_USER, OTHER_USER)
@@ -89,7 +94,7 @@ def test_a_cache_of_another_user(cache: Path) -> None:
     give_away(cache, 0o700)
     assert run(cache, "--version").returncode == 0
     for arguments in ([], ["plan", "a red boat"]):
-        assert refusal(cache, *arguments) == str(fact("settings.file_unreadable", file=cache / "settings.json"))
+        assert refusal(cache, *arguments) == unreadable("settings.file_unreadable", cache / "settings.json")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_a_file_of_another_user(name: str, arguments: tuple[str, ...], code: str
     give_away(cache / name, 0o600)
     before = (cache / "jobs.sqlite").read_bytes()
     if code:
-        assert refusal(cache, *arguments) == str(fact(code, file=cache / name, folder=cache / name))
+        assert refusal(cache, *arguments) == unreadable(code, cache / name)
     else:
         done = run(cache, *arguments)
         assert done.returncode == 2 and "Weights folder" in done.stdout
