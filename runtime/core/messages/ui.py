@@ -23,6 +23,20 @@ MESSAGES: Mapping[str, Message] = {
         "Tandem ended while this video was generated.", "Resume it: `{tandem} jobs resume {job}`"
     ),
     "ui.visitor_interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
+    # The forecast of a plan.
+    "ui.looking_for_engines": Message("Looking for engines…"),
+    "ui.does_not_fit": Message("Does not fit"),
+    "ui.cannot_generate": Message("Cannot be generated"),
+    "ui.invalid_setting": Message("Invalid setting"),
+    "ui.builds_later": Message("{engines:n engine} to build when no video waits"),
+    # The queue.
+    "ui.queue_total": Message("{count}, {seconds:about} in total"),
+    "ui.queue_total_at_least": Message("{count}, {seconds:about} or more in total"),
+    # Two videos side by side.
+    "ui.pixels_equal": Message("All pixels are equal, over {frames:n frame}."),
+    "ui.similar": Message("PSNR {psnr:.1f} dB, SSIM {ssim:.3f}, over {frames:n frame}."),
+    "ui.plays_at_other_rate": Message("B was made for {made} fps and plays at A's {plays} fps."),
+    "ui.shorter": Message("{video} is shorter and stops on its last frame."),
     # Where a job that ended without a video continues.
     "resume.not_begun": Message("Denoising had not started."),
     "resume.step_done": Message("Its only step was done."),
