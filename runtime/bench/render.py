@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.core.facts import Fact
 from runtime.core.units import counted, memory_size
 
 Rows = list[tuple[str, ...]]
@@ -76,7 +77,7 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         "in addition to the memory of the process before.",
     ]
     if result["cancelled"]:
-        lines.insert(0, "Cancelled: these are the measurements until then.")
+        lines.insert(0, str(Fact("bench.cancelled")))
     return lines
 
 

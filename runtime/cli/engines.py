@@ -17,7 +17,7 @@ from runtime.core.facts import Fact, render, shortened
 from runtime.core.files import make_named_folder
 from runtime.core.plan import BACKEND_TITLES, is_block_program
 from runtime.core.request import GenerationRequest
-from runtime.core.units import UNITS, about, byte_size, duration
+from runtime.core.units import UNITS, byte_size
 from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
@@ -49,9 +49,11 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     wanted = wanted_engines(request, spec, service)
     to_build = [one for one in wanted if again or one.use.build]
     terminal.line(
-        f"{_count(len(to_build))} to build: {about(sum(one.seconds for one in to_build))}."
-        if to_build
-        else "All engines are built already."
+        str(
+            Fact("cli.engines_to_build", {"engines": len(to_build), "seconds": sum(one.seconds for one in to_build)})
+            if to_build
+            else Fact("cli.engines_built")
+        )
     )
     started = time.monotonic()
     with cancel_on_signals() as cancel:
@@ -85,7 +87,7 @@ def _built(built: Sequence[BuildResult], started: float, estimated: float) -> di
     seconds = time.monotonic() - started
     records = [one.record for one in built if one.record is not None]
     _table(records, {})
-    terminal.line(f"{len(records)} of {_count(len(built))} ready in {duration(seconds)}.")
+    terminal.line(str(Fact("cli.engines_ready", {"ready": len(records), "engines": len(built), "seconds": seconds})))
     return {
         "seconds": round(seconds, 3),
         "estimated_seconds": round(estimated, 3),
@@ -130,7 +132,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
     service = _service()
     chosen = service.store.choose(ids)
     if not chosen:
-        terminal.line("No engines.")
+        terminal.line(str(Fact("cli.no_engines")))
     rows = []
     with cancel_on_signals() as cancel:
         for found in service.verify(chosen, _models(), _progress(), cancel, baselines=Baselines(service)):
@@ -321,7 +323,7 @@ def _progress() -> Any:
 
 def _table(records: Sequence[EngineRecord], stale: Mapping[str, Sequence[Fact]]) -> None:
     if not records:
-        terminal.line("No engines.")
+        terminal.line(str(Fact("cli.no_engines")))
         return
     terminal.table(
         ("Engine", "Part", "Runs on", "Latent sizes", "On disk", "Speed", "Used", ""),

@@ -222,7 +222,7 @@ def _report_end(end: Outcome | None, components: Sequence[str], hint: str, *, jo
     if not isinstance(end, Cancelled):
         terminal.line(f"Paused.{hint}")
         return exit_codes.CANCELLED
-    terminal.line(f"Cancelled. Nothing was saved.{hint}")
+    terminal.line(f"{Fact('cli.nothing_saved')}{hint}")
     return exit_codes.CANCELLED
 
 

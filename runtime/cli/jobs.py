@@ -9,7 +9,7 @@ from runtime.core import settings
 from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import WaitsForDisk, WaitsForGpus
-from runtime.core.facts import render, shortened
+from runtime.core.facts import Fact, render, shortened
 from runtime.core.settings import Settings
 from runtime.machine.probe import probe
 from runtime.queue import recovery, storage
@@ -48,7 +48,7 @@ def listing(states: Sequence[str], search: str, limit: int, after: str | None) -
             [(job.id, waits[job.id] or _state(job), _when(job.created), _shortened(job.prompt)) for job in jobs],
         )
     else:
-        terminal.line("No jobs.")
+        terminal.line(str(Fact("cli.no_jobs")))
     if more:
         terminal.line(f"There are more: `{program()} jobs list --after {jobs[-1].id}`, or --limit 0 for all.")
     if builds:
@@ -128,9 +128,7 @@ def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:
         _ask(list(jobs.values()))
     for job in jobs:
         store.delete(job)
-    ids = " ".join(jobs)
-    they = "It" if len(jobs) == 1 else "They"
-    terminal.result(f"Deleted {ids}. {they} can be restored for {_DAYS_KEPT} days: `{program()} jobs undelete {ids}`")
+    terminal.result(str(Fact("cli.jobs_deleted", {"jobs": " ".join(jobs), "days": _DAYS_KEPT})))
     return {"deleted": list(jobs)}
 
 

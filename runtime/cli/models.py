@@ -228,10 +228,8 @@ def download(
                 _ask(plan)
         with cancel_on_signals() as cancel, line.shown():
             transfer.run(plan, cancel)
-    done = f"{plan.folder.name} is downloaded and verified"
-    terminal.result(
-        f"{done}: {byte_size(plan.fetched_bytes)} downloaded." if plan.missing else f"{done}; nothing was missing."
-    )
+    data = {"model": plan.folder.name, "fetched": plan.fetched_bytes}
+    terminal.result(str(Fact("cli.model_downloaded" if plan.missing else "cli.model_complete", data)))
     listing = plan.listing
     return {
         "name": plan.folder.name,
@@ -255,7 +253,7 @@ def verify(names: Sequence[str]) -> dict[str, Any]:
     weights_dir = settings.load().weights_dir
     chosen = [_folder(name, weights_dir) for name in names] if names else downloaded(weights_dir)
     if not chosen:
-        terminal.line("No models are downloaded.")
+        terminal.line(str(Fact("cli.no_models_downloaded")))
     rows, line = [], _Line()
     with cancel_on_signals() as cancel:
         for folder in chosen:

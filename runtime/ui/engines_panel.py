@@ -386,7 +386,7 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
     if task.state == "queued" and task.idle:
         line = "Starts when nothing else is queued."
     elif task.state == "queued":
-        line = f"{ahead} ahead in the queue." if ahead else "Starting."
+        line = paragraph(Fact("ui.tasks_ahead", {"count": ahead}) if ahead else Fact("ui.starting"))
     elif task.state == "running":
         line = _builds_line(task) or task.line
     else:

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
-from runtime.core.units import byte_size, counted
+from runtime.core.units import byte_size
 from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
 from runtime.queue.records import RESUMABLE, JobRecord, State
 from runtime.ui import fields, formatting, job_view
-from runtime.ui.formatting import paragraph, render
+from runtime.ui.formatting import paragraph, render, sentences
 from runtime.ui.image_places import used_images
 from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named, proportions
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
@@ -261,7 +262,8 @@ class HistoryPanel(JobsPanel):
         resume_line = ""
         if job.continues and saved is not None and saved.sections is not None:
             made, of, _ = saved.sections
-            resume_line = f"The video has {made} of {counted(of, 'section')}. It can be continued."
+            unfinished = Fact("ui.video_unfinished", {"made": made, "of": of})
+            resume_line = sentences([unfinished, Fact("ui.video_can_continue")])
         elif job.resumable:
             status = self._resume_status(job)
             resume_line = f"{status.memory} {status.checkpoint}".strip()
@@ -330,10 +332,9 @@ def same_picture(one: Clip, other: Clip) -> bool:
 
 def similarity(frames: int, found: Similarity) -> str:
     """Return how similar two videos are as a sentence."""
-    over = f"over {counted(frames, 'frame')}"
     if found.identical:
-        return f"All pixels are equal, {over}."
-    return f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.3f}, {over}."
+        return paragraph(Fact("ui.pixels_equal", {"frames": frames}))
+    return paragraph(Fact("ui.similar", {"psnr": found.psnr, "ssim": found.ssim, "frames": frames}))
 
 
 def differences(one: Clip, other: Clip) -> tuple[list[tuple[str, str, str]], int]:
@@ -354,9 +355,9 @@ def timing(one: Clip, other: Clip) -> str:
     words = "Videos play frame by frame; the arrow keys step."
     (a, b), (m, n) = ((clip.request["fps"] for clip in (one, other)), (clip.request["frames"] for clip in (one, other)))
     if a != b:
-        words += f" B was made for {b} fps and plays at A's {a} fps."
+        words += f" {paragraph(Fact('ui.plays_at_other_rate', {'made': b, 'plays': a}))}"
     if m != n:
-        words += f" {'A' if m < n else 'B'} is shorter and stops on its last frame."
+        words += f" {paragraph(Fact('ui.shorter', {'video': 'A' if m < n else 'B'}))}"
     return words
 
 

@@ -30,13 +30,13 @@ from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
-from runtime.core.units import counted, duration, memory_size
+from runtime.core.units import counted, memory_size
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.server.watchers import Watch
 from runtime.ui import fields, formatting
-from runtime.ui.formatting import page_text, render
+from runtime.ui.formatting import page_text, render, sentences
 from runtime.ui.image_places import used_images
 
 # At most this late, a page that has to end is noticed.
@@ -225,12 +225,12 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
         return Line("queued", "Paused", "Paused until you resume it.", fraction=progress.fraction)
     if job.state == "queued":
         ahead = worker.ahead(job)
-        noun = "video" if set(ahead.values()) <= {"video"} else "task"
-        verb = "is" if len(ahead) == 1 else "are"
-        return Line("queued", "Waiting", f"{counted(len(ahead), noun)} {verb} ahead." if ahead else "Starting.")
+        code = "ui.videos_ahead" if set(ahead.values()) <= {"video"} else "ui.tasks_ahead"
+        place = Fact(code, {"count": len(ahead)}) if ahead else Fact("ui.starting")
+        return Line("queued", "Waiting", page_text(place).what)
     line = running_line(progress.at(now))
     if job.finishing:
-        return replace(line, left="The video ends after this section.")
+        return replace(line, left=page_text(Fact("ui.ends_after_section")).what)
     return replace(line, finishable=job.summary.sections > 1 and progress.section < job.summary.sections)
 
 
@@ -301,8 +301,8 @@ def _ended(end: TerminalEvent, job: Job, worker: JobQueue, audience: Audience) -
     if isinstance(end, VideoSaved):
         return _done(end, job, worker, audience)
     if isinstance(end, Cancelled):
-        kept = "Nothing was saved." if job.clip is None else "Its finished sections are kept."
-        return _resumable(Line("cancelled", "Cancelled.", kept), job)
+        kept = Fact("ui.nothing_saved" if job.clip is None else "ui.sections_kept")
+        return _resumable(Line("cancelled", "Cancelled.", page_text(kept).what), job)
     text = page_text(end.fact, job.plan.components)
     remedy = audience.details if end.internal else audience.redact(text.remedy)
     line = Line("failed", what=audience.redact(text.what), remedy=remedy)
@@ -314,20 +314,20 @@ def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> 
     seed = f"Seed {saved.request['seed']}."
     if saved.sections is not None and saved.continues:
         made, of, _ = saved.sections
-        detail = f"The video has {made} of {counted(of, 'section')}. {seed}"
-        continued = "It can be continued." if audience.panels else ""
-        return Line("done", "Done", f"{detail} {continued}".strip(), fraction=1.0, continues=audience.panels)
+        detail = page_text(Fact("ui.video_unfinished", {"made": made, "of": of})).what
+        continued = page_text(Fact("ui.video_can_continue")).what if audience.panels else ""
+        return Line("done", "Done", f"{detail} {seed} {continued}".strip(), fraction=1.0, continues=audience.panels)
     if not audience.address(job):
-        where = "is not in the outputs folder" if saved.video.exists() else "does not exist any more"
-        return Line("done", "Done", f"The file {where}: {saved.video}", fraction=1.0)
+        lost = Fact("ui.video_outside" if saved.video.exists() else "ui.video_gone", {"file": saved.video})
+        return Line("done", "Done", page_text(lost).what, fraction=1.0)
     unknown = next((fact for fact in saved.warnings if _is_unknown_words(fact)), None)
     if unknown is not None:
         # The largest group has the things.
         known = max(worker.words(job.summary.model).values(), key=len, default=())
-        detail = f"It knows: {', '.join(known)}. {seed}" if known else seed
-        words = first_words(unknown.data["words"])
-        return Line("done", f"{job.model_title} cannot draw: {words}.", detail, fraction=1.0)
-    return Line("done", "Done", f"The video is ready. {seed}", fraction=1.0)
+        detail = f"{page_text(Fact('ui.can_draw', {'words': known})).what} {seed}" if known else seed
+        title = Fact("ui.cannot_draw", {"model": job.model_title, "words": first_words(unknown.data["words"])})
+        return Line("done", page_text(title).what, detail, fraction=1.0)
+    return Line("done", "Done", f"{page_text(Fact('ui.video_ready')).what} {seed}", fraction=1.0)
 
 
 def _is_unknown_words(fact: Fact) -> bool:
@@ -548,27 +548,26 @@ def resume_status(events: Sequence[Event], step: int | None) -> ResumeStatus:
     changes = {} if memory is None or memory.retried else memory.changes
     alternative = "" if memory is None or memory.strategy is None or not changes else page_text(memory.strategy).what
     problem = "" if memory is None else _memory(memory)
-    return ResumeStatus(_kept(reached, of, step), step, problem, alternative, changes)
+    return ResumeStatus(sentences(_kept(reached, of, step)), step, problem, alternative, changes)
 
 
-def _kept(reached: int, of: int, step: int | None) -> str:
+def _kept(reached: int, of: int, step: int | None) -> list[Fact]:
     if not reached:
-        return "Denoising had not started." if of else ""
-    if reached == of:
-        stopped = f"All {of} steps were done." if of > 1 else "Its only step was done."
-        if step == of:
-            return f"{stopped} Only decoding remains."
+        return [Fact("resume.not_begun")] if of else []
+    if reached != of:
+        stopped = Fact("resume.stopped", {"step": reached, "steps": of})
+    elif of > 1:
+        stopped = Fact("resume.steps_done", {"steps": of})
     else:
-        stopped = f"It stopped at step {reached} of {of}."
+        stopped = Fact("resume.step_done")
     if step is None:
-        return f"{stopped} No checkpoint was kept: it starts over."
+        return [stopped, Fact("resume.no_checkpoint")]
     if step == reached:
-        return f"{stopped} It continues from there."
-    return f"{stopped} It continues after step {step}." if step else f"{stopped} It starts again at the first step."
+        return [stopped, Fact("resume.decoding" if reached == of else "resume.from_there")]
+    return [stopped, Fact("resume.after_step", {"step": step}) if step else Fact("resume.first_step")]
 
 
 def _memory(memory: OutOfMemory) -> str:
-    what = page_text(memory.fact).what
     if memory.lost_seconds < 1 or memory.retried:
-        return what
-    return f"{what} {duration(memory.lost_seconds)} of work was lost."
+        return page_text(memory.fact).what
+    return sentences([memory.fact, Fact("resume.work_lost", {"seconds": memory.lost_seconds})])

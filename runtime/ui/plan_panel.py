@@ -32,7 +32,7 @@ from runtime.ui.jobs_panel import example_of
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_preview import PlanPreview, Preview
 
-_SEARCHING = "Looking for engines…"
+_SEARCHING = page_text(Fact("ui.looking_for_engines")).what
 # Estimates are shown in tenths of a second.
 _FINEST_SECONDS = 0.1
 _VAE_EFFECT = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
@@ -161,9 +161,10 @@ def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
 def stopped(error: TandemError, components: tuple[str, ...]) -> PlanSummary:
     """Return the summary for a form that cannot be carried out."""
     problem = capitalized(paragraph(error.fact))
-    title = "Does not fit" if isinstance(error, MachineError) else "Cannot be generated"
+    headline = Fact("ui.does_not_fit" if isinstance(error, MachineError) else "ui.cannot_generate")
     if isinstance(error, InvalidRequestError):
-        title = "Invalid setting"
+        headline = Fact("ui.invalid_setting")
+    title = page_text(headline).what
     # A component is marked only if it is the one that is wrong, or if all are too large together.
     named = error.fact.data.get("component")
     concerned = components if isinstance(error, MemoryShortError) else [named]
@@ -396,7 +397,7 @@ def _summary_line(plan: ExecutionPlan) -> str:
         line = f"{line} on {plan.gpus} GPUs"
     # Both experts use the same block engines.
     builds = len({use.id for part in parts.values() for use in part.later})
-    later = f"; {counted(builds, 'engine')} to build when no video waits" if builds else ""
+    later = f"; {page_text(Fact('ui.builds_later', {'engines': builds})).what}" if builds else ""
     return f"{line}, about {_duration(plan.seconds['total'].likely)}{later}"
 
 

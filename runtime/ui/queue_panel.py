@@ -9,6 +9,7 @@ from typing import Any
 
 from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, StoreError
 from runtime.core.events import OutOfMemory
+from runtime.core.facts import Fact
 from runtime.core.request import AUTO, Auto
 from runtime.core.units import about, counted
 from runtime.queue.job_queue import combined
@@ -275,8 +276,9 @@ def _total(rows: Sequence[Row], line: Line, rest: tuple[int, int, float], worker
     others, known_others, further = rest
     if not known and not known_others:
         return count
-    more = "" if len(known) == len(seconds) and known_others == others else " or more"
-    return f"{count}, {about((sum(known) + further) / workers)}{more} in total"
+    complete = len(known) == len(seconds) and known_others == others
+    code = "ui.queue_total" if complete else "ui.queue_total_at_least"
+    return paragraph(Fact(code, {"count": count, "seconds": (sum(known) + further) / workers}))
 
 
 def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:

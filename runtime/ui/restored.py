@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import TandemError
-from runtime.core.facts import shortened
+from runtime.core.facts import Fact, shortened
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
@@ -55,8 +55,12 @@ def replaced(stored: Mapping[str, Any], filled: Mapping[str, Mapping[str, Any]],
         expected = fields.shown(name, stored[name]) if known else None
         shown = filled[name].get("value")
         if expected is not None and not _equal(expected, shown):
-            reason = "The form does not offer it." if shown is None else f"The form has {shortened(shown)} instead."
-            found.append(Refused(_label(name), shortened(stored[name]), reason))
+            reason = (
+                Fact("form.value_not_offered")
+                if shown is None
+                else Fact("form.value_replaced", {"value": shortened(shown)})
+            )
+            found.append(Refused(_label(name), shortened(stored[name]), page_text(reason).what))
     return found
 
 

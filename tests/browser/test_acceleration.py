@@ -19,6 +19,7 @@ from tests.browser.conftest import (
     wait_for_state,
 )
 from tests.browser.test_page import UNNAMED_INPUTS
+from tests.ui.page_texts import line
 
 pytestmark = pytest.mark.browser
 
@@ -64,7 +65,7 @@ def test_a_choice_changes_only_its_own_badge(open_page: OpenPage) -> None:
     choose(page, "backend_vae", "onnxruntime")
     wait_for_chip(page, "vae", "PyTorch: ONNX Runtime engine is built when idle")
     assert "as requested" not in page.inner_text("#part-text_encoder .badge")
-    assert "2 engines to build when no video waits" in page.inner_text("#plan-summary .plan-line")
+    assert line("ui.builds_later", engines=2) in page.inner_text("#plan-summary .plan-line")
     choose(page, "build", "never")
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
 

@@ -23,6 +23,7 @@ from tests.browser.conftest import (
     state,
     wait_for_state,
 )
+from tests.ui.page_texts import line
 
 pytestmark = pytest.mark.browser
 
@@ -117,7 +118,7 @@ def test_cancel_stops_the_job_and_leaves_no_file(open_page: OpenPage, server: Se
     page.wait_for_function("() => document.activeElement.id === 'cancel'")
     page.keyboard.press("Enter")
     wait_for_state(page, "cancelled")
-    assert "Nothing was saved." in page.inner_text("#status")
+    assert line("ui.nothing_saved") in page.inner_text("#status")
     page.wait_for_selector("#generate", state="visible")
     assert page.input_value("#field-prompt textarea") == "a red boat on the sea"
     assert saved_videos(server) == before
@@ -154,7 +155,7 @@ def test_a_second_job_waits_for_the_first(open_page: OpenPage) -> None:
     start(second)
     wait_for_state(second, "queued", "done")
     if state(second) == "queued":
-        assert "1 video is ahead." in second.inner_text("#status")
+        assert line("ui.videos_ahead", count=1) in second.inner_text("#status")
     first.click("#cancel")
     wait_for_state(first, "cancelled")
     wait_for_state(second, "done")

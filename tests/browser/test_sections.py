@@ -19,6 +19,7 @@ from tests.browser.conftest import PHONE, OpenPage, advance, start, wait_for_sta
 from tests.browser.test_accessibility import RUN, axe
 from tests.browser.test_images import chosen, file, given, hand, select_model, value
 from tests.families import framepack_models
+from tests.ui.page_texts import line
 from tests.waiting import until
 
 pytestmark = pytest.mark.browser
@@ -139,9 +140,9 @@ def test_a_video_is_watched_while_it_is_made_ended_and_continued(open_page: Open
         page.wait_for_selector("#status .detail:has-text(' of 4, step ')")
         page.click("#status [data-action=finish]")
         page.wait_for_selector("#message:has-text('Ends after the current section')")
-        page.wait_for_selector("#status .left:has-text('The video ends after this section.')")
+        page.wait_for_selector(f"#status .left:has-text('{line('ui.ends_after_section')}')")
     wait_for_state(page, "done")
-    page.wait_for_selector("#status .detail:has-text('The video has 2 of 4 sections.')")
+    page.wait_for_selector(f"#status .detail:has-text('{line('ui.video_unfinished', made=2, of=4)}')")
     lasts(page, 69 / 12)
     assert page.locator(VIDEO).count() == 0
     with closing(JobStore(able.cache_dir / NAME)) as store:
@@ -150,7 +151,7 @@ def test_a_video_is_watched_while_it_is_made_ended_and_continued(open_page: Open
     page.click("#status [data-action=resume]:has-text('Continue this video')")
     page.wait_for_selector("#status .detail:has-text('section 4 of 4')")
     wait_for_state(page, "done")
-    page.wait_for_selector("#status .detail:has-text('The video is ready.')")
+    page.wait_for_selector(f"#status .detail:has-text('{line('ui.video_ready')}')")
     lasts(page, 145 / 12)
     assert page.is_hidden("#status [data-action=resume]") and page.is_hidden("#status [data-action=finish]")
     assert video.read_bytes() != early

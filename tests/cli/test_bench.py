@@ -16,6 +16,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.models.spec import ModelSpec
 from tests.bench.made import configuration, result
 from tests.cli.refusals import check_refusals, refused
+from tests.facts import fact
 from tests.umask import users_umask, usual_modes
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +147,7 @@ def test_a_benchmark_is_printed_saved_and_compared(
     out, err = capsys.readouterr()
     compared = json.loads(out.strip().splitlines()[-1])
     assert {one["verdict"] for one in compared["differences"]} == {"within the spread"}
-    assert "Versions: the same." in err
+    assert compared["versions"] == [] and "Versions: " in err
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_ctrl_c_keeps_the_measurements(tiny: Tiny, cache_dir: Path, tmp_path: Pa
         out, err = process.communicate()
         assert process.returncode == 130
     assert "Stopping…" in err and "Traceback" not in err
-    assert "Cancelled: these are the measurements until then." in out
+    assert str(fact("bench.cancelled")) in out
     for text in ("\nplain ", "\nthree ", f"Saved {folder / 'bench.json'}"):
         assert text in out
     kept = json.loads((folder / "bench.json").read_text())

@@ -14,6 +14,7 @@ from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from tests.cli.refusals import check_refusals
 from tests.engines.engine_files import key, put
+from tests.facts import fact
 from tests.umask import users_umask, usual_modes
 
 
@@ -45,15 +46,15 @@ def test_an_empty_library(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed(["engines", "prune"], capsys)["deleted"] == []
     assert printed(["engines", "verify"], capsys) == {"ok": True, "engines": []}
     assert run(["engines", "verify"]) == 0
-    assert capsys.readouterr().err == "No engines.\n"
+    assert capsys.readouterr().err == f"{fact('cli.no_engines')}\n"
 
 
 def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = stock(cache_dir, 3)
     listed = printed(["engines", "list"], capsys)
     assert [row["id"] for row in listed["engines"]] == [third, second, first]  # type: ignore[attr-defined]
-    # Built from other weights, on another machine.
-    assert all("It was built from other weights." in row["stale"] for row in listed["engines"])  # type: ignore[attr-defined]
+    # Built on another machine, too.
+    assert all(str(fact("engine.differs_weights")) in row["stale"] for row in listed["engines"])  # type: ignore[attr-defined]
     total = listed["total_bytes"]
     assert isinstance(total, int)
     printed(["engines", "pin", first[:8]], capsys)
@@ -78,21 +79,21 @@ def test_build_estimates_and_reports_the_whole_time(
     out, err = capsys.readouterr()
     done = json.loads(out)
     (engine,) = done["engines"]
-    assert err.startswith("1 engine to build: about ")
-    assert "1 of 1 engine ready in" in err
+    assert err.startswith(f"{fact('cli.engines_to_build', engines=1, seconds=done['estimated_seconds'])}\n")
+    assert f"{fact('cli.engines_ready', ready=1, engines=1, seconds=done['seconds'])}\n" in err
     # The child's start, loading, comparison and measurements count, besides building.
     assert 0.9 * done["seconds"] < engine["build_seconds"] <= done["seconds"]
     assert run([*arguments, "--again", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["estimated_seconds"] == engine["build_seconds"], "the history of this machine counts"
     assert run(arguments) == 0
-    assert "All engines are built already." in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"{fact('cli.engines_built')}\n")
 
 
 def test_an_engine_without_its_model_is_not_verified(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (engine,) = stock(cache_dir, 1)
-    found = printed(["engines", "verify", engine], capsys)
-    assert "No installed model has the weights" in found["engines"][0]["skipped"]  # type: ignore[index]
+    found = printed(["engines", "verify", engine], capsys)["engines"][0]  # type: ignore[index]
+    assert found["skipped"] == str(fact("engine.no_model_with_weights", engine=engine, model=found["model"]))
 
 
 @pytest.mark.slow

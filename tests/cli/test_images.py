@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from runtime.cli.main import run
+from runtime.core.facts import render
 from runtime.models import requested
 from runtime.models.images import images_dir
 from runtime.models.spec import ModelSpec
 from runtime.queue.store import open_store
 from runtime.video.mp4 import read_metadata
 from tests.cli.refusals import check_refusals, refused
+from tests.facts import fact
 from tests.hostile_files import HOSTILE
 from tests.image_files import bomb, encoded, picture, saved
 
@@ -107,7 +109,9 @@ def test_flags_of_images_are_refused_by_the_rules_of_requests_and_models(
         (["--image", "boat.png", "--width", "100"], "planner.not_a_multiple", {"stride": 32, "able": [96, 128]}),
     ]
     check_refusals(cases, capsys, subtests, ["plan", "a boat"])
-    assert "Give one with --image" in refused(["plan", "a boat", "--last-image", "boat.png"], capsys).to_do
+    remedy = render(fact("image.only_last")).remedy
+    assert "--image" in remedy
+    assert refused(["plan", "a boat", "--last-image", "boat.png"], capsys).to_do == f"To do: {remedy}"
 
 
 def test_a_model_without_images(
@@ -131,7 +135,8 @@ def test_a_plan_shows_the_image_and_copies_nothing(
     boat = saved(tmp_path / "boat.png", 96, 96)
     planned = answered(["plan", "a boat", "--image", str(boat), *SMALL, "--width", "64", "--height", "32"], capsys)
     assert planned["plan"]["images"]["image"]["name"] == "boat.png"
-    assert any("50 % of the image boat.png is cut" in warning for warning in planned["warnings"])
+    cut = fact("planner.image_cut", percent=50, image="boat.png", size="64x32", suggested="32x32")
+    assert str(cut) in planned["warnings"]
     assert not images_dir(cache_dir).exists()
     assert run(["plan", "a boat", "--image", str(boat), *SMALL]) == 0
     assert "Image: boat.png, 96x96" in capsys.readouterr().out

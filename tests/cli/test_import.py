@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from runtime.cli.main import run
+from runtime.core.facts import render
+from runtime.engines.imported.importing import WARNING
 from runtime.models.spec import ModelSpec
-from tests.cli.refusals import check_refusals
+from tests.cli.refusals import check_refusals, refused
 from tests.cli.test_engines import printed
 from tests.engines import exported_files
+from tests.facts import fact
 
 
 @pytest.mark.slow
@@ -45,18 +48,17 @@ def test_import_warns_and_asks_for_confirmation(
     path = tmp_path / "x.onnx"
     path.write_bytes(bytes(100))
     assert run(["engines", "import", str(path)]) == 2
-    printed = capsys.readouterr().err
-    assert "executable code" in printed
-    assert "there is no terminal" in printed
-    assert "--yes" in printed
+    note, what, to_do = capsys.readouterr().err.splitlines()
+    error, remedy = render(fact("cli.trust_not_confirmed", file="x.onnx"))
+    assert (note, what, to_do) == (f"Note: {WARNING}", f"Error: {error}", f"To do: {remedy}")
+    assert "--yes" in to_do
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     for answer in ("n", "", "yesterday"):
         monkeypatch.setattr("builtins.input", lambda answer=answer: answer)
         assert run(["engines", "import", str(path)]) == 130
         assert "[y/N]" in capsys.readouterr().err
     monkeypatch.setattr("builtins.input", lambda: "Y")
-    assert run(["engines", "import", str(path)]) == 2
-    assert "not a valid ONNX file" in capsys.readouterr().err
+    assert refused(["engines", "import", str(path)], capsys, began=True).code == "engine.onnx_damaged"
     engines = cache_dir / "engines"
     assert [entry.name for entry in engines.iterdir()] == [".locks"]
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,12 +13,14 @@ import pytest
 
 from runtime.cli.main import run
 from runtime.cli.models import describe, progress_text
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, render
+from runtime.core.units import byte_size
 from runtime.models.catalogue import known_as
 from runtime.models.hub.download import DownloadProgress
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import needs
 from tests.cli.refusals import check_refusals, refused
+from tests.facts import fact
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.plans import machine
 
@@ -52,7 +55,7 @@ def test_a_published_model_is_downloaded_listed_planned_and_verified(
     assert result["bytes"] == result["fetched_bytes"] == sum(hub.sent.values())
     assert f"License: Apache-2.0. Text: {hub.address}/Wan-AI/{KNOWN}" in text
     assert "1 of 10: model_index.json" in text
-    assert f"{KNOWN} is downloaded and verified" in text
+    assert str(fact("cli.model_downloaded", model=KNOWN, fetched=result["bytes"])) in text
 
     listed, text = answer(["models", "list"], capsys)
     models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
@@ -73,14 +76,14 @@ def test_a_published_model_is_downloaded_listed_planned_and_verified(
         stream.write(b"damage")
     for names in (["wan2.1-1.3b"], [KNOWN], [f"Wan-AI/{KNOWN}"], [str(folder)], []):
         result, text = answer(["models", "verify", *names], capsys, code=2)
-        assert f"{VAE} does not match its hash" in text
+        assert str(fact("hub.file_hash", file=VAE)) in text
         assert f"models download Wan-AI/{KNOWN}" in text
     hub.sent.clear()
     result, _ = answer(["models", "download", f"Wan-AI/{KNOWN}", "--yes"], capsys)
     assert set(hub.sent) == {VAE}
     assert answer(["models", "verify"], capsys)[0]["ok"] is True
     _, text = answer(["models", "download", KNOWN], capsys)
-    assert "nothing was missing" in text
+    assert str(fact("cli.model_complete", model=KNOWN)) in text
     assert "License" not in text
 
 
@@ -91,8 +94,9 @@ def test_download_asks_first_and_can_be_declined(
     assert run(command) == 2
     error = capsys.readouterr().err
     assert "License: Apache-2.0" in error
-    assert "there is no terminal" in error
-    assert "--yes" in error
+    what, remedy = render(fact("cli.license_not_confirmed"))
+    assert error.endswith(f"\nError: {what}\nTo do: {remedy}\n")
+    assert "--yes" in remedy
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -175,7 +179,7 @@ def test_verifying_a_model_that_was_not_downloaded_is_refused(
 ) -> None:
     result, text = answer(["models", "verify"], capsys)
     assert result == {"ok": True, "models": []}
-    assert "No models are downloaded." in text
+    assert text == str(fact("cli.no_models_downloaded"))
     shutil.copytree(tiny("wan2.1").directory, cache_dir / "weights" / "mine")
     assert refused(["models", "verify", "mine"], capsys).code == "hub.no_manifest"
     assert refused(["models", "verify", "diorama"], capsys).code == "hub.no_manifest"
@@ -192,7 +196,7 @@ def test_a_broken_connection_is_reported_with_the_received_bytes(
     listed, text = answer(["models", "list"], capsys)
     models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
     assert models["wan2.1-t2v-1.3b"]["begun_bytes"] == came
-    assert "KB already downloaded: `./install.sh models download wan2.1-t2v-1.3b`" in text
+    assert re.search(rf" {byte_size(came)} [^`]*`\./install\.sh models download wan2\.1-t2v-1\.3b`", text)
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     assert result["fetched_bytes"] == result["bytes"] - came  # type: ignore[operator]
     assert "already downloaded; " in text
@@ -224,7 +228,7 @@ def test_a_scheduler_that_differs_from_the_authors_code_is_reported() -> None:
         ),
         (
             DownloadProgress(file="a", number=2, count=9, done=0, total=10, note=Fact("hub.disconnected")),
-            "╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · The connection was lost",
+            f"╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 0 B of 10 B · {str(fact('hub.disconnected')).rstrip('.')}",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.app_server import ROOT, environment
+from tests.facts import fact
 
 if sys.platform == "win32":
     pytest.skip("needs a POSIX shell", allow_module_level=True)
@@ -45,7 +46,7 @@ def test_a_full_standard_output_is_a_user_error(arguments: tuple[str, ...], tmp_
     done = run(tmp_path, arguments, ">/dev/full")
     assert done.returncode == 2
     *_, what, remedy = done.stderr.splitlines()
-    assert what == f"Error: Standard output cannot be written: {os.strerror(28)}."
+    assert what == f"Error: {fact('cli.output_unwritable', error=os.strerror(28))}"
     assert remedy.startswith("To do: ")
     assert "Traceback" not in done.stderr
 

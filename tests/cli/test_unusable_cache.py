@@ -1,5 +1,6 @@
 """Commands and the web app with a cache folder that is read-only, or belongs to another user."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from runtime.queue.store import JobStore
 from tests.app_server import ROOT, environment, free_port
+from tests.facts import fact
 
 if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("setpriv") is None:
     pytest.skip("needs root on Linux, and setpriv", allow_module_level=True)
@@ -49,14 +51,19 @@ def run(cache_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def refusal(cache_dir: Path, *arguments: str) -> str:
-    """Return the line on what is wrong; the next one has to name the remedy, and nothing follows."""
+    """Return what is wrong; the next line has to name the remedy, and nothing follows."""
     done = run(cache_dir, *arguments)
     printed = done.stdout + done.stderr
     assert done.returncode == 2, printed
     what, remedy = done.stderr.splitlines()[-2:]
     assert what.startswith("Error: ") and remedy.startswith("To do: ") and REMEDY in remedy
     assert "Traceback" not in printed and "Internal error" not in printed
-    return what
+    return what.removeprefix("Error: ")
+
+
+def unreadable(code: str, path: Path) -> str:
+    """Return what a refusal of this code says of a file or folder."""
+    return str(fact(code, file=path, folder=path, variable=REMEDY))
 
 
 def give_away(path: Path, mode: int) -> None:
@@ -74,8 +81,9 @@ def read_only(small_disk: Path) -> Path:
 
 
 def test_a_read_only_cache(read_only: Path) -> None:
-    assert "folder for videos" in refusal(read_only)
-    assert "jobs.sqlite cannot be written" in refusal(read_only, "jobs", "list")
+    reason = os.strerror(errno.EROFS)
+    assert refusal(read_only) == str(fact("pipeline.outputs_folder", folder=read_only / "outputs", reason=reason))
+    assert refusal(read_only, "jobs", "list") == str(fact("queue.store_read_only", file=read_only / "jobs.sqlite"))
     for works in (["--version"], ["models", "list"], ["plan", "a red boat"]):
         assert run(read_only, *works).returncode == 0, works
     doctor = run(read_only, "doctor")
@@ -86,23 +94,23 @@ def test_a_cache_of_another_user(cache: Path) -> None:
     give_away(cache, 0o700)
     assert run(cache, "--version").returncode == 0
     for arguments in ([], ["plan", "a red boat"]):
-        assert "settings.json cannot be read" in refusal(cache, *arguments)
+        assert refusal(cache, *arguments) == unreadable("settings.file_unreadable", cache / "settings.json")
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "what"),
+    ("name", "arguments", "code"),
     [
-        ("jobs.sqlite", ("jobs", "list"), "jobs.sqlite cannot be written"),
-        ("settings.json", ("plan", "a red boat"), "settings.json cannot be read"),
-        ("weights", ("models", "list"), "weights cannot be read"),
+        ("jobs.sqlite", ("jobs", "list"), "queue.store_read_only"),
+        ("settings.json", ("plan", "a red boat"), "settings.file_unreadable"),
+        ("weights", ("models", "list"), "model.weights_folder_unreadable"),
         ("weights", ("doctor",), ""),
     ],
 )
-def test_a_file_of_another_user(name: str, arguments: tuple[str, ...], what: str, cache: Path) -> None:
+def test_a_file_of_another_user(name: str, arguments: tuple[str, ...], code: str, cache: Path) -> None:
     give_away(cache / name, 0o600)
     before = (cache / "jobs.sqlite").read_bytes()
-    if what:
-        assert what in refusal(cache, *arguments)
+    if code:
+        assert refusal(cache, *arguments) == unreadable(code, cache / name)
     else:
         done = run(cache, *arguments)
         assert done.returncode == 2 and "Weights folder" in done.stdout

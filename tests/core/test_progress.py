@@ -7,6 +7,7 @@ import pytest
 
 from runtime.core.estimates import Seconds
 from runtime.core.events import (
+    STAGE_TITLES,
     Cancelled,
     Event,
     FramesDecoded,
@@ -43,7 +44,8 @@ def test_the_forecast_counts_from_the_start_and_the_title_names_the_component(pl
     assert progress.seconds_left > 0.0
     assert progress.seconds_per_step is None
     assert progress.fraction == 0.0
-    assert progress.title == "Loading the high-noise transformer"
+    assert progress.title == f"{STAGE_TITLES['load']} the {planned.plan.title('transformer').lower()}"
+    assert planned.plan.title("transformer") != planned.plan.title("transformer_2")
 
 
 def test_seconds_per_step_is_the_median(planned: Planned) -> None:

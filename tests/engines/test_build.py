@@ -28,6 +28,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord
 from tests.engines import child_entries
 from tests.engines.engine_files import add, key, refusal, visible
+from tests.facts import fact
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_entries")
@@ -370,7 +371,8 @@ def test_concurrent_builds_in_two_processes_build_once(request_: BuildRequest, s
         ends = [process.communicate(timeout=60)[0].splitlines() for process in (one, other)]
     assert ends[0][-1] == ends[1][-1]
     assert ends[0][-1].startswith(f"built {ENGINE}")
-    assert sum("Waiting for another build" in line for lines in ends for line in lines) == 1
+    waits = str(fact("engine.waiting", engine=request_.title))
+    assert sum(waits in line for lines in ends for line in lines) == 1
     assert (store.folder / "made").read_text() == "made\n"
     assert visible(store) == sorted([ENGINE, "made"])
 

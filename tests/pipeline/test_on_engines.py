@@ -42,6 +42,7 @@ from runtime.planner.resolve import resolve
 from runtime.video.mp4 import read_metadata
 from tests import lora_files
 from tests.conftest import build_once
+from tests.facts import fact, states
 from tests.lora_files import factors
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_parity import sample
@@ -246,8 +247,8 @@ def test_build_never_falls_back_to_pytorch_with_a_reason(bench: Bench) -> None:
     events = bench.run(bench.plan(width=48, build="never"))
     assert set(backends(events).values()) == {"onnxruntime", "pytorch"}  # the text encoder knows no sizes
     assert [event.component for event in fallen(events)] == ["transformer", "transformer_2", "vae"]
-    assert all("none is to be built" in str(event.reason) for event in fallen(events))
-    assert "not 3 latent frames of" in str(fallen(events)[0].reason)
+    assert {event.reason.code for event in fallen(events)} == {"planner.asked_not_built"}
+    assert states(fallen(events)[0].reason, fact("engine.differs_sizes", wanted=[fact("engine.size", frames=3)]))
     assert saved(events).warnings[-1] == fallen(events)[-1].fact
     assert built(events) == []
 
@@ -471,12 +472,12 @@ def test_an_engine_of_other_weights_is_not_used(bench: Bench, stocked: tuple[Mod
     asked = {"loras": [f"high={path}:0.8"]}
     with_lora = with_lora_of(bench, path, 0.8)
     never = with_lora.plan(**asked, build="never").components
-    assert never["transformer"].backend == "pytorch" and "built without this LoRA" in why(never["transformer"])
+    assert never["transformer"].backend == "pytorch" and states(never["transformer"], "engine.differs_no_lora")
     assert never["transformer_2"].engines == bare.components["transformer_2"].engines
     plan = with_lora.plan(**asked)
     (use,) = plan.components["transformer"].engines
     assert use.build and use.id != bare.components["transformer"].engines[0].id
-    assert "built without this LoRA" in why(plan.components["transformer"])
+    assert states(plan.components["transformer"], "engine.differs_no_lora")
     events = with_lora.run(plan)
     assert built(events) == ["transformer"] and backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime")
     in_pytorch = with_lora.run(with_lora.plan(**asked, backends={"all": "pytorch"}))

@@ -56,7 +56,6 @@ def test_a_shift_says_how_many_steps_each_expert_takes(
 
 def test_the_reason_names_other_shifts(tiny: Tiny) -> None:
     spec = tiny("wan2.2-a14b")
-    assert str(plan(spec, shift=5).shift_reason) == "Shift 5, as requested; the model's own scheduler has 3."
     known = known_as("wan2.2-t2v-a14b")
     assert known is not None
     away = known.spec(Path("weights"))

@@ -12,6 +12,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.ui.queue_panel import QueuePanel
+from tests.facts import fact
 from tests.full_disk import fill, small_disk
 from tests.plans import no_engines
 from tests.queue.test_worker import small
@@ -52,7 +53,7 @@ def test_videos_wait_for_space_and_can_be_cancelled_and_paused(start: Start, dis
     filler = fill(disk)
     cancelled, paused, made = (queue.submit(small(seed=seed)) for seed in range(3))
     reach(cancelled, WaitsForDisk)
-    assert cancelled.progress.title == "Waiting for 50.0 MB of free disk space"
+    assert cancelled.progress.title == str(fact("event.waits_for_disk", wanted=50_000_000)).rstrip(".")
     listed = QueuePanel(queue, {}, Path())._list()
     assert cancelled.progress.title in listed and ">Waiting<" in listed and ">Running<" not in listed
     cancelled.request_cancel()

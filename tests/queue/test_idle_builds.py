@@ -17,6 +17,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.run import ControlPoller, PutBack, Run
 from runtime.queue.store import JobStore
+from tests.facts import fact
 from tests.plans import machine
 from tests.queue.samples import add_job
 from tests.thread_queue import RunningQueue
@@ -165,7 +166,9 @@ def test_a_build_of_some_components_is_titled_with_their_names(
     plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
     assert queue_builds(store.add(request, plan), plan, spec, store, engines.store.folder)
     (build,) = builds(store)
-    assert build.title.startswith("Build engines for the text encoder, transformer of ")
+    components = {"names": ["text_encoder", "transformer"], "among": list(plan.components)}
+    size = {"width": plan.width, "height": plan.height, "frames": plan.frames}
+    assert build.title == str(fact("task.build", components=components, model=plan.model, **size))
 
 
 def test_the_same_engines_are_queued_once(store: JobStore, spec: ModelSpec, engines: EngineService) -> None:

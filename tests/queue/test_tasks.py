@@ -22,6 +22,7 @@ from runtime.queue.records import (
 )
 from runtime.queue.views import Job, Task
 from tests.engines import exported_files
+from tests.facts import fact
 from tests.thread_queue import RunningQueue
 from tests.waiting import until
 
@@ -204,7 +205,8 @@ def test_an_engine_file_is_inspected_and_imported(
     looked = add(queue, InspectEngine(path=path, model="tiny"))
     assert (looked.state, code(looked)) == ("done", "task.inspected")
     assert "Input sample (1, 16, 3, 5, 8) float16" in looked.found
-    assert "Could replace the transformer of tiny for 64x32, 9 frames." in looked.found
+    serves = {"model": "tiny", "sizes": "64x32, 9 frames"}
+    assert str(fact("engine.import_could_serve", components=["transformer"], **serves)) in looked.found
     assert any(line.startswith("Text: repeated 2 times") for line in looked.found)
     assert engines.store.index() == []
     refused = add(queue, InspectEngine(path=path, model="tiny", component="vae"))
@@ -219,8 +221,8 @@ def test_an_engine_file_is_inspected_and_imported(
     assert imported.result is not None and imported.result.code == "task.imported"
     assert imported.result.data["engine"] == record.id
     assert imported.result.data["detail"].code == "engine.compared"
-    assert "Replaces the transformer of tiny for 64x32, 9 frames." in imported.found
-    assert any(line.startswith("Comparing with the transformer") for line in imported.log)
+    assert str(fact("engine.import_serves", component="transformer", **serves)) in imported.found
+    assert str(fact("engine.comparing_with", component="transformer", model="tiny")) in imported.log
 
 
 @pytest.mark.slow

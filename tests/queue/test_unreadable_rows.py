@@ -13,7 +13,7 @@ import pytest
 from runtime.cli.main import run
 from runtime.core.errors import StoreError
 from runtime.core.events import Planned
-from runtime.core.facts import Fact, sentence
+from runtime.core.facts import Fact, as_text, sentence
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
 from runtime.queue import database, recovery, storage
@@ -24,6 +24,7 @@ from runtime.queue.store import JobStore
 from runtime.queue.views import Task
 from runtime.ui.panels import Call
 from runtime.ui.queue_panel import QueuePanel
+from tests.facts import fact
 from tests.plans import no_engines
 from tests.queue.samples import add_job, sample_plan, sample_result
 
@@ -167,7 +168,8 @@ def test_the_app_and_the_command_line_start_and_name_the_row(
     answer = json.loads(out.splitlines()[-1])
     assert [job["id"] for job in answer["jobs"]] == [good.id]
     assert answer["unreadable"] == [f"{bad.id} (request)", f"{running.id} (created)"]
-    assert bad.id in err and "Nothing was deleted" in err and "Traceback" not in err
+    unreadable = fact("queue.jobs_unreadable", count=2, jobs=answer["unreadable"])
+    assert f"Note: {as_text(unreadable)}\n" in err and "Traceback" not in err
     # A damaged row has any state: also a list of others names it.
     assert run(["jobs", "list", "--state", "done", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["unreadable"] == answer["unreadable"]
@@ -197,7 +199,8 @@ def test_an_event_that_cannot_be_read_is_left_out(
     store.log.append(job.id, {"event": "TaskLog", "text": "after"})
     for _ in range(2):
         assert [values["text"] for _, _, values in store.log.events(job.id)] == ["before", "after"]
-    assert len([line for line in caplog.messages if "cannot be read" in line]) == 2
+    logged = [record for record in caplog.records if record.name == "runtime.queue.event_log"]
+    assert [record.args[0] for record in logged if isinstance(record.args, tuple)] == [job.id] * 2
     recovery.settle_worker(store, "a", Fact("queue.exited", {"how": "exit code 3"}))
     assert store.get(job.id).state == "queued"
 
@@ -265,7 +268,8 @@ def test_a_row_is_left_out_while_the_store_cannot_be_written(
         other.execute("BEGIN IMMEDIATE")
         for _ in range(2):
             assert [job.id for job in store.order.jobs()] == [good.id]
-    assert len([line for line in caplog.messages if "is left out" in line]) == 1
+    (logged,) = [record for record in caplog.records if record.name == "runtime.queue.rows"]
+    assert bad.id in logged.getMessage()
     assert store.unreadable is None
     store.order.jobs()
     assert store.unreadable is not None

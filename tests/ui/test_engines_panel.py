@@ -145,7 +145,7 @@ def test_a_build_is_queued_once_and_cancelled(tab: Tab) -> None:
     assert build.title == title
     drawn = tab.parts()["tasks"]
     assert f'data-task="{build.id}" data-kind="build" data-state="queued"' in drawn
-    assert "1 ahead in the queue." in drawn
+    assert line("ui.tasks_ahead", count=1) in drawn
     # The queue names the task; it is no video with a prompt.
     assert tab.worker.store.get(build.id).prompt == ""
     queue = respond(QueuePanel(tab.worker, {}, Path("outputs")), Call())["parts"]["list"]

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,6 +12,7 @@ from typing import cast
 import pytest
 
 from runtime.core.events import (
+    STAGE_TITLES,
     Cancelled,
     Event,
     Failed,
@@ -32,6 +34,7 @@ from runtime.queue.views import Job
 from runtime.server.watchers import Watch
 from runtime.ui import formatting, job_view
 from tests.plans import tiny_plan
+from tests.ui.page_texts import line
 
 AUDIENCE = job_view.Audience(
     "The log has the details: logs/tandem.log",
@@ -112,19 +115,19 @@ def test_a_job_that_decodes_shows_frames_instead_of_steps(job: Job, store: JobSt
     step = StepDone(step=4, of=4, seconds=2.0, part="transformer", preview=None)
     view = show(job, store, Planned(plan=job.plan), step, StageStarted(stage="decode", part="vae"))
     assert "step 4" not in view.status
-    line = job_view.running_line(job.progress.at(0.0))
-    assert (line.title, line.detail) == ("Decoding frames", f"0 of {job.plan.frames} frames")
+    running = job_view.running_line(job.progress.at(0.0))
+    assert (running.title, running.detail) == ("Decoding frames", f"0 of {job.plan.frames} frames")
 
 
 def test_a_queued_job_shows_how_many_are_ahead(job: Job) -> None:
     def shown(*ahead: str) -> str:
-        line = cast(JobQueue, SimpleNamespace(ahead=lambda _job: dict(enumerate(ahead))))
-        return job_view.view(job, line, AUDIENCE, "", 0.0).status
+        queue = cast(JobQueue, SimpleNamespace(ahead=lambda _job: dict(enumerate(ahead))))
+        return job_view.view(job, queue, AUDIENCE, "", 0.0).status
 
-    assert "Starting." in shown()
-    assert "1 video is ahead." in shown("video")
-    assert "1 task is ahead." in shown("build")
-    assert "2 tasks are ahead." in shown("video", "task")
+    assert line("ui.starting") in shown()
+    assert line("ui.videos_ahead", count=1) in shown("video")
+    assert line("ui.tasks_ahead", count=1) in shown("build")
+    assert line("ui.tasks_ahead", count=2) in shown("video", "task")
 
 
 def test_a_paused_job_is_shown_as_paused(job: Job, store: JobStore) -> None:
@@ -140,7 +143,7 @@ def test_an_interrupted_job_shows_how_to_resume(job: Job, store: JobStore) -> No
     store.interrupt(job.id, "here", None)
     job.refresh()
     view = show(job, store)
-    assert "Tandem ended while this video was generated." in view.status
+    assert line("ui.interrupted", job=job.id) in view.status
     assert 'data-action="resume"' in view.status and not view.busy
 
     async def heard() -> list[Event]:
@@ -152,12 +155,12 @@ def test_an_interrupted_job_shows_how_to_resume(job: Job, store: JobStore) -> No
 def test_a_cancelled_job_is_shown_as_stopping_at_once(job: Job, store: JobStore) -> None:
     begin(job, store)
     view = show(job, store, Planned(plan=job.plan), StageStarted(stage="encode"))
-    assert "Reading the prompt" in view.status
+    assert STAGE_TITLES["encode"] in view.status
     job.request_cancel()
     assert "Stopping…" in show(job, store).status
     assert show(job, store).stopping
     ended = show(job, store, Cancelled())
-    assert "Nothing was saved." in ended.status and not ended.busy
+    assert line("ui.nothing_saved") in ended.status and not ended.busy
 
 
 def test_a_finished_job_shows_video_and_details(job: Job, store: JobStore) -> None:
@@ -185,12 +188,12 @@ def test_a_video_elsewhere_is_named_and_not_played(job: Job, store: JobStore) ->
     owner = replace(AUDIENCE, address=lambda job: job_view.video_address(job, job.plan.output.parent))
     append_events(job, store, saved(job))
     missing = job_view.view(job, cast(JobQueue, EmptyQueue()), owner, "", 0.0)
-    assert f"The file does not exist any more: {job.plan.output}" in missing.status
+    assert line("ui.video_gone", file=job.plan.output) in missing.status
     job.plan.output.write_bytes(b"a video")
     assert "<video" in job_view.view(job, cast(JobQueue, EmptyQueue()), owner, "", 0.0).picture
     elsewhere = replace(owner, address=lambda job: job_view.video_address(job, job.plan.output.parent / "outputs"))
     view = job_view.view(job, cast(JobQueue, EmptyQueue()), elsewhere, "", 0.0)
-    assert f"The file is not in the outputs folder: {job.plan.output}" in view.status
+    assert line("ui.video_outside", file=job.plan.output) in view.status
     assert "<video" not in view.picture and "data:image/webp;base64,d2VicA==" in view.picture
     assert "download=" not in view.facts
 
@@ -217,9 +220,11 @@ def test_the_last_preview_stays_when_a_job_ends_without_video(
 
 def test_unknown_words_are_stated_first(job: Job, store: JobStore) -> None:
     view = show(job, store, Planned(plan=job.plan), saved(job))
-    assert f"{job.model_title} cannot draw: &lt;i&gt;." in view.status and "It knows: boat, ball." in view.status
-    assert "The video is ready" not in view.status
-    assert "encoded without these words" not in view.facts
+    assert line("ui.cannot_draw", model=job.model_title, words="&lt;i&gt;") in view.status
+    assert line("ui.can_draw", words=["boat", "ball"]) in view.status
+    assert line("ui.video_ready") not in view.status
+    (unknown,) = saved(job).warnings
+    assert escape(formatting.page_text(unknown).what) not in view.facts
 
 
 def test_many_unknown_words_are_not_all_listed(job: Job, store: JobStore) -> None:
@@ -323,11 +328,11 @@ def test_a_running_job_plays_its_finished_sections(job: Job, store: JobStore) ->
     store.finish_early(job.id)
     job.refresh()
     view = show(job, store)
-    assert "The video ends after this section." in view.status
+    assert line("ui.ends_after_section") in view.status
     assert re.search(r'<span hidden>\s*<button[^>]*data-action="finish"', view.status)
     # What is finished can be played after the end of a job without a video.
     view = show(job, store, Cancelled())
-    assert "Its finished sections are kept." in view.status
+    assert line("ui.sections_kept") in view.status
     assert f"tandem/clip/{job.id}/1.mp4" in view.picture and "base64" not in view.picture
 
 
@@ -352,7 +357,7 @@ def test_a_video_that_ended_early_can_be_continued(job: Job, store: JobStore) ->
     begin(job, store)
     append_events(job, store, Planned(plan=plan), saved(job).model_copy(update={"sections": (2, 3, 5)}))
     view = job_view.view(job, cast(JobQueue, EmptyQueue()), address, "", 0.0)
-    assert "The video has 2 of 3 sections." in view.status
+    assert line("ui.video_unfinished", made=2, of=3) in view.status
     assert re.search(r'<span>\s*<button[^>]*data-action="resume"[^>]*>Continue this video', view.status)
     # Another address than that of the whole video, which takes the place of this one.
     assert f'src="{job_view.file_url(job.plan.output)}?2"' in view.picture

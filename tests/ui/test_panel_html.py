@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.queue.records import Line
 from runtime.queue.storage import DiskUsage, Retention
-from runtime.ui.formatting import render
+from runtime.ui.formatting import render, sentences
 from runtime.ui.history_panel import (
     FILTERS,
     Card,
@@ -23,6 +23,8 @@ from runtime.ui.image_places import UsedImage
 from runtime.ui.job_view import ResumeStatus
 from runtime.ui.queue_panel import Row, queue_html, resumable_html
 from runtime.video.similarity import Similarity
+from tests.facts import fact
+from tests.ui.page_texts import line
 
 HOSTILE = "<img src=x onerror=hit()> \" ' & “"
 
@@ -64,7 +66,7 @@ def test_only_waiting_jobs_move_within_the_queue() -> None:
     assert moves == [("up", "b", True), ("up", "c", False), ("down", "b", False), ("down", "c", True)]
     assert 'data-action="unpause"' in shown and "Pause all" in shown
     assert "Resume all" in listed(rows[2:])
-    assert "The queue is empty." in listed([])
+    assert 'data-key="empty"' in listed([]) and 'data-key="empty"' not in shown
 
 
 def test_the_queue_shows_what_each_job_and_all_of_them_take() -> None:
@@ -73,11 +75,12 @@ def test_the_queue_shows_what_each_job_and_all_of_them_take() -> None:
         Row("b" * 8, "b", "waiting", True, "takes about 2 min", seconds=130.0),
         Row("c" * 8, "c", "paused", True, seconds=1000.0),
     ]
-    assert "3 videos, about 3 min in total" in listed(rows)
-    assert "3 videos, about 2 min in total" in listed(rows, 2)
+    assert line("ui.queue_total", count="3 videos", seconds=180) in listed(rows)
+    assert line("ui.queue_total", count="3 videos", seconds=90) in listed(rows, 2)
     unknown = Row("d" * 8, "d", "waiting", True)
-    assert "about 3 min or more in total" in listed([*rows, unknown])
-    assert "4 jobs, about 3 min in total" in listed([*rows, Row("e" * 8, "Build", "waiting", False)])
+    assert line("ui.queue_total_at_least", count="4 videos", seconds=180) in listed([*rows, unknown])
+    build = Row("e" * 8, "Build", "waiting", False)
+    assert line("ui.queue_total", count="4 jobs", seconds=180) in listed([*rows, build])
     assert "Seed 1 · Denoising" in listed(rows)
 
 
@@ -126,8 +129,8 @@ def clip(places: str = "CPU", **values: Any) -> Clip:
 
 
 def test_the_similarity_is_one_sentence() -> None:
-    assert similarity(9, Similarity(float("inf"), 1.0)) == "All pixels are equal, over 9 frames."
-    assert similarity(9, Similarity(31.25, 0.9126)) == "PSNR 31.2 dB, SSIM 0.913, over 9 frames."
+    assert similarity(9, Similarity(float("inf"), 1.0)) == line("ui.pixels_equal", frames=9)
+    assert similarity(9, Similarity(31.25, 0.9126)) == line("ui.similar", psnr=31.25, ssim=0.9126, frames=9)
 
 
 def test_only_videos_that_should_be_equal_are_measured() -> None:
@@ -156,11 +159,12 @@ def test_only_differences_are_shown_in_the_words_of_the_form() -> None:
         ("Ran on", "CPU", "GPU"),
     ]
     assert same == 5
-    assert timing(first, second).endswith(
-        "B was made for 4 fps and plays at A's 8 fps. B is shorter and stops on its last frame."
-    )
-    assert "shorter" not in timing(first, first)
-    assert differences(first, first)[0] == [] and "All settings are equal." in comparison_html(first, first)
+    rate, shorter = fact("ui.plays_at_other_rate", made=4, plays=8), fact("ui.shorter", video="B")
+    assert timing(first, second).endswith(f" {sentences([rate, shorter])}")
+    assert timing(second, first).endswith(f" {line('ui.shorter', video='A')}")
+    assert line("ui.shorter", video="B") not in timing(first, first)
+    assert differences(first, first)[0] == []
+    assert "<table" in comparison_html(first, second) and "<table" not in comparison_html(first, first)
 
 
 def test_loras_and_step_caches_are_shown_as_given() -> None:

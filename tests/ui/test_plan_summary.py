@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import MachineError, TandemError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, short
 from runtime.core.plan import EngineRef, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Machine
@@ -33,8 +33,11 @@ from runtime.ui.plan_panel import (
 )
 from runtime.ui.plan_preview import Preview
 from tests.engines.engine_files import key, record
+from tests.facts import fact
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine, why
+from tests.ui.page_texts import line
 
+NO_GPU = short(fact("machine.no_gpu"))
 GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
 
 
@@ -86,34 +89,39 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("values", "text", "kind"),
+    ("values", "backend", "state", "kind"),
     [
-        ({}, "PyTorch: no engine yet", "plain"),
-        ({"here": machine()}, "PyTorch: no engine yet", "plain"),
-        ({"backends": {"vae": "pytorch"}}, "PyTorch: as requested", "plain"),
-        ({"offers": offering(offer("vae"))}, "TensorRT: engine ready", "ready"),
+        ({}, "PyTorch", fact("planner.badge_no_engine"), "plain"),
+        ({"here": machine()}, "PyTorch", fact("planner.badge_no_engine"), "plain"),
+        ({"backends": {"vae": "pytorch"}}, "PyTorch", fact("planner.badge_as_asked"), "plain"),
+        ({"offers": offering(offer("vae"))}, "TensorRT", fact("planner.badge_ready"), "ready"),
         (
             {"offers": offering(offer("vae", build=True, build_seconds=240.0)), "backends": {"vae": "tensorrt"}},
-            "PyTorch: TensorRT engine is built when idle",
+            "PyTorch",
+            fact("planner.badge_built_later", backend="tensorrt"),
             "build",
         ),
         (
             {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}, "build": "never"},
-            "PyTorch: no TensorRT engine, and none is to be built",
+            "PyTorch",
+            fact("planner.badge_not_built", backend="tensorrt"),
             "instead",
         ),
         (
             {"offers": offering(offer("vae", problem=Fact("machine.no_tensorrt"), build=True))}
             | {"backends": {"vae": "tensorrt"}},
-            "PyTorch: TensorRT is not installed",
+            "PyTorch",
+            fact("machine.no_tensorrt"),
             "instead",
         ),
     ],
 )
-def test_a_badge_shows_backend_and_reason(spec: ModelSpec, values: dict[str, Any], text: str, kind: str) -> None:
+def test_a_badge_shows_backend_and_reason(
+    spec: ModelSpec, values: dict[str, Any], backend: str, state: Fact, kind: str
+) -> None:
     seen = summary_of(spec, **values)
     badge = seen.badges["vae"]
-    assert (badge.text, badge.kind) == (text, kind)
+    assert (badge.text, badge.kind) == (f"{backend}: {short(state, WORDS)}", kind)
     plan = preview(spec, **values).plan
     assert plan is not None
     assert badge.reason == why(plan.components["vae"])
@@ -129,7 +137,7 @@ def test_the_summary_has_shares_builds_and_time(spec: ModelSpec) -> None:
     mixed = offering(*every[:3], offer("vae", "inductor", build=True, seconds=0.0))
     wanted = summary_of(spec, offers=mixed, backends={"vae": "inductor"})
     assert wanted.line.startswith("As chosen: TensorRT for 3 of 4 components, about ")
-    assert wanted.line.endswith("; 1 engine to build when no video waits")
+    assert wanted.line.endswith(f"; {line('ui.builds_later', engines=1)}")
 
 
 def test_the_time_has_bounds_and_its_source(spec: ModelSpec) -> None:
@@ -154,6 +162,13 @@ def test_memory_is_that_of_the_largest_stage(spec: ModelSpec) -> None:
     assert (on_cpu.where, on_cpu.free) == ("memory", machine().ram_free_bytes)
 
 
+def title_of_strategies(html: str) -> str:
+    """Return the heading of a summary's strategies."""
+    found = re.search(r'id="strategies-title"><strong>(.+?)</strong>', html)
+    assert found is not None
+    return found[1]
+
+
 def test_strategies_are_listed_if_memory_is_short() -> None:
     a14b = look_up("wan2.2-t2v-a14b", Path("none"))
     size = {"width": 832, "height": 480, "frames": 81}
@@ -162,36 +177,43 @@ def test_strategies_are_listed_if_memory_is_short() -> None:
         here = replace(GPU, gpus=(gpu(free_gib=free_gib),), ram_bytes=256 * GIB, ram_free_bytes=256 * GIB)
         return summary_of(a14b, here=here, **size, **values)
 
-    short = on(48)
-    assert [way.title for way in short.strategies if way.in_use] == ["One component at a time"]
-    assert short.strategies[0].verdict == "too little video memory"
-    assert short.strategies[-1].verdict == "fits" and short.strategies[-1].needs.endswith("times as long")
-    html = summary_html(short)
+    lacking = on(48)
+    one_at_a_time = line("strategy.one_at_a_time").rstrip(".")
+    too_little = line("strategy.too_little", memory="video memory")
+    assert [way.title for way in lacking.strategies if way.in_use] == [one_at_a_time]
+    assert lacking.strategies[0].verdict == too_little
+    assert lacking.strategies[-1].verdict == line("strategy.fits")
+    assert re.search(r", \d+\.\d times ", lacking.strategies[-1].needs)
+    html = summary_html(lacking)
+    heading = title_of_strategies(html)
     assert html.count('aria-pressed="true"') == 1
-    assert 'data-offload="none" data-quantization="none"><span>One component at a time</span>' in html
-    assert html.count(" disabled>") == sum(not way.offered for way in short.strategies) == 5
+    assert f'data-offload="none" data-quantization="none"><span>{one_at_a_time}</span>' in html
+    assert html.count(" disabled>") == sum(not way.offered for way in lacking.strategies) == 5
     assert '<button type="button" class="button" data-offload="auto" data-quantization="auto">' in html
     assert on(120).strategies == ()
     # A slower strategy was requested although memory suffices for a faster one.
     assert on(120, offload="model").strategies == ()
     assert on(48, offload="group").strategies[4].in_use
     refused = on(2)
-    assert refused.line == "Does not fit"
+    assert refused.line == line("ui.does_not_fit")
     assert "video memory; 2.0 GiB are free" in refused.problem
-    assert len(refused.strategies) == len(short.strategies)
+    assert len(refused.strategies) == len(lacking.strategies)
     assert not any(way.in_use or way.offered for way in refused.strategies)
-    assert "too little video memory" in refused.strategies[-1].verdict
+    assert too_little in refused.strategies[-1].verdict
     html = summary_html(refused)
-    assert "No strategy fits into memory:" in html and html.count(" disabled>") == len(refused.strategies)
+    assert heading != title_of_strategies(html) and html.count(" disabled>") == len(refused.strategies)
     # What was asked for does not fit; something else does, and can be chosen.
     other = on(24, offload="model")
-    assert other.line == "Does not fit"
+    assert other.line == line("ui.does_not_fit")
+    assert title_of_strategies(summary_html(other)) == heading
     assert [way.offload for way in other.strategies if way.offered] == ["group", "sequential"]
 
 
 def test_warnings_of_a_plan_are_shown(spec: ModelSpec) -> None:
     seen = summary_of(spec, here=machine(), offload="group")
-    assert "“Offload: By block” has no effect on the CPU" in seen.notes
+    no_gpu = fact("machine.no_gpu")
+    assert line("planner.offload_on_cpu", chosen={"offload": "group"}, cause=no_gpu) in seen.notes
+    assert "“Offload: By block”" in seen.notes
     assert escape(seen.notes) in summary_html(seen)
 
 
@@ -205,7 +227,7 @@ def test_an_invalid_value_is_reported_once_and_marks_no_component(spec: ModelSpe
 
 def test_a_conflict_marks_the_component_that_has_it(spec: ModelSpec) -> None:
     seen = summary_of(spec, offload="group", backends={"transformer": "tensorrt"})
-    assert seen.line == "Invalid setting"
+    assert seen.line == line("ui.invalid_setting")
     marked = {name for name, badge in seen.badges.items() if badge.kind == "stopped"}
     assert marked == {"transformer"}
     html = summary_html(seen) + components_html(spec, seen, None, GPU)
@@ -215,14 +237,14 @@ def test_a_conflict_marks_the_component_that_has_it(spec: ModelSpec) -> None:
 def test_too_little_memory_concerns_all_components(spec: ModelSpec) -> None:
     full = summary_of(spec, here=machine(ram_free_gib=0.1))
     assert isinstance(preview(spec, here=machine(ram_free_gib=0.1)).error, MachineError)
-    assert full.line == "Does not fit"
+    assert full.line == line("ui.does_not_fit")
     assert {badge.kind for badge in full.badges.values()} == {"stopped"}
 
 
 def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) -> None:
     here = machine()
     by_backend = {cell.backend: cell for cell in cells("vae", None, here)}
-    assert not by_backend["tensorrt"].usable and by_backend["tensorrt"].state == "no NVIDIA GPU was found"
+    assert not by_backend["tensorrt"].usable and by_backend["tensorrt"].state == NO_GPU
     assert by_backend["onnxruntime"].usable and by_backend["auto"].usable and by_backend["pytorch"].usable
     html = components_html(spec, summary_of(spec, here=here), preview(spec, here=here), here)
     assert html.count(" disabled>") == len(spec.component_names) * sum(not cell.usable for cell in by_backend.values())
@@ -235,8 +257,8 @@ def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) 
 
 def test_choices_that_the_machine_lacks_are_disabled_with_the_reason(spec: ModelSpec) -> None:
     html = options_html({"step_cache": "first-block:0.17"}, machine(), spec)
-    assert '<option value="fp8" disabled>FP8: no NVIDIA GPU was found</option>' in html
-    assert '<option value="group" disabled>By block: no NVIDIA GPU was found</option>' in html
+    assert f'<option value="fp8" disabled>FP8: {NO_GPU}</option>' in html
+    assert f'<option value="group" disabled>By block: {NO_GPU}</option>' in html
     assert '<option value="auto">Automatic</option>' in html
     # A strength that another page or a video has is not lost.
     assert '<option value="first-block:0.17">' in html
@@ -276,7 +298,7 @@ def test_a_preset_that_does_not_fit_is_disabled_with_the_reason(spec: ModelSpec)
 def test_badges_wait_until_engines_are_known(spec: ModelSpec) -> None:
     seen = summary_of(spec, complete=False)
     assert not seen.complete
-    assert {badge.text for badge in seen.badges.values()} == {"Looking for engines…"}
+    assert {badge.text for badge in seen.badges.values()} == {line("ui.looking_for_engines")}
 
 
 def test_every_summary_has_the_same_elements(spec: ModelSpec) -> None:

@@ -11,6 +11,7 @@ from runtime.models.spec import ModelSpec
 from runtime.ui import form
 from runtime.ui.formatting import render
 from runtime.ui.restored import Refused, replaced, usable
+from tests.ui.page_texts import line
 
 GOOD = {"prompt": "a red boat", "model": "diorama", "width": 192, "height": 112, "frames": 33, "seed": 5, "fps": 16}
 
@@ -60,13 +61,13 @@ def test_what_is_not_taken_is_named(models: dict[str, ModelSpec], name: str, val
     assert wrong[0].value == repr(value)[: len(wrong[0].value)] or wrong[0].value.endswith("…")
     assert wrong[0].reason.endswith(".")
     shown = render("restored.html", refused=wrong, at=0)
-    assert "Filled in, except for:" in shown and "<img" not in shown and "<script" not in shown
+    assert 'class="trouble"' in shown and "<img" not in shown and "<script" not in shown
 
 
 def test_another_model_is_named_with_the_values_that_depend_on_it(models: dict[str, ModelSpec]) -> None:
     wrong = refused(models, model="../../etc/passwd", width=832)
     assert wrong[0].label == "Model" and wrong[0].value == "'../../etc/passwd'"
-    assert Refused("Width", "832", "The form has 192 instead.") in wrong
+    assert Refused("Width", "832", line("form.value_replaced", value="192")) in wrong
 
 
 def test_values_that_cannot_be_read_at_all(models: dict[str, ModelSpec]) -> None:

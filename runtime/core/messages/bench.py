@@ -9,6 +9,7 @@ MESSAGES: Mapping[str, Message] = {
         "{set[backends]} alone leaves nothing to compare.",
         'Name configurations, as in --config "onnx: --backend all=onnxruntime".',
     ),
+    "bench.cancelled": Message("Cancelled: these are the measurements until then."),
     "bench.configuration_invalid": Message("Configuration “{configuration}”: {cause}", "{cause:remedy}"),
     "bench.configuration_repeated": Message(
         "Two configurations are named “{configuration}”.", "Give each its own name."

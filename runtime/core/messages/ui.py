@@ -5,10 +5,49 @@ from collections.abc import Mapping
 from runtime.core.messages.message import Message
 
 MESSAGES: Mapping[str, Message] = {
+    # The status line of a job.
+    "ui.starting": Message("Starting."),
+    "ui.videos_ahead": Message("{count:n video} ahead."),
+    "ui.tasks_ahead": Message("{count:n task} ahead."),
+    "ui.ends_after_section": Message("The video ends after this section."),
+    "ui.nothing_saved": Message("Nothing was saved."),
+    "ui.sections_kept": Message("Its finished sections are kept."),
+    "ui.video_ready": Message("The video is ready."),
+    "ui.video_unfinished": Message("The video has {made} of {of:n section}."),
+    "ui.video_can_continue": Message("It can be continued."),
+    "ui.video_gone": Message("The file does not exist any more: {file}"),
+    "ui.video_outside": Message("The file is not in the outputs folder: {file}"),
+    "ui.cannot_draw": Message("{model} cannot draw: {words}."),
+    "ui.can_draw": Message("It knows: {words:list}."),
     "ui.interrupted": Message(
         "Tandem ended while this video was generated.", "Resume it: `{tandem} jobs resume {job}`"
     ),
     "ui.visitor_interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
+    # The forecast of a plan.
+    "ui.looking_for_engines": Message("Looking for engines…"),
+    "ui.does_not_fit": Message("Does not fit"),
+    "ui.cannot_generate": Message("Cannot be generated"),
+    "ui.invalid_setting": Message("Invalid setting"),
+    "ui.builds_later": Message("{engines:n engine} to build when no video waits"),
+    # The queue.
+    "ui.queue_total": Message("{count}, {seconds:about} in total"),
+    "ui.queue_total_at_least": Message("{count}, {seconds:about} or more in total"),
+    # Two videos side by side.
+    "ui.pixels_equal": Message("All pixels are equal, over {frames:n frame}."),
+    "ui.similar": Message("PSNR {psnr:.1f} dB, SSIM {ssim:.3f}, over {frames:n frame}."),
+    "ui.plays_at_other_rate": Message("B was made for {made} fps and plays at A's {plays} fps."),
+    "ui.shorter": Message("{video} is shorter and stops on its last frame."),
+    # Where a job that ended without a video continues.
+    "resume.not_begun": Message("Denoising had not started."),
+    "resume.step_done": Message("Its only step was done."),
+    "resume.steps_done": Message("All {steps} steps were done."),
+    "resume.stopped": Message("It stopped at step {step} of {steps}."),
+    "resume.decoding": Message("Only decoding remains."),
+    "resume.no_checkpoint": Message("No checkpoint was kept: it starts over."),
+    "resume.from_there": Message("It continues from there."),
+    "resume.after_step": Message("It continues after step {step}."),
+    "resume.first_step": Message("It starts again at the first step."),
+    "resume.work_lost": Message("{seconds:duration} of work was lost."),
     "ui.unknown_action": Message("There is no such action or item.", "Reload the page."),
     "ui.host_unknown": Message("There is no host {host}.", "Listen on 127.0.0.1, or on an address of this machine."),
     "ui.host_not_local": Message(
@@ -42,6 +81,8 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "ui.no_such_component": Message("{model} has no {component}.", "Choose another component, or Automatic."),
     # The form.
+    "form.value_not_offered": Message("The form does not offer it."),
+    "form.value_replaced": Message("The form has {value} instead."),
     "form.empty": Message("{field:setting} is empty.", "Give a value such as {default:g}."),
     "form.incomplete": Message("The form is incomplete.", "Reload the page."),
     "form.image_is_path": Message(

@@ -5,7 +5,7 @@ Its text encoders, VAE and scheduler are HunyuanVideo's. Source of defaults: htt
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple

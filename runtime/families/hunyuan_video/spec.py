@@ -6,7 +6,7 @@ Source of defaults and trained sizes: https://github.com/Tencent-Hunyuan/Hunyuan
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
