@@ -219,7 +219,7 @@ def needs_folder(path: Path) -> ModelError | None:
     if not fits:
         return None
     _, family, component = max(fits, key=lambda one: one[0])
-    known = family_of(family).known[0]
+    known = published_models(family)[0]
     data = {"component": component, "title": known.title, "model": known.name}
     return ModelError("model.file_needs_folder", file=path.name, **data)
 

@@ -201,13 +201,13 @@ def test_storage_offers_only_what_can_be_removed() -> None:
 
 
 def test_storage_shows_what_is_deleted_without_being_asked() -> None:
-    for retention, line in (
+    for retention, limits in (
         (Retention(days=0.5), "after 0.5 days."),
         (Retention(videos=3), "beyond the newest 3."),
         (Retention(days=30.0, bytes=10**9), "after 30 days, beyond 1.0 GB."),
         (Retention(days=30.0, videos=3, bytes=10**9), "after 30 days, beyond the newest 3, beyond 1.0 GB."),
     ):
-        assert f"{line} Starred clips stay." in render("history_storage.html", usage=DiskUsage(), retention=retention)
+        assert f"{limits} Starred clips stay." in render("history_storage.html", usage=DiskUsage(), retention=retention)
 
 
 def test_settings_are_complete_on_the_page() -> None:
