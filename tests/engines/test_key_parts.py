@@ -184,6 +184,7 @@ CODE = (
     "programs.py",
     "component_programs.py",
     "block_programs.py",
+    "clip_layers.py",
     "signatures.py",
     "fp8.py",
     "tensorrt_operators.py",

@@ -113,7 +113,7 @@ def nest_deeply(path: Path) -> None:
 
 
 def count_no_steps(path: Path) -> None:
-    save_file(load_file(path), path, metadata={"tandem": '{"version": 1, "step": 1e400}'})
+    save_file(load_file(path), path, metadata={"tandem": '{"version": 3, "step": 1e400}'})
 
 
 DAMAGES: dict[Callable[[Path], None], str] = {

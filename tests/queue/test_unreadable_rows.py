@@ -37,7 +37,7 @@ HARMS: dict[str, tuple[str, Any]] = {
     "not UTF-8": ("title", b"\xff\xfe"),
     "NUL": ("output", "/videos/a\x00b.mp4"),
     "an unknown kind": ("kind", "film"),
-    "an unknown request": ("asked", "faster"),
+    "an unknown request": ("pending_control", "faster"),
     "text for a number": ("created", "yesterday"),
     "a time that does not exist": ("created", 1e300),
     "text for a place": ("position", "first"),

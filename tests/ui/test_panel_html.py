@@ -193,7 +193,7 @@ def test_storage_offers_only_what_can_be_removed() -> None:
         "older than 30 days (1, 1.0 MB)",
         "1 clip, 10 B",
         "Delete 1 clip older than 30 days (1.0 MB)? It can be restored for 7 days",
-        "their low-noise steps can no longer be run again",
+        "those that ended early can no longer be continued",
         "This cannot be undone.",
     ):
         assert expected in offered
