@@ -11,6 +11,7 @@ import pytest
 
 from runtime.bench.configurations import backend_text
 from runtime.core.errors import InvalidRequestError, MemoryShortError
+from runtime.core.estimates import MemoryStrategy
 from runtime.core.facts import Fact, short
 from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
@@ -266,6 +267,37 @@ def test_the_context_of_engines_is_shared() -> None:
     assert held.context_bytes(["transformer", "vae"]) == 7
     assert held.context_bytes(["vae"]) == 6
     assert held.context_bytes(["text_encoder"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("offload", "keep_loaded", "while_encoding"), [("none", True, 7), ("none", False, 0), ("model", True, 0)]
+)
+def test_a_context_is_held_while_other_components_run_only_if_all_stay_loaded(
+    offload: str, keep_loaded: bool, while_encoding: int
+) -> None:
+    held = Workload.of(plan([blocks()]), spec(A14B))
+    engines = tuple(use(program, context_bytes=7 * GIB) for program in PROGRAMS)
+    strategy = MemoryStrategy(offload=offload, keep_loaded=keep_loaded)
+    with_context, without = (
+        memory_model.stages(replace(held, engines={"transformer": uses}), strategy)[0].overhead_bytes
+        for uses in (engines, tuple(engine.replace(context_bytes=0) for engine in engines))
+    )
+    assert with_context - without == while_encoding * GIB
+
+
+def test_engines_of_more_tokens_a_call_take_more_memory_beside_their_context() -> None:
+    held = Workload.of(plan([blocks()]), spec(A14B))
+    few, many = (
+        memory_model.stages(
+            replace(
+                held, engines={"transformer": tuple(use(name, tokens=tokens, context_bytes=GIB) for name in PROGRAMS)}
+            ),
+            MemoryStrategy(),
+        )[1].working_bytes
+        for tokens in (1024, 2048)
+    )
+    # The stream in float32, the text's queries and their attended values in 16 bits.
+    assert many - few == pytest.approx(1024 * (4 + 2 * 2) * 5120, rel=0.2)
 
 
 def test_memory_of_engines_to_be_built_is_estimated() -> None:

@@ -13,6 +13,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner import memory_model
+from runtime.planner.history import runs_of
 from runtime.planner.resolve import resolve
 from tests.facts import fact, states
 from tests.planner.test_memory_model import workload
@@ -201,6 +202,19 @@ def test_frames_are_decoded_in_tiles_on_a_cpu_if_memory_is_short() -> None:
     assert short.seconds["decode"].likely > 1.1 * roomy.seconds["decode"].likely
     assert short.decode_flops > 1.1 * roomy.decode_flops
     assert short.seconds["denoise"] == roomy.seconds["denoise"]
+
+
+def test_a_measured_decode_in_tiles_counts_for_tiles_of_this_size_only() -> None:
+    where = machine(ram_free_gib=30)
+    request = GenerationRequest(prompt="x", seed=1, width=1920, height=1088, vae_precision="float32")
+    made = resolve(request, spec(SMALL), where, Path("x.mp4"))
+    ran = runs_of(made, made, spec(SMALL), where, {"decode": 5.0}, {})
+    again = resolve(request, spec(SMALL), where, Path("x.mp4"), history=ran)
+    assert made.strategy.decode_tile == 64 and again.seconds["decode"].likely == pytest.approx(5.0)
+    others = [run.replace(kind=run.kind.replace(tile="32")) for run in ran if run.kind.component == "vae"]
+    assert (
+        resolve(request, spec(SMALL), where, Path("x.mp4"), history=others).seconds["decode"] == made.seconds["decode"]
+    )
 
 
 def test_decoding_in_tiles_is_a_warning() -> None:
