@@ -30,7 +30,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import find_ffmpeg
 from runtime.video.similarity import similarity
 from tests.pipeline.computed_blocks import blocks_computed
@@ -62,7 +62,7 @@ def make(
     request = GenerationRequest(
         prompt=prompt, seed=SEED, steps=steps, step_cache=step_cache, backends={"all": "pytorch"}
     )
-    plan = resolve(request, spec, probe(), out)
+    plan = resolve(request, spec, PlanningContext(probe(), out))
     events: list[Event] = []
     blocks = blocks_computed(lambda: run_job(plan, spec, events.append, Cancel(), residency))
     end = events[-1]

@@ -10,7 +10,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 GIB = 1 << 30
 
@@ -54,7 +54,7 @@ def tiny_plan(spec: ModelSpec, output: Path, **values: object) -> ExecutionPlan:
     """Plan a tiny clip on the CPU."""
     fields: dict[str, object] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4}
     fields |= {"seed": 3, "fps": 8} | values
-    return resolve(GenerationRequest.from_mapping(fields), spec, machine(), output)
+    return resolve(GenerationRequest.from_mapping(fields), spec, PlanningContext(machine(), output))
 
 
 def with_strategy(plan: ExecutionPlan, **changes: object) -> ExecutionPlan:

@@ -30,7 +30,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 PROMPTS = ("a red boat sails to the right on a calm sea at sunset", "a yellow bird circles above the hills")
 SEED = 7
@@ -77,7 +77,7 @@ def measured(
     request = GenerationRequest(
         prompt=prompt, model=spec.name, seed=SEED, backends={"all": "pytorch"}, compile="never", steps=steps or AUTO
     )
-    plan = resolve(request, spec, probe(), folder / "x.mp4")
+    plan = resolve(request, spec, PlanningContext(probe(), folder / "x.mp4"))
     # Each pass is a call of its own, which runs the hooks.
     plan = plan.replace(speed=plan.speed.replace(paired=False, graphed=False), split=None)
     events: list[Event] = []

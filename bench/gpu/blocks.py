@@ -58,7 +58,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.run import run_job
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from tests import tiny_models
@@ -342,7 +342,7 @@ def clip(
         {"prompt": "a red boat sails left", "seed": 7, "model": spec.name, "build": "never", "gpus": gpus} | values
     )
     own = with_loras(spec, request.loras, HOME)
-    plan = resolve(request, own, setup.machine, HOME / f"{name}.mp4", setup.service.offers(own))
+    plan = resolve(request, own, PlanningContext(setup.machine, HOME / f"{name}.mp4", setup.service.offers(own)))
     events: list[Event] = []
     run_job(plan, own, events.append, Cancel(), residency)
     return plan, events

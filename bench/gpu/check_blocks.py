@@ -17,7 +17,7 @@ from runtime.execution.components import Denoiser
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu.errors import relative_error
 from tests.plans import Alone
 
@@ -78,7 +78,7 @@ def plans(checks: Checks, spec: ModelSpec, records: list[EngineRecord]) -> tuple
         frames, height, width = checks.arguments.latent
         scale = spec.vae.scale_factor_spatial
         request |= {"frames": 4 * frames - 3, "height": scale * height, "width": scale * width}
-    plan = resolve(GenerationRequest.from_mapping(request), spec, checks.machine, HOME / "x.mp4")
+    plan = resolve(GenerationRequest.from_mapping(request), spec, PlanningContext(checks.machine, HOME / "x.mp4"))
     uses = tuple(
         EngineRef(
             id=record.id,

@@ -20,7 +20,7 @@ from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler, load_tokenizer
 from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
 from runtime.planner.engine_index import EngineRecord
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu.errors import relative_error
 from tests.plans import with_strategy
 from tests.wan_pipeline import load_pipeline, run_pipeline
@@ -78,7 +78,7 @@ def clip(checks: Checks) -> None:
         request = GenerationRequest(
             prompt=PROMPT, seed=7, width=width * scale, height=height * scale, frames=4 * frames - 3, steps=STEPS
         )
-    plan = with_strategy(resolve(request, spec, checks.machine, Path("x.mp4")), decode_chunk=chunk)
+    plan = with_strategy(resolve(request, spec, PlanningContext(checks.machine, Path("x.mp4"))), decode_chunk=chunk)
     parts = {
         name: part.replace(device=checks.device, dtype="float32", backend="pytorch")
         for name, part in plan.components.items()

@@ -44,7 +44,7 @@ from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.planner.engine_index import ShapeProfile
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error
 from tests.gpu.opset17 import to_opset_17
@@ -243,7 +243,7 @@ def clip(checks: Checks, service: EngineService, spec: ModelSpec, done: Imported
     for asked in (done.engine.key.backend, "pytorch"):
         wanted = {"prompt": PROMPT, "seed": 7, "backends": {"all": "pytorch", "transformer": asked}, "build": "never"}
         request = GenerationRequest.from_mapping({**wanted, **size})
-        plan = resolve(request, spec, checks.machine, HOME / f"clip-{asked}.mp4", service.offers(spec))
+        plan = resolve(request, spec, PlanningContext(checks.machine, HOME / f"clip-{asked}.mp4", service.offers(spec)))
         if checks.device == "cpu":
             plan = plan.replace(components={name: p.replace(device="cpu") for name, p in plan.components.items()})
         events: list[Event] = []

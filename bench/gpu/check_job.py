@@ -18,7 +18,7 @@ from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
 from runtime.models.images import with_images
 from runtime.pipeline.run import run_job
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.pipeline.test_run import frames_of
 
 RUNS = 5
@@ -42,7 +42,7 @@ def job(checks: Checks) -> None:
             request = GenerationRequest.from_mapping(
                 {"prompt": PROMPT, "seed": 7, "backends": {"all": asked}, "build": "never", **image}
             )
-            plan = resolve(request, spec, checks.machine, HOME / f"{asked}.mp4", service.offers(spec))
+            plan = resolve(request, spec, PlanningContext(checks.machine, HOME / f"{asked}.mp4", service.offers(spec)))
             run_job(plan, spec, events.setdefault(asked, []).append, Cancel(), residency)
     frames = {}
     for asked, emitted in events.items():

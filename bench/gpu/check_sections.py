@@ -28,7 +28,7 @@ from runtime.pipeline import section_stages
 from runtime.pipeline.blank_video import Detector
 from runtime.pipeline.run import run_job
 from runtime.planner.engine_index import EngineRecord
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 # 320×192: TensorRT 8.6 computes the VAE without tensor cores, and measures each kernel at the largest size.
 SIZE = (24, 40)
@@ -92,7 +92,7 @@ def sections(checks: Checks, report: Report) -> None:
 
 def _planned(checks: Checks, spec: ModelSpec, service: EngineService, fields: dict[str, Any]) -> ExecutionPlan:
     request = GenerationRequest.from_mapping(fields)
-    return resolve(request, spec, checks.machine, HOME / "sections.mp4", service.offers(spec))
+    return resolve(request, spec, PlanningContext(checks.machine, HOME / "sections.mp4", service.offers(spec)))
 
 
 def _build(

@@ -53,7 +53,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline import stages
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests import tiny_models
 from tests.gpu.errors import relative_error
 from tests.pipeline.computed_blocks import blocks_computed
@@ -132,7 +132,7 @@ def planned(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace, *
     if spec.images:
         asked["image"] = str(IMAGE)
     request = GenerationRequest.from_mapping(asked)
-    plan = resolve(request, spec, computer, Path(os.environ.get("OUT", ".")) / "x.mp4")
+    plan = resolve(request, spec, PlanningContext(computer, Path(os.environ.get("OUT", ".")) / "x.mp4"))
     return with_strategy(plan, keep_loaded=True, freed=())
 
 

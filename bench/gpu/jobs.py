@@ -61,7 +61,7 @@ from runtime.pipeline.blank_video import Detector
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.run import run_job
 from runtime.planner.memory_model import baseline_bytes
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests import tiny_models
 from tests.families import framepack_models
 from tests.published_specs import TRANSFORMERS, UMT5, VAES
@@ -222,7 +222,7 @@ def job(spec: ModelSpec, way: tuple[str, str, float | None], arguments: argparse
     )
     spec = with_images(spec, request, HOME, None)
     machine = on_card(probe(), card)
-    plan = resolve(request, spec, machine, HOME / "job.mp4")
+    plan = resolve(request, spec, PlanningContext(machine, HOME / "job.mp4"))
     captured = Captured(HOME, machine)
     events: list[Event] = []
     by_section: list[tuple[int, int]] = []

@@ -45,10 +45,10 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     from runtime.engines.store import EngineStore
     from runtime.machine.probe import probe
     from runtime.models.registry import read_spec
-    from runtime.planner.resolve import resolve
+    from runtime.planner.resolve import PlanningContext, resolve
 
     spec, machine = read_spec(folder_of(arguments), arguments.model), probe()
-    plan = resolve(request(arguments), spec, machine, folder_of(arguments).parent / "start.mp4")
+    plan = resolve(request(arguments), spec, PlanningContext(machine, folder_of(arguments).parent / "start.mp4"))
     mark("planned")
     import torch
 

@@ -44,7 +44,7 @@ from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, slug
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.executors import make_video
 from runtime.queue.run import PutBack
 
@@ -311,7 +311,7 @@ class Bench:
         request = configuration.request.replace(on_out_of_memory="ask")
         spec = model_for(request, setup.weights_dir, setup.engines.cache_dir)
         offers = setup.engines.offers(spec)
-        plan = resolve(request, spec, setup.machine, setup.folder, offers, setup.history.read())
+        plan = resolve(request, spec, PlanningContext(setup.machine, setup.folder, offers, setup.history.read()))
         for name, part in plan.components.items():
             built = tuple(use.id for use in part.engines if use.build)
             if built:

@@ -21,7 +21,7 @@ from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.models.requested import model_for
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 PROMPT = "a red boat sails left on a calm sea at sunset"
 # Fixed, so that results of different versions are comparable.
@@ -137,7 +137,7 @@ def _configurations(
         raise SettingsError("bench.backend_without_configuration")
     spec = model_for(request, loaded.weights_dir, loaded.cache_dir, keep=False)
     unused_output = Path("none.mp4")
-    plan = resolve(request.replace(backends={ALL: PYTORCH}), spec, engines.machine, unused_output)
+    plan = resolve(request.replace(backends={ALL: PYTORCH}), spec, PlanningContext(engines.machine, unused_output))
     return standard(request, plan, engines.offers(spec))
 
 

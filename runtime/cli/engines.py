@@ -28,7 +28,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, build_frame_engines, frame_latents, wanted_engines
 from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 
 def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     if spec.only_decodes:
         latent = (BATCH, *frame_latents(request, spec))
     else:
-        latent = resolve(request, spec, probe(), Path("none.mp4")).latent_size
+        latent = resolve(request, spec, PlanningContext(probe(), Path("none.mp4"))).latent_size
     files = []
     for exported in export_component(spec, component, latent, _folder(out)):
         terminal.result(f"{exported.path} ({byte_size(exported.bytes)}): {exported.describe()}")

@@ -29,7 +29,7 @@ from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery
 from runtime.queue.executors import VideoExecutor
 from runtime.queue.instances import Instance
@@ -76,7 +76,9 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
     spec = model_for(request, environment.settings.weights_dir, environment.settings.cache_dir)
     output = _output_path(request, out, environment.settings.outputs_dir)
     plan = resolve(
-        request, spec, environment.machine, output, environment.engines.offers(spec), environment.history.read()
+        request,
+        spec,
+        PlanningContext(environment.machine, output, environment.engines.offers(spec), environment.history.read()),
     )
     check_output(output, plan.width, plan.height, plan.frames, plan.crf)
     terminal.line(clip_text(spec, plan))

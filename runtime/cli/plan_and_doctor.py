@@ -22,7 +22,7 @@ from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import output_path
 from runtime.pipeline.history_file import HistoryFile
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 _STAGES = ("encode", "denoise", "decode")
 _TENTHS_BELOW = 10
@@ -42,7 +42,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     history = HistoryFile(loaded.cache_dir, machine).read()
     output = output_path(loaded.outputs_dir, request.prompt)
     try:
-        plan = resolve(request, spec, machine, output, offers, history)
+        plan = resolve(request, spec, PlanningContext(machine, output, offers, history))
     except MemoryShortError as error:
         terminal.result("Memory is short. Strategies for weight placement, fastest first:")
         _show_strategies(error.strategies, error.where)

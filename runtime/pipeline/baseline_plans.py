@@ -16,7 +16,7 @@ from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner import constraints
 from runtime.planner.engine_index import STEPS, EngineKey, serves_any_clip
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Baselines:
         index = 0 if device == "cpu" else gpu_index(device)
         try:
             request = GenerationRequest.from_mapping(values | _size(spec, key))
-            plan = resolve(request, spec, machine, Path("none.mp4"), history=history, gpu=index)
+            plan = resolve(request, spec, PlanningContext(machine, Path("none.mp4"), history=history, gpu=index))
         except (InvalidRequestError, MachineError):
             return None
         on_cpu = plan.components[component].device == "cpu"

@@ -19,7 +19,7 @@ from runtime.planner.constraints import ComponentSettings
 from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import EngineOffer, Offers, admit, refused
 from runtime.planner.forecast import build_seconds
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def wanted_engines(
         InvalidRequestError: for a size that the model cannot make, or settings that exclude a requested backend.
         MachineError: if a requested backend cannot build on this machine.
     """
-    plan = resolve(request.replace(backends={}), spec.for_images(), engines.machine, Path("none.mp4"), gpu=gpu)
+    plan = resolve(
+        request.replace(backends={}), spec.for_images(), PlanningContext(engines.machine, Path("none.mp4"), gpu=gpu)
+    )
     offers = engines.offers(spec)
     index = engines.store.index()
     found: dict[str, WantedEngine] = {}

@@ -17,7 +17,7 @@ from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 _GIB = 1 << 30
 # Memory of GPUs on the market in GiB; 5 % of it is assumed to be in use.
@@ -91,7 +91,7 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     least = smallest_card(spec)
     resident = None if least is None else smallest_card(spec, resident=True, at_least=least.gib)
     try:
-        plan = resolve(_request(spec), spec, machine, _NOWHERE, history=history)
+        plan = resolve(_request(spec), spec, PlanningContext(machine, _NOWHERE, history=history))
     except TandemError as error:
         return Needs(least=least, resident=resident, here=error.fact, runs_here=False, peak_bytes=0)
     data = {
@@ -134,7 +134,7 @@ def fit(spec: ModelSpec, machine: Machine, history: History = (), offers: Offers
     """Return whether a model runs on this machine; it need not be downloaded."""
     request = GenerationRequest(prompt="none", model=spec.name, seed=0)
     try:
-        plan = resolve(request, spec, machine, _NOWHERE, offers, history, builds_later=True)
+        plan = resolve(request, spec, PlanningContext(machine, _NOWHERE, offers, history), builds_later=True)
     except MemoryShortError as error:
         verdict = _too_large(error.fact)
         return Fit(kind="too_large", verdict=verdict, detail=_shorter(request, spec, machine))
@@ -171,7 +171,7 @@ def _shorter(request: GenerationRequest, spec: ModelSpec, machine: Machine) -> F
 
     def fits(step: int) -> bool:
         try:
-            resolve(request.replace(frames=1 + stride * step), spec, machine, _NOWHERE)
+            resolve(request.replace(frames=1 + stride * step), spec, PlanningContext(machine, _NOWHERE))
         except TandemError:
             return False
         return True
@@ -199,7 +199,7 @@ def smallest_card(spec: ModelSpec, *, resident: bool = False, at_least: int = 0)
             continue
         try:
             request = _request(spec, offload="none" if resident else "auto")
-            plan = resolve(request, spec, _card_machine(gib), _NOWHERE)
+            plan = resolve(request, spec, PlanningContext(_card_machine(gib), _NOWHERE))
         except TandemError:
             continue
         if plan.strategy.keep_loaded or not resident:

@@ -31,36 +31,31 @@ from runtime.planner.strategies import decide
 Number = TypeVar("Number", int, float)
 
 
-class _Context(NamedTuple):
-    """Where a request is planned: see `resolve`."""
+class PlanningContext(NamedTuple):
+    """Where and with what a request is planned.
 
-    machine: Machine
-    output: Path
-    offers: Offers
-    history: History
-    gpu: int
-    others: Sequence[int] | None
-
-
-def resolve(
-    request: GenerationRequest,
-    spec: ModelSpec,
-    machine: Machine,
-    output: Path,
-    offers: Offers = no_offers,
-    history: History = (),
-    gpu: int = 0,
-    others: Sequence[int] | None = None,
-    *,
-    builds_later: bool = False,
-) -> ExecutionPlan:
-    """Return the plan of a request.
-
-    Args:
+    Attributes:
+        output: the MP4 to write.
         offers: existing engines and those that can be built, see `engines.service`.
         history: measurements of earlier jobs, which correct the forecast.
         gpu: index of the GPU to use, if the machine has GPUs.
         others: indices of more GPUs that it may use; `None` for all usable ones.
+    """
+
+    machine: Machine
+    output: Path
+    offers: Offers = no_offers
+    history: History = ()
+    gpu: int = 0
+    others: Sequence[int] | None = None
+
+
+def resolve(
+    request: GenerationRequest, spec: ModelSpec, context: PlanningContext, *, builds_later: bool = False
+) -> ExecutionPlan:
+    """Return the plan of a request.
+
+    Args:
         builds_later: whether engines are built when no video waits instead of first, as with `build="idle"`.
 
     Raises:
@@ -68,19 +63,15 @@ def resolve(
         MachineError: if this machine does not support a requested setting.
         MemoryShortError: if memory does not suffice for any strategy that the request allows.
     """
-
     if builds_later or request.build == IDLE:
-        return plan_without_waiting(
-            request, lambda one: resolve(one, spec, machine, output, offers, history, gpu, others)
-        )
+        return plan_without_waiting(request, lambda changed: resolve(changed, spec, context))
     _check_supported(request, spec)
     if "gpus" in spec.unsupported:
-        others = ()
+        context = context._replace(others=())
+    return _on_most_gpus(request, spec, context)
 
-    return _on_most_gpus(request, spec, _Context(machine, output, offers, history, gpu, others))
 
-
-def _on_most_gpus(request: GenerationRequest, spec: ModelSpec, context: _Context) -> ExecutionPlan:
+def _on_most_gpus(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     """Return the plan for the GPUs that the request may use, or for one GPU if memory or quality requires it."""
     plan: ExecutionPlan | None = None
     short: MemoryShortError | None = None
@@ -252,7 +243,7 @@ class _Placed:
         return Planned(inputs, decide(inputs, self.offload, self.request.quantization, described))
 
 
-def _resolved(request: GenerationRequest, spec: ModelSpec, context: _Context) -> ExecutionPlan:
+def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     for field in ("image", "last_image"):
         missing = (getattr(request, field) is None) != (getattr(spec, field) is None)

@@ -14,7 +14,7 @@ from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.placement import usable_gpus
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.records import JobRecord
 from runtime.queue.recovery import avoid_causes
 from runtime.queue.store import JobStore
@@ -77,12 +77,7 @@ class JobReplanner:
         plan = resolve(
             record.generation_request(),
             spec,
-            machine,
-            record.output,
-            offers,
-            history,
-            gpu,
-            others,
+            PlanningContext(machine, record.output, offers, history, gpu, others),
             builds_later=self._builds_later,
         )
         return spec, avoid_causes(plan, spec, deaths)

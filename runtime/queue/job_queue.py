@@ -23,7 +23,7 @@ from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import History
 from runtime.planner.placement import usable_gpus
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Kind, Work
@@ -353,9 +353,11 @@ class JobQueue:
         other = self.plans_for()
         if other is not None:
             offers = replace(self._engines, machine=other).offers(spec)
-            return resolve(request, spec, other, output, offers, self.history(), builds_later=True)
+            return resolve(request, spec, PlanningContext(other, output, offers, self.history()), builds_later=True)
         offers, first = self._engines.offers(spec), self._gpus[0]
-        return resolve(request, spec, self.machine(), output, offers, self.history(), first, builds_later=True)
+        return resolve(
+            request, spec, PlanningContext(self.machine(), output, offers, self.history(), first), builds_later=True
+        )
 
     def _job_of(self, record: JobRecord) -> Job:
         with self._lock:

@@ -25,7 +25,7 @@ from runtime.planner.engine_index import EngineRecord
 from runtime.planner.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.requirements import Fit, fit
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 
 # Free memory changes slowly; a query of the GPU driver takes longer than a plan.
 _MACHINE_SECONDS = 3.0
@@ -111,7 +111,9 @@ class PlanPreview:
             spec = with_loras(spec, request.loras, self._weights_dir)
             spec = with_images(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers
-            plan = resolve(request, spec, self.machine(), _NOWHERE, offers, self._history(), builds_later=True)
+            plan = resolve(
+                request, spec, PlanningContext(self.machine(), _NOWHERE, offers, self._history()), builds_later=True
+            )
         except TandemError as error:
             return Preview(None, error, offers, records, complete, spec)
         return Preview(plan, None, offers, records, complete, spec)

@@ -24,7 +24,7 @@ from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests import published_specs
 from tests.plans import GIB, gpu, machine, tiny_plan
 
@@ -49,8 +49,7 @@ def large(free_gib: float = 139) -> ExecutionPlan:
     return resolve(
         GenerationRequest(prompt="x", seed=1, vae_precision="float32"),
         published_specs.spec("wan2.1-1.3b"),
-        here,
-        Path("x.mp4"),
+        PlanningContext(here, Path("x.mp4")),
     )
 
 

@@ -11,7 +11,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.store import NAME, JobStore
 from runtime.video.mp4 import VideoWriter
 from runtime.video.preview import encode_frames
@@ -45,7 +45,7 @@ def fill(folder: Path, history: int = 500, queued: int = 100) -> Path:
             prompt=PROMPTS[number % len(PROMPTS)], model=MODEL, width=width, height=height, frames=_FRAMES,
             steps=steps, seed=number,
         )  # fmt: skip
-        return request, resolve(request, spec, machine(), outputs / f"{number:04}.mp4")
+        return request, resolve(request, spec, PlanningContext(machine(), outputs / f"{number:04}.mp4"))
 
     with closing(JobStore(cache / NAME)) as store:
         for number in range(history):

@@ -24,7 +24,7 @@ from runtime.core.units import duration
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.store import open_store
 from runtime.video.mp4 import read_metadata
 from tests.cli.refusals import refused
@@ -241,7 +241,7 @@ def test_idle_builds_are_queued_or_the_reason_is_printed(
     for code in codes:
         capsys.readouterr()
         request = GenerationRequest(prompt="a boat", width=64, height=32, frames=9, build="idle")
-        plan = resolve(request, spec, engines.machine, tmp_path / "x.mp4", engines.offers(spec))
+        plan = resolve(request, spec, PlanningContext(engines.machine, tmp_path / "x.mp4", engines.offers(spec)))
         queue_missing_engines(store, store.add(request, plan), plan, spec, engines.store.folder)
         said = fact(code) if stored else fact(code, cause=store.problem)
         assert capsys.readouterr().err == f"{'' if stored else 'Note: '}{said}\n"
@@ -249,7 +249,7 @@ def test_idle_builds_are_queued_or_the_reason_is_printed(
     # A plan without missing engines has nothing to queue.
     capsys.readouterr()
     never = request.replace(build="never")
-    plan = resolve(never, spec, engines.machine, tmp_path / "x.mp4", engines.offers(spec))
+    plan = resolve(never, spec, PlanningContext(engines.machine, tmp_path / "x.mp4", engines.offers(spec)))
     queue_missing_engines(store, store.add(never, plan), plan, spec, engines.store.folder)
     assert not capsys.readouterr().err
     store.close()

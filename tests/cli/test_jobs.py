@@ -17,7 +17,7 @@ from runtime.core.events import Failed, Planned, Warned
 from runtime.core.facts import Fact, render, sentence
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.store import open_store
 from runtime.video.mp4 import find_ffmpeg, read_metadata
@@ -123,7 +123,7 @@ def test_a_job_whose_folder_is_gone_is_resumed_with_another_file(
     request = GenerationRequest(
         prompt="a boat", model=str(spec.directory), width=64, height=32, frames=9, steps=1, seed=1
     )
-    plan = resolve(request, spec, machine(), tmp_path / "gone" / "x.mp4")
+    plan = resolve(request, spec, PlanningContext(machine(), tmp_path / "gone" / "x.mp4"))
     store = open_store(cache_dir)
     job = store.add(request, plan, instance="dead")
     store.log.record(job.id, Planned(plan=plan))

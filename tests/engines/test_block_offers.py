@@ -18,7 +18,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.planner.engine_index import SWAPPED, EngineKey
 from runtime.planner.engine_offers import EngineOffer
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.engines.engine_files import add, refusal
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published
@@ -147,10 +147,10 @@ def test_engines_for_one_gpu_are_built_on_a_machine_with_several(tmp_path: Path)
     engines = EngineService(EngineStore(tmp_path / "engines", 10**12), two, tmp_path)
     spec = replace(published("wan2.1-1.3b"), is_downloaded=False, block_programs=())
     request = GenerationRequest(prompt="x", gpus="auto", build="missing", backends={"transformer": "tensorrt"})
-    video = resolve(request, spec, two, tmp_path / "clip.mp4", engines.offers(spec))
+    video = resolve(request, spec, PlanningContext(two, tmp_path / "clip.mp4", engines.offers(spec)))
     wanted = [one.use.id for one in wanted_engines(request, spec, engines)]
     assert video.gpus == 1 and wanted == [use.id for use in video.components["transformer"].engines]
-    assert resolve(request.replace(backends={}), spec, two, tmp_path / "clip.mp4").gpus == 2
+    assert resolve(request.replace(backends={}), spec, PlanningContext(two, tmp_path / "clip.mp4")).gpus == 2
     with pytest.raises(InvalidRequestError):
         wanted_engines(request.replace(gpus=2), spec, engines)
 
@@ -167,7 +167,11 @@ def test_quantization_decides_between_the_block_engines_of_tensorrt_for_rtx(
     engines = EngineService(EngineStore(tmp_path / "engines", 10**12), rtx, tmp_path)
     backends = ["transformer=tensorrt_rtx", "transformer_2=tensorrt_rtx"]
     asked = {"prompt": "a red boat", "backends": backends, "quantization": quantization, "build": "auto"}
-    plan = resolve(GenerationRequest.from_mapping(asked), spec, rtx, tmp_path / "clip.mp4", offers=engines.offers(spec))
+    plan = resolve(
+        GenerationRequest.from_mapping(asked),
+        spec,
+        PlanningContext(rtx, tmp_path / "clip.mp4", offers=engines.offers(spec)),
+    )
     for part in (plan.components["transformer"], plan.components["transformer_2"]):
         assert [(use.program, use.builder, use.precision) for use in part.engines] == [
             (program, builder, precision) for program in PROGRAMS

@@ -11,7 +11,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.engine_library import EngineLibrary
 
 
@@ -23,7 +23,7 @@ def test_a_plan_uses_the_engines_that_it_would_have_built(
 
     def plan() -> ExecutionPlan:
         request = GenerationRequest(prompt="x", width=64, height=32, frames=5, backends={"text_encoder": "onnxruntime"})
-        return resolve(request, spec, service.machine, tmp_path / "x.mp4", service.offers(spec))
+        return resolve(request, spec, PlanningContext(service.machine, tmp_path / "x.mp4", service.offers(spec)))
 
     before = plan()
     (record,) = engine_library.stock(service, spec, before)

@@ -24,7 +24,7 @@ from runtime.execution.residency import Residency
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
 from tests.pipeline.runs import events_of
@@ -251,7 +251,7 @@ def test_weights_are_on_the_device_when_they_are_used(
     spec = tiny(architecture)
     asked = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "offload": offload}
     here = machine(gpu=gpu(), torch_cuda="13.0")
-    plan = resolve(GenerationRequest.from_mapping(asked), spec, here, tmp_path / "x.mp4")
+    plan = resolve(GenerationRequest.from_mapping(asked), spec, PlanningContext(here, tmp_path / "x.mp4"))
     parts = {name: one.replace(device="cpu", dtype="float32") for name, one in plan.components.items()}
     plan = plan.replace(components=parts)
     with Residency() as residency:
@@ -274,7 +274,7 @@ def test_weights_are_on_the_device_when_a_section_is_made(tmp_path: Path, readin
     asked = {"prompt": "a red boat", "image": str(tmp_path / "image.png"), "width": 48, "height": 32, "frames": 73}
     request = GenerationRequest.from_mapping({**asked, "steps": 2, "seed": 1, "fps": 12})
     spec = with_images(read_spec(tmp_path / "FramePackI2V", "framepack"), request, tmp_path, tmp_path)
-    plan = resolve(request, spec, machine(), tmp_path / "x.mp4")
+    plan = resolve(request, spec, PlanningContext(machine(), tmp_path / "x.mp4"))
 
     def made(strategy: MemoryStrategy) -> tuple[bytes, int]:
         """Return the frames, and how many weights waited at the end."""

@@ -21,7 +21,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.placement import VAE_PSNR as PSNR
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.upstream.torch import recording_stream
 from tests.gpu.errors import relative_error
 from tests.pipeline.test_parity import sample
@@ -54,14 +54,14 @@ def test_the_gpu_is_detected_and_used() -> None:
     assert seen.gpus
     assert seen.torch_cuda is not None
     spec = find("diorama", Path("none"))
-    plan = resolve(GenerationRequest(prompt="a red boat"), spec, seen, Path("x.mp4"))
+    plan = resolve(GenerationRequest(prompt="a red boat"), spec, PlanningContext(seen, Path("x.mp4")))
     assert {part.device for part in plan.components.values()} == {"cuda:0"}
 
 
 def test_latents_of_the_shipped_model_equal_those_of_the_cpu() -> None:
     spec = find("diorama", Path("none"))
     request = GenerationRequest(prompt="a red boat sails left on a calm sea at sunset", seed=7)
-    plan = resolve(request, spec, machine(), Path("x.mp4"))
+    plan = resolve(request, spec, PlanningContext(machine(), Path("x.mp4")))
     with Residency() as residency:
         reference = sample(spec, plan, residency)
         assert relative_error(sample(spec, on_cuda(plan, "float32"), residency), reference) < 1e-2
@@ -71,7 +71,7 @@ def test_frames_decoded_in_16_bits_have_the_documented_error() -> None:
     """The shipped model's, small: what the plan says was measured on a CPU, where float32 is not TF32."""
     spec = find("diorama", Path("none"))
     request = GenerationRequest(prompt="a red boat at sea", seed=7, width=128, height=96, frames=9, steps=8)
-    plan = on_cuda(resolve(request, spec, machine(), Path("x.mp4")), "float32")
+    plan = on_cuda(resolve(request, spec, PlanningContext(machine(), Path("x.mp4"))), "float32")
     made = {}
     with Residency() as residency:
         latents = sample(spec, plan, residency)
@@ -87,7 +87,7 @@ def test_frames_decoded_in_16_bits_have_the_documented_error() -> None:
 def test_the_default_clip_is_made_on_the_gpu(tmp_path: Path) -> None:
     spec = find("diorama", Path("none"))
     out = tmp_path / "x.mp4"
-    plan = resolve(GenerationRequest(prompt="a red boat", seed=7), spec, probe(), out)
+    plan = resolve(GenerationRequest(prompt="a red boat", seed=7), spec, PlanningContext(probe(), out))
     events: list[Event] = []
     with Residency() as residency:
         for _ in range(2):

@@ -12,7 +12,7 @@ from runtime.core.request import GenerationRequest
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.pipeline.test_resume import run, steps_of, stream_of
 from tests.pipeline.test_run import frames_of
 
@@ -27,7 +27,7 @@ def planned(output: Path, **values: object) -> tuple[ModelSpec, ExecutionPlan]:
     """Return the shipped model and a short clip's plan for the GPU."""
     spec = find("diorama", Path("none"))
     wanted = {"prompt": "a red boat sails left", "seed": 7, "frames": 9, "steps": STEPS} | values
-    plan = resolve(GenerationRequest.from_mapping(wanted), spec, probe(), output)
+    plan = resolve(GenerationRequest.from_mapping(wanted), spec, PlanningContext(probe(), output))
     assert plan.components["transformer"].device == "cuda:0"
     return spec, plan
 

@@ -21,7 +21,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.execution_options import with_less_memory
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu.errors import relative_error
 from tests.gpu.test_cuda import on_cuda
 from tests.pipeline.test_parity import sample
@@ -55,7 +55,7 @@ def diorama() -> tuple[ModelSpec, ExecutionPlan]:
     """The shipped model, and a short clip of it on the GPU in bfloat16."""
     spec = find("diorama", Path("none"))
     request = GenerationRequest(prompt="a red boat sails left", seed=7, frames=5, steps=4)
-    return spec, on_cuda(resolve(request, spec, machine(), Path("x.mp4")), "bfloat16")
+    return spec, on_cuda(resolve(request, spec, PlanningContext(machine(), Path("x.mp4"))), "bfloat16")
 
 
 def held() -> int:

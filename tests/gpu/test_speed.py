@@ -22,7 +22,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder, TritonDecoderOps
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu.errors import relative_error
 from tests.gpu.test_cuda import on_cuda
 from tests.pipeline.runs import events_of
@@ -75,7 +75,7 @@ def test_optimizations_do_not_change_latents(
 def test_a_job_runs_as_planned(tmp_path: Path) -> None:
     spec, out = find("diorama", Path("none")), tmp_path / "x.mp4"
     values = {"prompt": "a red boat", "seed": 7, "frames": 9, "steps": 4, "compile": "always"}
-    plan = resolve(GenerationRequest.from_mapping(values), spec, probe(), out)
+    plan = resolve(GenerationRequest.from_mapping(values), spec, PlanningContext(probe(), out))
     assert plan.speed.compiled
     with Residency() as residency:
         saved = events_of(plan, spec, residency)[-1]

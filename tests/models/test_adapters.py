@@ -17,7 +17,7 @@ from runtime.families.hunyuan_video import lora_names as hunyuan_video
 from runtime.families.wan import lora_names as wan
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests import lora_files
 from tests.lora_files import RANK, Tensors, factors
 from tests.models.test_loras import loaded
@@ -152,7 +152,7 @@ def test_the_plan_names_layers_without_effect_once(tiny: Tiny, tmp_path: Path) -
     lora = save(tmp_path / "style.safetensors", tensors)
     size = {"width": 32, "height": 32, "frames": 5, "steps": 2}
     request = GenerationRequest.from_mapping({"prompt": "a boat", "loras": [lora], **size})
-    warnings = resolve(request, with_loras(spec, [lora], tmp_path), machine(), tmp_path).warnings
+    warnings = resolve(request, with_loras(spec, [lora], tmp_path), PlanningContext(machine(), tmp_path)).warnings
     (fact,) = (fact for fact in warnings if fact.code == "planner.lora_without_effect")
     assert (fact.data["lora"], fact.data["layers"]) == ("style", ["blocks.*.attn2.add_k_proj"])
 

@@ -351,12 +351,12 @@ def test_another_model_is_refused(change: Callable[[State], State], code: str, s
 
 
 def test_bitsandbytes_is_refused(state: State, weights: Path) -> None:
-    from runtime.planner.resolve import resolve
+    from runtime.planner.resolve import PlanningContext, resolve
 
     save_plain(weights / "model.safetensors", state, torch.float16)
     request = GenerationRequest(prompt="a boat", model="model", quantization="bnb-4bit")
     with pytest.raises(TandemError) as caught:
-        resolve(request, find("model", weights), machine(), Path("x.mp4"))
+        resolve(request, find("model", weights), PlanningContext(machine(), Path("x.mp4")))
     assert caught.value.code in {"planner.quantization_of_files", "planner.quantization_needs_gpu"}
 
 

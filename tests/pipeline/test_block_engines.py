@@ -28,7 +28,7 @@ from runtime.machine.probe import probe
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests.block_engine_files import BUILDER, in_blocks, stock
 from tests.engines.engine_files import refusal
@@ -571,7 +571,9 @@ def test_a_job_builds_block_engines_once_for_both_experts(spec: ModelSpec, tmp_p
         for build, size in ((True, {}), (False, SMALL)):
             request = {**asked, **size, "backends": dict.fromkeys(EXPERTS, "onnxruntime")}
             plan = resolve(
-                GenerationRequest.from_mapping(request), spec, machine(), tmp_path / "x.mp4", service.offers(spec)
+                GenerationRequest.from_mapping(request),
+                spec,
+                PlanningContext(machine(), tmp_path / "x.mp4", service.offers(spec)),
             )
             assert all(plan.components[name].in_blocks for name in EXPERTS)
             events = run(plan, spec, residency)

@@ -23,7 +23,7 @@ from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.image_files import picture
 from tests.lora_files import factors, peft
 from tests.pipeline.killing import killed
@@ -65,7 +65,7 @@ def planned(spec: ModelSpec, images: int, folder: Path, **values: Any) -> Clip:
     files = {name: str(folder / f"{n}.png") for n, name in enumerate(["image", "last_image"][:images])}
     request = GenerationRequest.from_mapping(fields | files | values)
     spec = with_images(with_loras(spec, request.loras, folder), request, folder, folder)
-    return Clip(resolve(request, spec, machine(), folder / "x.mp4"), spec, pictures)
+    return Clip(resolve(request, spec, PlanningContext(machine(), folder / "x.mp4")), spec, pictures)
 
 
 def final_latents(clip: Clip, folder: Path) -> torch.Tensor:

@@ -14,7 +14,7 @@ from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import Run
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.pipeline.killing import forking
 from tests.pipeline.runs import events_of
 from tests.planner.test_history import RUN
@@ -54,14 +54,16 @@ def test_the_history_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history:
     assert {known.kind.component for known in history.read()} == {"text_encoder", "transformer", "vae"}
 
     request = GenerationRequest.from_mapping(before.request_json())
-    after = resolve(request, spec, machine(), tmp_path / "x.mp4", history=history.read())
+    after = resolve(request, spec, PlanningContext(machine(), tmp_path / "x.mp4", history=history.read()))
     assert not any(seconds.measured for seconds in before.seconds.values())
     assert all(after.seconds[stage].measured for stage in ("encode", "denoise", "decode", "total"))
     for stage in ("encode", "denoise", "decode"):
         assert after.seconds[stage].likely == pytest.approx(saved.timings[stage], abs=0.002)
     assert all(stage.measured for stage in after.memory)
     # Another length is nearer to what was measured than to the estimate.
-    longer = resolve(request.replace(frames=17), spec, machine(), tmp_path / "x.mp4", history=history.read())
+    longer = resolve(
+        request.replace(frames=17), spec, PlanningContext(machine(), tmp_path / "x.mp4", history=history.read())
+    )
     assert longer.seconds["decode"].measured
     assert longer.seconds["decode"].likely > after.seconds["decode"].likely
 

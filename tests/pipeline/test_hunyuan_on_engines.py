@@ -23,7 +23,7 @@ from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec, component_of
 from runtime.planner.engine_index import EngineRecord
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.engine_library import EngineLibrary
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
@@ -60,7 +60,9 @@ class Bench:
     def plan(self, **values: Any) -> ExecutionPlan:
         """Plan the video, by default on ONNX Runtime."""
         request = self.request.replace(**values)
-        return resolve(request, self.spec, machine(), self.folder / "x.mp4", self.engines.offers(self.spec))
+        return resolve(
+            request, self.spec, PlanningContext(machine(), self.folder / "x.mp4", self.engines.offers(self.spec))
+        )
 
     def run(self, plan: ExecutionPlan) -> tuple[list[Event], np.ndarray]:
         """Run a job; return its events and frames."""

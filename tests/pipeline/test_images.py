@@ -23,7 +23,7 @@ from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity
 from runtime.pipeline.files import stamps
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.job_planning import JobReplanner
 from runtime.queue.store import JobStore
 from runtime.video.images import THUMBNAIL_BYTES
@@ -47,7 +47,7 @@ def spec(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
 def planned(cache: Path, **values: Any) -> tuple[ExecutionPlan, ModelSpec]:
     request = GenerationRequest.from_mapping({**SMALL, **values})
     spec = model_for(request, cache / "weights", cache)
-    return resolve(request, spec, machine(), cache / "x.mp4"), spec
+    return resolve(request, spec, PlanningContext(machine(), cache / "x.mp4")), spec
 
 
 def test_the_mp4_names_the_image_and_shows_it(spec: ModelSpec, tmp_path: Path) -> None:

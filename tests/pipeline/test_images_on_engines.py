@@ -19,7 +19,7 @@ from runtime.machine.probe import probe
 from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.image_files import picture
 from tests.pipeline.runs import events_of
 from tests.plans import machine
@@ -48,7 +48,7 @@ class Bench:
         fields: dict[str, Any] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 2, "seed": 3}
         request = GenerationRequest.from_mapping(fields | files | {"backends": backends})
         spec = with_images(self.spec, request, self.folder, self.folder)
-        plan = resolve(request, spec, machine(), self.folder / "x.mp4", self.engines.offers(spec))
+        plan = resolve(request, spec, PlanningContext(machine(), self.folder / "x.mp4", self.engines.offers(spec)))
         checkpoints = CheckpointFolder(self.folder / name)
         with Residency(self.engines) as residency:
             events = events_of(plan, spec, residency, checkpoints=checkpoints)

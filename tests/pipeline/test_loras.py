@@ -17,7 +17,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder, identity
 from runtime.pipeline.files import stamps
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.job_planning import JobReplanner
 from runtime.queue.store import JobStore
 from runtime.video.mp4 import read_metadata
@@ -47,7 +47,7 @@ class Place:
         request = GenerationRequest.from_mapping(SIZE | {"loras": loras} | values)
         spec = with_loras(self.spec, request.loras, self.weights)
         output = self.folder / "x.mp4"
-        return resolve(request, spec, machine(), output, self.engines.offers(spec)), spec
+        return resolve(request, spec, PlanningContext(machine(), output, self.engines.offers(spec))), spec
 
     def run(
         self,

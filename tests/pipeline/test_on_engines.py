@@ -38,7 +38,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests import lora_files
 from tests.conftest import build_once
@@ -72,7 +72,9 @@ class Bench:
         """Plan a tiny clip, by default on ONNX Runtime."""
         wanted = {"prompt": "a red boat", **SIZE, "steps": 4, "seed": 3, "fps": 8}
         request = GenerationRequest.from_mapping(wanted | ON_ENGINES | values)
-        return resolve(request, self.spec, machine(), self.folder / "x.mp4", self.engines.offers(self.spec))
+        return resolve(
+            request, self.spec, PlanningContext(machine(), self.folder / "x.mp4", self.engines.offers(self.spec))
+        )
 
     def run(
         self,

@@ -41,7 +41,7 @@ from runtime.pipeline import section_files
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.files import CLIP, SECTIONS, finished_clip
 from runtime.pipeline.run import run_job
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
@@ -80,7 +80,7 @@ class Clip:
             fields[name] = str(folder / f"{name}.png")
         request = GenerationRequest.from_mapping(fields | values)
         self.spec = with_images(read_spec(model, "framepack"), request, folder, folder)
-        self.plan = resolve(request, self.spec, machine(), folder / "x.mp4")
+        self.plan = resolve(request, self.spec, PlanningContext(machine(), folder / "x.mp4"))
 
     @property
     def video(self) -> tuple[bytes, str]:

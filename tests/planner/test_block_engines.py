@@ -20,7 +20,7 @@ from runtime.planner import memory_model
 from runtime.planner.engine_offers import EngineOffer, no_offers
 from runtime.planner.history import Run
 from runtime.planner.memory_model import Workload
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.ui.plan_panel import summarize
 from runtime.ui.plan_preview import Preview
 from tests.facts import fact, states
@@ -92,7 +92,7 @@ def plan(
     def offers(component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
         return (others or {}).get(component, offered if component in EXPERTS else ())
 
-    return resolve(request, spec(model), on, Path("x.mp4"), offers, history)
+    return resolve(request, spec(model), PlanningContext(on, Path("x.mp4"), offers, history))
 
 
 # What each kind of engine works with; a transformer in PyTorch works with all.

@@ -30,7 +30,7 @@ from runtime.planner.history import (
     history_tag,
     runs_of,
 )
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.plans import GIB, machine
 from tests.published_specs import spec as true_size
 
@@ -57,7 +57,9 @@ def gpu_machine(
 def plan(spec: ModelSpec = A14B, on: Machine | None = None, history: Any = (), **values: Any) -> ExecutionPlan:
     """Plan a clip of the model's defaults."""
     on = gpu_machine() if on is None else on
-    return resolve(GenerationRequest(prompt="a boat", **values), spec, on, Path("x.mp4"), history=history)
+    return resolve(
+        GenerationRequest(prompt="a boat", **values), spec, PlanningContext(on, Path("x.mp4"), history=history)
+    )
 
 
 def speedup_rows(part: str) -> list[dict[str, Any]]:

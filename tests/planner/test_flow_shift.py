@@ -17,7 +17,7 @@ from runtime.models.spec import ModelSpec
 from runtime.models.timesteps import NoiseLevels, noise_levels
 from runtime.planner import clip
 from runtime.planner.history import Kind, Run, architecture, calls_of, runs_of
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.facts import fact
 from tests.plans import machine, tiny_plan
 
@@ -135,7 +135,7 @@ def test_the_forecast_counts_each_experts_steps(tiny: Tiny) -> None:
     def denoising(**values: Any) -> Seconds:
         wanted = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4} | scales | values
         request = GenerationRequest.from_mapping(wanted)
-        return resolve(request, spec, machine(), OUT, history=[measured]).seconds["denoise"]
+        return resolve(request, spec, PlanningContext(machine(), OUT, history=[measured])).seconds["denoise"]
 
     assert denoising().likely == pytest.approx(6.0)
     assert denoising(shift=12).likely == pytest.approx(7.0)

@@ -20,7 +20,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.planner.memory_model import Workload, stages
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.plans import machine
 
 Tiny = Callable[[str], ModelSpec]
@@ -39,7 +39,7 @@ def service(folder: Path) -> EngineService:
 def planned(spec: ModelSpec, folder: Path, backends: dict[str, str], build: str = "auto") -> ExecutionPlan:
     """Plan a job with an image if the model needs one."""
     wanted = request(backends=backends, build=build)
-    return resolve(wanted, spec, machine(), folder / "x.mp4", service(folder).offers(spec))
+    return resolve(wanted, spec, PlanningContext(machine(), folder / "x.mp4", service(folder).offers(spec)))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_engines_of_the_encoder_count_their_caches() -> None:
     spec = look_up("wan2.1-i2v-14b-480p", Path("none"))
     assert spec.image_input is not None
     wanted = GenerationRequest.from_mapping({"prompt": "x"})
-    plan = resolve(wanted, spec, machine(ram_free_gib=400), Path("x.mp4"))
+    plan = resolve(wanted, spec, PlanningContext(machine(ram_free_gib=400), Path("x.mp4")))
     workload = replace(Workload.of(plan, spec), engine_bytes={"vae_encoder": 10**8})
     (working,) = (one.working_bytes for one in stages(workload, plan.strategy) if one.component == "vae_encoder")
     assert working > 2 * spec.image_input.vae.encoder_cache_bytes(480, 832, 4) > 10**9

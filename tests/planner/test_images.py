@@ -12,7 +12,7 @@ from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.facts import fact
 from tests.image_files import taking_images
 from tests.plans import machine
@@ -29,7 +29,7 @@ def plan(spec: ModelSpec, image: ImageUse | None, last: ImageUse | None = None, 
     spec = replace(taking_images(spec, last="optional"), image=image, last_image=last)
     given = {name: one.reference for name, one in (("image", image), ("last_image", last)) if one is not None}
     request = GenerationRequest.from_mapping({"prompt": "a boat", "seed": 1, "frames": 9} | given | values)
-    return resolve(request, spec, machine(), Path("x.mp4"))
+    return resolve(request, spec, PlanningContext(machine(), Path("x.mp4")))
 
 
 # The default is 832x480, strides of 16; the own sizes are 832x480, 480x832, 1280x720 and 720x1280.
@@ -160,7 +160,7 @@ def test_components_that_only_images_need_are_left_out_of_a_plan_without_one(tin
 def test_a_spec_without_the_requests_images_is_an_internal_error(field: str, tiny: Tiny) -> None:
     request = GenerationRequest.from_mapping({"prompt": "a boat", field: "boat.png"})
     with pytest.raises(AssertionError):
-        resolve(request, tiny("wan2.1"), machine(), Path("x.mp4"))
+        resolve(request, tiny("wan2.1"), PlanningContext(machine(), Path("x.mp4")))
 
 
 def test_plans_of_earlier_versions_have_no_image(tiny: Tiny) -> None:

@@ -16,7 +16,7 @@ from runtime.models.catalogue import look_up
 from runtime.models.images import with_images
 from runtime.planner.history import runs_of
 from runtime.planner.placement import counts, faster_by_split
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.planner.strategies import next_strategy
 from runtime.queue.job_planning import move_to_gpu
 from tests.image_files import picture
@@ -46,7 +46,7 @@ def plan(model: str, where: Machine, gpu: int = 0, others: list[int] | None = No
     if model == TI2V:
         wanted |= {"width": 1280, "height": 704}
     request = GenerationRequest.from_mapping(wanted)
-    return resolve(request, spec(model), where, Path("x.mp4"), gpu=gpu, others=others)
+    return resolve(request, spec(model), PlanningContext(where, Path("x.mp4"), gpu=gpu, others=others))
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,7 @@ def test_runs_of_several_gpus_do_not_count_for_one() -> None:
         again = resolve(
             GenerationRequest(prompt="a boat", width=832, height=480, frames=81, gpus=count),
             spec(A14B),
-            FOUR,
-            Path("x.mp4"),
-            history=runs,
+            PlanningContext(FOUR, Path("x.mp4"), history=runs),
         )
         assert again.seconds["denoise"].likely == pytest.approx(100.0)
     assert devices[0]["text_encoder"] == devices[1]["text_encoder"] == "NVIDIA H200"
@@ -301,14 +299,14 @@ def test_a_family_without_strips_shares_passes_and_decodes_on_one(model: str, tm
         request = request.replace(image=str(tmp_path / "image.png"))
         hunyuan = with_images(hunyuan, request, tmp_path, tmp_path)
     where = replace(FOUR, packages=(*FOUR.packages, ("triton", "3.6.0")))
-    made = resolve(request, hunyuan, where, Path("x.mp4"))
+    made = resolve(request, hunyuan, PlanningContext(where, Path("x.mp4")))
     assert made.split == Split(
         devices=tuple(f"cuda:{index}" for index in range(4)), guidance=1, sequence=4, decode=False
     )
-    alone = resolve(request.replace(gpus=1), hunyuan, where, Path("x.mp4"))
+    alone = resolve(request.replace(gpus=1), hunyuan, PlanningContext(where, Path("x.mp4")))
     assert alone.seconds["denoise"].likely > 2.5 * made.seconds["denoise"].likely
     assert made.seconds["decode"] == alone.seconds["decode"]
     assert made.speed.compiled
     assert not any(getattr(made.speed, field) for field in hunyuan.lacks - {"strips", "compiled_vae"})
-    uncompiled = resolve(request.replace(gpus=1, compile="never"), hunyuan, where, Path("x.mp4"))
+    uncompiled = resolve(request.replace(gpus=1, compile="never"), hunyuan, PlanningContext(where, Path("x.mp4")))
     assert uncompiled.seconds["decode"] == alone.seconds["decode"]

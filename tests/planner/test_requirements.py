@@ -9,7 +9,7 @@ from runtime.core.errors import MemoryShortError
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, known_models, look_up
 from runtime.planner.requirements import CARDS, fit, needs, smallest_card
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.facts import fact
 from tests.planner.test_table import CPU_8, H200, here
 
@@ -27,11 +27,13 @@ def test_the_named_card_suffices_and_a_smaller_one_does_not(known: object) -> No
     request = GenerationRequest(prompt="none", model=spec.name, quantization="none")
     for card, stays in ((found.least, False), (found.resident, True)):
         ram = card.ram_bytes // GIB + 8
-        plan = resolve(request, spec, here("card", (8, 9), card.gib, ram=2 * ram), Path("none.mp4"))
+        plan = resolve(request, spec, PlanningContext(here("card", (8, 9), card.gib, ram=2 * ram), Path("none.mp4")))
         assert plan.memory_bytes <= 0.95 * card.gib * GIB
         assert plan.strategy.keep_loaded or not stays
     smaller = CARDS[CARDS.index(found.resident.gib) - 1]
-    assert not resolve(request, spec, here("card", (8, 9), smaller, ram=512), Path("none.mp4")).strategy.keep_loaded
+    assert not resolve(
+        request, spec, PlanningContext(here("card", (8, 9), smaller, ram=512), Path("none.mp4"))
+    ).strategy.keep_loaded
 
 
 def test_framepack_s_smallest_card_offloads_blocks_and_decodes_in_tiles() -> None:
@@ -39,7 +41,7 @@ def test_framepack_s_smallest_card_offloads_blocks_and_decodes_in_tiles() -> Non
     found = smallest_card(spec)
     assert found is not None and found.gib == 6
     request = GenerationRequest(prompt="none", model=spec.name, width=832, height=480, quantization="none")
-    plan = resolve(request, spec, here("card", (8, 9), 6, ram=128), Path("none.mp4"))
+    plan = resolve(request, spec, PlanningContext(here("card", (8, 9), 6, ram=128), Path("none.mp4")))
     assert (plan.strategy.offload, plan.strategy.decode_tile) == ("group", 32)
 
 
@@ -95,6 +97,6 @@ def test_the_most_frames_that_fit_are_named() -> None:
     assert found.detail is not None and found.detail.code == "fit.shorter"
     frames = found.detail.data["frames"]
     request = GenerationRequest(prompt="none", model=spec.name)
-    resolve(request.replace(frames=frames), spec, machine, Path("none.mp4"))
+    resolve(request.replace(frames=frames), spec, PlanningContext(machine, Path("none.mp4")))
     with pytest.raises(MemoryShortError):
-        resolve(request.replace(frames=frames + 4), spec, machine, Path("none.mp4"))
+        resolve(request.replace(frames=frames + 4), spec, PlanningContext(machine, Path("none.mp4")))

@@ -17,7 +17,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.clip import nearest
 from runtime.planner.history import Kind, Run, architecture
 from runtime.planner.placement import usable_gpus
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.plans import GIB, gpu, machine
 
 OUT = Path("x.mp4")
@@ -27,7 +27,9 @@ Tiny = Callable[[str], ModelSpec]
 
 def plan(spec: ModelSpec, /, on: Machine | None = None, **values: Any) -> ExecutionPlan:
     """Resolve a request for a red boat."""
-    return resolve(GenerationRequest.from_mapping({"prompt": "a red boat"} | values), spec, on or machine(), OUT)
+    return resolve(
+        GenerationRequest.from_mapping({"prompt": "a red boat"} | values), spec, PlanningContext(on or machine(), OUT)
+    )
 
 
 def large(spec: ModelSpec) -> ModelSpec:
@@ -200,7 +202,7 @@ def two_gpus(
 
 @pytest.mark.parametrize(("index", "free_gib"), [(0, 80), (1, 40)])
 def test_each_gpu_has_its_own_plan(index: int, free_gib: int, tiny: Tiny) -> None:
-    made = resolve(GenerationRequest(prompt="a boat"), tiny("wan2.1"), two_gpus(), OUT, gpu=index)
+    made = resolve(GenerationRequest(prompt="a boat"), tiny("wan2.1"), PlanningContext(two_gpus(), OUT, gpu=index))
     assert {part.device for part in made.components.values()} == {f"cuda:{index}"}
     assert made.free_bytes == free_gib * GIB
     assert made.components["vae"].reasons[0].data["gpu"] == f"GPU {index}"
@@ -209,7 +211,9 @@ def test_each_gpu_has_its_own_plan(index: int, free_gib: int, tiny: Tiny) -> Non
 def test_precision_is_that_of_the_used_gpu(tiny: Tiny) -> None:
     seen = two_gpus(capabilities=((9, 0), (7, 5)))
     spec = large(tiny("wan2.2-a14b"))
-    plans = [resolve(GenerationRequest(prompt="a boat"), spec, seen, OUT, gpu=index) for index in (0, 1)]
+    plans = [
+        resolve(GenerationRequest(prompt="a boat"), spec, PlanningContext(seen, OUT, gpu=index)) for index in (0, 1)
+    ]
     assert [made.components["transformer"].dtype for made in plans] == ["bfloat16", "float16"]
 
 
@@ -258,7 +262,7 @@ def test_a_forecast_counts_the_steps_that_a_cache_computes(
         seconds=2.0, working_bytes=1, excess_bytes=None,
     )  # fmt: skip
     request = GenerationRequest(prompt="a boat", step_cache=step_cache)
-    measured = resolve(request, spec, machine(), OUT, history=[run]).seconds["denoise"]
+    measured = resolve(request, spec, PlanningContext(machine(), OUT, history=[run])).seconds["denoise"]
     assert measured.measured and measured.likely == pytest.approx(2 * 2.0 * sum(computed))
 
 
@@ -301,7 +305,7 @@ def test_a_step_cache_is_reckoned_with(tiny: Callable[[str], ModelSpec]) -> None
         for cache, seconds_each in (("", 2.0), ("first-block:0.2", 1.0))
     ]  # fmt: skip
     request = GenerationRequest(prompt="a boat", step_cache="first-block:0.2", steps=10)
-    both = resolve(request, spec, machine(), OUT, history=measured).seconds["denoise"]
+    both = resolve(request, spec, PlanningContext(machine(), OUT, history=measured)).seconds["denoise"]
     assert both.measured and both.likely == pytest.approx(20.0)
-    unknown = resolve(request, spec, machine(), OUT, history=measured[:1]).seconds["denoise"]
+    unknown = resolve(request, spec, PlanningContext(machine(), OUT, history=measured[:1])).seconds["denoise"]
     assert not unknown.measured and unknown.low < 20.0 < unknown.high and unknown.high > 40.0

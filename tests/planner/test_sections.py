@@ -12,7 +12,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec, SectionSpec
 from runtime.planner import memory_model
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.plans import gpu, machine
 
 Tiny = Callable[[str], ModelSpec]
@@ -22,7 +22,7 @@ SECTION = SectionSpec(latent_frames=9, sampling_type="vanilla")
 def plan(spec: ModelSpec, **values: Any) -> ExecutionPlan:
     """Resolve a request."""
     request = GenerationRequest.from_mapping({"prompt": "a red boat", "seed": 1} | values)
-    return resolve(request, spec, machine(gpu=gpu(), torch_cuda="13.0"), Path("x.mp4"))
+    return resolve(request, spec, PlanningContext(machine(gpu=gpu(), torch_cuda="13.0"), Path("x.mp4")))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_weights_wait_in_memory_between_sections_rather_than_on_the_disk(spec: M
     for one in (large, replace(large, section=None)):
         request = GenerationRequest(prompt="a red boat", seed=1, frames=73)
         on = machine(gpu=gpu(free_gib=14), torch_cuda="13.0", ram_free_gib=60)
-        strategy = resolve(request, one, on, Path("x.mp4")).strategy
+        strategy = resolve(request, one, PlanningContext(on, Path("x.mp4"))).strategy
         assert not strategy.keep_loaded
         chosen.append(strategy.offload)
     assert chosen == ["model", "none"]

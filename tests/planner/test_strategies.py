@@ -14,7 +14,7 @@ from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner import memory_model
 from runtime.planner.history import runs_of
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.facts import fact, states
 from tests.planner.test_memory_model import workload
 from tests.plans import GIB, machine
@@ -40,7 +40,7 @@ SHORT, RAM_SHORT, BOTH_SHORT = "planner.memory_short", "planner.ram_short", "pla
 def plan(model: str, where: Machine, **values: Any) -> ExecutionPlan:
     """Plan a clip of 832x480 with the default frames, decoded in float32: what memory it takes decides the most."""
     wanted = {"prompt": "a red boat", "seed": 1, "width": 832, "height": 480, "vae_precision": "float32"} | values
-    return resolve(GenerationRequest.from_mapping(wanted), spec(model), where, Path("x.mp4"))
+    return resolve(GenerationRequest.from_mapping(wanted), spec(model), PlanningContext(where, Path("x.mp4")))
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,14 @@ def test_frames_are_decoded_in_tiles_on_a_cpu_if_memory_is_short() -> None:
 def test_a_measured_decode_in_tiles_counts_for_tiles_of_this_size_only() -> None:
     where = machine(ram_free_gib=30)
     request = GenerationRequest(prompt="x", seed=1, width=1920, height=1088, vae_precision="float32")
-    made = resolve(request, spec(SMALL), where, Path("x.mp4"))
+    made = resolve(request, spec(SMALL), PlanningContext(where, Path("x.mp4")))
     ran = runs_of(made, made, spec(SMALL), where, {"decode": 5.0}, {})
-    again = resolve(request, spec(SMALL), where, Path("x.mp4"), history=ran)
+    again = resolve(request, spec(SMALL), PlanningContext(where, Path("x.mp4"), history=ran))
     assert made.strategy.decode_tile == 64 and again.seconds["decode"].likely == pytest.approx(5.0)
     others = [run.replace(kind=run.kind.replace(tile="32")) for run in ran if run.kind.component == "vae"]
     assert (
-        resolve(request, spec(SMALL), where, Path("x.mp4"), history=others).seconds["decode"] == made.seconds["decode"]
+        resolve(request, spec(SMALL), PlanningContext(where, Path("x.mp4"), history=others)).seconds["decode"]
+        == made.seconds["decode"]
     )
 
 
@@ -368,7 +369,7 @@ def test_a_lora_is_added_to_quantized_weights_too() -> None:
 
     def planned(where: Machine, **values: Any) -> ExecutionPlan:
         request = GenerationRequest.from_mapping({"prompt": "a boat", "loras": ["style"]} | values)
-        return resolve(request, with_lora, where, Path("x.mp4"))
+        return resolve(request, with_lora, PlanningContext(where, Path("x.mp4")))
 
     small, without = planned(on(24, 32)), plan(A14B, on(24, 32))
     assert small.loras == (use,)

@@ -22,7 +22,7 @@ from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile
 from runtime.planner.engine_offers import Offers
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.engines.engine_files import add
 from tests.facts import fact, facts_in, states
 from tests.plans import GIB, GPU_PACKAGES, PACKAGES
@@ -373,7 +373,7 @@ def planned(row: Row, folder: Path) -> ExecutionPlan:
     """
     request = GenerationRequest.from_mapping({"prompt": "a red boat", "model": row.model} | row.settings)
     offers = offers_of(row.model, row.on, folder)
-    return resolve(request, model_of(row.model), row.on, folder / "x.mp4", offers)
+    return resolve(request, model_of(row.model), PlanningContext(row.on, folder / "x.mp4", offers))
 
 
 def named(row: Row) -> str:

@@ -13,7 +13,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.planner.test_table import FOUR, H200
 
 FRAMEPACK, F1, HUNYUAN = "framepack-i2v", "framepack-f1-i2v", "hunyuan-video"
@@ -26,7 +26,7 @@ def planned(model: str, folder: Path, on: Any = H200, **values: Any) -> tuple[Mo
     spec = look_up(model, folder / "weights")
     engines = EngineService(EngineStore(folder / "engines", 10**12), on, folder)
     request = GenerationRequest.from_mapping({"prompt": "a red boat", "model": model} | values)
-    return spec, resolve(request, spec, on, folder / "x.mp4", engines.offers(spec))
+    return spec, resolve(request, spec, PlanningContext(on, folder / "x.mp4", engines.offers(spec)))
 
 
 def backends_of(folder: Path, *parts: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from runtime.core.request import GenerationRequest
 from runtime.planner import memory_model
 from runtime.planner.history import History, Kind, Run, architecture, runs_of
 from runtime.planner.memory_model import DTYPE_BYTES
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.plans import gpu, machine
 from tests.published_specs import spec
 
@@ -22,7 +22,7 @@ USE = EngineRef(id="1", program="vae_next", builder="b", precision="float16", pr
 def plan(asked: str, history: History = ()) -> ExecutionPlan:
     """Plan Wan2.1-1.3B on a GPU."""
     request = GenerationRequest(prompt="x", seed=1, gpus=1, vae_precision=asked)
-    return resolve(request, LARGE, H200, Path("x.mp4"), history=history)
+    return resolve(request, LARGE, PlanningContext(H200, Path("x.mp4"), history=history))
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_tiles_take_half_too() -> None:
 def test_an_unsupported_precision_is_refused(asked: str) -> None:
     request = GenerationRequest(prompt="x", vae_precision=asked)
     with pytest.raises(InvalidRequestError) as refused:
-        resolve(request, LARGE, machine(ram_free_gib=200), Path("x.mp4"))
+        resolve(request, LARGE, PlanningContext(machine(ram_free_gib=200), Path("x.mp4")))
     assert refused.value.field == "vae_precision"
     assert (refused.value.code, refused.value.data["precision"]) == ("planner.vae_16bit_on_cpu", asked)

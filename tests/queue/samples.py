@@ -11,7 +11,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.records import Control, JobRecord
 from runtime.queue.store import JobStore
 from tests.plans import machine
@@ -26,7 +26,7 @@ def sample_request(**values: Any) -> GenerationRequest:
 def sample_plan(seed: int = 7, steps: int = 4) -> ExecutionPlan:
     """Return a plan of `sample_request`."""
     spec = read_spec(EMBEDDED / "diorama", "diorama")
-    return resolve(sample_request(seed=seed, steps=steps), spec, machine(), Path("/nowhere/boat.mp4"))
+    return resolve(sample_request(seed=seed, steps=steps), spec, PlanningContext(machine(), Path("/nowhere/boat.mp4")))
 
 
 def sample_result() -> VideoSaved:

@@ -24,7 +24,7 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.executors import TaskExecutor, VideoExecutor
 from runtime.queue.job_planning import JobReplanner
 from runtime.queue.records import JobRecord
@@ -162,7 +162,7 @@ class House:
             title, folder = Fact("text", {"what": "Build"}), self.engines.store.folder
             added = store.add_work("build", title, folder, request.to_json())
         else:
-            plan = resolve(request, look_up("tiny", self.settings.weights_dir), probe(), output)
+            plan = resolve(request, look_up("tiny", self.settings.weights_dir), PlanningContext(probe(), output))
             added = store.add(request, plan)
         return self.claim(store, added.id)
 

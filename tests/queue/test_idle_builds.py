@@ -10,7 +10,7 @@ from runtime.core.facts import sentence
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.instances import WorkerRegistry
 from runtime.queue.job_planning import queue_builds
 from runtime.queue.job_queue import JobQueue
@@ -149,12 +149,12 @@ def test_what_is_built_later(
     build: str, backends: dict[str, str], wanted: Collection[str], spec: ModelSpec, engines: EngineService
 ) -> None:
     request = small(build=build, backends=backends)
-    plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec), builds_later=True)
+    plan = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)), builds_later=True)
     assert {name for name, part in plan.components.items() if part.later} == set(wanted)
     assert not any(part.engines for part in plan.components.values())
     assert plan.asked == request and plan.builds_later
     # In one process, only "idle" builds later.
-    alone = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    alone = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
     assert alone.builds_later == (build == "idle")
     assert bool(plan.model_validate_json(plan.model_dump_json()) == plan)
 
@@ -163,7 +163,7 @@ def test_a_build_of_some_components_is_titled_with_their_names(
     store: JobStore, spec: ModelSpec, engines: EngineService
 ) -> None:
     request = small(build="idle", backends={"vae": "pytorch"})
-    plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    plan = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
     assert queue_builds(store.add(request, plan), plan, spec, store, engines.store.folder)
     (build,) = builds(store)
     components = {"names": ["text_encoder", "transformer"], "among": list(plan.components)}
@@ -173,7 +173,7 @@ def test_a_build_of_some_components_is_titled_with_their_names(
 
 def test_the_same_engines_are_queued_once(store: JobStore, spec: ModelSpec, engines: EngineService) -> None:
     request = small(build="idle")
-    plan = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    plan = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
     record = store.add(request, plan)
     assert queue_builds(record, plan, spec, store, engines.store.folder)
     assert not queue_builds(record, plan, spec, store, engines.store.folder)
@@ -271,7 +271,7 @@ def test_a_video_queues_the_builds_for_its_gpu(
     queued = []
     monkeypatch.setattr(store, "add_idle_build", lambda *values: queued.append(values[-1]))
     request = small(build="idle")
-    on_cpu = resolve(request, spec, machine(), Path("x.mp4"), engines.offers(spec))
+    on_cpu = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
     parts = {
         name: part.replace(device="cpu" if name == "text_encoder" else "cuda:1")
         for name, part in on_cpu.components.items()

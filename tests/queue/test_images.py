@@ -12,7 +12,7 @@ from runtime.core.images import ImageUse
 from runtime.core.request import GenerationRequest
 from runtime.models import images
 from runtime.models.images import find_image, images_dir, remove_unused
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import storage
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
@@ -50,7 +50,7 @@ def add(store: JobStore, use: ImageUse, tmp_path: Path) -> JobRecord:
 
     spec = replace(taking_images(find("diorama", tmp_path)), image=use)
     request = GenerationRequest.from_mapping({"prompt": "a boat", "image": str(use.path)})
-    return store.add(request, resolve(request, spec, machine(), tmp_path / "outputs" / "x.mp4"))
+    return store.add(request, resolve(request, spec, PlanningContext(machine(), tmp_path / "outputs" / "x.mp4")))
 
 
 def clean(store: JobStore, outputs: Path) -> None:

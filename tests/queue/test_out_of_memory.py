@@ -12,7 +12,7 @@ import pytest
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.models.registry import read_spec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.store import NAME, JobStore
 from tests.app_server import MODEL, make_cache, serving
 from tests.pipeline.test_resume import stream_of
@@ -79,7 +79,9 @@ def test_the_page_stays_up_and_the_job_resumes_after_the_kernel_killed_its_worke
         serving(cache, program=(str(script), str(group))) as server,
         closing(JobStore(cache / NAME)) as store,
     ):
-        killed, undisturbed = (store.add(request, resolve(request, spec, machine(), path)) for path in outputs)
+        killed, undisturbed = (
+            store.add(request, resolve(request, spec, PlanningContext(machine(), path))) for path in outputs
+        )
         until(lambda: store.log.deaths(killed.id), meanwhile=lambda: server.process.poll() is None)
         with urllib.request.urlopen(server.url, timeout=60) as page:
             assert page.status == 200

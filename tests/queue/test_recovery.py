@@ -31,7 +31,7 @@ from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import instances, recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import JobRecord, PruneEngines
@@ -290,7 +290,7 @@ def test_a_job_whose_worker_ran_out_of_memory_resumes_with_a_lower_memory_strate
     permitted: str, applied: bool
 ) -> None:
     request = sample_request(seed=7, steps=4, on_out_of_memory=permitted)
-    plan = resolve(request, diorama(), machine(), Path("/nowhere/boat.mp4"))
+    plan = resolve(request, diorama(), PlanningContext(machine(), Path("/nowhere/boat.mp4")))
     killed = death("decode", "vae", out_of_memory=True)
     found = avoid_causes(plan, diorama(), [killed])
     less = found.forecast.peak_bytes < plan.forecast.peak_bytes

@@ -27,7 +27,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import EMBEDDED, look_up
 from runtime.models.registry import read_spec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import records
 from runtime.queue import store as store_module
 from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, Needs, work_of
@@ -62,7 +62,7 @@ def test_a_plan_is_read_as_it_was_stored(on_gpu: bool, tmp_path: Path) -> None:
 
     spec = read_spec(EMBEDDED / "diorama", "diorama")
     on = machine(gpu=gpu(free_gib=1), torch_cuda="13.0") if on_gpu else machine()
-    plan = resolve(sample_request(), spec, on, tmp_path / "a.mp4")
+    plan = resolve(sample_request(), spec, PlanningContext(on, tmp_path / "a.mp4"))
     assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
 
 
@@ -624,7 +624,7 @@ def test_needs_are_those_of_the_permitted_strategy_with_the_least_memory() -> No
 
     def needed(offload: str) -> float:
         request = sample_request(offload=offload, width=832, height=480)
-        return Needs.of(resolve(request, spec, on, Path("/nowhere/x.mp4"))).bytes_per_gpu / GIB
+        return Needs.of(resolve(request, spec, PlanningContext(on, Path("/nowhere/x.mp4")))).bytes_per_gpu / GIB
 
     found = [round(needed(offload)) for offload in ("auto", "group", "none")]
     assert found == [12, 12, 31]  # blocks in RAM; one component at a time

@@ -16,7 +16,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.instances import WorkerRegistry
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import VIDEOS
@@ -72,7 +72,7 @@ def waiting(tiny: Callable[[str], ModelSpec], cache_dir: Path) -> Iterator[Waiti
     registry = WorkerRegistry(store.database)
     for gpu in range(4):
         registry.register(f"{APP}.{gpu}", gpu)
-    plan = resolve(request, look_up("tiny", weights), FOUR, cache_dir / "x.mp4")
+    plan = resolve(request, look_up("tiny", weights), PlanningContext(FOUR, cache_dir / "x.mp4"))
     assert plan.gpus == 4
     job = Job(store.add(request, plan), plan, "Tiny", store)
     with pytest.MonkeyPatch.context() as patched:
@@ -150,5 +150,5 @@ def test_waiting_is_described(
     progress = Progress().after(WaitsForGpus(wanted=wanted, free=free), 1.0)
     assert (progress.title, progress.fraction, progress.seconds_left) == (words, 0.0, None)
     request = GenerationRequest(prompt="a boat", frames=5, width=32, height=32)
-    plan = resolve(request, tiny("wan2.1"), FOUR, tmp_path / "x.mp4").replace(steps=4)
+    plan = resolve(request, tiny("wan2.1"), PlanningContext(FOUR, tmp_path / "x.mp4")).replace(steps=4)
     assert progress.after(Planned(plan=plan), 2.0).title == "Preparing"

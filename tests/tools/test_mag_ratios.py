@@ -15,7 +15,7 @@ from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.plans import machine
 from tools.mag_ratios import Recorder, measured, store
 
@@ -72,4 +72,4 @@ def test_measured_ratios_are_stored_and_planned_with(tiny: Tiny, tmp_path: Path)
 
 def planned(spec: ModelSpec, folder: Path) -> Any:
     request = GenerationRequest(prompt="a boat", steps=4, step_cache="magcache")
-    return resolve(request, spec, machine(), folder / "x.mp4")
+    return resolve(request, spec, PlanningContext(machine(), folder / "x.mp4"))

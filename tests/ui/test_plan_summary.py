@@ -18,7 +18,7 @@ from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.presets import presets
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.ui.break_even import BreakEven, break_even_of_record
 from runtime.ui.formatting import WORDS
 from runtime.ui.plan_panel import (
@@ -72,7 +72,12 @@ def preview(
     """Foresee a tiny clip."""
     wanted = {"prompt": "x", "width": 64, "height": 32, "frames": 9, "steps": 10, "guidance_scale": 4.0} | values
     try:
-        plan = resolve(GenerationRequest.from_mapping(wanted), spec, here, Path("x.mp4"), offers, builds_later=True)
+        plan = resolve(
+            GenerationRequest.from_mapping(wanted),
+            spec,
+            PlanningContext(here, Path("x.mp4"), offers),
+            builds_later=True,
+        )
     except TandemError as error:
         return Preview(None, error, offers, (), complete, spec)
     return Preview(plan, None, offers, (), complete, spec)

@@ -34,7 +34,7 @@ from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.weights import load_module
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tools.forward.calls import (
     StandaloneJob,
     as_frames,
@@ -192,7 +192,8 @@ class Forward:
         if not setup.random:
             spec = model_for(request, setup.weights_dir, None)
             offers = () if setup.engines is None else (setup.engines.offers(spec),)
-            return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4", *offers))
+            context = PlanningContext(setup.machine, folder / "none.mp4", *offers)
+            return _Case(configuration, spec, resolve(request, spec, context))
         engine = next((name for name in request.backends.values() if name not in {AUTO, PYTORCH}), None)
         if engine is not None:
             raise ValueError(
@@ -204,7 +205,7 @@ class Forward:
         spec = model_for(request, setup.weights_dir, None, needs_weights=False)
         own = folder / f"model-{spec.name.replace('/', '-')}"
         spec = replace(spec, directory=own, is_downloaded=True) if own.exists() else random_spec(spec, own)
-        return _Case(configuration, spec, resolve(request, spec, setup.machine, folder / "none.mp4"))
+        return _Case(configuration, spec, resolve(request, spec, PlanningContext(setup.machine, folder / "none.mp4")))
 
     def _measure_part(self, cases: Sequence[_Case], part: str, cancel: Cancel) -> None:
         """Measure one component at one size: first diffusers' own module, also in float32 for the reference."""

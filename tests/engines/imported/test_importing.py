@@ -30,7 +30,7 @@ from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline.run import run_job
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from tests.conftest import build_once
 from tests.engines import child_entries, exported_files
 from tests.engines.conftest import relative
@@ -67,7 +67,9 @@ class Library:
     def plan(self, **values: object) -> ExecutionPlan:
         """Plan a tiny clip that builds nothing."""
         request = GenerationRequest.from_mapping(CLIP | {"build": "never"} | values)
-        return resolve(request, self.spec, machine(), self.folder / "x.mp4", self.service.offers(self.spec))
+        return resolve(
+            request, self.spec, PlanningContext(machine(), self.folder / "x.mp4", self.service.offers(self.spec))
+        )
 
     def run(self, plan: ExecutionPlan) -> tuple[VideoSaved, list[FellBack]]:
         """Run a job; return the video and what fell back."""

@@ -19,7 +19,7 @@ from runtime.models.loras import checked, listed, with_loras
 from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests.families.framepack_models import pipeline
 from tests.families.hunyuan_lora_files import (
@@ -187,7 +187,7 @@ class Place:
         fields = {"prompt": "a red boat sails left", "width": 48, "height": 32, "seed": 3, "frames": 73, "steps": 2}
         request = GenerationRequest.from_mapping(fields | {"fps": 12, "image": str(self.image), "loras": loras})
         spec = with_images(with_loras(self.spec, request.loras, self.weights), request, self.weights, self.weights)
-        return resolve(request, spec, machine(), self.video), spec
+        return resolve(request, spec, PlanningContext(machine(), self.video)), spec
 
 
 @pytest.mark.slow

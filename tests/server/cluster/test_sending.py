@@ -25,7 +25,7 @@ from runtime.models.catalogue import find
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import EngineRecord, ShapeProfile
-from runtime.planner.resolve import resolve
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer
@@ -98,7 +98,7 @@ class Head:
         tiny = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 2, "seed": 1}
         request = GenerationRequest.from_mapping(tiny | fields)
         spec = model_for(request, self.settings.weights_dir, self.settings.cache_dir)
-        plan = resolve(request, spec, probe(), self.settings.cache_dir / "outputs" / "x.mp4")
+        plan = resolve(request, spec, PlanningContext(probe(), self.settings.cache_dir / "outputs" / "x.mp4"))
         claimed = self.store.order.claim_job(self.store.add(request, plan).id, "head.node0")
         assert claimed is not None
         return claimed
