@@ -32,11 +32,11 @@ def folders(weights_dir: Path) -> dict[str, Path]:
     """
     if weights_dir.is_dir() and not os.access(weights_dir, os.R_OK | os.X_OK):
         raise ModelError("model.weights_folder_unreadable", folder=weights_dir)
-    found = {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/model_index.json"))}
+    model_folders = {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/model_index.json"))}
     for path in sorted(weights_dir.glob("*/model_index.json")):
         if not path.parent.name.startswith("."):
-            found.setdefault(path.parent.name, path.parent)
-    return found
+            model_folders.setdefault(path.parent.name, path.parent)
+    return model_folders
 
 
 def transformer_files(weights_dir: Path) -> dict[str, Path]:
@@ -45,8 +45,8 @@ def transformer_files(weights_dir: Path) -> dict[str, Path]:
     Raises:
         ModelError: if the weights folder cannot be read.
     """
-    taken = folders(weights_dir)
-    return {name: path for name, path in single_file.listed(weights_dir).items() if name not in taken}
+    model_folders = folders(weights_dir)
+    return {name: path for name, path in single_file.listed(weights_dir).items() if name not in model_folders}
 
 
 def from_file(path: Path, weights_dir: Path) -> ModelSpec:
@@ -56,7 +56,7 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
     """
     installed = [folder for folder in folders(weights_dir).values() if folder.parent != EMBEDDED]
     near = [folder for folder in (path.parent, path.parent.parent) if _has_components(folder)]
-    others = [folder.parent.parent for folder in sorted(weights_dir.glob("[!.]*/scheduler/scheduler_config.json"))]
+    companions = [folder.parent.parent for folder in sorted(weights_dir.glob("[!.]*/scheduler/scheduler_config.json"))]
     configs = _configs("transformer", [*near, *installed])
     part_configs = _part_configs([*near, *installed])
     try:
@@ -64,16 +64,16 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
     except ModelError as error:
         if error.code not in {"model.file_unknown", "model.format_unknown"}:
             raise
-        own = single_file.read_part(path, part_configs)
-        if own is None:
+        part = single_file.read_part(path, part_configs)
+        if part is None:
             raise single_file.needs_folder(path) or error from error
-        data = {"component": own.component, "format": own.files.title}
+        data = {"component": part.component, "format": part.files.title}
         raise ModelError("model.file_is_part", file=path.name, **data) from error
     names = first.known.names if first.known else frozenset()
-    others = sorted({*installed, *others}, key=lambda folder: (folder.name.lower() not in names, folder))
+    companions = sorted({*installed, *companions}, key=lambda folder: (folder.name.lower() not in names, folder))
     parts, problems = _parts(path, first, weights_dir, part_configs)
     try:
-        return assemble(path, [*near, *others], weights_dir, configs, parts)
+        return assemble(path, [*near, *companions], weights_dir, configs, parts)
     except ModelError as error:
         # A damaged file may be the one that is missing.
         if problems and error.code == "model.file_unfit" and error.data["cause"].code == "model.weights_missing":
@@ -93,19 +93,19 @@ def _parts(
     """
     beside = [path.parent.parent / name for name in _PART_FOLDERS]
     places = [path.parent, *beside, weights_dir, *sorted(weights_dir.glob("[!.]*"))]
-    found: dict[str, WeightFiles] = {}
+    files: dict[str, WeightFiles] = {}
     problems: list[TandemError] = []
     for folder in dict.fromkeys(places):
-        for one in single_file.weight_files_in(folder, {*single_file.SUFFIXES, single_file.PICKLED}):
+        for file in single_file.weight_files_in(folder, {*single_file.SUFFIXES, single_file.PICKLED}):
             # Other transformers are large, too, but only headers are read.
             try:
-                part = single_file.read_part(one, configs)
+                part = single_file.read_part(file, configs)
             except TandemError as error:
                 problems.append(error)
                 continue
             if part is not None and part.family == transformer.family and _fits(part, transformer):
-                found.setdefault(part.component, part.files)
-    return found, problems
+                files.setdefault(part.component, part.files)
+    return files, problems
 
 
 def _fits(part: single_file.PartFile, transformer: single_file.TransformerFile) -> bool:
@@ -119,11 +119,11 @@ def _fits(part: single_file.PartFile, transformer: single_file.TransformerFile) 
 
 
 def _configs(component: str, places: Sequence[Path]) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
+    configs: list[Mapping[str, Any]] = []
     for folder in places:
         with contextlib.suppress(TandemError):
-            found.append(read_config(folder / component / "config.json"))
-    return found
+            configs.append(read_config(folder / component / "config.json"))
+    return configs
 
 
 def _part_configs(places: Sequence[Path]) -> dict[str, list[Mapping[str, Any]]]:
@@ -143,9 +143,9 @@ def own_files(name: str, weights_dir: Path) -> list[Path]:
     path = transformer_files(weights_dir).get(name)
     if path is None:
         return []
-    others = [place for place in single_file.other_expert(path) if place.is_file()]
-    of_both = single_file.expert_of(path) is not None and any(single_file.model_name(one) == name for one in others)
-    return [path, *others[:1]] if of_both else [path]
+    files = [place for place in single_file.other_expert(path) if place.is_file()]
+    of_both = single_file.expert_of(path) is not None and any(single_file.model_name(file) == name for file in files)
+    return [path, *files[:1]] if of_both else [path]
 
 
 def delete_files(name: str, weights_dir: Path) -> int:
@@ -166,12 +166,12 @@ def delete_files(name: str, weights_dir: Path) -> int:
 
 def decoder_folders(weights_dir: Path) -> dict[str, Path]:
     """Return the folder of each decoder of single frames by name, shipped ones first."""
-    found: dict[str, Path] = {}
+    decoder_paths: dict[str, Path] = {}
     for parent in (EMBEDDED, weights_dir):
         for path in sorted(parent.glob("*/config.json")):
             if not path.parent.name.startswith(".") and is_component(path.parent):
-                found.setdefault(path.parent.name, path.parent)
-    return found
+                decoder_paths.setdefault(path.parent.name, path.parent)
+    return decoder_paths
 
 
 def find_decoder(name: str, weights_dir: Path) -> ModelSpec:
@@ -198,8 +198,8 @@ def find(name: str, weights_dir: Path) -> ModelSpec:
             "model.components_not_downloaded", model=spec.title, name=published_name(spec), folder=weights_dir
         )
     if not spec.is_downloaded:
-        known = known_as(name)
-        repository = known.repository if known else spec.name
+        model = known_as(name)
+        repository = model.repository if model else spec.name
         raise ModelError(
             "model.weights_not_downloaded", model=spec.title, name=spec.name, repository=repository, folder=weights_dir
         )
@@ -221,18 +221,18 @@ def look_up(name: str, weights_dir: Path) -> ModelSpec:
     directory = Path(name).expanduser()
     if directory.is_dir():
         return _read(directory.resolve(), directory.resolve().name)
-    for other, folder in installed.items():
-        if other.lower() == name.lower():
-            return _read(folder, other)
+    for installed_name, folder in installed.items():
+        if installed_name.lower() == name.lower():
+            return _read(folder, installed_name)
     files = transformer_files(weights_dir)
-    path = next((path for other, path in files.items() if other.lower() == name.lower()), weights_dir / name)
+    path = next((path for file_name, path in files.items() if file_name.lower() == name.lower()), weights_dir / name)
     if directory.is_file() or path.is_file():
         # Not resolved: a link may have the name that its target lacks.
         return from_file((directory if directory.is_file() else path).absolute(), weights_dir)
-    known = known_as(name)
-    if known is not None:
-        found = _name_of(known, installed)
-        return _read(installed[found], found) if found else known.spec(weights_dir)
+    published_model = known_as(name)
+    if published_model is not None:
+        folder_name = _name_of(published_model, installed)
+        return _read(installed[folder_name], folder_name) if folder_name else published_model.spec(weights_dir)
     if directory.name == name:
         names = [*installed, *files, *(model.name for model in not_downloaded(weights_dir))]
         raise ModelError("model.unknown", name=name, names=names)
@@ -271,11 +271,11 @@ def check_makes_videos(spec: ModelSpec, name: str) -> None:
 
 def decoders(weights_dir: Path) -> list[ModelSpec]:
     """Return the decoders of single frames that can be used."""
-    found = []
+    specs = []
     for name, folder in decoder_folders(weights_dir).items():
         with contextlib.suppress(TandemError):
-            found.append(read_spec(folder, name))
-    return found
+            specs.append(read_spec(folder, name))
+    return specs
 
 
 def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemError]:
@@ -284,7 +284,7 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
     Args:
         usable: names of models that need no check.
     """
-    found = {}
+    errors = {}
     for folder in sorted(weights_dir.iterdir()) if weights_dir.is_dir() else ():
         name = folder.name
         of_files = not any(folder.glob("*/*.json")) and bool(single_file.weight_files_in(folder))
@@ -292,15 +292,15 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
             try:
                 read_spec(folder, name)
             except TandemError as error:
-                found[name] = error
+                errors[name] = error
     for name, path in transformer_files(weights_dir).items() if weights_dir.is_dir() else ():
         if name not in usable:
             try:
                 from_file(path, weights_dir)
             except TandemError as error:
                 if not is_part(error):
-                    found[name] = error
-    return found
+                    errors[name] = error
+    return errors
 
 
 def is_part(error: TandemError) -> bool:
@@ -323,7 +323,7 @@ def check_offered(name: object, models: Mapping[str, ModelSpec]) -> ModelSpec:
 def not_downloaded(weights_dir: Path) -> list[ModelSpec]:
     """Return the published models whose weights are not in `weights_dir`."""
     installed = folders(weights_dir)
-    return [known.spec(weights_dir) for known in known_models() if not _name_of(known, installed)]
+    return [model.spec(weights_dir) for model in known_models() if not _name_of(model, installed)]
 
 
 def known_models() -> list[KnownModel]:
@@ -338,14 +338,14 @@ def known_as(name: str) -> KnownModel | None:
 
 def published(spec: ModelSpec) -> KnownModel | None:
     """Return the published model that a folder holds, by its name and its architecture."""
-    known = known_as(spec.name) or (None if spec.single_files else known_as(spec.directory.name))
-    return known if known is not None and known.describes(spec) else None
+    model = known_as(spec.name) or (None if spec.single_files else known_as(spec.directory.name))
+    return model if model is not None and model.describes(spec) else None
 
 
 def published_name(spec: ModelSpec) -> str:
     """Return the name of the published model with a folder's name; empty if there is none."""
-    known = known_as(spec.directory.name)
-    return "" if known is None else known.name
+    model = known_as(spec.directory.name)
+    return "" if model is None else model.name
 
 
 def named(spec: ModelSpec) -> ModelSpec:
@@ -355,13 +355,13 @@ def named(spec: ModelSpec) -> ModelSpec:
 
     Values of its own `tandem.json` take precedence.
     """
-    known = known_as(spec.directory.name)
-    if known is None or not known.describes(spec):
+    model = known_as(spec.directory.name)
+    if model is None or not model.describes(spec):
         return spec
-    spec = replace(spec, mag_ratios=spec.mag_ratios or known.mag_ratios)
+    spec = replace(spec, mag_ratios=spec.mag_ratios or model.mag_ratios)
     if spec.license != "unknown":
         return spec
-    return replace(spec, title=known.title, license=known.license, sizes=known.sizes or spec.sizes, about=known.about)
+    return replace(spec, title=model.title, license=model.license, sizes=model.sizes or spec.sizes, about=model.about)
 
 
 def stored_bytes(spec: ModelSpec) -> int:
@@ -384,5 +384,5 @@ def _read(folder: Path, name: str) -> ModelSpec:
     return named(read_spec(folder, name))
 
 
-def _name_of(known: KnownModel, installed: dict[str, Path]) -> str:
-    return next((name for name in installed if name.lower() in known.names), "")
+def _name_of(model: KnownModel, installed: dict[str, Path]) -> str:
+    return next((name for name in installed if name.lower() in model.names), "")

@@ -124,15 +124,15 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield all numbers of a configuration, with the name of the value that contains them."""
-    left: list[tuple[str, Any]] = list(config.items())
-    while left:
-        name, value = left.pop()
+    pending: list[tuple[str, Any]] = list(config.items())
+    while pending:
+        name, value = pending.pop()
         if isinstance(value, int | float):
             yield name, value
         elif isinstance(value, dict):
-            left += value.items()
+            pending += value.items()
         elif isinstance(value, list):
-            left += ((name, item) for item in value)
+            pending += ((name, item) for item in value)
 
 
 @contextlib.contextmanager
@@ -396,7 +396,7 @@ def missing_weights(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str
     """
     if expected is not None:
         by_end = {name.partition(".")[2]: shape for name, shape in shapes.items()}
-        aliases = {name: other for pair in _TIED for name, other in (pair, pair[::-1])}
+        aliases = {name: alias for pair in _TIED for name, alias in (pair, pair[::-1])}
         return sum(
             shape not in {shapes.get(name), by_end.get(name), shapes.get(aliases.get(name, ""))}
             for name, shape in expected.items()
@@ -407,12 +407,12 @@ def missing_weights(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str
         layer = _LAYER.fullmatch(name)
         if layer is not None:
             layers.setdefault(layer["list"], {}).setdefault(int(layer["number"]), set()).add(layer["rest"])
-    for own in layers.values():
-        every: set[str] = set().union(*own.values())
-        for number in range(max(own) + 1):
-            absent = every - own.get(number, set())
+    for blocks in layers.values():
+        every: set[str] = set().union(*blocks.values())
+        for number in range(max(blocks) + 1):
+            absent = every - blocks.get(number, set())
             # A bias without its weight is counted already.
-            missing += sum(f"{name[:-6]}bias" not in own.get(number, ()) or name[-6:] != "weight" for name in absent)
+            missing += sum(f"{name[:-6]}bias" not in blocks.get(number, ()) or name[-6:] != "weight" for name in absent)
     return missing
 
 
@@ -452,10 +452,10 @@ def _mag_ratios(value: Any, experts: int) -> dict[str, tuple[float, ...]]:
     Raises:
         ValueError: for anything else.
     """
-    found: dict[str, tuple[float, ...]] = {str(name): own for name, own in _MAG_RATIOS.validate_python(value).items()}
-    if found and len(found) != experts:
+    ratios: dict[str, tuple[float, ...]] = {str(name): row for name, row in _MAG_RATIOS.validate_python(value).items()}
+    if ratios and len(ratios) != experts:
         raise ValueError("mag_ratios")
-    return found
+    return ratios
 
 
 def read_vocabulary(directory: Path) -> frozenset[str]:

@@ -97,27 +97,27 @@ class _Reader:
         if count > _MAX_TENSORS or metadata > _MAX_METADATA:
             raise self._invalid("gguf.too_many", most=_MAX_TENSORS)
         values = dict(self._entry() for _ in range(metadata))
-        found: dict[str, tuple[Type, tuple[int, ...], int]] = {}
+        entries: dict[str, tuple[Type, tuple[int, ...], int]] = {}
         for _ in range(count):
             name, kind, shape, offset = self._tensor(values)
-            if name in found:
+            if name in entries:
                 raise self._invalid("safetensors.duplicate", tensor=name[:_MAX_NAME_LENGTH])
-            found[name] = kind, shape, offset
+            entries[name] = kind, shape, offset
         alignment = values.get("general.alignment", _ALIGNMENT)
         if not (isinstance(alignment, int) and 0 < alignment <= _MAX_ALIGNMENT):
             raise self._invalid("gguf.alignment")
-        return self._placed(found, -(-self._file.tell() // alignment) * alignment, alignment)
+        return self._placed(entries, -(-self._file.tell() // alignment) * alignment, alignment)
 
     def _placed(
-        self, found: Mapping[str, tuple[Type, tuple[int, ...], int]], start: int, alignment: int
+        self, entries: Mapping[str, tuple[Type, tuple[int, ...], int]], start: int, alignment: int
     ) -> dict[str, GgufTensor]:
         """Return the tensors, whose data neither overlap nor end after the file."""
         placed, end = {}, 0
-        for name, (kind, shape, offset) in sorted(found.items(), key=lambda item: item[1][2]):
+        for name, (kind, shape, offset) in sorted(entries.items(), key=lambda item: item[1][2]):
             nbytes = prod(shape) // kind.block * kind.nbytes
-            shown = name[:_MAX_NAME_LENGTH]
+            short_name = name[:_MAX_NAME_LENGTH]
             if offset < end:
-                raise self._invalid("safetensors.overlap", tensor=shown)
+                raise self._invalid("safetensors.overlap", tensor=short_name)
             if offset % alignment:
                 raise self._invalid("gguf.alignment")
             end = offset + nbytes
@@ -128,27 +128,27 @@ class _Reader:
 
     def _tensor(self, values: Mapping[str, Any]) -> tuple[str, Type, tuple[int, ...], int]:
         name, axes = self._text(), self._number("I")
-        shown = name[:_MAX_NAME_LENGTH]
+        short_name = name[:_MAX_NAME_LENGTH]
         if not 0 < axes <= _MAX_AXES:
-            raise self._invalid("safetensors.tensor_invalid", tensor=shown)
+            raise self._invalid("safetensors.tensor_invalid", tensor=short_name)
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
         number, offset = self._number("I"), self._number("Q")
         kind = TYPES.get(number)
         if kind is None:
-            raise self._invalid("gguf.type_unknown", tensor=shown, type=number)
+            raise self._invalid("gguf.type_unknown", tensor=short_name, type=number)
         # Also limits the product: no tensor is larger than the file.
         if prod(shape) * kind.nbytes > self._size * kind.block:
             raise self._damaged()
         if shape[-1] % kind.block:
-            raise self._invalid("safetensors.tensor_size", tensor=shown)
+            raise self._invalid("safetensors.tensor_size", tensor=short_name)
         original = values.get(f"{_SHAPE_OF}{name}")
         if original is not None:
             if not (isinstance(original, tuple) and prod(original) == prod(shape) and len(original) <= _MAX_AXES):
-                raise self._invalid("safetensors.tensor_size", tensor=shown)
+                raise self._invalid("safetensors.tensor_size", tensor=short_name)
             shape = original
             # The rows of a matrix are whole blocks: only then can they be dequantized apart.
             if len(shape) == 2 and shape[-1] % kind.block:  # noqa: PLR2004
-                raise self._invalid("safetensors.tensor_size", tensor=shown)
+                raise self._invalid("safetensors.tensor_size", tensor=short_name)
         return name, kind, shape, offset
 
     def _entry(self) -> tuple[str, Any]:

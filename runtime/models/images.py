@@ -138,22 +138,22 @@ def open_image(use: ImageUse, field: str = "image", check: Callable[[], None] = 
 
 
 def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_image: bool) -> None:
-    known = spec.image_input
-    given = {"image": request.image, "last_image": request.last_image}
-    for field, file in given.items():
-        if file is not None and known is None:
+    image_input = spec.image_input
+    files = {"image": request.image, "last_image": request.last_image}
+    for field, file in files.items():
+        if file is not None and image_input is None:
             able = models_with_images(weights_dir)
             code = "image.model_without" if able else "image.no_model"
             raise InvalidRequestError(field, code, model=spec.title, models=able)
-    if known is None:
+    if image_input is None:
         return
     if request.last_image is not None and request.image is None:
         raise InvalidRequestError("image", "image.only_last")
-    if request.last_image is not None and known.last == "none":
+    if request.last_image is not None and image_input.last == "none":
         raise InvalidRequestError("last_image", "image.model_without_last", model=spec.title)
-    if known.required and needs_image and request.image is None:
+    if image_input.required and needs_image and request.image is None:
         raise InvalidRequestError("image", "image.required", model=spec.title)
-    if known.last == "required" and request.image is not None and request.last_image is None:
+    if image_input.last == "required" and request.image is not None and request.last_image is None:
         raise InvalidRequestError("last_image", "image.last_required", model=spec.title)
 
 
@@ -220,13 +220,13 @@ def remove_unused(cache_dir: Path, used: Collection[str], older_than: float = KE
     A copy that was made or used less than `older_than` seconds ago stays: its job may be about to be stored.
     """
     freed, folder = 0, images_dir(cache_dir)
-    copies = [one for one in folder.iterdir() if _DIGEST.fullmatch(one.name)] if folder.is_dir() else []
+    copies = [path for path in folder.iterdir() if _DIGEST.fullmatch(path.name)] if folder.is_dir() else []
     for copy in copies:
         if copy.name not in used:
             with contextlib.suppress(OSError), held(folder / _LOCK):
-                found = copy.stat()
-                if S_ISREG(found.st_mode) and time.time() - found.st_mtime > older_than:
+                stat = copy.stat()
+                if S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > older_than:
                     copy.unlink()
-                    freed += found.st_size
+                    freed += stat.st_size
     remove_partial_files(folder)
     return freed

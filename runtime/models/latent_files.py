@@ -143,12 +143,12 @@ def _numpy_header(path: Path) -> tuple[str, tuple[int, ...], int]:
         raise InvalidRequestError(_NAME, "latents.not_numpy", file=path.name, reason=first_line(error)) from error
     if dtype.hasobject:
         raise InvalidRequestError(_NAME, "latents.pickled", file=path.name)
-    found = next((name for name in ("float32", "float16") if dtype == np.dtype(_TYPES[name])), None)
-    if found is None:
+    dtype_name = next((name for name in ("float32", "float16") if dtype == np.dtype(_TYPES[name])), None)
+    if dtype_name is None:
         raise InvalidRequestError(_NAME, "latents.dtype", file=path.name, dtype=str(dtype)[:20])
     if fortran and prod(shape) > 0:
         raise InvalidRequestError(_NAME, "latents.fortran", file=path.name)
-    return found, tuple(map(int, shape)), start
+    return dtype_name, tuple(map(int, shape)), start
 
 
 def _unreadable(path: Path, error: OSError) -> InvalidRequestError:

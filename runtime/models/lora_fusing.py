@@ -116,10 +116,10 @@ def _stored(
     spec: ModelSpec, component: str, dtype: torch.dtype, opened: contextlib.ExitStack
 ) -> Callable[[str], torch.Tensor]:
     """Return a function that reads a weight from the files of a transformer."""
-    own = spec.files.get(component)
-    if own is not None:
+    files = spec.files.get(component)
+    if files is not None:
         mapped = MappedFiles()
-        return lambda name: packed_layers.read_plain(own.weights[name], mapped, dtype)
+        return lambda name: packed_layers.read_plain(files.weights[name], mapped, dtype)
     paths = weight_files(spec.directory / component)
     return StoredWeights([opened.enter_context(safe_open(path, framework="pt")) for path in paths]).__getitem__
 
@@ -165,8 +165,8 @@ def _change(
                 target.add(delta.use.weight, tensors, partial(_weight_change, scale=_scale(delta, tensors), of=delta))
             continue
         quantized = is_quantized(parameter)
-        own = stored(f"{name}.weight").to(parameter.device, dtype) if quantized and stored else parameter
-        before = total = own.float()
+        original = stored(f"{name}.weight").to(parameter.device, dtype) if quantized and stored else parameter
+        before = total = original.float()
         for delta in relevant:
             tensors = _tensors(delta, files[delta.use.digest], total.device)
             change = _weight_change if parameter is weight else _bias_change
@@ -217,8 +217,8 @@ def _weight_change(
     if "magnitude" not in factors:
         return change
     changed, magnitude = weight + change, factors["magnitude"]
-    kept = 1 if is_of_inputs(magnitude.shape, weight.shape) else 0
-    axes = [axis for axis in range(weight.ndim) if axis != kept]
+    magnitude_axis = 1 if is_of_inputs(magnitude.shape, weight.shape) else 0
+    axes = [axis for axis in range(weight.ndim) if axis != magnitude_axis]
     norms = torch.linalg.vector_norm(changed, dim=axes, keepdim=True)
     return torch.sub(changed * (magnitude.reshape(norms.shape) / norms), weight)
 

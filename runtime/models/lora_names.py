@@ -156,9 +156,9 @@ def _underscored(name: str) -> str:
 
 def _by_name(names: Names) -> dict[str, tuple[str, ...]]:
     """Return the modules by both of their names, with underscores."""
-    many = {name: (found,) if isinstance(found, str) else found for name, found in names.items()}
-    own = {_underscored(module): (module,) for modules in many.values() for module in modules}
-    return own | {_underscored(name): modules for name, modules in many.items()}
+    many = {name: (target,) if isinstance(target, str) else target for name, target in names.items()}
+    by_module = {_underscored(module): (module,) for modules in many.values() for module in modules}
+    return by_module | {_underscored(name): modules for name, modules in many.items()}
 
 
 class DistilledLoras(NamedTuple):

@@ -186,10 +186,12 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
 def _with_factors(spec: ModelSpec, uses: Sequence[LoraUse]) -> ModelSpec:
     """Return a spec that counts the factors that are kept beside weights that are quantized in files."""
     files = {
-        name: replace(own, packed_bytes=own.packed_bytes + sum(_bytes(use) for use in uses if use.changes(name)))
-        if own.packed_weights
-        else own
-        for name, own in spec.files.items()
+        name: replace(
+            weights, packed_bytes=weights.packed_bytes + sum(_bytes(use) for use in uses if use.changes(name))
+        )
+        if weights.packed_weights
+        else weights
+        for name, weights in spec.files.items()
     }
     return replace(spec, files=files) if files else spec
 
@@ -223,14 +225,14 @@ class ListedLora:
 
 def listed(weights_dir: Path) -> list[ListedLora]:
     """Return the files in the folder of LoRAs by name, without opening them."""
-    folder, found = loras_dir(weights_dir), []
+    folder, loras = loras_dir(weights_dir), []
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix().removesuffix(SUFFIX)
         with contextlib.suppress(OSError):
             stat = path.stat()
             if S_ISREG(stat.st_mode) and Lora(name).is_name and name.isprintable() and _inside(path, folder):
-                found.append(ListedLora(name, path, stat.st_size, stat.st_mtime_ns))
-    return found
+                loras.append(ListedLora(name, path, stat.st_size, stat.st_mtime_ns))
+    return loras
 
 
 def checked(lora: ListedLora, spec: ModelSpec) -> ListedLora:
@@ -279,11 +281,11 @@ def read_lora(path: Path) -> LoraFile:
     if path.suffix.lower() != SUFFIX:
         raise ModelError("lora.not_safetensors", lora=path.name)
     try:
-        found = path.stat()
+        stat = path.stat()
         config = _peft_config(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return _read(path, found.st_size, found.st_mtime_ns, config)
+    return _read(path, stat.st_size, stat.st_mtime_ns, config)
 
 
 def _peft_config(path: Path) -> bytes:
@@ -359,10 +361,10 @@ def layers_of(
         ValueError: naming a layer that two tensors change in the same role.
     """
     named = {change.expert for change in changes.values()} - {BOTH}
-    other: Expert = BOTH if len(named) != 1 else "high" if named == {"low"} else "low"
+    default_expert: Expert = BOTH if len(named) != 1 else "high" if named == {"low"} else "low"
     layers: dict[tuple[LoraLayer, Expert], dict[str, str]] = {}
     for name, change in changes.items():
-        of = other if change.expert == BOTH else change.expert
+        of = default_expert if change.expert == BOTH else change.expert
         if without_effect and not without_effect.isdisjoint(map(_of_any_block, change.layer.modules)):
             continue
         if BOTH in (of, expert) or of == expert:
@@ -459,10 +461,10 @@ def _check_magnitude(
     if is_of_inputs(magnitude, weight):
         if len(layer.modules) > 1:  # which are loaded one by one
             raise ModelError("lora.kind_unsupported", lora=name, kind="DoRA by inputs of fused layers")
-        wanted = weight[1]
+        size = weight[1]
     else:
-        wanted = weight[0]
-    if kind == "difference" or prod(magnitude) != wanted:
+        size = weight[0]
+    if kind == "difference" or prod(magnitude) != size:
         raise ModelError("lora.magnitude_invalid", lora=name, module=layer.title)
 
 
@@ -484,12 +486,12 @@ def _changed_shape(
 
     def product(outer: str, inner: str) -> tuple[int, ...]:
         """Return the shape of a product; a convolution's kernel is in the inner factor."""
-        left, right = shapes[outer], shapes[inner]
-        if len(left) < 2 or len(right) < 2 or set(left[2:]) - {1}:  # noqa: PLR2004
+        outer_shape, inner_shape = shapes[outer], shapes[inner]
+        if len(outer_shape) < 2 or len(inner_shape) < 2 or set(outer_shape[2:]) - {1}:  # noqa: PLR2004
             raise ModelError("lora.not_matrices", lora=name, module=module)
-        if left[1] != right[0] or not right[0]:
-            raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[right[0], left[1]])
-        return (left[0], *right[1:])
+        if outer_shape[1] != inner_shape[0] or not inner_shape[0]:
+            raise ModelError("lora.ranks_differ", lora=name, module=module, ranks=[inner_shape[0], outer_shape[1]])
+        return (outer_shape[0], *inner_shape[1:])
 
     if len(expected) not in _FACTORED:
         raise ModelError("lora.not_matrices", lora=name, module=module)
@@ -514,9 +516,9 @@ def _changed_shape(
 
 def _unflattened(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> tuple[int, ...]:
     """Return the shape of a convolution whose factors have its inputs and kernel as one axis."""
-    known = tuple(size for size in expected[1:] if size is not None)
-    if len(shape) == 2 < len(expected) and len(known) == len(expected) - 1 and shape[1] == prod(known):  # noqa: PLR2004
-        return (shape[0], *known)
+    sizes = tuple(size for size in expected[1:] if size is not None)
+    if len(shape) == 2 < len(expected) and len(sizes) == len(expected) - 1 and shape[1] == prod(sizes):  # noqa: PLR2004
+        return (shape[0], *sizes)
     return shape
 
 
@@ -534,11 +536,11 @@ def _shape(name: str, spec: ModelSpec, layer: LoraLayer) -> tuple[int | None, ..
 
 
 def _check_shape(
-    name: str, spec: ModelSpec, module: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]
+    name: str, spec: ModelSpec, module: str, shape: tuple[int, ...], target: tuple[int | None, ...]
 ) -> None:
-    if len(shape) != len(wanted) or any(want not in {None, have} for have, want in zip(shape, wanted, strict=True)):
-        found, expected = ("×".join("?" if n is None else str(n) for n in sizes) for sizes in (shape, wanted))
-        raise ModelError("lora.other_size", lora=name, module=module, shape=found, expected=expected, model=spec.title)
+    if len(shape) != len(target) or any(want not in {None, have} for have, want in zip(shape, target, strict=True)):
+        actual, expected = ("×".join("?" if n is None else str(n) for n in sizes) for sizes in (shape, target))
+        raise ModelError("lora.other_size", lora=name, module=module, shape=actual, expected=expected, model=spec.title)
 
 
 @functools.lru_cache(maxsize=64)
@@ -575,15 +577,15 @@ def _adapter(path: Path, header: Header, config: bytes) -> _Adapter | None:
         raise ModelError("lora.metadata_invalid", lora=path.name) from error
 
 
-def _check_finite(path: Path, name: str, dtype: str, file: Any, left: int) -> None:
+def _check_finite(path: Path, name: str, dtype: str, file: Any, bytes_left: int) -> None:
     import numpy as np
 
     width, exponent = _FLOATS[dtype]
-    while left:
-        block = file.read(min(left, _READ_BYTES))
+    while bytes_left:
+        block = file.read(min(bytes_left, _READ_BYTES))
         if not block:  # the file became shorter
             raise ModelError("lora.changed", lora=path.name)
-        left -= len(block)
+        bytes_left -= len(block)
         bits = np.frombuffer(block, dtype=np.dtype(f"<u{width}"))
         if ((bits & exponent) == exponent).any():
             raise ModelError("lora.not_finite", lora=path.name, tensor=name[:_MAX_NAME_LENGTH])

@@ -71,13 +71,13 @@ def read_weights(
     """Yield each weight's name, its data as `PackedLinear.weight`, and its scales, in the order of the files."""
     places = {(name, number): part for name, weight in weights.items() for number, part in enumerate(weight.parts)}
     in_order = dict(sorted(places.items(), key=lambda place: (place[1].path, place[1].offset)))
-    found: dict[str, dict[int, torch.Tensor]] = {}
+    tensors: dict[str, dict[int, torch.Tensor]] = {}
     for (name, number), tensor in read_tensors(in_order, device):
-        own = found.setdefault(name, {})
-        own[number] = tensor
-        if len(own) == len(weights[name].parts):
-            yield name, _in_rows(weights[name], own[0]), [own[one] for one in range(1, len(own))]
-            del found[name]
+        parts = tensors.setdefault(name, {})
+        parts[number] = tensor
+        if len(parts) == len(weights[name].parts):
+            yield name, _in_rows(weights[name], parts[0]), [parts[index] for index in range(1, len(parts))]
+            del tensors[name]
 
 
 def read_plain(stored: StoredWeight, files: MappedFiles, dtype: torch.dtype) -> torch.Tensor:

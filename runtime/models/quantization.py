@@ -26,11 +26,11 @@ _BF16_CAPABILITY = (8, 0)
 _FEW_ROWS = 64
 
 
-def loading_arguments(part: ComponentPlan, kept: Sequence[str]) -> dict[str, Any]:
+def loading_arguments(part: ComponentPlan, unquantized: Sequence[str]) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` quantizes a transformer and loads it onto the part's device.
 
     Args:
-        kept: layers that keep their precision, see `ModelSpec.unquantized`.
+        unquantized: layers that keep their precision, see `ModelSpec.unquantized`.
 
     Raises:
         MachineError: if the device does not support the quantization, or a package cannot be imported.
@@ -47,7 +47,7 @@ def loading_arguments(part: ComponentPlan, kept: Sequence[str]) -> dict[str, Any
     dtype = getattr(torch, compute_dtype(part, bfloat16=capability >= _BF16_CAPABILITY))
     return {
         "torch_dtype": dtype,
-        "quantization_config": diffusers_config(kind, dtype, kept),
+        "quantization_config": diffusers_config(kind, dtype, unquantized),
         "device_map": {"": part.device},
     }
 
@@ -65,13 +65,13 @@ def compute_dtype(part: ComponentPlan, *, bfloat16: bool) -> str:
     return part.dtype
 
 
-def diffusers_config(kind: str, dtype: Any, kept: Sequence[str] = ()) -> Any:
+def diffusers_config(kind: str, dtype: Any, unquantized: Sequence[str] = ()) -> Any:
     """Return diffusers' quantization configuration.
 
     Args:
         kind: "bnb-8bit", "bnb-4bit" or "fp8".
         dtype: the torch dtype from `compute_dtype`.
-        kept: layers that keep their precision, see `ModelSpec.unquantized`.
+        unquantized: layers that keep their precision, see `ModelSpec.unquantized`.
 
     Raises:
         MachineError: if the package is missing or cannot be imported.
@@ -84,16 +84,16 @@ def diffusers_config(kind: str, dtype: Any, kept: Sequence[str] = ()) -> Any:
 
         # By default, torchao makes Inductor autotune every kernel that this process compiles later, engines included.
         settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
-        return diffusers.TorchAoConfig(settings, modules_to_not_convert=list(kept))
+        return diffusers.TorchAoConfig(settings, modules_to_not_convert=list(unquantized))
     if kind == BNB_8BIT:
         # bitsandbytes computes in float16 and logs that at every call.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        return diffusers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(kept))
+        return diffusers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(unquantized))
     return diffusers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=list(kept),
+        llm_int8_skip_modules=list(unquantized),
     )
 
 
@@ -157,18 +157,18 @@ def quantized_like(layer: Any, weight: Any) -> Any:
         weight: (out, in), in the dtype from `compute_dtype`.
     """
 
-    own = layer.weight
-    if type(own).__module__.startswith("bitsandbytes"):
+    parameter = layer.weight
+    if type(parameter).__module__.startswith("bitsandbytes"):
         import bitsandbytes
 
         # bitsandbytes quantizes a parameter when it moves from the CPU to the GPU.
-        if isinstance(own, bitsandbytes.nn.Params4bit):
+        if isinstance(parameter, bitsandbytes.nn.Params4bit):
             names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
-            fresh: Any = bitsandbytes.nn.Params4bit(weight.cpu(), **{name: getattr(own, name) for name in names})
+            fresh: Any = bitsandbytes.nn.Params4bit(weight.cpu(), **{name: getattr(parameter, name) for name in names})
         else:
             fresh = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False)
-        return fresh.to(own.device)
-    return fp8_weight(weight.to(own.device))
+        return fresh.to(parameter.device)
+    return fp8_weight(weight.to(parameter.device))
 
 
 def fp8_weight(weight: Any) -> Any:

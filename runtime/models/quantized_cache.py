@@ -73,18 +73,18 @@ def quantized_key(spec: ModelSpec, component: str, part: ComponentPlan, dtype: t
     Raises:
         OSError: if the files cannot be read.
     """
-    own = spec.single_files.get(component)
+    single_file = spec.single_files.get(component)
     files: dict[str, Any]
-    if own is None:
+    if single_file is None:
         folder = spec.directory / folder_of(component)
-        found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+        file_stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
         files = {
             "folder": str(folder.resolve()),
-            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found],
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in file_stats],
         }
     else:
-        digests = known_digests([own], cache_dir)
-        files = {"unread": str(own)} if digests is None else {"digests": digests}
+        digests = known_digests([single_file], cache_dir)
+        files = {"unread": str(single_file)} if digests is None else {"digests": digests}
     on_gpu = part.device.startswith("cuda")
     return {
         "version": _VERSION,
@@ -128,8 +128,8 @@ class QuantizedCache:
 
     def take_reports(self) -> list[Fact]:
         """Return the entries found damaged since the last call."""
-        taken, self._reports = self._reports, []
-        return taken
+        reports, self._reports = self._reports, []
+        return reports
 
     def read(self, key: Key, empty: Callable[[], torch.nn.Module], device: str) -> torch.nn.Module | None:
         """Return a module with cached weights on a device; `None` if there are none, or they were damaged.
@@ -180,7 +180,7 @@ class QuantizedCache:
             logger.warning("Quantized weights are not cached", exc_info=error)
             return
         writer = threading.Thread(target=self._write, args=(manifest, copies), name="quantized-cache", daemon=True)
-        self._writers = [one for one in self._writers if one.is_alive()] + [writer]
+        self._writers = [thread for thread in self._writers if thread.is_alive()] + [writer]
         writer.start()
 
     def finish(self, seconds: float) -> None:
@@ -206,12 +206,12 @@ class QuantizedCache:
             entry = self.folder / _digest(manifest["key"])
             remove_scratch_folders(self.folder, _WRITING)
             with held(self.folder / f".{entry.name}{_LOCK}", seconds=0), scratch_folder(self.folder, _WRITING) as new:
-                made = new / entry.name
-                made.mkdir()
-                if entry.exists() or not write_tensors(made / _WEIGHTS, copies, self._stopped.is_set):
+                draft = new / entry.name
+                draft.mkdir()
+                if entry.exists() or not write_tensors(draft / _WEIGHTS, copies, self._stopped.is_set):
                     return
-                (made / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-                made.rename(entry)
+                (draft / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+                draft.rename(entry)
             with held(self.folder / _LOCK, seconds=_LOCK_SECONDS):
                 self._evict(entry)
         except TimeoutError:
@@ -221,12 +221,12 @@ class QuantizedCache:
 
     def _evict(self, newest: Path) -> None:
         """Remove the least recently used entries beyond the limit."""
-        found = []
+        entries = []
         for path in self.folder.glob(f"*/{_MANIFEST}"):
             with contextlib.suppress(OSError):
                 size = sum(file.stat().st_size for file in path.parent.iterdir())
-                found.append(Entry(path.stat().st_mtime_ns, size, path.parent))
-        evict(found, self._max_bytes, keep=newest)
+                entries.append(Entry(path.stat().st_mtime_ns, size, path.parent))
+        evict(entries, self._max_bytes, keep=newest)
 
 
 def _digest(key: Key) -> str:
@@ -282,7 +282,7 @@ def _filled(module: torch.nn.Module, manifest: Mapping[str, Any], weights: Path,
                 setattr(layer, owner.rpartition(".")[2], value)
         if dict(zip(sums, _values(list(sums.values())), strict=True)) != manifest["sums"]:
             raise ValueError("Its tensors have other checksums")
-    missing = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if one.is_meta]
+    missing = [name for name, parameter in (*module.named_parameters(), *module.named_buffers()) if parameter.is_meta]
     if missing or parts:
         raise ValueError(f"It lacks {[*missing, *parts][0]}")
     return module

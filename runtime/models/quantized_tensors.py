@@ -48,8 +48,8 @@ def unflatten(tensors: Mapping[str, torch.Tensor], text: str, kind: str, layer: 
 
         name = f"{_LAYER}.{_PARAMETER}"
         named = {f"{_FP8_PREFIX}{key}": tensor for key, tensor in tensors.items()}
-        found, _ = unflatten_tensor_state_dict(named, {name: text, "tensor_names": json.dumps([name])})
-        return torch.nn.Parameter(found[name], requires_grad=False)
+        parameters, _ = unflatten_tensor_state_dict(named, {name: text, "tensor_names": json.dumps([name])})
+        return torch.nn.Parameter(parameters[name], requires_grad=False)
     import bitsandbytes
 
     values = tensors[_VALUES]
@@ -68,6 +68,8 @@ def prepare(module: Any, kind: str, dtype: torch.dtype, quantized: Sequence[str]
     """
     if kind not in {BNB_4BIT, BNB_8BIT}:
         return
-    wanted = {name.rpartition(".")[0] for name in quantized}
-    kept = [name for name, one in module.named_modules() if isinstance(one, torch.nn.Linear) and name not in wanted]
-    use_bitsandbytes_layers(module, kept, diffusers_config(kind, dtype, kept))
+    layers = {name.rpartition(".")[0] for name in quantized}
+    unquantized = [
+        name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear) and name not in layers
+    ]
+    use_bitsandbytes_layers(module, unquantized, diffusers_config(kind, dtype, unquantized))

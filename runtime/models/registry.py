@@ -215,8 +215,8 @@ class KnownModel(FrozenModel):
 
     def describes(self, spec: ModelSpec) -> bool:
         """Whether a model of that architecture may be this one."""
-        own = self.spec(spec.directory.parent)
-        return (own.family, own.transformer, own.vae, own.experts) == (
+        reference = self.spec(spec.directory.parent)
+        return (reference.family, reference.transformer, reference.vae, reference.experts) == (
             spec.family,
             spec.transformer,
             spec.vae,
@@ -452,7 +452,7 @@ def check_loadable(spec: ModelSpec) -> None:
         files, folder = spec.files.get(name), spec.directory / folder_of(name)
         if files is not None and files.paths[0].parent != folder:
             continue  # checked when the file was recognised
-        shapes = {one: weight.shape for one, weight in files.weights.items()} if files else tensor_shapes(folder)
+        shapes = {key: weight.shape for key, weight in files.weights.items()} if files else tensor_shapes(folder)
         missing = missing_weights(shapes, family.weights(name, read_config(folder / "config.json")))
         if missing:
             raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=missing)
@@ -477,7 +477,7 @@ def with_quantized(spec: ModelSpec) -> ModelSpec:
     Raises:
         ModelError: if their format cannot be read.
     """
-    found: dict[str, WeightFiles] = {}
+    by_component: dict[str, WeightFiles] = {}
     for name in filter(is_transformer, spec.component_names):
         folder = spec.directory / name
         config = read_config(folder / "config.json")
@@ -490,9 +490,9 @@ def with_quantized(spec: ModelSpec) -> ModelSpec:
             tensors |= file_tensors(path)
         files = WeightFiles.of(stored_weights(tensors), config, spec.unquantized)
         if files.packed_weights:
-            found[name] = files
-    parameters = {name: files.parameters for name, files in found.items()}
-    return replace(spec, files=found, parameters={**spec.parameters, **parameters}) if found else spec
+            by_component[name] = files
+    parameters = {name: files.parameters for name, files in by_component.items()}
+    return replace(spec, files=by_component, parameters={**spec.parameters, **parameters}) if by_component else spec
 
 
 def _size(paths: Sequence[Path]) -> int:

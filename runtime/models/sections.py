@@ -144,17 +144,17 @@ class Sections:
         return (self[index] for index in range(self.count))
 
     def _positions(self, padding: int) -> dict[str, range]:
-        own, compressed = {"latents": self.window}, {"history_2x": HISTORY_2X, "history_4x": HISTORY_4X}
+        latents, compressed = {"latents": self.window}, {"history_2x": HISTORY_2X, "history_4x": HISTORY_4X}
         if self.inverted:
-            sizes = {"prefix": 1, "padding": padding, **own, "history_1x": HISTORY_1X, **compressed}
+            sizes = {"prefix": 1, "padding": padding, **latents, "history_1x": HISTORY_1X, **compressed}
         else:
-            sizes = {"prefix": 1, **dict(reversed(compressed.items())), "history_1x": HISTORY_1X, **own}
-        found, start = {}, 0
+            sizes = {"prefix": 1, **dict(reversed(compressed.items())), "history_1x": HISTORY_1X, **latents}
+        positions, start = {}, 0
         for name, size in sizes.items():
-            found[name] = range(start, start + size)
+            positions[name] = range(start, start + size)
             start += size
-        found.pop("padding", None)
-        return found
+        positions.pop("padding", None)
+        return positions
 
     def _span(self, index: int) -> range:
         place = self.count - 1 - index if self.inverted else index

@@ -73,7 +73,7 @@ def listed(weights_dir: Path) -> dict[str, Path]:
     Two experts are one model, of which the high-noise expert's file is returned. Subfolders with components are models
     of their own. Nothing is opened.
     """
-    found: dict[str, Path] = {}
+    models: dict[str, Path] = {}
     folders = [weights_dir, *sorted(path for path in weights_dir.glob("[!.]*") if path.is_dir())]
     for folder in folders:
         if folder != weights_dir and (
@@ -82,9 +82,9 @@ def listed(weights_dir: Path) -> dict[str, Path]:
             continue
         for path in weight_files_in(folder):
             name = model_name(path)
-            if name not in found or expert_of(path) == "high":
-                found[name] = path
-    return found
+            if name not in models or expert_of(path) == "high":
+                models[name] = path
+    return models
 
 
 def weight_files_in(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
@@ -106,8 +106,8 @@ def model_name(path: Path) -> str:
 
 def expert_of(path: Path) -> Expert | None:
     """Return the expert that a file's name states."""
-    found = _EXPERT.search(path.stem) or _EXPERT.fullmatch(re.sub(r"[ _.-]?noise$", "", path.parent.name, flags=re.I))
-    return None if found is None else "high" if found[1].lower() == "high" else "low"
+    match = _EXPERT.search(path.stem) or _EXPERT.fullmatch(re.sub(r"[ _.-]?noise$", "", path.parent.name, flags=re.I))
+    return None if match is None else "high" if match[1].lower() == "high" else "low"
 
 
 def other_expert(path: Path) -> list[Path]:
@@ -118,7 +118,7 @@ def other_expert(path: Path) -> list[Path]:
 
 
 def _exchanged(name: str) -> str:
-    return _EXPERT.sub(lambda found: _OTHER_WORDS[found[1].lower()](found[1]), name, count=1)
+    return _EXPERT.sub(lambda match: _OTHER_WORDS[match[1].lower()](match[1]), name, count=1)
 
 
 def _in_case(word: str) -> Callable[[str], str]:
@@ -139,10 +139,10 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
     """
     check_name(path)
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError as error:
         raise unreadable(path, error) from error
-    stored = _read(path, found.st_size, found.st_mtime_ns)
+    stored = _read(path, stat.st_size, stat.st_mtime_ns)
     for name in FAMILIES:
         family = family_of(name)
         names = family.single_files
@@ -151,16 +151,16 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
         renamed = names.diffusers_names(list(stored))
         if len(set(renamed.values())) < len(renamed):
             continue
-        weights = {renamed[one]: weight for one, weight in stored.items()}
-        config = names.config_of({one: weight.shape for one, weight in weights.items()}, candidates)
+        weights = {renamed[key]: weight for key, weight in stored.items()}
+        config = names.config_of({key: weight.shape for key, weight in weights.items()}, candidates)
         if config is not None:
             _check(path, weights, dict(names.parameters(config)))
             expert = expert_of(path)
             experts = names.experts(config, named=expert is not None)
-            known = _known(published_models(name), config, experts, path)
+            model = _known(published_models(name), config, experts, path)
             files = WeightFiles.of(weights, config, ModelSpec.unquantized)
-            return TransformerFile(path, name, files, expert, known, experts)
-    raise ModelError("model.file_unknown", file=path.name, tensors=[one[:_MAX_NAME_LENGTH] for one in list(stored)[:3]])
+            return TransformerFile(path, name, files, expert, model, experts)
+    raise ModelError("model.file_unknown", file=path.name, tensors=[key[:_MAX_NAME_LENGTH] for key in list(stored)[:3]])
 
 
 class PartFile(NamedTuple):
@@ -187,9 +187,9 @@ def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]])
         for component, part in family_of(name).part_files.items():
             renamed = part.names(list(tensors))
             # Only weights may have other types, such as SentencePiece's model.
-            stored = _weights({one: tensor for one, tensor in tensors.items() if one in renamed})
-            weights = {renamed.get(one, one): weight for one, weight in stored.items()}
-            shapes = {one: weight.shape for one, weight in weights.items()}
+            stored = _weights({key: tensor for key, tensor in tensors.items() if key in renamed})
+            weights = {renamed.get(key, key): weight for key, weight in stored.items()}
+            shapes = {key: weight.shape for key, weight in weights.items()}
             config = part.config_of(shapes, candidates.get(component, ()))
             if config is None:
                 continue
@@ -218,9 +218,9 @@ def needs_folder(path: Path) -> ModelError | None:
     ]
     if not fits:
         return None
-    _, family, component = max(fits, key=lambda one: one[0])
-    known = published_models(family)[0]
-    data = {"component": component, "title": known.title, "model": known.name}
+    _, family, component = max(fits, key=lambda fit: fit[0])
+    model = published_models(family)[0]
+    data = {"component": component, "title": model.title, "model": model.name}
     return ModelError("model.file_needs_folder", file=path.name, **data)
 
 
@@ -239,7 +239,7 @@ def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[st
         if name not in weights:
             raise ModelError("model.file_tensor_missing", file=path.name, tensor=name)
         if weights[name].shape != shape:
-            sizes = ("×".join(map(str, one)) for one in (weights[name].shape, shape))
+            sizes = ("×".join(map(str, axes)) for axes in (weights[name].shape, shape))
             have, want = sizes
             raise ModelError("model.file_other_shape", file=path.name, tensor=name, shape=have, expected=want)
     for name in weights:
@@ -250,13 +250,13 @@ def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[st
 def _known(models: Sequence[KnownModel], config: Mapping[str, Any], experts: int, path: Path) -> KnownModel | None:
     """Return the published model with such a transformer; of several, one whose size is in the file's name."""
     fits = [
-        known
-        for known in models
-        if known.experts == experts
-        and all(config.get(name) == value for name, value in known.configs["transformer"].items() if name in config)
+        model
+        for model in models
+        if model.experts == experts
+        and all(config.get(name) == value for name, value in model.configs["transformer"].items() if name in config)
     ]
     text = path.stem.lower()
-    return next((known for known in fits if known.name.rpartition("-")[2] in text), fits[0] if fits else None)
+    return next((model for model in fits if model.name.rpartition("-")[2] in text), fits[0] if fits else None)
 
 
 def assemble(
@@ -279,14 +279,14 @@ def assemble(
         ModelError: if a file cannot be used, the other expert's is missing, or no folder fits.
     """
     first = read_transformer(path, candidates)
-    found = {"transformer": first}
+    transformers = {"transformer": first}
     if first.experts > 1:
         if first.expert is None:
             raise ModelError("model.file_expert_unknown", file=path.name, title=_title(first))
         second = _second(first, candidates)
         pair = (first, second) if first.expert == "high" else (second, first)
-        found = dict(zip(_COMPONENTS.values(), pair, strict=True))
-    return combined({name: one.files for name, one in found.items()}, first, folders, weights_dir, parts or {})
+        transformers = dict(zip(_COMPONENTS.values(), pair, strict=True))
+    return combined({name: file.files for name, file in transformers.items()}, first, folders, weights_dir, parts or {})
 
 
 def reassemble(paths: Mapping[str, Path], configs: Mapping[str, Mapping[str, Any]], directory: Path) -> ModelSpec:
@@ -300,16 +300,18 @@ def reassemble(paths: Mapping[str, Path], configs: Mapping[str, Mapping[str, Any
     Raises:
         ModelError: if a file has changed so that it cannot be used.
     """
-    found = {name: read_transformer(path, [configs[name]]) for name, path in paths.items() if is_transformer(name)}
-    files = {name: one.files for name, one in found.items()}
+    transformers = {
+        name: read_transformer(path, [configs[name]]) for name, path in paths.items() if is_transformer(name)
+    }
+    files = {name: file.files for name, file in transformers.items()}
     parts: dict[str, WeightFiles] = {}
     for name, path in paths.items():
-        if name not in found:
+        if name not in transformers:
             part = read_part(path, {folder_of(name): [configs[name]]})
             if part is None:
                 raise ModelError("model.file_unknown", file=path.name, tensors=[])
             parts[folder_of(name)] = part.files
-    return combined(files, found["transformer"], [directory], directory.parent, parts)
+    return combined(files, transformers["transformer"], [directory], directory.parent, parts)
 
 
 def combined(
@@ -325,7 +327,7 @@ def combined(
     for folder in folders:
         try:
             check_companions(folder)
-            used = {part: own for part, own in parts.items() if not any((folder / part).glob("*.safetensors"))}
+            used = {part: weights for part, weights in parts.items() if not any((folder / part).glob("*.safetensors"))}
             spec = family.assemble(folder, name, {**files, **used}, first.known)
             check_loadable(spec)
         except TandemError as error:
@@ -341,7 +343,7 @@ def combined(
             raise ModelError("model.file_unfit", **data, cause=reasons[0].fact)
         raise ModelError("model.file_alone", **data)
     spec = first.known.spec(weights_dir)
-    parameters = {component: own.parameters for component, own in files.items()}
+    parameters = {component: weights.parameters for component, weights in files.items()}
     return replace(spec, name=name, title=_title(first), files=files, parameters={**spec.parameters, **parameters})
 
 
@@ -363,5 +365,5 @@ def _second(first: TransformerFile, candidates: Sequence[Mapping[str, Any]]) -> 
 def _title(file: TransformerFile) -> str:
     """Return family, size and format for people."""
     weights = file.files.parameters * file.experts
-    known = file.known.title if file.known else f"{file.family}, {weights / 1e9:.2g} B weights"
-    return f"{known}, {file.files.title}"
+    title = file.known.title if file.known else f"{file.family}, {weights / 1e9:.2g} B weights"
+    return f"{title}, {file.files.title}"

@@ -275,8 +275,8 @@ class SectionSpec:
     @property
     def windows(self) -> tuple[int, ...]:
         """How many latent frames are decoded for a section, in videos of any length."""
-        one = self.latent_frames
-        return (one + 1, 2 * one) if self.sampling_type == "vanilla" else (one, one + 1, 2 * one, 2 * one + 1)
+        size = self.latent_frames
+        return (size + 1, 2 * size) if self.sampling_type == "vanilla" else (size, size + 1, 2 * size, 2 * size + 1)
 
     def decoded(self, sections: int) -> int:
         """Return the most latent frames that are decoded for one of `sections` sections.
@@ -368,13 +368,17 @@ class ModelSpec:
 
     def weight_paths(self, component: str) -> list[Path]:
         """Return the files with a component's weights."""
-        own = self.files.get(component)
-        return sorted((self.directory / folder_of(component)).glob("*.safetensors")) if own is None else list(own.paths)
+        files = self.files.get(component)
+        return (
+            sorted((self.directory / folder_of(component)).glob("*.safetensors"))
+            if files is None
+            else list(files.paths)
+        )
 
     def component_files(self, component: str) -> list[Path]:
         """Return everything that a component is loaded from: the files of its folder, or its own."""
-        own = self.files.get(component)
-        return sorted((self.directory / folder_of(component)).rglob("*")) if own is None else list(own.paths)
+        files = self.files.get(component)
+        return sorted((self.directory / folder_of(component)).rglob("*")) if files is None else list(files.paths)
 
     @property
     def is_packed(self) -> bool:
@@ -384,7 +388,7 @@ class ModelSpec:
     @property
     def transformer_files(self) -> dict[str, WeightFiles]:
         """The part of `files` that is of transformers."""
-        return {name: own for name, own in self.files.items() if is_transformer(name)}
+        return {name: files for name, files in self.files.items() if is_transformer(name)}
 
     @property
     def single_files(self) -> dict[str, Path]:
@@ -408,7 +412,7 @@ class ModelSpec:
 
     def for_text(self) -> "ModelSpec":
         """Return the model as a video without images needs it."""
-        text = {name: own for name, own in self.programs.items() if name not in {IMAGE_ENCODER, VAE_ENCODER}}
+        text = {name: program for name, program in self.programs.items() if name not in {IMAGE_ENCODER, VAE_ENCODER}}
         return replace(self, programs=text, image=None, last_image=None)
 
     def for_images(self) -> "ModelSpec":
@@ -434,7 +438,7 @@ class ModelSpec:
     @property
     def images(self) -> tuple[ImageUse, ...]:
         """The request's images: the first, and the last if there is one."""
-        return tuple(one for one in (self.image, self.last_image) if one is not None)
+        return tuple(image for image in (self.image, self.last_image) if image is not None)
 
     @property
     def context_tokens(self) -> int:

@@ -66,9 +66,9 @@ def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
     Raises:
         Exception: of any type, if the library does not accept the configuration.
     """
-    own, module_class = spec.files.get(name), components_of(spec.family).MODULES[name]
+    files, module_class = spec.files.get(name), components_of(spec.family).MODULES[name]
     folder = spec.directory / folder_of(name)
-    config = read_config(folder / "config.json") if own is None else dict(own.config)
+    config = read_config(folder / "config.json") if files is None else dict(files.config)
     with _without_memory():
         if issubclass(module_class, transformers.PreTrainedModel):
             return cast("torch.nn.Module", module_class(module_class.config_class.from_dict(config)))
@@ -91,14 +91,14 @@ def weights_of_folder(folder: Path, module: torch.nn.Module) -> dict[str, Stored
     for path in weight_files(folder):
         tensors |= file_tensors(path)
     # Not buffers of whole numbers, such as positions, which older files contain.
-    stored = stored_weights({name: one for name, one in tensors.items() if one.dtype not in _WHOLE_NUMBERS})
-    found: dict[str, StoredWeight] = {}
+    stored = stored_weights({name: tensor for name, tensor in tensors.items() if tensor.dtype not in _WHOLE_NUMBERS})
+    weights: dict[str, StoredWeight] = {}
     for names in _same(module):
-        own = [name for name in names if name in stored]
-        if not own or any(stored[name].shape != tuple(_of(module, name).shape) for name in own):
+        stored_names = [name for name in names if name in stored]
+        if not stored_names or any(stored[name].shape != tuple(_of(module, name).shape) for name in stored_names):
             return None
-        found |= {name: stored[name] for name in own}
-    return found
+        weights |= {name: stored[name] for name in stored_names}
+    return weights
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class WeightFiles:
         """
         packed = []
         if unquantized is not None:
-            packed = [own for name, own in weights.items() if stays_packed(name, own, unquantized)]
+            packed = [weight for name, weight in weights.items() if stays_packed(name, weight, unquantized)]
         return cls(
             paths=tuple(sorted({weight.data.path for weight in weights.values()})),
             config=config,
@@ -189,14 +189,18 @@ def file_tensors(path: Path) -> dict[str, FileTensor]:
     if start.startswith(_PICKLES):
         raise ModelError("model.pickled", file=path.name)
     if start.startswith(gguf_files.MAGIC):
-        found = read_gguf_header(path).items()
-        return {name: FileTensor(path, one.type, one.shape, one.offset, one.nbytes) for name, one in found}
+        tensors = read_gguf_header(path).items()
+        return {
+            name: FileTensor(path, tensor.type, tensor.shape, tensor.offset, tensor.nbytes) for name, tensor in tensors
+        }
     if size < len(start) or int.from_bytes(start, "little") > size:
         raise ModelError("model.file_no_format", file=path.name)
     header = read_header(path)
     return {
-        name: FileTensor(path, one.dtype, one.shape, header.start + one.data_offsets[0], _bytes(one.data_offsets))
-        for name, one in header.tensors.items()
+        name: FileTensor(
+            path, tensor.dtype, tensor.shape, header.start + tensor.data_offsets[0], _bytes(tensor.data_offsets)
+        )
+        for name, tensor in header.tensors.items()
     }
 
 
@@ -216,12 +220,12 @@ def stored_weights(tensors: Mapping[str, FileTensor]) -> dict[str, StoredWeight]
             continue
         end = next((end for end in _PARTS if name.endswith(end)), "")
         owner = f"{name.removesuffix(end)}.weight" if end else name
-        found = parts.setdefault(owner, {})
+        by_role = parts.setdefault(owner, {})
         role = _PARTS.get(end, "data")
-        if role in found and role != "unused":
+        if role in by_role and role != "unused":
             raise _unreadable(name, tensor)
-        found[role] = tensor
-    weights = {name: _weight(name, found) for name, found in parts.items()}
+        by_role[role] = tensor
+    weights = {name: _weight(name, by_role) for name, by_role in parts.items()}
     _check_scales(weights)
     return weights
 
@@ -232,20 +236,24 @@ def _check_scales(weights: Mapping[str, StoredWeight]) -> None:
     Raises:
         ModelError: if not, or if a file cannot be read.
     """
-    matrices = {name: one for name, one in weights.items() if one.kind == FP8_STORED and len(one.shape) == 2}  # noqa: PLR2004
-    if any(one.scales for one in matrices.values()):
-        for name, one in matrices.items():
-            if not one.scales and name.endswith(".weight"):
-                raise ModelError("model.scale_missing", file=one.data.path.name, tensor=name[:_MAX_NAME_LENGTH])
+    matrices = {
+        name: weight
+        for name, weight in weights.items()
+        if weight.kind == FP8_STORED and len(weight.shape) == 2  # noqa: PLR2004
+    }
+    if any(weight.scales for weight in matrices.values()):
+        for name, weight in matrices.items():
+            if not weight.scales and name.endswith(".weight"):
+                raise ModelError("model.scale_missing", file=weight.data.path.name, tensor=name[:_MAX_NAME_LENGTH])
     by_path: dict[Path, list[tuple[str, FileTensor]]] = {}
-    for name, one in weights.items():
-        for scale in one.scales:
+    for name, weight in weights.items():
+        for scale in weight.scales:
             if scale.nbytes <= _MOST_SCALE_BYTES:
                 by_path.setdefault(scale.path, []).append((name, scale))
     for path, scales in by_path.items():
         try:
             with open_file(path) as file:
-                for name, scale in sorted(scales, key=lambda found: found[1].offset):
+                for name, scale in sorted(scales, key=lambda entry: entry[1].offset):
                     file.seek(scale.offset)
                     if not _is_finite(file.read(scale.nbytes), scale.dtype):
                         raise ModelError("model.scale_not_finite", file=path.name, tensor=name[:_MAX_NAME_LENGTH])
@@ -275,7 +283,7 @@ def _weight(name: str, parts: Mapping[str, FileTensor]) -> StoredWeight:
     if data.dtype == "U8" and len(data.shape) == 2 and "comfy" not in parts:  # noqa: PLR2004
         rows, columns = data.shape[0], 2 * data.shape[1]
         expected = [("F8_E4M3", rows * columns // NVFP4_BLOCK), ("F32", 1)]
-        if columns % NVFP4_BLOCK == 0 and [(one.dtype, prod(one.shape)) for one in scales] == expected:
+        if columns % NVFP4_BLOCK == 0 and [(scale.dtype, prod(scale.shape)) for scale in scales] == expected:
             return StoredWeight(NVFP4, (rows, columns), data, scales)
     if data.dtype in {kind.name for kind in gguf_files.TYPES.values()} and not scales:
         return StoredWeight(data.dtype, data.shape, data)

@@ -116,7 +116,7 @@ def read_tensors(path: Path, max_bytes: int) -> tuple[dict[str, "torch.Tensor"],
     metadata = read_header(path).metadata
     try:
         # Copies, because tensors in a file have any alignment, and arithmetic may round differently there.
-        tensors = {name: one.clone() for name, one in safetensors.torch.load(read_file(path, max_bytes)).items()}
+        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(read_file(path, max_bytes)).items()}
     except OSError as error:
         raise unreadable(path, error) from error
     except safetensors.SafetensorError as error:  # it has just changed

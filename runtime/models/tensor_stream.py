@@ -100,9 +100,9 @@ def stream_tensors(
         for key, stored in files.items():
             dtype = DTYPES.get(stored.dtype)
             shape = (stored.nbytes,) if dtype is None else stored.shape
-            made = torch.empty(shape, dtype=dtype or torch.uint8, device=target)
-            waiting.append((key, made, reader.submit(pool, made, stored)))
-            ahead += made.nbytes
+            tensor = torch.empty(shape, dtype=dtype or torch.uint8, device=target)
+            waiting.append((key, tensor, reader.submit(pool, tensor, stored)))
+            ahead += tensor.nbytes
             while ahead > _AHEAD_BYTES:
                 yield _finished(*waiting[0])
                 ahead -= waiting.popleft()[1].nbytes
@@ -129,7 +129,7 @@ class _Reader:
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self._device = device
         self._piece_bytes = piece_bytes
-        self._own = threading.local()
+        self._local = threading.local()
         self._files: list[Any] = []
 
     def submit(self, pool: ThreadPoolExecutor, tensor: torch.Tensor, stored: FileTensor) -> list[Future[None]]:
@@ -152,35 +152,35 @@ class _Reader:
 
     @torch.no_grad()
     def _read(self, target: torch.Tensor, path: Path, offset: int, ready: "torch.cuda.Event | None") -> None:
-        own = self._own
-        if getattr(own, "path", None) != path:
-            if hasattr(own, "file"):
-                own.file.close()
+        local = self._local
+        if getattr(local, "path", None) != path:
+            if hasattr(local, "file"):
+                local.file.close()
             try:
-                own.file, own.path = path.open("rb", buffering=0), path
+                local.file, local.path = path.open("rb", buffering=0), path
             except OSError as error:
                 raise unreadable(path, error) from error
-            self._files.append(own.file)
-        if ready is not None and not hasattr(own, "pinned"):
-            own.pinned = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=True)
-            own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # the same
-        own.file.seek(offset)
+            self._files.append(local.file)
+        if ready is not None and not hasattr(local, "pinned"):
+            local.pinned = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=True)
+            local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # the same
+        local.file.seek(offset)
         if ready is None:
-            self._fill(target, own)
+            self._fill(target, local)
             return
-        with torch.cuda.device(self._device), torch.cuda.stream(own.stream):
-            source = own.pinned[: len(target)]
-            self._fill(source, own)
-            own.stream.wait_event(ready)
+        with torch.cuda.device(self._device), torch.cuda.stream(local.stream):
+            source = local.pinned[: len(target)]
+            self._fill(source, local)
+            local.stream.wait_event(ready)
             target.copy_(source, non_blocking=True)
-            own.stream.synchronize()
+            local.stream.synchronize()
 
-    def _fill(self, target: torch.Tensor, own: Any) -> None:
+    def _fill(self, target: torch.Tensor, local: Any) -> None:
         view = target.numpy().data
         while view:
-            count = own.file.readinto(view)
+            count = local.file.readinto(view)
             if not count:
-                raise _damaged(own.path)
+                raise _damaged(local.path)
             view = view[count:]
 
 
@@ -208,11 +208,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], stopped: Call
     with path.open("wb", buffering=0) as file:
         file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
         for tensor in tensors.values():
-            left = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            while left:
+            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            while data:
                 if stopped():
                     return False
-                left = left[file.write(left[:_PIECE_BYTES]) :]
+                data = data[file.write(data[:_PIECE_BYTES]) :]
     return True
 
 

@@ -37,11 +37,11 @@ def timed_prompts(prompt: str) -> tuple[TimedPrompt, ...]:
 
     Text outside of brackets is a prompt too. It applies where no other does, and comes first.
     """
-    found = [timed for match in _BRACKET.finditer(prompt) if (timed := _read(match)) is not None]
-    if not found:
+    prompts = [timed for match in _BRACKET.finditer(prompt) if (timed := _read(match)) is not None]
+    if not prompts:
         return (TimedPrompt(prompt, 0.0),)
     outside = " ".join(_BRACKET.sub(lambda match: match.group() if _read(match) is None else " ", prompt).split())
-    return (*([TimedPrompt(outside, 0.0)] if outside else []), *found)
+    return (*([TimedPrompt(outside, 0.0)] if outside else []), *prompts)
 
 
 def has_times(prompt: str) -> bool:
@@ -57,10 +57,10 @@ def unreadable_times(prompt: str) -> list[str]:
 def _read(match: re.Match[str]) -> TimedPrompt | None:
     """Return the prompt of a bracket; `None` if it has no times."""
     times, colon, text = match[1].partition(":")
-    found = _TIMES.fullmatch(times) if colon and match[2] else None
-    if found is None:
+    interval = _TIMES.fullmatch(times) if colon and match[2] else None
+    if interval is None:
         return None
-    return TimedPrompt(text.strip(), float(found[1]), None if found[2] is None else float(found[2]))
+    return TimedPrompt(text.strip(), float(interval[1]), None if interval[2] is None else float(interval[2]))
 
 
 def _unreadable(match: re.Match[str]) -> bool:
@@ -78,8 +78,8 @@ def prompt_at(prompts: Sequence[TimedPrompt], seconds: float) -> str:
     Args:
         prompts: from `timed_prompts`, in the order of time.
     """
-    started = [one for one in prompts if one.start <= seconds]
-    lasting = [one for one in started if one.end is None or seconds < one.end]
+    started = [prompt for prompt in prompts if prompt.start <= seconds]
+    lasting = [prompt for prompt in started if prompt.end is None or seconds < prompt.end]
     return (lasting or started or prompts[:1])[-1].text
 
 

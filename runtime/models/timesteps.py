@@ -114,8 +114,8 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
         setting, spread = "shift", _FLOW_MATCH[name]
     else:
         return NoiseLevels(fixed=NO_SHIFT)
-    given = config.get(setting)
-    if given is None and setting in config:
+    shift = config.get(setting)
+    if shift is None and setting in config:
         raise ValueError(f"{setting} is null; remove it, or give a number such as 3.0")
     steps = config.get("num_train_timesteps") or NoiseLevels.training_steps
     if type(steps) is not int or not 1 <= steps <= _MAX_TRAINING_STEPS:
@@ -124,7 +124,7 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
     return NoiseLevels(
         setting=None if fixed else setting,
         fixed=fixed,
-        shift=1.0 if given is None else float(given),
+        shift=1.0 if shift is None else float(shift),
         spread=None if fixed or any(config.get(option) for option in _UNSUPPORTED) else spread,
         training_steps=steps,
     )
@@ -134,8 +134,8 @@ def _fixed(config: Mapping[str, Any], *, flow: bool) -> Fact | None:
     """Return why the scheduler would ignore a shift, or `None` if it applies it to every step."""
     if flow and not (config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction"):
         return NO_FLOW_MATCHING
-    other = next((rule for rule in _OTHER_RULES if config.get(rule)), None)
-    return None if other is None else Fact("scheduler.other_spacing", {"option": other})
+    option = next((rule for rule in _OTHER_RULES if config.get(rule)), None)
+    return None if option is None else Fact("scheduler.other_spacing", {"option": option})
 
 
 def _shifted(sigma: float, shift: float) -> float:

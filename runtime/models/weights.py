@@ -118,12 +118,12 @@ def _loaded(spec: ModelSpec, name: str, device: str, how: Filling) -> torch.nn.M
     Raises:
         ModelError, MachineError, MemoryError: see `load_module`.
     """
-    own = spec.files.get(name)
-    if own is not None or can_stream(spec, name):
+    files = spec.files.get(name)
+    if files is not None or can_stream(spec, name):
         empty = _empty(spec, name)
         with _loading(spec, name):
             folder = spec.directory / folder_of(name)
-            weights = own.weights if own is not None else weights_of_folder(folder, empty)
+            weights = files.weights if files is not None else weights_of_folder(folder, empty)
             if weights is not None:
                 return fill(empty, weights, device, how)
     # Load tensor by tensor onto the GPU; otherwise all converted weights would be in RAM first.
@@ -161,11 +161,11 @@ def _empty(spec: ModelSpec, name: str) -> torch.nn.Module:
     files = spec.files.get(name)
     if files is None:
         return module
-    shapes = {one: tuple(parameter.shape) for one, parameter in module.named_parameters()}
-    absent = sum(one not in files.weights or files.weights[one].shape != shape for one, shape in shapes.items())
+    shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
+    absent = sum(key not in files.weights or files.weights[key].shape != shape for key, shape in shapes.items())
     if absent:
         raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=absent)
-    unknown = next((one for one in files.weights if one not in shapes), None)
+    unknown = next((key for key in files.weights if key not in shapes), None)
     if unknown is not None:
         raise ModelError("model.file_tensor_unknown", file=files.paths[0].name, tensor=unknown, model=spec.title)
     return module
@@ -220,12 +220,12 @@ def load_stored(spec: ModelSpec, name: str) -> torch.nn.Module:
     most = _STORED.get(sizes.most_common(1)[0][0], torch.float32)
     module = _from_library(spec, name, most, {})
     owned = dict(module.named_parameters())
-    finer = [one for one, (kind, _) in stored.items() if one in owned and _loses(_STORED.get(kind), owned[one].dtype)]
+    finer = [key for key, (kind, _) in stored.items() if key in owned and _loses(_STORED.get(kind), owned[key].dtype)]
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
         weights = StoredWeights(files)
-        for one in finer:
-            owned[one].data = weights[one]
+        for key in finer:
+            owned[key].data = weights[key]
     return _ready(module, spec, name, most, exact=True)
 
 

@@ -284,9 +284,9 @@ class Hub:
             raise DownloadError("hub.unavailable", cause=error.fact, failures=failures)
         on_wait(Fact("hub.retrying", {"cause": error.fact, "seconds": math.ceil(wait)}))
         end = time.monotonic() + wait
-        while (left := end - time.monotonic()) > 0:
+        while (seconds := end - time.monotonic()) > 0:
             cancel.check()
-            time.sleep(min(left, _POLL_SECONDS))
+            time.sleep(min(seconds, _POLL_SECONDS))
         cancel.check()
 
     def _api(self) -> "HfApi":
@@ -317,10 +317,10 @@ def _check_redirect(response: Any) -> None:
     """Refuse a redirect that leads away from https; within this machine http may lead to http."""
     if not response.has_redirect_location:
         return
-    asked, location = str(response.request.url), response.headers["location"]
+    origin, location = str(response.request.url), response.headers["location"]
     try:
-        target = urlsplit(urljoin(asked, location))
-        local = target.scheme == "http" and target.hostname in LOOPBACK and urlsplit(asked).scheme == "http"
+        target = urlsplit(urljoin(origin, location))
+        local = target.scheme == "http" and target.hostname in LOOPBACK and urlsplit(origin).scheme == "http"
         safe = target.scheme == "https" or local
     except ValueError:
         safe = False
@@ -400,8 +400,8 @@ def _translated(error: Exception, timeout: float, repository: str) -> Exception:
             errors.RepositoryNotFoundError: DownloadError("hub.no_repository", repository=repository),
             errors.RevisionNotFoundError: RevisionError("hub.no_revision"),
         }
-        known = next((ours for theirs, ours in kinds.items() if isinstance(error, theirs)), None)
-        return known or _refusal(error.response.status_code, error.response.headers)
+        refusal = next((ours for theirs, ours in kinds.items() if isinstance(error, theirs)), None)
+        return refusal or _refusal(error.response.status_code, error.response.headers)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return DownloadError("hub.offline", by="HF_HUB_OFFLINE")
     # huggingface_hub 1 uses httpx, 2 uses httpx2: the same errors under the same names.
@@ -435,9 +435,9 @@ def _retry_after(headers: Any) -> float | None:
     """Return the seconds that a hub asks to wait, by `Retry-After` or its rate limit; dates are ignored."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
-    asked = str(headers.get("retry-after", "")).strip()
-    if asked.isascii() and asked.isdecimal():
-        return float(asked)
+    header = str(headers.get("retry-after", "")).strip()
+    if header.isascii() and header.isdecimal():
+        return float(header)
     limit = parse_ratelimit_headers(headers)
     return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else None
 

@@ -65,11 +65,11 @@ def source_of(name: str, revision: str | None) -> Source:
     Raises:
         InvalidRequestError: if the name is invalid, or a revision is given of a model in several repositories.
     """
-    known = known_as(name)
-    if known is not None:
-        if known.parts and revision is not None:
-            raise InvalidRequestError("revision", "hub.revision_of_parts", model=known.title)
-        return Source(known.repository, known.folder, known.license, revision, known.names, known.parts, known.index)
+    model = known_as(name)
+    if model is not None:
+        if model.parts and revision is not None:
+            raise InvalidRequestError("revision", "hub.revision_of_parts", model=model.title)
+        return Source(model.repository, model.folder, model.license, revision, model.names, model.parts, model.index)
     repository = check_repository(name)
     return Source(repository, repository.rpartition("/")[2], "", revision)
 
@@ -180,8 +180,8 @@ class ProgressReporter:
         (then, was), rate = self._marks[0], None
         if now - then > _REPORT_SECONDS and done > was:
             rate = (done - was) / (now - then)
-        left = (self._progress.total - done) / rate if rate else None
-        self._update(replace(self._progress, file_done=size, done=done, rate=rate, seconds_left=left, note=None))
+        seconds = (self._progress.total - done) / rate if rate else None
+        self._update(replace(self._progress, file_done=size, done=done, rate=rate, seconds_left=seconds, note=None))
 
     def end_file(self, file: RemoteFile) -> None:
         """Count a file as complete."""
@@ -290,16 +290,18 @@ class Download:
                 self._finish(listing)
             if self._cache_dir is not None:
                 weights = [file for file in listing.files if file.is_weights]
-                store_digests({self._folder / one.path: one.sha256 for one in weights if one.sha256}, self._cache_dir)
+                store_digests(
+                    {self._folder / file.path: file.sha256 for file in weights if file.sha256}, self._cache_dir
+                )
         return None if self._source.without_transformers else read_spec(self._folder, self._folder.name)
 
     def _check_place(self) -> None:
         """Refuse to download a model that is installed under another name, or to replace a link."""
         if self._folder.is_symlink():
             raise DownloadError("hub.folder_is_link", folder=self._folder)
-        others = [folder for name, folder in folders(self._folder.parent).items() if name.lower() in self._source.names]
-        if others and self._folder not in others:
-            raise DownloadError("hub.not_a_download", model=others[0].name, folder=others[0])
+        copies = [folder for name, folder in folders(self._folder.parent).items() if name.lower() in self._source.names]
+        if copies and self._folder not in copies:
+            raise DownloadError("hub.not_a_download", model=copies[0].name, folder=copies[0])
 
     def _is_complete(self, listing: Listing) -> bool:
         """Return whether the folder is the model at that commit already."""
@@ -339,9 +341,9 @@ class Download:
         """Put the folder into its place, without files that are not the model's."""
         self._progress.note(Fact("hub.checking_model"))
         shutil.rmtree(self._partial / _IN_TRANSIT, ignore_errors=True)
-        own = {file.path for file in listing.files} | {MANIFEST}
+        paths = {file.path for file in listing.files} | {MANIFEST}
         for path in sorted(self._partial.rglob("*")):
-            if path.is_file() and path.relative_to(self._partial).as_posix() not in own:
+            if path.is_file() and path.relative_to(self._partial).as_posix() not in paths:
                 path.unlink()
         try:
             if self._source.without_transformers:
@@ -354,18 +356,18 @@ class Download:
                 "hub.model_unusable", repository=listing.repository, cause=error.fact, folder=self._partial
             ) from error
         if self._folder.exists():
-            self._keep_added_files(own)
+            self._keep_added_files(paths)
             self._folder.rename(self._previous)
         self._partial.rename(self._folder)
         shutil.rmtree(self._previous, ignore_errors=True)
 
-    def _keep_added_files(self, own: set[str]) -> None:
+    def _keep_added_files(self, paths: set[str]) -> None:
         """Keep files that the user added to the model's folder, such as `tandem.json`."""
         previous = read_manifest(self._folder)
-        known = own | set(previous.files if previous else ())
+        model_paths = paths | set(previous.files if previous else ())
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
-            if path.is_file() and name not in known:
+            if path.is_file() and name not in model_paths:
                 place = self._partial / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, place)
@@ -388,12 +390,12 @@ class Download:
     def _listing_of(
         self, repository: str, manifest: Manifest | None, cancel: Cancel, part: Part | None = None
     ) -> Listing:
-        known = manifest.commit_of(repository) if manifest else None
+        commit = manifest.commit_of(repository) if manifest else None
         arguments = (self._source.license, cancel, self._progress.note, part)
         try:
-            return self._hub.listing(repository, self._source.revision or known or MAIN, *arguments)
+            return self._hub.listing(repository, self._source.revision or commit or MAIN, *arguments)
         except RevisionError:
-            if self._source.revision or known is None:
+            if self._source.revision or commit is None:
                 raise
             # The repository's history was rewritten: unchanged files are recognized by their hash.
             return self._hub.listing(repository, MAIN, *arguments)
@@ -465,8 +467,8 @@ def bytes_in(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            total += found.st_size if S_ISREG(found.st_mode) and path.name != MANIFEST else 0
+            stat = path.lstat()
+            total += stat.st_size if S_ISREG(stat.st_mode) and path.name != MANIFEST else 0
     return total
 
 
@@ -480,13 +482,13 @@ def _lock_of(weights_dir: Path, folder: str) -> Path:
 
 def partial_downloads(weights_dir: Path) -> dict[str, Manifest]:
     """Return the manifests of incomplete downloads by the name of the model's folder; damaged ones are left out."""
-    found = {}
+    manifests = {}
     for partial in sorted(weights_dir.glob(f".*{_PARTIAL}")):
         with contextlib.suppress(ModelError):
             manifest = read_manifest(partial)
             if manifest is not None:
-                found[partial.name.removesuffix(_PARTIAL)[1:]] = manifest
-    return found
+                manifests[partial.name.removesuffix(_PARTIAL)[1:]] = manifest
+    return manifests
 
 
 def delete_model(weights_dir: Path, name: str) -> int:

@@ -125,8 +125,8 @@ def combined(listings: Sequence[Listing], license_name: str, index: Mapping[str,
     """
     content = json.dumps(index, indent=2).encode()
     digest = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-    made = RemoteFile(path=_INDEX, size=len(content), digest=f"git:{digest}")
-    files = sorted((made, *(file for listing in listings for file in listing.files)), key=_order)
+    index_file = RemoteFile(path=_INDEX, size=len(content), digest=f"git:{digest}")
+    files = sorted((index_file, *(file for listing in listings for file in listing.files)), key=_order)
     return Listing(
         repository=listings[0].repository,
         commit=listings[0].commit,
@@ -159,15 +159,15 @@ def read_listing(repository: str, info: "ModelInfo", license_name: str = "", par
         entries = {place: sibling for path, sibling in entries.items() if (place := part.place(path))}
     selected = [path for path in entries if (path == _INDEX and part is None) or _is_loaded(path, entries)]
     _check_complete(repository, selected, entries, part)
-    found = {path: _file(entries[path]) for path in selected}
+    by_path = {path: _file(entries[path]) for path in selected}
     if part is not None:
-        found = {
+        by_path = {
             path: file.model_copy(
                 update={"path": path, "origin": Origin(repository=repository, commit=info.sha, path=file.path)}
             )
-            for path, file in found.items()
+            for path, file in by_path.items()
         }
-    files = sorted(found.values(), key=_order)
+    files = sorted(by_path.values(), key=_order)
     for file in files:
         if not file.is_weights and file.size > MAX_SMALL_FILE_BYTES:
             raise DownloadError("hub.file_too_large", file=file.path, size=file.size)
@@ -198,10 +198,12 @@ def _check_complete(repository: str, selected: list[str], paths: Iterable[str], 
         raise DownloadError("hub.not_a_pipeline", repository=repository, file=_INDEX)
     if len({path.lower() for path in selected}) < len(selected):
         raise DownloadError("hub.names_differ_in_case", repository=repository)
-    wanted = _WITH_WEIGHTS if part is None else {*part.folders, part.at_root}.intersection(_WITH_WEIGHTS)
-    for component in sorted(wanted):
-        own = [path for path in selected if path.startswith(f"{component}/")]
-        if any(path.endswith(".safetensors") for path in own) or (part is None and component in _OPTIONAL and not own):
+    components = _WITH_WEIGHTS if part is None else {*part.folders, part.at_root}.intersection(_WITH_WEIGHTS)
+    for component in sorted(components):
+        files = [path for path in selected if path.startswith(f"{component}/")]
+        if any(path.endswith(".safetensors") for path in files) or (
+            part is None and component in _OPTIONAL and not files
+        ):
             continue
         pickled = any(path.startswith(f"{component}/") and path.endswith(_PICKLES) for path in paths)
         code = "hub.only_pickled_weights" if pickled else "hub.no_safetensors"
@@ -380,8 +382,8 @@ def verify(folder: Path, cancel: Cancel, on_progress: Callable[[str, int, int], 
             done += count
             on_progress(path, done, total)
 
-        if found := difference(folder / path, file, cancel, read):
-            differences[path] = found
+        if mismatch := difference(folder / path, file, cancel, read):
+            differences[path] = mismatch
         before += file.size
         on_progress(path, before, total)
     return Verification(folder=folder, manifest=manifest, differences=differences)
