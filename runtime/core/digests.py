@@ -47,15 +47,17 @@ def file_digests(paths: Sequence[Path], folder: Path | None, check: Callable[[],
         OSError: if a file cannot be read.
     """
     stored = read_stored(folder)
-    found = {path: digest for path in paths if (digest := _stored(stored, path)) is not None}
-    unread = [path for path in dict.fromkeys(paths) if path not in found]
+    digests = {path: digest for path in paths if (digest := _stored(stored, path)) is not None}
+    unread = [path for path in dict.fromkeys(paths) if path not in digests]
     if unread:
-        # Of before a file is read: it may change meanwhile.
+        # The stamp is taken before a file is read: it may change meanwhile.
         stamps = [_stamp(path) for path in unread]
         with ThreadPoolExecutor(_THREADS) as threads:
-            found |= zip(unread, threads.map(partial(sha256, check=check), unread), strict=True)
-        _write(folder, {str(path.resolve()): [*stamp, found[path]] for path, stamp in zip(unread, stamps, strict=True)})
-    return [found[path] for path in paths]
+            digests |= zip(unread, threads.map(partial(sha256, check=check), unread), strict=True)
+        _write(
+            folder, {str(path.resolve()): [*stamp, digests[path]] for path, stamp in zip(unread, stamps, strict=True)}
+        )
+    return [digests[path] for path in paths]
 
 
 def store_digests(digests: Mapping[Path, str], folder: Path) -> None:
@@ -74,9 +76,9 @@ def known_digests(paths: Sequence[Path], folder: Path) -> list[str] | None:
         OSError: if a file does not exist.
     """
     stored = read_stored(folder)
-    found = [_stored(stored, path) for path in paths]
-    known = [digest for digest in found if digest is not None]
-    return known if len(known) == len(found) else None
+    entries = [_stored(stored, path) for path in paths]
+    digests = [digest for digest in entries if digest is not None]
+    return digests if len(digests) == len(entries) else None
 
 
 def _stored(stored: dict[str, Any], path: Path) -> str | None:
@@ -87,8 +89,8 @@ def _stored(stored: dict[str, Any], path: Path) -> str | None:
 
 
 def _stamp(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns]
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def read_stored(folder: Path | None) -> dict[str, Any]:

@@ -42,13 +42,13 @@ class Entry(NamedTuple):
 
 def files_of(folder: Path) -> list[Entry]:
     """Return all files of a folder. Reading a file sets its time of access, on most disks once a day."""
-    found = []
+    entries = []
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
             stat = path.stat(follow_symlinks=False)
             if path.is_file():
-                found.append(Entry(max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, path))
-    return found
+                entries.append(Entry(max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, path))
+    return entries
 
 
 def bytes_in(folder: Path) -> int:

@@ -85,9 +85,9 @@ def collect_garbage_as_usual() -> None:
 
 def program() -> str:
     """Return how the user started Tandem, for commands to paste: "./install.sh", ".venv/bin/python app.py"."""
-    given = os.environ.get(_PROGRAM_VARIABLE)
-    if given:
-        return given
+    command = os.environ.get(_PROGRAM_VARIABLE)
+    if command:
+        return command
     if Path(sys.argv[0]).name == "app.py":
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1])
     return installer()
@@ -95,9 +95,9 @@ def program() -> str:
 
 def installer() -> str:
     """Return the command that starts the installer, for commands to paste."""
-    given = os.environ.get(_PROGRAM_VARIABLE)
-    if given:
-        return given
+    command = os.environ.get(_PROGRAM_VARIABLE)
+    if command:
+        return command
     if sys.platform == "win32":
         return f'"{_ROOT / _INSTALLER}"'
     return f"./{_INSTALLER}" if Path.cwd() == _ROOT else shlex.quote(str(_ROOT / _INSTALLER))

@@ -198,9 +198,9 @@ def ran_out(error: BaseException) -> Literal["VRAM", "RAM"] | None:
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, then what caused it, the last cause last."""
-    found: set[int] = set()
-    while error is not None and id(error) not in found:
-        found.add(id(error))
+    ids: set[int] = set()
+    while error is not None and id(error) not in ids:
+        ids.add(id(error))
         yield error
         if isinstance(error, TandemError):
             return

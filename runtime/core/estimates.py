@@ -147,12 +147,12 @@ class StrategyForecast(FrozenModel):
 
     def to_json(self, *, taken: bool = False) -> dict[str, Any]:
         """Return the fields and the strategy's as one object of JSON types; `taken` is whether a plan uses it."""
-        own = self.model_dump(include={"peak_bytes", "ram_bytes", "fits", "fits_ram", "offered"})
+        numbers = self.model_dump(include={"peak_bytes", "ram_bytes", "fits", "fits_ram", "offered"})
         strategy = self.strategy
         return {
             "title": str(self.title).rstrip("."),
             "lacks": "" if self.lacks is None else short(self.lacks),
-            **own,
+            **numbers,
             **strategy.model_dump(mode="json"),
             "flags": strategy.flags,
             "lossless": strategy.lossless,

@@ -79,7 +79,7 @@ def sentence(text: str) -> Fact:
 def _read_sentences(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         return value
-    return [sentence(one) if isinstance(one, str) else one for one in value]
+    return [sentence(item) if isinstance(item, str) else item for item in value]
 
 
 def _read_title(value: Any) -> Any:
@@ -173,25 +173,27 @@ class _Template(Formatter):
             "or": lambda: " or ".join(map(str, value)),
             "kernel": lambda: words.attention(value),
             "weights": lambda: words.quantization(value),
-            "milliseconds": lambda: ", ".join(f"{name} {1000 * one:.3g} ms" for name, one in sorted(value.items())),
+            "milliseconds": lambda: ", ".join(
+                f"{name} {1000 * seconds:.3g} ms" for name, seconds in sorted(value.items())
+            ),
             "component": lambda: words.component(value),
             "lower_component": lambda: lowered(words.component(value)),
             # {"names": …, "among": all components of the model}
-            "named_components": lambda: ", ".join(lowered(title_of(one, value["among"])) for one in value["names"]),
+            "named_components": lambda: ", ".join(lowered(title_of(part, value["among"])) for part in value["names"]),
             "lower_components": lambda: " or ".join(
-                lowered(title_of(one, (*words.components, *value))) for one in value
+                lowered(title_of(part, (*words.components, *value))) for part in value
             ),
             "setting": lambda: words.setting(*([value] if isinstance(value, str) else value)),  # name, [name, value]
-            "list": lambda: ", ".join(self.format_field(one, "") for one in value),
+            "list": lambda: ", ".join(self.format_field(item, "") for item in value),
             "words": lambda: first_words(value, "“{}”"),
             "sentence": lambda: str(value).rstrip("."),  # without the full stop, to be continued
-            "sentences": lambda: " ".join(self.format_field(one, "") for one in value),
+            "sentences": lambda: " ".join(self.format_field(item, "") for item in value),
             "remedy": lambda: str(value),
-            "appended": lambda: "".join(f"; {self.format_field(one, 'clause')}" for one in value),
+            "appended": lambda: "".join(f"; {self.format_field(item, 'clause')}" for item in value),
             "measured": lambda: "measured here" if value else "estimated",
             "clause": lambda: lowered(str(value).rstrip(".")),  # a sentence inside another one
-            "clauses": lambda: ", ".join(self.format_field(one, "clause") for one in value),
-            "settings": lambda: " ".join(words.setting(name, one) for name, one in value.items()),  # by name
+            "clauses": lambda: ", ".join(self.format_field(item, "clause") for item in value),
+            "settings": lambda: " ".join(words.setting(name, item) for name, item in value.items()),  # by name
             "backend": lambda: words.backend(value),
             "field": lambda: str(value).replace("_", " ").capitalize(),
         }
@@ -283,7 +285,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {"code", "data"}:  # a fact that was read back from JSON
             return Fact(value["code"], value["data"])
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value)

@@ -35,10 +35,10 @@ def make_named_folder(folder: Path) -> None:
     Raises:
         OSError: if it cannot be made.
     """
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        give_usual_permissions(one)
+    for path in missing:
+        give_usual_permissions(path)
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:

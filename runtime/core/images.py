@@ -61,12 +61,12 @@ def parse_reference(text: str) -> ImageReference | None:
     """
     if not text.startswith(PREFIX):
         return None
-    found = _REFERENCE.fullmatch(text)
-    if found is None:
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
         raise ValueError(text)
-    return ImageReference(found[1], found[2] or found[1][:_SHOWN_DIGITS])
+    return ImageReference(match[1], match[2] or match[1][:_SHOWN_DIGITS])
 
 
 def referenced(text: str) -> set[str]:
     """Return the digests of all copies that are named anywhere in a text, such as a stored request."""
-    return {found[1] for found in _DIGEST.finditer(text)}
+    return {match[1] for match in _DIGEST.finditer(text)}

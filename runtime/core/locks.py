@@ -101,12 +101,12 @@ def remove_scratch_folders(parent: Path | None = None, prefix: str = _SCRATCH) -
         folders = list((parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"))
     except OSError:
         return
-    for left in folders:
+    for folder in folders:
         with contextlib.suppress(OSError):
-            facts = left.lstat()
+            facts = folder.lstat()
             # Another user's lock may be a link to any file.
             if os.name == "posix" and facts.st_uid != os.getuid():
                 continue
-            lock = left / _SCRATCH_LOCK
+            lock = folder / _SCRATCH_LOCK
             if not is_held(lock) if lock.exists() else time.time() - facts.st_mtime > _UNLOCKED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)

@@ -36,7 +36,7 @@ class RepeatFilter(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+        self._repeats: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -46,13 +46,13 @@ class RepeatFilter(logging.Filter):
         text = record.getMessage()
         kind = (record.name, record.levelno, text.partition("\n")[0], _raised(record))
         with self._lock:
-            since, count = self._seen.pop(kind, (record.created, 0))
+            since, count = self._repeats.pop(kind, (record.created, 0))
             if record.created - since > _REPEAT_SECONDS:
                 since, count = record.created, 0
             count += 1
-            self._seen[kind] = (since, count)
-            while len(self._seen) > _MOST_REPEATED:
-                self._seen.popitem(last=False)
+            self._repeats[kind] = (since, count)
+            while len(self._repeats) > _MOST_REPEATED:
+                self._repeats.popitem(last=False)
         if count == 1:
             return True
         passes = str(count).strip("0") == "1"

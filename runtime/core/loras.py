@@ -107,12 +107,12 @@ def read_loras(value: object) -> tuple[Lora, ...]:
         raise InvalidRequestError("loras", "lora.not_a_list", value=shortened(value))
     if len(value) > MAX_LORAS:
         raise InvalidRequestError("loras", "lora.too_many", count=len(value), most=MAX_LORAS)
-    found: dict[tuple[str, str], Lora] = {}
+    loras: dict[tuple[str, str], Lora] = {}
     for lora in map(_lora, value):
-        if (lora.file, lora.expert) in found:
+        if (lora.file, lora.expert) in loras:
             raise InvalidRequestError("loras", "lora.repeated", file=shortened(lora.file))
-        found[lora.file, lora.expert] = lora
-    return tuple(found.values())
+        loras[lora.file, lora.expert] = lora
+    return tuple(loras.values())
 
 
 def parse_lora(text: str) -> Lora:
@@ -139,7 +139,7 @@ def _lora(entry: object) -> Lora:
         case str():
             return parse_lora(entry)
         case Mapping() if "file" in entry and set(entry) <= _KEYS:
-            values = {"weight": 1.0, "expert": BOTH} | {key: one for key, one in entry.items() if one is not None}
+            values = {"weight": 1.0, "expert": BOTH} | {key: value for key, value in entry.items() if value is not None}
             return _checked(entry["file"], values["weight"], values["expert"])
         case [file, weight]:
             return _checked(file, weight, BOTH)
@@ -147,21 +147,21 @@ def _lora(entry: object) -> Lora:
 
 
 def _checked(file: object, weight: object, expert: object) -> Lora:
-    shown = {"file": shortened(file)}
+    data = {"file": shortened(file)}
     if not isinstance(file, str) or not file.strip() or not file.isprintable() or len(file) > _LONGEST_NAME:
-        raise InvalidRequestError("loras", "lora.bad_name", **shown)
+        raise InvalidRequestError("loras", "lora.bad_name", **data)
     if isinstance(weight, str):
         with suppress(ValueError):
             weight = float(weight)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise InvalidRequestError(
-            "loras", "lora.weight_not_a_number", **shown, weight=shortened(weight), most=MAX_WEIGHT
+            "loras", "lora.weight_not_a_number", **data, weight=shortened(weight), most=MAX_WEIGHT
         )
     if not 0 < weight <= MAX_WEIGHT:
-        raise InvalidRequestError("loras", "lora.weight_out_of_range", **shown, weight=weight, most=MAX_WEIGHT)
-    known = next((one for one in EXPERTS if one == expert), None)
-    if known is None:
+        raise InvalidRequestError("loras", "lora.weight_out_of_range", **data, weight=weight, most=MAX_WEIGHT)
+    expert_name = next((name for name in EXPERTS if name == expert), None)
+    if expert_name is None:
         raise InvalidRequestError(
-            "loras", "lora.unknown_expert", **shown, expert=shortened(expert), choices=list(EXPERTS)
+            "loras", "lora.unknown_expert", **data, expert=shortened(expert), choices=list(EXPERTS)
         )
-    return Lora(file, float(weight), known)
+    return Lora(file, float(weight), expert_name)

@@ -254,8 +254,8 @@ class ResolvedRequest(FrozenModel):
     @property
     def images(self) -> Mapping[str, ImageUse]:
         """The images by the field of the request."""
-        given = {"image": self.image, "last_image": self.last_image}
-        return {field: use for field, use in given.items() if use is not None}
+        by_field = {"image": self.image, "last_image": self.last_image}
+        return {field: use for field, use in by_field.items() if use is not None}
 
     @property
     def seconds_of_video(self) -> float:
@@ -355,8 +355,8 @@ class ExecutionPlan(ResolvedRequest):
         """
         if not is_scheduled(self.step_cache) or not self.expert_steps:
             return (True,) * self.total_steps
-        found = uses(self.step_cache, each_step(self.expert_steps), self.mag_ratios)
-        return tuple(use.computed for use in found) * self.sections
+        step_uses = uses(self.step_cache, each_step(self.expert_steps), self.mag_ratios)
+        return tuple(use.computed for use in step_uses) * self.sections
 
     @property
     def latent_size(self) -> LatentSize:
@@ -372,7 +372,7 @@ class ExecutionPlan(ResolvedRequest):
     @property
     def forecast(self) -> StrategyForecast:
         """The forecast of the plan's own strategy."""
-        return next(one for one in self.strategies if one.strategy == self.strategy)
+        return next(forecast for forecast in self.strategies if forecast.strategy == self.strategy)
 
     def fell_back(self, component: str) -> bool:
         """Return whether a component runs on a backend other than the requested one."""
@@ -383,7 +383,7 @@ class ExecutionPlan(ResolvedRequest):
         names = [*self.components]
         ids = [use.id for use in self.components[component].engines]
         later = names[names.index(component) + 1 :] if ids else []
-        return [component, *(one for one in later if [use.id for use in self.components[one].engines] == ids)]
+        return [component, *(name for name in later if [use.id for use in self.components[name].engines] == ids)]
 
     def title(self, component: str) -> str:
         """Return the title of a component."""
@@ -431,7 +431,7 @@ class ExecutionPlan(ResolvedRequest):
                 "stages": [stage.to_json() for stage in self.memory],
             },
             "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
-            "ladder": [one.to_json(taken=one.strategy == self.strategy) for one in self.strategies],
+            "ladder": [forecast.to_json(taken=forecast.strategy == self.strategy) for forecast in self.strategies],
             "split": None
             if self.split is None
             else {**self.split.model_dump(mode="json"), "reason": str(self.split.reason)},
@@ -461,7 +461,7 @@ def _with_crf(values: dict[str, Any]) -> dict[str, Any]:
 def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
     """Convert a plan of the previous version, which stored strategy and preferences as top-level fields."""
     plan = dict(values)
-    asked = {name: plan.pop(name) for name in _PREFERENCES if name in plan}
+    request = {name: plan.pop(name) for name in _PREFERENCES if name in plan}
     strategy = {name: plan.pop(name) for name in MemoryStrategy.model_fields if name in plan}
     plan.pop("memory_bytes", None)
     absent: dict[str, Any] = {
@@ -476,7 +476,7 @@ def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
         plan = {"speed": {}} | absent | plan
         split = plan.pop("split")
         clip = {name: plan[name] for name in ResolvedRequest.model_fields if plan.get(name) is not None}
-        asked |= clip | {
+        request |= clip | {
             "offload": strategy["offload"],
             "quantization": strategy["quantization"],
             "gpus": len(split["devices"]) if split else 1,
@@ -496,7 +496,7 @@ def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("not a plan of this or the previous version") from error
-    return {**plan, **decided, "asked": asked, "strategy": strategy}
+    return {**plan, **decided, "asked": request, "strategy": strategy}
 
 
 _MEMORY_NAMES = {"beside_bytes": "overhead_bytes", "spare_bytes": "allocator_slack_bytes"}

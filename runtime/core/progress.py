@@ -179,12 +179,12 @@ class Pace:
         total = plan.seconds["load"].likely
         trust = forecast / total if total else 0.0
         slower = 1.0 + trust * (took / forecast - 1.0) if forecast else 1.0
-        left = 0.0
+        time_left = 0.0
         for name in names[current:]:
             seconds = 0.0 if name in self.loaded else slower * _load_forecast(plan, name)
             running = self.stage == "load" and name == self.part
-            left += max(seconds - (now - self.began), 0.0) if running else seconds
-        return left
+            time_left += max(seconds - (now - self.began), 0.0) if running else seconds
+        return time_left
 
     def _steps(self, plan: ExecutionPlan, now: float) -> float:
         # A step that takes longer than expected does not shorten the estimate of the following steps.

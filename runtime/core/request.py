@@ -351,7 +351,7 @@ class GenerationRequest(FrozenModel):
             group="acceleration",
             flag="--step-cache",
             metavar="|".join((NONE, *(f"{kind}[:STRENGTH]" for kind in STRENGTHS))),
-            unset=f"{NONE}; strength " + ", ".join(f"{one.default:g}" for one in STRENGTHS.values()),
+            unset=f"{NONE}; strength " + ", ".join(f"{strengths.default:g}" for strengths in STRENGTHS.values()),
             docs="speed.md#step-cache",
             choices=STEP_CACHES,
         ),
@@ -513,10 +513,10 @@ class GenerationRequest(FrozenModel):
 
 
 def _declarations() -> dict[str, RequestField]:
-    found = {}
+    declarations = {}
     for name, info in GenerationRequest.model_fields.items():
-        (found[name],) = (one for one in info.metadata if isinstance(one, RequestField))
-    return found
+        (declarations[name],) = (item for item in info.metadata if isinstance(item, RequestField))
+    return declarations
 
 
 FIELDS: Mapping[str, RequestField] = MappingProxyType(_declarations())

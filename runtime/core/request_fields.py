@@ -242,14 +242,14 @@ class Backends(RequestField):
             return {component: backend for component, backend in value.items() if backend is not None}
         if not isinstance(value, list | tuple):
             raise InvalidRequestError(name, "request.not_backends", value=shortened(value))
-        found: dict[str, str] = {}
+        backends: dict[str, str] = {}
         for entry in value:
             component, separator, backend = entry.partition("=") if isinstance(entry, str) else ("", "", "")
             if not separator:
                 raise InvalidRequestError(name, "request.not_a_backend", value=shortened(entry))
-            if found.setdefault(component, backend) != backend:
+            if backends.setdefault(component, backend) != backend:
                 raise InvalidRequestError(name, "request.backend_repeated", component=shortened(component))
-        return found
+        return backends
 
     def json_schema(self) -> JsonSchemaValue:
         """Return the components and backends."""
@@ -321,4 +321,4 @@ class StepCache(RequestField):
 
     def json_schema(self) -> JsonSchemaValue:
         """Return examples: a strength can follow the kind."""
-        return {"examples": [*self.choices, *(f"{kind}:{one.most:g}" for kind, one in STRENGTHS.items())]}
+        return {"examples": [*self.choices, *(f"{kind}:{strengths.most:g}" for kind, strengths in STRENGTHS.items())]}

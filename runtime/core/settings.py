@@ -185,7 +185,7 @@ class Settings(FrozenModel):
         try:
             path = path and path.expanduser().resolve()
             # A folder that is still to be made must not lie below a file.
-            usable = path is None or next(one for one in (path, *path.parents) if one.exists()).is_dir()
+            usable = path is None or next(place for place in (path, *path.parents) if place.exists()).is_dir()
         except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
             usable = False
         if not usable:
@@ -298,18 +298,18 @@ def tensorrt_from_flags(*, enable: bool, text_encoders: bool, transformer: bool)
         SettingsError: if a part is named and TensorRT is not enabled.
     """
     flags = {"text-encoders": text_encoders, "transformer": transformer}
-    named = [part for part, given in flags.items() if given]
+    named = [part for part, flag in flags.items() if flag]
     if named and not enable:
         raise SettingsError("settings.tensorrt_not_enabled", flag=f"--tensorrt-{named[0]}")
     return (",".join(named) or "all") if enable else None
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
-    given = environ.get(CACHE_VARIABLE)
-    path = Path(given).expanduser() if given else ROOT / "Cache"
+    value = environ.get(CACHE_VARIABLE)
+    path = Path(value).expanduser() if value else ROOT / "Cache"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not given and os.name == "posix" and path.stat().st_uid == os.geteuid():
+        if not value and os.name == "posix" and path.stat().st_uid == os.geteuid():
             # Earlier versions created it with the user's umask. A folder that the user chose may be shared on purpose.
             path.chmod(0o700)
     except (OSError, ValueError) as error:
@@ -338,10 +338,10 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
     return {name: (value, str(path)) for name, value in values.items()}
 
 
-def _validated(cache_dir: Path, given: Mapping[str, tuple[Any, str]]) -> Settings:
+def _validated(cache_dir: Path, entries: Mapping[str, tuple[Any, str]]) -> Settings:
     """Return the settings that values with their sources describe."""
-    values = {name: value for name, (value, _) in given.items()}
-    sources = {name: source for name, (_, source) in given.items()}
+    values = {name: value for name, (value, _) in entries.items()}
+    sources = {name: source for name, (_, source) in entries.items()}
     try:
         return Settings.model_validate({"cache_dir": cache_dir, **values}, context=sources)
     except ValidationError as error:

@@ -128,20 +128,20 @@ def uses(step_cache: str, experts: Sequence[str], ratios: Mapping[str, Sequence[
         ratios: magnitude ratios by transformer, for MagCache; see `ModelSpec.mag_ratios`.
     """
     kind, strength = kind_of(step_cache), strength_of(step_cache)
-    found: list[StepUse] = []
+    step_uses: list[StepUse] = []
     for expert, steps in groupby(experts):
-        first, count = len(found), sum(1 for _ in steps)
+        first, count = len(step_uses), sum(1 for _ in steps)
         if strength is None:
-            found += [StepUse(computed=True, fresh=True)] * count
+            step_uses += [StepUse(computed=True, fresh=True)] * count
         elif kind == FIRST_BLOCK:
             resets = (step == 0 or (first + step) % STEPS_OF_A_CACHE == 0 for step in range(count))
-            found += [StepUse(computed=True, fresh=fresh) for fresh in resets]
+            step_uses += [StepUse(computed=True, fresh=fresh) for fresh in resets]
         elif kind == TAYLORSEER:
             places = [step % _STEPS_OF_A_SERIES for step in range(count)]
-            found += [StepUse(in_series(place, int(strength)), place == 0) for place in places]
+            step_uses += [StepUse(in_series(place, int(strength)), place == 0) for place in places]
         else:
-            found += [StepUse(computed, computed) for computed in _by_magnitude(ratios[expert], count, strength)]
-    return found
+            step_uses += [StepUse(computed, computed) for computed in _by_magnitude(ratios[expert], count, strength)]
+    return step_uses
 
 
 def each_step(expert_steps: Mapping[str, int]) -> list[str]:
@@ -163,10 +163,10 @@ def computed_steps(
         ratios: see `uses`.
     """
     experts = each_step(expert_steps)
-    found = dict.fromkeys(expert_steps, 0)
+    counts = dict.fromkeys(expert_steps, 0)
     for expert, use in zip(experts, uses(step_cache, experts, ratios), strict=True):
-        found[expert] += use.computed
-    return found
+        counts[expert] += use.computed
+    return counts
 
 
 def in_series(place: int, interval: int) -> bool:
@@ -197,15 +197,15 @@ def _by_magnitude(ratios: Sequence[float], steps: int, strength: float) -> list[
     The residual of a step is expected to be as large as the cached one times the product of the ratios since then. The
     errors, its distances from 1, are added until they exceed the strength.
     """
-    kept, most = max(int(_RETENTION * steps + 0.5), 1), most_reused(strength)
-    found: list[bool] = []
+    warmup, most = max(int(_RETENTION * steps + 0.5), 1), most_reused(strength)
+    decisions: list[bool] = []
     ratio, error, reused = 1.0, 0.0, 0
-    for step, own in enumerate(interpolated(ratios, steps)):
-        if step >= kept:
-            ratio, reused = ratio * own, reused + 1
+    for step, factor in enumerate(interpolated(ratios, steps)):
+        if step >= warmup:
+            ratio, reused = ratio * factor, reused + 1
             error += abs(1 - ratio)
-        computed = step < kept or error > strength or reused > most
+        computed = step < warmup or error > strength or reused > most
         if computed:
             ratio, error, reused = 1.0, 0.0, 0
-        found.append(computed)
-    return found
+        decisions.append(computed)
+    return decisions

@@ -136,13 +136,13 @@ def _brackets(data: bytes) -> int:
 
 def _count_values(value: Any) -> int:
     """Return the number of values in all objects and lists of a value."""
-    count, left = 0, [value]
-    while left:
-        inner = left.pop()
+    count, pending = 0, [value]
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, dict | list):
             values = inner.values() if isinstance(inner, dict) else inner
             count += len(values)
-            left += [one for one in values if isinstance(one, dict | list)]
+            pending += [item for item in values if isinstance(item, dict | list)]
     return count
 
 
