@@ -104,8 +104,8 @@ PACKAGES = (
 @functools.cache
 def installed_versions() -> tuple[tuple[str, str], ...]:
     """Return (name, version) of the installed packages, without importing them."""
-    found = ((package.name, installed_as(package)) for package in PACKAGES)
-    return tuple((name, installed[1]) for name, installed in found if installed is not None)
+    versions = ((package.name, installed_as(package)) for package in PACKAGES)
+    return tuple((name, installed[1]) for name, installed in versions if installed is not None)
 
 
 def installed_as(package: Package) -> tuple[str, str] | None:

@@ -211,15 +211,15 @@ def _gpus() -> tuple[tuple[Gpu, ...], Fact | None, tuple[int, int] | None]:
         driver = pynvml.nvmlSystemGetDriverVersion()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        found = []
+        gpus = []
         for index in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids):
             handle = handles[index]
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             name = pynvml.nvmlDeviceGetName(handle)
-            found.append(Gpu(name, (major, minor), int(memory.total), int(memory.free), driver))
+            gpus.append(Gpu(name, (major, minor), int(memory.total), int(memory.free), driver))
         # 13010 is 13.1.
-        return tuple(found), None, (cuda // 1000, cuda % 1000 // 10)
+        return tuple(gpus), None, (cuda // 1000, cuda % 1000 // 10)
     except pynvml.NVMLError as error:
         return (), Fact("machine.driver_failed", {"error": error}), None
     finally:

@@ -69,10 +69,10 @@ class GrowingStream(FrameEncoder):
             with self._file.open("rb") as file:
                 file.seek(self._scanned)
                 data = file.read()
-            found = [match.start() for match in _DELIMITER.finditer(data)]
-            if found:
-                self._delimiters += len(found)
-                self._bytes = self._scanned + found[-1]
+            starts = [match.start() for match in _DELIMITER.finditer(data)]
+            if starts:
+                self._delimiters += len(starts)
+                self._bytes = self._scanned + starts[-1]
                 self._scanned = self._bytes + 1
         return max(self._delimiters - 1, 0)
 

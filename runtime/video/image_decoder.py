@@ -153,14 +153,14 @@ def _transparency(image: Image.Image) -> Any:
 
     A PNG with 16 bits in color keeps the upper 8.
     """
-    given = image.info.get("transparency")
+    color = image.info.get("transparency")
     tiles = getattr(image, "tile", ())
     raw = tiles[0].args if tiles else None
-    if isinstance(given, int) and isinstance(raw, str):
-        return given * _SPREAD.get(raw, 1)
-    if isinstance(given, tuple) and isinstance(raw, str) and ";16" in raw:
-        return tuple(value >> 8 for value in given)
-    return given
+    if isinstance(color, int) and isinstance(raw, str):
+        return color * _SPREAD.get(raw, 1)
+    if isinstance(color, tuple) and isinstance(raw, str) and ";16" in raw:
+        return tuple(value >> 8 for value in color)
+    return color
 
 
 def _orientation(image: Image.Image) -> int:

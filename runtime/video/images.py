@@ -91,10 +91,10 @@ def fitted(image: Image.Image, width: int, height: int, fit: str = CROP, positio
     scales = width / image.width, height / image.height
     if fit == CROP:
         scale = max(scales)
-        # What the frame shows of the image, in its own pixels.
-        seen = width / scale, height / scale
-        left, top = ((whole - part) * position / 100 for whole, part in zip(image.size, seen, strict=True))
-        box = (max(left, 0.0), max(top, 0.0), min(left + seen[0], image.width), min(top + seen[1], image.height))
+        # The part of the image that the frame shows, in the image's pixels.
+        view = width / scale, height / scale
+        left, top = ((whole - part) * position / 100 for whole, part in zip(image.size, view, strict=True))
+        box = (max(left, 0.0), max(top, 0.0), min(left + view[0], image.width), min(top + view[1], image.height))
         return image.resize((width, height), Image.Resampling.LANCZOS, box=box)
     scale = min(scales)
     inner_width, inner_height = (max(1, round(side * scale)) for side in image.size)

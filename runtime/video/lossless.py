@@ -100,7 +100,7 @@ def read_frames(source: Path, width: int, height: int, count: int) -> Generator[
     """
     # With a rate of the input, times in the file are ignored; otherwise their rounding would drop or repeat frames.
     command = [find_ffmpeg(), "-v", "error", "-xerror", *_ONLY_THIS, "-r", "30", "-i", str(source), *_RAW, "pipe:1"]
-    size, found = width * height * _COLORS, 0
+    size, frames = width * height * _COLORS, 0
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
@@ -110,20 +110,20 @@ def read_frames(source: Path, width: int, height: int, count: int) -> Generator[
         assert process.stdout is not None
         try:
             while data := process.stdout.read(size):
-                found += 1
-                if found > count or len(data) < size:
+                frames += 1
+                if frames > count or len(data) < size:
                     raise OutputError("video.part_damaged", file=source.name)
                 yield np.frombuffer(data, np.uint8).reshape(height, width, _COLORS)
         except BaseException:
             process.kill()
             raise
         # ffmpeg only logs a wrong checksum.
-        if found != count or process.wait() != 0 or log.seek(0, os.SEEK_END):
+        if frames != count or process.wait() != 0 or log.seek(0, os.SEEK_END):
             raise OutputError("video.part_damaged", file=source.name)
 
 
 def sweep_parts(folder: Path) -> None:
     """Remove the incomplete parts that killed processes left in a folder of one job."""
-    for left in folder.glob(f"*{_PARTIAL}"):
+    for path in folder.glob(f"*{_PARTIAL}"):
         with contextlib.suppress(OSError):
-            left.unlink()
+            path.unlink()

@@ -34,7 +34,7 @@ class Similarity:
         return math.isinf(self.psnr)
 
 
-def similarity(one: Path, other: Path) -> Similarity:
+def similarity(first: Path, second: Path) -> Similarity:
     """Compare two clips of the same size.
 
     Raises:
@@ -44,7 +44,7 @@ def similarity(one: Path, other: Path) -> Similarity:
         f"[0:v]{_FRAMES},split[a][b];[1:v]{_FRAMES},split[c][d];"
         "[a][c]psnr=shortest=1:repeatlast=0[e];[b][d]ssim=shortest=1:repeatlast=0[f]"
     )
-    command = [find_ffmpeg(), "-v", "info", "-nostats", "-i", str(one), "-i", str(other), "-lavfi", graph]
+    command = [find_ffmpeg(), "-v", "info", "-nostats", "-i", str(first), "-i", str(second), "-lavfi", graph]
     command += ["-map", "[e]", "-f", "null", "-", "-map", "[f]", "-f", "null", "-"]
     try:
         run = subprocess.run(command, capture_output=True, check=False, timeout=_TIMEOUT_SECONDS)
