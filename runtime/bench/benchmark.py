@@ -78,7 +78,7 @@ class Entry:
         residency: keeps its components loaded.
         first: its first run, which loads weights and builds engines.
         runs: measured runs, after the warm-up.
-        held: bytes that it keeps between runs, by kind of memory.
+        resident_bytes: bytes that it keeps between runs, by kind of memory.
         peaks: peak bytes by kind of memory and stage, including those that it keeps between runs.
         engines: the engines that it uses.
         quality: similarity of its clip to the reference's; `not_compared` is the reason if there is none.
@@ -94,7 +94,7 @@ class Entry:
     plan: ExecutionPlan | None = None
     first: Measurement | None = None
     runs: list[Measurement] = field(default_factory=list)
-    held: dict[str, int] = field(default_factory=dict)
+    resident_bytes: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, dict[str, int]] = field(default_factory=lambda: {kind: {} for kind in MEMORIES})
     engines: tuple[EngineUsed, ...] = ()
     quality: Similarity | None = None
@@ -130,7 +130,7 @@ class Entry:
         for kind, of_run in (("vram", run.vram), ("gpu", run.gpu), ("ram", run.ram)):
             peaks = self.peaks[kind]
             for stage, beyond in of_run.items():
-                peaks[stage] = max(peaks.get(stage, 0), self.held.get(kind, 0) + beyond, 0)
+                peaks[stage] = max(peaks.get(stage, 0), self.resident_bytes.get(kind, 0) + beyond, 0)
 
     def add_frames(self, frames: Sequence[np.ndarray]) -> None:
         """Add the digest of a run's frames."""
@@ -177,8 +177,8 @@ class Entry:
 
 def stages(runs: Sequence[Measurement]) -> Mapping[str, Spread]:
     """Return the spread of each stage over runs."""
-    found = {name: spread([run.timings[name] for run in runs if name in run.timings]) for name in STAGES}
-    return {name: figure for name, figure in found.items() if figure is not None}
+    spreads = {name: spread([run.timings[name] for run in runs if name in run.timings]) for name in STAGES}
+    return {name: figure for name, figure in spreads.items() if figure is not None}
 
 
 def _json(figure: Spread | None) -> dict[str, float] | None:
@@ -241,7 +241,9 @@ class Bench:
     ) -> "Bench":
         """Return a benchmark of configurations."""
         # Every run encodes its prompt, which is measured too.
-        entries = [Entry(one, Residency(setup.engines, keep_prompts=False)) for one in configurations]
+        entries = [
+            Entry(configuration, Residency(setup.engines, keep_prompts=False)) for configuration in configurations
+        ]
         return cls(setup, entries, report, saved)
 
     @property
@@ -285,9 +287,9 @@ class Bench:
         text = f"Measuring {names or 'nothing'}: {counted(setup.runs, 'run')} of each, in turn, {about(seconds)}"
         missing = {use.id for plan in plans for part in plan.components.values() for use in part.engines if use.build}
         if missing:
-            known = all(self._build_seconds.values())
+            complete = all(self._build_seconds.values())
             text += f". Engines to build before that: {len(missing)}"
-            text += f", {about(sum(self._build_seconds.values()))}" if known else ""
+            text += f", {about(sum(self._build_seconds.values()))}" if complete else ""
         return f"{text}."
 
     def _plan_all(self) -> None:
@@ -316,8 +318,10 @@ class Bench:
             built = tuple(use.id for use in part.engines if use.build)
             if built:
                 of_part = offers(name, plan.latent_size, part.device)
-                chosen = (one for one in of_part if [use.id for use in one.engines] == [use.id for use in part.engines])
-                self._build_seconds[built] = next((one.build_seconds for one in chosen), 0.0)
+                chosen = (
+                    offer for offer in of_part if [use.id for use in offer.engines] == [use.id for use in part.engines]
+                )
+                self._build_seconds[built] = next((offer.build_seconds for offer in chosen), 0.0)
         entry.spec, entry.plan = spec, in_float32(plan) if configuration.float32 else plan
         why = fallback_text(plan)
         if why is not None:
@@ -335,7 +339,7 @@ class Bench:
                     self._measured_run(entry, number, scratch, cancel)
                 if not self.together:
                     entry.residency.free()
-                    entry.held = {}
+                    entry.resident_bytes = {}
                 self.saved(self)
 
     def _prepare(self, entry: Entry, scratch: Path, cancel: Cancel, *, again: bool = False) -> None:
@@ -361,22 +365,22 @@ class Bench:
         """Return whether a configuration is skipped because its plan equals that of another one."""
         if not entry.configuration.only_if_new:
             return False
-        own = plan_key(entry.planned()[1])
-        others = [other for other in self.entries if other is not entry and other.live]
-        same = next((other for other in others if plan_key(other.planned()[1]) == own), None)
+        key = plan_key(entry.planned()[1])
+        peers = [peer for peer in self.entries if peer is not entry and peer.live]
+        same = next((peer for peer in peers if plan_key(peer.planned()[1]) == key), None)
         if same is not None:
             entry.stop("same", f"Its plan equals that of {same.name}.")
             self.report(f"{entry.name}: same plan as {same.name}")
         return same is not None
 
     def _measured_run(self, entry: Entry, number: int, scratch: Path, cancel: Cancel) -> None:
-        kept = self.setup.keep_videos and not entry.runs
+        keep = self.setup.keep_videos and not entry.runs
         name = f"{slug(entry.name) or 'video'}-{self.entries.index(entry) + 1}.mp4"
-        video = (self.setup.folder if kept else scratch) / name
+        video = (self.setup.folder if keep else scratch) / name
         run = self._run(entry, video, cancel)
         if run is None:
             return
-        if kept:
+        if keep:
             give_usual_permissions(video)
         entry.state = "measured"
         entry.runs.append(replace(run, frames=()))
@@ -418,8 +422,8 @@ class Bench:
             self.report(f"{entry.name}: {what}")
             return None
         entry.add_memory(run)
-        for kind, held in used_memory(device).items():
-            entry.held[kind] = entry.held.get(kind, 0) + held - before[kind]
+        for kind, size in used_memory(device).items():
+            entry.resident_bytes[kind] = entry.resident_bytes.get(kind, 0) + size - before[kind]
         if entry.first is None:
             entry.first = replace(run, frames=())
             entry.engines = self._engines(entry)

@@ -63,21 +63,21 @@ class Comparison:
         """Return the rows of a table with `HEADINGS`."""
         return [
             (
-                one.name,
-                one.figure,
-                spread_text(one.before.to_json()),
-                spread_text(one.after.to_json()),
-                "" if one.median is None else f"{one.median:.3f}",
-                "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}",
-                one.verdict,
+                row.name,
+                row.figure,
+                spread_text(row.before.to_json()),
+                spread_text(row.after.to_json()),
+                "" if row.median is None else f"{row.median:.3f}",
+                "" if row.low is None or row.high is None else f"{row.low:.3f} to {row.high:.3f}",
+                row.verdict,
             )
-            for one in self.differences
+            for row in self.differences
         ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
         return {
-            "differences": [one.to_json() for one in self.differences],
+            "differences": [difference.to_json() for difference in self.differences],
             "left_out": list(self.left_out),
             "versions": list(self.versions),
         }
@@ -116,56 +116,58 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     machines = differing_machines(before, after)
     if machines:
         raise InvalidRequestError("file", "bench.two_machines", machines=machines)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     left_out: list[str] = []
     try:
-        others = {one["name"]: one for one in after["configurations"]}
-        for one in before["configurations"]:
-            other = others.pop(one["name"], None)
-            why = "only in the first" if other is None else _request_difference(one, other)
-            if why is not None or other is None:
-                left_out.append(f"{one['name']}: {why}.")
+        counterparts = {row["name"]: row for row in after["configurations"]}
+        for entry in before["configurations"]:
+            counterpart = counterparts.pop(entry["name"], None)
+            why = "only in the first" if counterpart is None else _request_difference(entry, counterpart)
+            if why is not None or counterpart is None:
+                left_out.append(f"{entry['name']}: {why}.")
                 continue
-            found += _differences(one, other)
-        left_out += [f"{name}: only in the second." for name in others]
+            differences += _differences(entry, counterpart)
+        left_out += [f"{name}: only in the second." for name in counterparts]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidRequestError("file", "bench.incomplete", file="A result") from error
-    if not found:
+    if not differences:
         if not left_out:
             raise InvalidRequestError("file", "bench.results_empty")
         raise InvalidRequestError("file", "bench.nothing_to_compare", why=" ".join(left_out))
-    return Comparison(tuple(found), tuple(left_out), tuple(differing_versions(before, after)))
+    return Comparison(tuple(differences), tuple(left_out), tuple(differing_versions(before, after)))
 
 
-def _request_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    for number_of, which in (("first", one), ("second", other)):
+def _request_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
+    for number_of, which in (("first", first), ("second", second)):
         if not which["stages"]:
             return f"not measured in the {number_of}"
-    mine, theirs = one["request"], other["request"]
+    mine, theirs = first["request"], second["request"]
     # Fields that only one version has are not compared.
     names = sorted((set(mine) & set(theirs)) - _IRRELEVANT_FIELDS)
     differing = [f"{name} {mine[name]!r}, {theirs[name]!r}" for name in names if mine[name] != theirs[name]]
     return f"another request ({'; '.join(differing)})" if differing else None
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    figures = [(name, one["stages"][name], other["stages"].get(name)) for name in one["stages"]]
-    figures += [(name, one.get(name), other.get(name)) for name in ("step", "load")]
-    for name, left, right in figures:
-        if left is None or right is None:
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+    figures = [(name, first["stages"][name], second["stages"].get(name)) for name in first["stages"]]
+    figures += [(name, first.get(name), second.get(name)) for name in ("step", "load")]
+    for name, earlier, later in figures:
+        if earlier is None or later is None:
             continue
-        before, after = Spread.from_json(left), Spread.from_json(right)
+        before, after = Spread.from_json(earlier), Spread.from_json(later)
         change = ratio(before, after)
         if change is None:
             continue
-        yield Difference(one["name"], name, before, after, change.median, change.low, change.high, change.verdict)
+        yield Difference(first["name"], name, before, after, change.median, change.low, change.high, change.verdict)
 
 
 def summary(comparison: Comparison) -> str:
     """Return how many configurations are faster, slower or neither in total, as one line."""
-    totals = [one for one in comparison.differences if one.figure in _TOTALS]
-    counts = {verdict: sum(one.verdict == verdict for one in totals) for verdict in ("faster", "slower")}
+    totals = [total for total in comparison.differences if total.figure in _TOTALS]
+    counts = {verdict: sum(total.verdict == verdict for total in totals) for verdict in ("faster", "slower")}
     rest = len(totals) - sum(counts.values())
-    largest = max((one for one in totals if one.median), key=lambda one: abs((one.median or 1) - 1), default=None)
+    largest = max(
+        (total for total in totals if total.median), key=lambda total: abs((total.median or 1) - 1), default=None
+    )
     most = f" Largest change: {largest.name}, ratio {number(largest.median)}." if largest and largest.median else ""
     return f"Of {len(totals)}: {counts['faster']} faster, {counts['slower']} slower, {rest} neither.{most}"

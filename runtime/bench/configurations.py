@@ -66,14 +66,19 @@ def standard(request: GenerationRequest, plan: ExecutionPlan, offers: Offers) ->
         offers: existing and buildable engines.
     """
     in_pytorch = request.replace(backends={ALL: PYTORCH})
-    found = [Configuration(name=PYTORCH, flags=f"--backend {ALL}={PYTORCH}", request=in_pytorch)]
+    configurations = [Configuration(name=PYTORCH, flags=f"--backend {ALL}={PYTORCH}", request=in_pytorch)]
     if any(part.dtype != "float32" for part in plan.components.values()):
-        found.insert(0, Configuration(name="float32", flags=found[0].flags, request=in_pytorch, float32=True))
+        configurations.insert(
+            0, Configuration(name="float32", flags=configurations[0].flags, request=in_pytorch, float32=True)
+        )
     for backend in BACKEND_TITLES:
-        asked = request.replace(backends={ALL: backend})
+        on_backend = request.replace(backends={ALL: backend})
         if backend != PYTORCH and _runs_everywhere(backend, request, plan, offers):
-            found.append(Configuration(name=backend, flags=f"--backend {ALL}={backend}", request=asked))
-    return [*found, Configuration(name="auto", flags="", request=request.replace(backends={}), only_if_new=True)]
+            configurations.append(Configuration(name=backend, flags=f"--backend {ALL}={backend}", request=on_backend))
+    return [
+        *configurations,
+        Configuration(name="auto", flags="", request=request.replace(backends={}), only_if_new=True),
+    ]
 
 
 def _runs_everywhere(backend: str, request: GenerationRequest, plan: ExecutionPlan, offers: Offers) -> bool:
@@ -113,8 +118,8 @@ def plan_key(plan: ExecutionPlan) -> tuple[Any, ...]:
         (name, part.backend, part.device, part.dtype, part.quantization, tuple(use.id for use in part.engines))
         for name, part in plan.components.items()
     ]
-    asked = {key: value for key, value in plan.request_json().items() if key not in _RESOLVED_FIELDS}
-    return parts, asked, plan.strategy
+    request = {key: value for key, value in plan.request_json().items() if key not in _RESOLVED_FIELDS}
+    return parts, request, plan.strategy
 
 
 # Request fields whose effect is contained in the components of a plan.
@@ -151,8 +156,8 @@ def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
         name: part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
         for name, part in plan.components.items()
     }
-    asked = plan.asked.replace(build="missing") if plan.asked.build == "always" else plan.asked
-    return plan.replace(components=parts, asked=asked)
+    request = plan.asked.replace(build="missing") if plan.asked.build == "always" else plan.asked
+    return plan.replace(components=parts, asked=request)
 
 
 def clip_difference(plan: ExecutionPlan, reference: ExecutionPlan) -> str | None:

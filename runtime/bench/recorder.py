@@ -115,9 +115,9 @@ class Recorder:
         """Record decoded frames."""
         self._frames.append(frames)
 
-    def add_plans(self, planned: ExecutionPlan, ran: ExecutionPlan, peaks: Mapping[str, int]) -> None:
+    def add_plans(self, planned: ExecutionPlan, final: ExecutionPlan, peaks: Mapping[str, int]) -> None:
         """Record how the job deviated from its plan, and its peak VRAM by stage."""
-        self._deviations = changed_fields(planned, ran)
+        self._deviations = changed_fields(planned, final)
         if self._cuda:
             self._vram = dict(peaks)
 
@@ -187,11 +187,11 @@ class UnwrittenHistory(HistoryFile):
             self.listener.add_plans(planned, ran, peaks)
 
 
-def changed_fields(planned: ExecutionPlan, ran: ExecutionPlan) -> list[str]:
+def changed_fields(planned: ExecutionPlan, final: ExecutionPlan) -> list[str]:
     """Return the fields and components of a plan that changed during the job, except by building engines."""
     fields = [name for name in type(planned).model_fields if name != "components"]
-    before, after = without_builds(planned).components, without_builds(ran).components
-    changed = [name for name in fields if getattr(planned, name) != getattr(ran, name)]
+    before, after = without_builds(planned).components, without_builds(final).components
+    changed = [name for name in fields if getattr(planned, name) != getattr(final, name)]
     return changed + [name for name in before if before[name] != after[name]]
 
 

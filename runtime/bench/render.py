@@ -28,33 +28,33 @@ _HUNDRED, _TEN, _TENTH = 100, 10, 0.1
 def timing_rows(result: Mapping[str, Any]) -> Rows:
     """Return rows for `TIMING_HEADINGS`: median (minimum–maximum) seconds of every measured configuration."""
     rows: Rows = []
-    for one in result["configurations"]:
-        if not one["stages"]:
+    for entry in result["configurations"]:
+        if not entry["stages"]:
             continue
-        stages, first = one["stages"], one["first"]
+        stages, first = entry["stages"], entry["first"]
         cells = [spread_text(stages.get(name)) for name in _STAGES]
-        cells += [spread_text(one["step"]), *(spread_text(stages.get(name)) for name in _LATER)]
+        cells += [spread_text(entry["step"]), *(spread_text(stages.get(name)) for name in _LATER)]
         early = [seconds_text(first[name]) if first else "" for name in ("wall", "load")]
-        build = seconds_text(one["build_seconds"]) if one["build_seconds"] else built_before(one)
-        rows.append((one["name"], *cells, *early, build))
+        build = seconds_text(entry["build_seconds"]) if entry["build_seconds"] else built_before(entry)
+        rows.append((entry["name"], *cells, *early, build))
     return rows
 
 
 def quality_rows(result: Mapping[str, Any]) -> Rows:
     """Return rows for `QUALITY_HEADINGS`: peak memory, and similarity to the reference's clip."""
     rows: Rows = []
-    for one in result["configurations"]:
-        if not one["stages"]:
+    for entry in result["configurations"]:
+        if not entry["stages"]:
             continue
-        if one["name"] == result["reference"]:
+        if entry["name"] == result["reference"]:
             similarity: tuple[str, ...] = ("the reference", "")
-        elif one["quality"] is None:
-            similarity = (one["not_compared"] or "not compared", "")
+        elif entry["quality"] is None:
+            similarity = (entry["not_compared"] or "not compared", "")
         else:
-            similarity = _similarity(one["quality"])
-        repeats = {True: "yes", False: "no", None: ""}[one["repeats"]]
-        memory = [_peak(one["memory"][kind]) for kind in ("vram", "gpu", "ram")]
-        rows.append((one["name"], *memory, *similarity, repeats))
+            similarity = _similarity(entry["quality"])
+        repeats = {True: "yes", False: "no", None: ""}[entry["repeats"]]
+        memory = [_peak(entry["memory"][kind]) for kind in ("vram", "gpu", "ram")]
+        rows.append((entry["name"], *memory, *similarity, repeats))
     return rows
 
 
@@ -68,7 +68,7 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     else:
         noise = f"Noise floor: two runs of it differ by {floor['psnr']:.1f} dB PSNR, SSIM {floor['ssim']:.4f}."
     how = "in turn, all loaded" if result["together"] else "in turn, each loaded for its run"
-    lines = [f"{one['name']}: {one['runs_on']}." for one in result["configurations"] if one["stages"]]
+    lines = [f"{entry['name']}: {entry['runs_on']}." for entry in result["configurations"] if entry["stages"]]
     lines += [
         f"Reference: {result['reference']} ({result['reference_is']}). {noise}",
         f"Seconds: median (minimum–maximum) of {counted(result['runs'], 'run')} after "
@@ -84,24 +84,24 @@ def notes(result: Mapping[str, Any]) -> list[str]:
 def outcomes(result: Mapping[str, Any]) -> list[str]:
     """Return a line for each configuration that was not measured completely."""
     lines = []
-    for one in result["configurations"]:
-        if one["state"] != "measured":
-            runs = f", after {one['runs']} runs" if one["runs"] else ""
-            lines.append(f"{one['name']}: {state_text(one)}{runs}. {one['remedy']}".rstrip())
+    for entry in result["configurations"]:
+        if entry["state"] != "measured":
+            runs = f", after {entry['runs']} runs" if entry["runs"] else ""
+            lines.append(f"{entry['name']}: {state_text(entry)}{runs}. {entry['remedy']}".rstrip())
     return lines
 
 
-def state_text(one: Mapping[str, Any]) -> str:
+def state_text(entry: Mapping[str, Any]) -> str:
     """Return the state of a configuration and the reason for it."""
-    if one["state"] == "waiting":
+    if entry["state"] == "waiting":
         return "not measured"
-    why = one["why"].rstrip(".")
-    return f"{one['state']}: {why}" if one["state"] != "same" else why
+    why = entry["why"].rstrip(".")
+    return f"{entry['state']}: {why}" if entry["state"] != "same" else why
 
 
-def built_before(one: Mapping[str, Any]) -> str:
+def built_before(entry: Mapping[str, Any]) -> str:
     """Return the seconds of earlier engine builds."""
-    seconds = sum(engine["build_seconds"] for engine in one["engines"])
+    seconds = sum(engine["build_seconds"] for engine in entry["engines"])
     return f"{seconds_text(seconds)}, earlier" if seconds else ""
 
 

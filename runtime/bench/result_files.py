@@ -125,26 +125,26 @@ def commit(folder: Path) -> dict[str, Any]:
     return {"commit": head, "changed": None if status is None else bool(status)}
 
 
-def differing_versions(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_versions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return the versions that differ between two environments: "torch 2.11.0, 2.13.0"."""
     lines = []
     for name in ("version", "commit", "changed"):
-        pair = one["tandem"].get(name), other["tandem"].get(name)
+        pair = first["tandem"].get(name), second["tandem"].get(name)
         if pair[0] != pair[1]:
             lines.append(f"Tandem's {name} {_as_text(pair[0])[:_COMMIT_DIGITS]}, {_as_text(pair[1])[:_COMMIT_DIGITS]}")
-    names = sorted({*one["versions"], *other["versions"]})
+    names = sorted({*first["versions"], *second["versions"]})
     for name in names:
-        pair = one["versions"].get(name), other["versions"].get(name)
+        pair = first["versions"].get(name), second["versions"].get(name)
         if pair[0] != pair[1]:
             lines.append(f"{name} {_as_text(pair[0])}, {_as_text(pair[1])}")
     return lines
 
 
-def differing_machines(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_machines(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return differences between the machines of two environments that affect timings."""
     names = ("system", "cpu", "cores", "gpus")
-    pairs = [(name, one["machine"].get(name), other["machine"].get(name)) for name in names]
-    return [f"{name} {_as_text(left)}, {_as_text(right)}" for name, left, right in pairs if left != right]
+    pairs = [(name, first["machine"].get(name), second["machine"].get(name)) for name in names]
+    return [f"{name} {_as_text(a)}, {_as_text(b)}" for name, a, b in pairs if a != b]
 
 
 def _as_text(value: Any) -> str:
@@ -170,8 +170,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _cudnn() -> int | None:
-    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return None if found is None else int(found)
+    number = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return None if number is None else int(number)
 
 
 def _installed(package: str) -> str | None:

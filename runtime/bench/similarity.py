@@ -51,17 +51,17 @@ def similarity(frames: Sequence[np.ndarray], reference: Sequence[np.ndarray]) ->
     Raises:
         ValueError: if the clips differ in length or size.
     """
-    one, other = (np.concatenate(list(clip)) for clip in (frames, reference))
-    if one.shape != other.shape:
-        raise ValueError(f"clips of {one.shape} and {other.shape}")
+    first, second = (np.concatenate(list(clip)) for clip in (frames, reference))
+    if first.shape != second.shape:
+        raise ValueError(f"clips of {first.shape} and {second.shape}")
     squares, largest = 0.0, 0
-    for frame, wanted in zip(one, other, strict=True):
-        difference = frame.astype(np.int32) - wanted
+    for frame, expected in zip(first, second, strict=True):
+        difference = frame.astype(np.int32) - expected
         squares += float(np.square(difference).sum())
         largest = max(largest, int(np.abs(difference).max()))
-    psnr = 10 * math.log10(_PEAK**2 * one.size / squares) if squares else math.inf
-    chosen = _compared_frames(len(one), one.shape[1] * one.shape[2]) if squares else ()
-    ssim = statistics.mean(_ssim(one[index], other[index]) for index in chosen) if chosen else 1.0
+    psnr = 10 * math.log10(_PEAK**2 * first.size / squares) if squares else math.inf
+    chosen = _compared_frames(len(first), first.shape[1] * first.shape[2]) if squares else ()
+    ssim = statistics.mean(_ssim(first[index], second[index]) for index in chosen) if chosen else 1.0
     return Similarity(psnr, ssim, largest)
 
 

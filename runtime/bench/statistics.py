@@ -30,10 +30,10 @@ class Spread:
         Raises:
             TypeError, ValueError, KeyError: if the values are not a valid spread.
         """
-        found = cls(float(values["median"]), float(values["low"]), float(values["high"]), int(values["count"]))
-        if not (0 <= found.low <= found.median <= found.high and found.count > 0):
+        result = cls(float(values["median"]), float(values["low"]), float(values["high"]), int(values["count"]))
+        if not (0 <= result.low <= result.median <= result.high and result.count > 0):
             raise ValueError("the median is not between the minimum and the maximum")
-        return found
+        return result
 
 
 def spread(values: Sequence[float]) -> Spread | None:

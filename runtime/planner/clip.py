@@ -22,17 +22,17 @@ _SIMILAR = 0.05
 
 def size_for(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
     """Return a clip's width and height in pixels: those asked for, else from the image's proportions or the model's."""
-    own = spec.defaults.width, spec.defaults.height
-    asked = request.width, request.height
-    if spec.image is None or AUTO not in asked:
-        width, height = (default if one == AUTO else int(one) for one, default in zip(asked, own, strict=True))
+    usual = spec.defaults.width, spec.defaults.height
+    sides = request.width, request.height
+    if spec.image is None or AUTO not in sides:
+        width, height = (default if side == AUTO else int(side) for side, default in zip(sides, usual, strict=True))
         return width, height
     ratio = spec.image.width / spec.image.height
     if request.width != AUTO:
         return int(request.width), _multiple(int(request.width) / ratio, spec, "height")
     if request.height != AUTO:
         return _multiple(int(request.height) * ratio, spec, "width"), int(request.height)
-    return like_image(spec, spec.image, own[0] * own[1])
+    return like_image(spec, spec.image, usual[0] * usual[1])
 
 
 def frames_for(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
@@ -78,15 +78,15 @@ def count_prompts(request: GenerationRequest, spec: ModelSpec, frames: int, fps:
 
 def _check_times(prompts: Sequence[TimedPrompt], length: float) -> None:
     before = 0.0
-    for one in prompts:
-        data = {"start": f"{one.start:g}"}
-        if not one.text:
+    for prompt in prompts:
+        data = {"start": f"{prompt.start:g}"}
+        if not prompt.text:
             raise InvalidRequestError("prompt", "planner.prompt_of_time_empty", **data)
-        if one.start < before:
+        if prompt.start < before:
             raise InvalidRequestError("prompt", "planner.prompt_order", before=f"{before:g}", **data)
-        if one.start >= length:
+        if prompt.start >= length:
             raise InvalidRequestError("prompt", "planner.prompt_too_late", length=f"{length:.4g}", **data)
-        before = one.start
+        before = prompt.start
 
 
 def like_image(spec: ModelSpec, image: ImageUse, pixels: int) -> tuple[int, int]:
@@ -95,8 +95,8 @@ def like_image(spec: ModelSpec, image: ImageUse, pixels: int) -> tuple[int, int]
     It is one of the model's own sizes if one is close: the model was trained with it, and engines exist for it.
     """
     ratio = image.width / image.height
-    own = [size for size in spec.sizes if abs(size[0] * size[1] / pixels - 1) <= _SIMILAR]
-    closest = min(own, key=lambda size: _cut(image, *size), default=None)
+    sizes = [size for size in spec.sizes if abs(size[0] * size[1] / pixels - 1) <= _SIMILAR]
+    closest = min(sizes, key=lambda size: _cut(image, *size), default=None)
     if closest is not None and _cut(image, *closest) <= _SIMILAR:
         return closest
     width, height = math.sqrt(pixels * ratio), math.sqrt(pixels / ratio)
@@ -116,8 +116,8 @@ def _most(spec: ModelSpec, field: str) -> int:
 
 def _cut(image: ImageUse, width: int, height: int) -> float:
     """Return the share of an image that a frame of this size does not show if it is cropped."""
-    ratio, wanted = image.width / image.height, width / height
-    return 1 - min(ratio / wanted, wanted / ratio)
+    ratio, frame_ratio = image.width / image.height, width / height
+    return 1 - min(ratio / frame_ratio, frame_ratio / ratio)
 
 
 def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
@@ -224,21 +224,21 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
     """Return the reason for a shift from `shift_override`; `None` for the model's own shift."""
     if shift is None:
         return None
-    known = published(spec)
-    others = [Fact("planner.shift_of_scheduler", {"shift": spec.noise.shift})] if spec.is_downloaded else []
-    if known is not None and known.flow_shift not in {shift, spec.noise.shift}:
-        others.append(Fact("planner.shift_published", {"shift": known.flow_shift}))
-    return Fact("planner.shift_asked", {"shift": shift, "others": others})
+    model = published(spec)
+    alternatives = [Fact("planner.shift_of_scheduler", {"shift": spec.noise.shift})] if spec.is_downloaded else []
+    if model is not None and model.flow_shift not in {shift, spec.noise.shift}:
+        alternatives.append(Fact("planner.shift_published", {"shift": model.flow_shift}))
+    return Fact("planner.shift_asked", {"shift": shift, "others": alternatives})
 
 
 def guidance_reason(request: GenerationRequest, spec: ModelSpec) -> Fact | None:
     """Return the reason for guidance scales that the model has for videos from images only; `None` for others."""
     defaults = spec.defaults
-    scales, usual = (defaults.guidance(from_image=given) for given in (spec.image is not None, False))
+    scales, usual = (defaults.guidance(from_image=from_image) for from_image in (spec.image is not None, False))
     if request.guidance_scale != AUTO or scales == usual:
         return None
-    shown = [[f"{scale:g}" for scale in pair if scale is not None] for pair in (scales, usual)]
-    return Fact("planner.guidance_of_images", {"scales": shown[0], "usual": shown[1]})
+    texts = [[f"{scale:g}" for scale in pair if scale is not None] for pair in (scales, usual)]
+    return Fact("planner.guidance_of_images", {"scales": texts[0], "usual": texts[1]})
 
 
 def expert_steps(spec: ModelSpec, steps: int, shift: float | None) -> dict[str, int]:
@@ -277,10 +277,10 @@ def shift_warnings(spec: ModelSpec, steps: int, shift: float | None, steps_by_ex
 
 
 def _lora_shift_warning(spec: ModelSpec, use: LoraUse, shift: float) -> Fact | None:
-    wanted = None if use.steps is None else family_of(spec.family).distilled_shift(use.path)
-    if wanted in {None, shift}:
+    lora_shift = None if use.steps is None else family_of(spec.family).distilled_shift(use.path)
+    if lora_shift in {None, shift}:
         return None
-    return Fact("planner.lora_shift", {"lora": use.name, "wanted": wanted, "shift": shift})
+    return Fact("planner.lora_shift", {"lora": use.name, "wanted": lora_shift, "shift": shift})
 
 
 def lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[Fact]:

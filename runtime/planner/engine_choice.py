@@ -125,7 +125,7 @@ class _PyTorchPlan:
         planned = self.attempt({**self._plain, name: on_offer(offer)})
         if planned is None:
             return as_built
-        engine, pytorch = (forecast.measured_call(*_parts(one, name)) for one in (planned, self._planned))
+        engine, pytorch = (forecast.measured_call(*_parts(variant, name)) for variant in (planned, self._planned))
         return Comparison(engine, pytorch, forecast.attention_between(*_parts(planned, name)))
 
     def saved(self, name: str, offer: EngineOffer) -> float:
@@ -153,17 +153,17 @@ def _choices(
     """Choose the backend of each component by itself."""
     chosen = {}
     for name in spec.component_names:
-        asked = request.backend(name)
+        requested = request.backend(name)
         # Only the transformers' weights are quantized.
         quantization = request.quantization if is_transformer(name) else "none"
         case = replace(settings, component=name, quantization=quantization)
-        if asked not in {AUTO, PYTORCH}:
-            against = refused(asked, offered(name), case, machine)
+        if requested not in {AUTO, PYTORCH}:
+            against = refused(requested, offered(name), case, machine)
             if against is not None:
                 raise against.refusal
         admitted, excluded = admit(offered(name), case, machine)
         chosen[name] = choose(
-            asked,
+            requested,
             request.build,
             admitted,
             in_pytorch,
@@ -188,7 +188,7 @@ def _drop_engines_that_do_not_fit(
     Raises:
         MemoryShortError: if memory does not suffice with the requested engines alone.
     """
-    chosen, left, too_large = dict(choices), [*automatic], []
+    chosen, candidates, too_large = dict(choices), [*automatic], []
 
     def saved(name: str) -> float:
         offer = choices[name].offer
@@ -204,19 +204,19 @@ def _drop_engines_that_do_not_fit(
         try:
             planned = reference.decide(chosen)
         except MemoryShortError:
-            if not left:
+            if not candidates:
                 raise
         better = {}
-        for name in left:
+        for name in candidates:
             if planned is None or saved(name) > 0:
-                other = reference.attempt(chosen | {name: _in_pytorch(in_pytorch)})
-                if other is not None and (planned is None or other.seconds < planned.seconds):
-                    better[name] = other
+                alternative = reference.attempt(chosen | {name: _in_pytorch(in_pytorch)})
+                if alternative is not None and (planned is None or alternative.seconds < planned.seconds):
+                    better[name] = alternative
         if planned is not None and not better:
             break
-        name = min(better, key=lambda one: better[one].seconds) if better else max(left, key=freed)
+        name = min(better, key=lambda component: better[component].seconds) if better else max(candidates, key=freed)
         chosen[name] = _in_pytorch(in_pytorch, slows=planned is not None)
-        left.remove(name)
+        candidates.remove(name)
         if planned is None:
             too_large.append(name)
     for name in sorted(too_large, key=saved, reverse=True):

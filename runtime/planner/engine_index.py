@@ -251,8 +251,8 @@ def serves_any_clip(program: str) -> bool:
     return is_text_encoder(program) or program == IMAGE_ENCODER or is_block_program(program)
 
 
-def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -> EngineRecord | None:
-    """Return a usable engine for `wanted`, or one that differs only in its sizes and serves `latent`.
+def find(index: Iterable[EngineRecord], target: EngineKey, latent: LatentSize) -> EngineRecord | None:
+    """Return a usable engine for `target`, or one that differs only in its sizes and serves `latent`.
 
     The exact key comes first, then the fastest; `None` if there is none.
     """
@@ -260,68 +260,68 @@ def find(index: Iterable[EngineRecord], wanted: EngineKey, latent: LatentSize) -
         record
         for record in index
         if record.usable
-        and _without_profiles(record.key) == _without_profiles(wanted)
+        and _without_profiles(record.key) == _without_profiles(target)
         and any(profile.serves(latent) for profile in record.key.profiles)
     ]
     return min(
-        matching, key=lambda record: (record.key != wanted, record.seconds_per_call or inf, record.id), default=None
+        matching, key=lambda record: (record.key != target, record.seconds_per_call or inf, record.id), default=None
     )
 
 
-def differences(wanted: EngineKey, found: EngineKey, scale: int = 1) -> list[Fact]:
+def differences(target: EngineKey, existing: EngineKey, scale: int = 1) -> list[Fact]:
     """Return the differences of an existing engine from the wanted one, a fact each.
 
     Args:
         scale: pixels per latent, for heights and widths in pixels.
     """
     return [
-        *_differing_identity(wanted, found),
-        *_differing_build(wanted, found, scale),
-        *_differing_machine(wanted, found),
+        *_differing_identity(target, existing),
+        *_differing_build(target, existing, scale),
+        *_differing_machine(target, existing),
     ]
 
 
-def misfit(wanted: EngineKey, found: EngineKey) -> Fact | None:
+def misfit(target: EngineKey, existing: EngineKey) -> Fact | None:
     """Return the most important difference in a few words; `None` if there is none.
 
     The order is by how hard a difference is to change: GPU, libraries, weights, sizes.
     """
     for name, code in _MISFITS.items():
-        if getattr(wanted, name) != getattr(found, name):
+        if getattr(target, name) != getattr(existing, name):
             return Fact(code)
     return None
 
 
-def _differing_identity(wanted: EngineKey, found: EngineKey) -> Iterator[Fact]:
-    if wanted.program != found.program:
-        yield Fact("engine.differs_program", {"found": found.program, "wanted": wanted.program})
-    if wanted.family != found.family:
-        yield Fact("engine.differs_family", {"found": found.family, "wanted": wanted.family})
-    if wanted.architecture != found.architecture:
+def _differing_identity(target: EngineKey, existing: EngineKey) -> Iterator[Fact]:
+    if target.program != existing.program:
+        yield Fact("engine.differs_program", {"found": existing.program, "wanted": target.program})
+    if target.family != existing.family:
+        yield Fact("engine.differs_family", {"found": existing.family, "wanted": target.family})
+    if target.architecture != existing.architecture:
         yield Fact("engine.differs_architecture")
-    if wanted.weights != found.weights:
+    if target.weights != existing.weights:
         yield Fact(OTHER_WEIGHTS)
-    if wanted.export_revision != found.export_revision:
+    if target.export_revision != existing.export_revision:
         yield Fact("engine.differs_export")
 
 
-def _differing_build(wanted: EngineKey, found: EngineKey, scale: int) -> Iterator[Fact]:
-    if wanted.profiles != found.profiles:
-        sizes = {"found": _sizes(found.profiles, scale), "wanted": _sizes(wanted.profiles, scale)}
+def _differing_build(target: EngineKey, existing: EngineKey, scale: int) -> Iterator[Fact]:
+    if target.profiles != existing.profiles:
+        sizes = {"found": _sizes(existing.profiles, scale), "wanted": _sizes(target.profiles, scale)}
         yield Fact("engine.differs_sizes", sizes)
-    if wanted.precision != found.precision:
-        yield Fact("engine.differs_precision", {"found": found.precision, "wanted": wanted.precision})
-    if (wanted.backend, wanted.builder) != (found.backend, found.builder):
-        names = {"found": found.builder, "backend": _title(found.backend), "wanted": wanted.builder}
+    if target.precision != existing.precision:
+        yield Fact("engine.differs_precision", {"found": existing.precision, "wanted": target.precision})
+    if (target.backend, target.builder) != (existing.backend, existing.builder):
+        names = {"found": existing.builder, "backend": _title(existing.backend), "wanted": target.builder}
         yield Fact("engine.differs_builder", names)
-    for name, new, old in _changed(wanted.options, found.options):
+    for name, new, old in _changed(target.options, existing.options):
         unset = Fact("engine.option_unset")
         data = {"option": name.replace("_", " "), "found": old or unset, "wanted": new or unset}
         yield Fact("engine.differs_option", data)
 
 
-def _differing_machine(wanted: EngineKey, found: EngineKey) -> Iterator[Fact]:
-    for name, here, there in _changed(wanted.versions, found.versions):
+def _differing_machine(target: EngineKey, existing: EngineKey) -> Iterator[Fact]:
+    for name, here, there in _changed(target.versions, existing.versions):
         package = _title(name)
         if there is None:
             yield Fact("engine.differs_new_package", {"package": package, "here": here})
@@ -329,10 +329,10 @@ def _differing_machine(wanted: EngineKey, found: EngineKey) -> Iterator[Fact]:
             yield Fact("engine.differs_missing_package", {"package": package, "found": there})
         else:
             yield Fact("engine.differs_version", {"package": package, "found": there, "here": here})
-    if wanted.device != found.device:
-        yield device_difference(found.device, wanted.device)
-    if wanted.system != found.system:
-        yield Fact("engine.differs_system", {"found": found.system, "here": wanted.system})
+    if target.device != existing.device:
+        yield device_difference(existing.device, target.device)
+    if target.system != existing.system:
+        yield Fact("engine.differs_system", {"found": existing.system, "here": target.system})
 
 
 def is_of_gpu(device: str) -> bool:
@@ -356,9 +356,9 @@ def device_difference(there: str, here: str) -> Fact:
 
 
 def _some(names: list[str]) -> Fact:
-    left = len(names) - _MOST_NAMED
-    if left > 0:
-        return Fact("engine.names_and_more", {"names": names[:_MOST_NAMED], "more": left})
+    more = len(names) - _MOST_NAMED
+    if more > 0:
+        return Fact("engine.names_and_more", {"names": names[:_MOST_NAMED], "more": more})
     return Fact("engine.names", {"names": names})
 
 
@@ -367,9 +367,9 @@ def _without_profiles(key: EngineKey) -> tuple[object, ...]:
 
 
 def _changed(
-    wanted: tuple[tuple[str, str], ...], found: tuple[tuple[str, str], ...]
+    target: tuple[tuple[str, str], ...], existing: tuple[tuple[str, str], ...]
 ) -> list[tuple[str, str | None, str | None]]:
-    here, there = dict(wanted), dict(found)
+    here, there = dict(target), dict(existing)
     return [
         (name, here.get(name), there.get(name)) for name in sorted(here | there) if here.get(name) != there.get(name)
     ]

@@ -193,7 +193,7 @@ def admit(
         else:
             admitted.append(offer)
     remain = {offer.backend for offer in admitted if offer.problem is None and not offer.on_request}
-    return admitted, next((found for backend, found in removed if backend not in remain), None)
+    return admitted, next((against for backend, against in removed if backend not in remain), None)
 
 
 def refused(backend: str, offers: Iterable[EngineOffer], case: ComponentSettings, machine: Machine) -> Conflict | None:
@@ -204,12 +204,14 @@ def refused(backend: str, offers: Iterable[EngineOffer], case: ComponentSettings
         case: its settings.
     """
     of_backend = [_settings(offer, case) for offer in offers if offer.backend == backend]
-    conflicts = [(one, conflict(one, machine)) for one in of_backend or [replace(case, backend=backend)]]
-    found = [(one.in_blocks, against) for one, against in conflicts if against is not None and against.setting]
-    if len(found) < len(conflicts):
+    conflicts = [(settings, conflict(settings, machine)) for settings in of_backend or [replace(case, backend=backend)]]
+    exclusions = [
+        (settings.in_blocks, against) for settings, against in conflicts if against is not None and against.setting
+    ]
+    if len(exclusions) < len(conflicts):
         return None
     # Block engines allow more settings, so their conflict is the one to resolve.
-    return max(found, key=lambda one: one[0])[1]
+    return max(exclusions, key=lambda pair: pair[0])[1]
 
 
 def _settings(offer: EngineOffer, case: ComponentSettings) -> ComponentSettings:
@@ -236,7 +238,7 @@ def on_offer(offer: EngineOffer) -> Choice:
 
 
 def choose(
-    asked: str,
+    backend: str,
     build: str,
     offers: Iterable[EngineOffer],
     in_pytorch: Fact,
@@ -247,7 +249,7 @@ def choose(
     """Choose a component's backend.
 
     Args:
-        asked: a backend, or "auto".
+        backend: its name, or "auto".
         build: "auto", "missing", "never" or "always".
         offers: see `admit`.
         in_pytorch: the device and precision in PyTorch, and why; a reason of the choice if PyTorch is chosen.
@@ -257,11 +259,11 @@ def choose(
             faster are chosen for "auto".
     """
     reference = _PyTorchReference(path, compare or (lambda offer: offer.compared(path)))
-    if asked == PYTORCH:
+    if backend == PYTORCH:
         return _use_pytorch(Fact("planner.badge_as_asked"), in_pytorch, Fact("planner.as_asked"))
-    if asked == AUTO:
+    if backend == AUTO:
         return _choose_fastest(build, list(offers), in_pytorch, excluded, reference)
-    return _choose_requested(asked, build, [offer for offer in offers if offer.backend == asked], reference)
+    return _choose_requested(backend, build, [offer for offer in offers if offer.backend == backend], reference)
 
 
 def _use_pytorch(badge: Fact, *reasons: Fact) -> Choice:
@@ -323,7 +325,7 @@ def _badge_without_engine(offers: list[EngineOffer]) -> Fact:
     return misfit or problem or Fact("planner.badge_no_engine")
 
 
-def _choose_requested(asked: str, build: str, offers: list[EngineOffer], reference: _PyTorchReference) -> Choice:
+def _choose_requested(backend: str, build: str, offers: list[EngineOffer], reference: _PyTorchReference) -> Choice:
     # The fastest; the preferred one if they were not measured.
     ready = min(
         (offer for offer in offers if offer.ready),
@@ -331,20 +333,20 @@ def _choose_requested(asked: str, build: str, offers: list[EngineOffer], referen
         default=None,
     )
     if ready is not None and build != "always":
-        note = {"backend": asked, "how": _speed_note(ready, reference)}
+        note = {"backend": backend, "how": _speed_note(ready, reference)}
         return _use_engines(ready, build, Fact("planner.asked_engine", note))
     buildable = next((offer for offer in offers if offer.problem is None), None)
     if buildable is None:
         problem = offers[0].problem if offers else None
         if problem is None:
-            unsupported = Fact("planner.not_supported", {"backend": asked})
+            unsupported = Fact("planner.not_supported", {"backend": backend})
             return _use_pytorch(unsupported, unsupported)
-        return _use_pytorch(problem, Fact("planner.asked_unavailable", {"backend": asked, "cause": problem}))
+        return _use_pytorch(problem, Fact("planner.asked_unavailable", {"backend": backend, "cause": problem}))
     if build == "never":
-        badge = buildable.misfit or Fact("planner.badge_not_built", {"backend": asked})
-        return _use_pytorch(badge, Fact("planner.asked_not_built", {"backend": asked, "cause": buildable.missing}))
+        badge = buildable.misfit or Fact("planner.badge_not_built", {"backend": backend})
+        return _use_pytorch(badge, Fact("planner.asked_not_built", {"backend": backend, "cause": buildable.missing}))
     how = _build_note(buildable, build, reference)
-    return _use_engines(buildable, build, Fact("planner.asked_engine", {"backend": asked, "how": how}))
+    return _use_engines(buildable, build, Fact("planner.asked_engine", {"backend": backend, "how": how}))
 
 
 def _build_note(offer: EngineOffer, build: str, reference: _PyTorchReference) -> Fact:

@@ -52,13 +52,13 @@ def shared_options(inputs: ForecastInputs) -> Speed:
     attention, reason = choose_attention(inputs)
     guided = inputs.calls["text_encoder"] > 1
     size = text_bytes(workload.spec, _dtype(inputs), texts=2 if guided else 1)
-    kept = size <= _TEXT_SHARE * inputs.free_bytes and "text_kept" not in lacks
+    keep_text = size <= _TEXT_SHARE * inputs.free_bytes and "text_kept" not in lacks
     apart = bool(inputs.in_blocks) or _passes_apart(inputs) or "paired" in lacks
     return Speed(
         attention=attention,
         attention_reason=reason,
-        text_kept=kept,
-        text_bytes=size if kept else 0,
+        text_kept=keep_text,
+        text_bytes=size if keep_text else 0,
         paired=workload.cuda and guided and workload.tokens <= _PAIRED_TOKENS and not apart,
         channels_last=channels_last,
     )
@@ -110,24 +110,24 @@ def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
     Raises:
         InvalidRequestError, MachineError: if the requested kernel cannot run on this machine.
     """
-    asked, dtype = inputs.request.attention, _dtype(inputs)
-    if asked == "native":
-        return asked, Fact("planner.attention_native_asked")
-    if asked != AUTO:
-        against = constraints.attention_conflict(asked, inputs.machine)
+    requested, dtype = inputs.request.attention, _dtype(inputs)
+    if requested == "native":
+        return requested, Fact("planner.attention_native_asked")
+    if requested != AUTO:
+        against = constraints.attention_conflict(requested, inputs.machine)
         if against is not None:
             usable = against.fact.code != "machine.no_gpu"
             code = "planner.attention_unavailable" if usable else "planner.attention_needs_gpu"
-            raise MachineError(code, attention=asked, cause=against.fact)
+            raise MachineError(code, attention=requested, cause=against.fact)
         if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
             raise InvalidRequestError(
                 "attention",
                 "planner.attention_needs_16bit",
-                attention=asked,
+                attention=requested,
                 model=inputs.workload.spec.title,
                 dtype=dtype,
             )
-        return asked, Fact("planner.attention_asked", {"attention": asked})
+        return requested, Fact("planner.attention_asked", {"attention": requested})
     if not inputs.workload.cuda:
         return "native", Fact("planner.attention_on_cpu")
     if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
@@ -135,7 +135,7 @@ def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
     able = exact_attentions(inputs.machine)
     flops = attention_flops(inputs.workload.spec, inputs.workload.tokens)
     seconds = attention_seconds(inputs.history, device_name(inputs.machine, inputs.workload.device), dtype, flops)
-    measured = {kernel: one for kernel, one in seconds.items() if kernel in able}
+    measured = {kernel: latency for kernel, latency in seconds.items() if kernel in able}
     if measured:
         best = min(measured, key=lambda kind: measured[kind])
         return best, Fact("planner.attention_measured", {"attention": best, "seconds": measured})
@@ -180,8 +180,8 @@ def _compiled(
     measured = compile_seconds(inputs.history, device, workload.spec, dtype, strategy.quantization)
     likely = COMPILE_SECONDS if measured is None else measured
     seconds = Seconds(likely, likely / 4, likely * 2, measured=measured is not None)
-    asked = inputs.request.compile
-    if asked == "never":
+    mode = inputs.request.compile
+    if mode == "never":
         return False, Fact("planner.not_compiled_asked"), seconds, None
     if "compiled" in workload.spec.lacks:
         return False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}), seconds, None
@@ -189,7 +189,7 @@ def _compiled(
         component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
     )
     against = constraints.compile_conflict(part, inputs.machine)
-    if asked == "always":
+    if mode == "always":
         return against is None, Fact("planner.compiled_asked"), seconds, against
     if against is not None:
         return False, Fact("planner.not_compiled", {"cause": against.fact}), seconds, None
@@ -207,20 +207,20 @@ def _decoder_compiled(
     inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed
 ) -> tuple[bool, Fact, Seconds, Conflict | None]:
     """Return what `_compiled` does if no transformer runs in PyTorch alone: only the VAE can be compiled."""
-    asked = inputs.request.compile
+    mode = inputs.request.compile
     if not inputs.workload.cuda or inputs.backends["vae"] != PYTORCH:
         return False, base.compiled_reason or Fact("planner.not_compiled_in_blocks"), _NOTHING, None
     seconds = Seconds(_DECODER_COMPILE_SECONDS, 2.0, 8.0)
     part = constraints.ComponentSettings(component="vae", backend=PYTORCH, offload=strategy.offload)
     against = constraints.compile_conflict(part, inputs.machine)
-    if asked == "never":
+    if mode == "never":
         compiled, reason = False, Fact("planner.not_compiled_asked")
     elif against is not None:
         compiled, reason = False, Fact("planner.not_compiled", {"cause": against.fact})
-    elif asked == "always":
+    elif mode == "always":
         compiled, reason = True, Fact("planner.compiled_asked")
     else:
-        before, after = (call_seconds(inputs, strategy, "vae", base.replace(compiled=one)) for one in (False, True))
+        before, after = (call_seconds(inputs, strategy, "vae", base.replace(compiled=flag)) for flag in (False, True))
         compiled, reason = _pays_off(seconds, before.likely - after.likely)
     return compiled, Fact("planner.only_vae_compiles", {"how": reason}), seconds, None
 
@@ -247,13 +247,13 @@ def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:
     )
 
 
-def check_compile(asked: str, offload: str, quantization: str, machine: Machine) -> None:
+def check_compile(mode: str, offload: str, quantization: str, machine: Machine) -> None:
     """Check that requested compilation is possible on this machine and with the other settings.
 
     Raises:
         InvalidRequestError, MachineError: if it is not.
     """
-    if asked != "always":
+    if mode != "always":
         return
     part = constraints.ComponentSettings(
         component="transformer", backend=PYTORCH, offload=offload, quantization=quantization

@@ -202,39 +202,39 @@ def memory(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> tu
 
 def seconds(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> dict[str, Seconds]:
     """Return the latency of each stage, their "total", and "load", which the total excludes."""
-    found = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
+    by_stage = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
     for name in inputs.workload.spec.component_names:
-        found[memory_model.stage_of(name)] += _component_seconds(inputs, strategy, name, speed)
-    total = found["encode"] + found["denoise"] + found["decode"]
-    return found | {"total": total, "load": load_seconds(inputs.workload)}
+        by_stage[memory_model.stage_of(name)] += _component_seconds(inputs, strategy, name, speed)
+    total = by_stage["encode"] + by_stage["denoise"] + by_stage["decode"]
+    return by_stage | {"total": total, "load": load_seconds(inputs.workload)}
 
 
 def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
     """Return the latency of one call with all weights on the device, based on the most similar measurement."""
-    known = _known_call(inputs, strategy, name, speed)
-    if known is not None:
-        return known
+    exact = _known_call(inputs, strategy, name, speed)
+    if exact is not None:
+        return exact
     workload = inputs.workload
     measured = _similar_call(inputs, strategy, name, speed)
     if measured is not None:
-        like, found = measured
+        like, call = measured
     else:
         like, alone = EAGER, compute_seconds(workload, name, inputs.machine, strategy)
         whole_frames = name != "vae" or strategy.decode_tile is None
-        found = placement.faster_by_split(alone, workload.split, name) if whole_frames else alone
+        call = placement.faster_by_split(alone, workload.split, name) if whole_frames else alone
     speedup = 1.0
     if inputs.backends[name] == PYTORCH and speed.compiled and not like.compiled:
         speedup *= _compiled_speedup(inputs, strategy, name)
     if name in inputs.loaded and speed.attention != like.attention:
         speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
-    return found if speedup == 1.0 else replace(found * (1 / speedup), measured=False)
+    return call if speedup == 1.0 else replace(call * (1 / speedup), measured=False)
 
 
 def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
     """Return the latency of one call as it was measured with these options, `None` if it was not."""
-    ran = _ran_call(inputs, strategy, name, speed)
-    if ran is not None:
-        return ran
+    call = _ran_call(inputs, strategy, name, speed)
+    if call is not None:
+        return call
     workload = inputs.workload
     if inputs.backends[name] == PYTORCH:
         return _beside_engines(inputs, strategy, name, speed)
@@ -260,9 +260,9 @@ def _similar_call(
 ) -> tuple[Speed, Seconds] | None:
     """Return the most similar options of PyTorch with which earlier jobs measured a call, and its seconds."""
     for like in (speed.replace(compiled=False), EAGER):
-        found = _ran_call(inputs, strategy, name, like)
-        if found is not None:
-            return like, found
+        call = _ran_call(inputs, strategy, name, like)
+        if call is not None:
+            return like, call
     return None
 
 
@@ -275,10 +275,10 @@ def _beside_engines(inputs: ForecastInputs, strategy: MemoryStrategy, name: str,
     for offer in inputs.offers.get(name, ()):
         built = offer.compared(path)
         if built.speedup:
-            ran = history.seconds_per_call(
+            job_call = history.seconds_per_call(
                 inputs.history, _kind_on(inputs, strategy, name, speed, offer), inputs.workload.flops(name)
             )
-            likely = built.pytorch if ran is None else built.pytorch * ran.likely / built.engine
+            likely = built.pytorch if job_call is None else built.pytorch * job_call.likely / built.engine
             return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, measured=True)
     return None
 
@@ -299,9 +299,9 @@ def pytorch_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
 
 def measured_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> PyTorchPath:
     """Return what runs a component in PyTorch, with its measured seconds."""
-    known = _known_call(inputs, strategy, name, speed)
+    call = _known_call(inputs, strategy, name, speed)
     path = pytorch_path(inputs, strategy, name, speed)
-    return path if known is None else replace(path, seconds=known.likely)
+    return path if call is None else replace(path, seconds=call.likely)
 
 
 def level(offer: EngineOffer, path: PyTorchPath) -> float:
@@ -488,9 +488,9 @@ def _component_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: s
 def _seconds_of_calls(
     inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed, calls: float
 ) -> Seconds:
-    ran = _ran(inputs, strategy, name, speed)
-    if ran is not None:
-        return ran * calls
+    per_call = _ran(inputs, strategy, name, speed)
+    if per_call is not None:
+        return per_call * calls
     call = call_seconds(inputs, strategy, name, speed)
     if history.cache_of(inputs.step_cache, name):
         call = Seconds(_CACHED[1] * call.likely, _CACHED[0] * call.low, _CACHED[2] * call.high)
@@ -518,9 +518,9 @@ def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: st
 def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
     dtype = workload.dtypes[component]
     full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
-    rate, bandwidth, slower, known = _rates(workload, machine, dtype)
+    rate, bandwidth, slower, is_known = _rates(workload, machine, dtype)
     operations = workload.flops(component, strategy.decode_tile)
-    low, high = _KNOWN_GPU if known else _OTHER_GPU
+    low, high = _KNOWN_GPU if is_known else _OTHER_GPU
     if is_text_encoder(component) or component == IMAGE_ENCODER:
         likely = operations / (_TEXT_SHARE * rate * slower)
     elif component in {"vae", VAE_ENCODER}:
@@ -540,11 +540,11 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
 def _rates(workload: Workload, machine: Machine, dtype: str) -> tuple[float, float, float, bool]:
     """Return a GPU's operations and bytes per second, the share of operations in a dtype, and if it is a known GPU."""
     gpu = machine.gpu_of(workload.device)
-    known = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
-    rate, bandwidth = known or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
+    entry = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
+    rate, bandwidth = entry or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
     full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
     slower = (_NO_TF32 if gpu.capability < _TF32_CAPABILITY else 0.5) if full else 1.0
-    return rate * _TERA, bandwidth * _GIGA, slower, known is not None
+    return rate * _TERA, bandwidth * _GIGA, slower, entry is not None
 
 
 def compiled_speedup(quantization: str) -> float:

@@ -77,7 +77,7 @@ History = Sequence[Run]
 
 def runs_of(
     planned: ExecutionPlan,
-    ran: ExecutionPlan,
+    final: ExecutionPlan,
     spec: ModelSpec,
     machine: Machine,
     timings: Mapping[str, float],
@@ -87,7 +87,7 @@ def runs_of(
 
     Args:
         planned: the plan at the start of the job.
-        ran: the plan at its end, fallbacks included.
+        final: the plan at its end, fallbacks included.
         timings: seconds without loading, by stage; of components of the encode stage, by component.
         peaks: peak bytes by the same names, minus what was allocated before the job; only those without other jobs'
             memory.
@@ -95,14 +95,14 @@ def runs_of(
     workload, strategy = Workload.of(planned, spec), planned.strategy
     calls = calls_of_plan(planned)
     uncorrected = stages(workload, strategy)
-    found = []
+    runs = []
     for name in dict.fromkeys("transformer" if is_transformer(part) else part for part in planned.components):
         alike = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
         parts = [planned.components[stage.component] for stage in alike]
         speed = engine_tag(parts[0], planned.speed, name)
-        degraded = history_tag(planned.speed, name) != history_tag(ran.speed, name)
+        degraded = history_tag(planned.speed, name) != history_tag(final.speed, name)
         mixed = len({(part.backend, part.in_blocks, part.dtype, part.quantization) for part in parts}) > 1
-        fell_back = any(ran.components[s.component].backend != planned.components[s.component].backend for s in alike)
+        fell_back = any(final.components[s.component].backend != planned.components[s.component].backend for s in alike)
         if degraded or mixed or fell_back:
             continue
         largest = max(alike, key=lambda stage: stage.peak_bytes)
@@ -121,7 +121,7 @@ def runs_of(
             step_cache=cache_of(planned.step_cache, name),
             speed=speed,
         )
-        found.append(
+        runs.append(
             Run(
                 kind=kind,
                 flops=workload.flops(name, strategy.decode_tile),
@@ -130,12 +130,12 @@ def runs_of(
                 excess_bytes=None if peak is None else baseline_bytes(workload.device) + peak - largest.peak_bytes,
             )
         )
-    return found
+    return runs
 
 
-def _both_experts(one: str, other: str) -> bool:
+def _both_experts(first: str, second: str) -> bool:
     """Return whether both components are transformers; they have the same architecture."""
-    return is_transformer(one) and is_transformer(other)
+    return is_transformer(first) and is_transformer(second)
 
 
 def calls_of(
@@ -241,8 +241,8 @@ def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | No
 def attention_seconds(history: History, device: str, dtype: str, flops: float) -> dict[str, float]:
     """Return the seconds of one attention call of `flops` operations, for each kernel measured on a device."""
     kernels = {run.kind.backend for run in history if run.kind.component == ATTENTION}
-    found = {name: seconds_per_call(history, attention_kind(device, dtype, name), flops) for name in kernels}
-    return {name: seconds.likely for name, seconds in found.items() if seconds is not None}
+    calls = {name: seconds_per_call(history, attention_kind(device, dtype, name), flops) for name in kernels}
+    return {name: seconds.likely for name, seconds in calls.items() if seconds is not None}
 
 
 def attention_kind(device: str, dtype: str, name: str) -> Kind:
@@ -261,8 +261,8 @@ def compilation_run(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seco
 
 def compile_seconds(history: History, device: str, spec: ModelSpec, dtype: str, quantization: str) -> float | None:
     """Return the last measured compilation time, for clips of any size; `None` if not measured."""
-    found = seconds_per_call(history, _compilation_kind(device, spec, dtype, quantization), _ANY_SIZE)
-    return None if found is None else found.likely
+    call = seconds_per_call(history, _compilation_kind(device, spec, dtype, quantization), _ANY_SIZE)
+    return None if call is None else call.likely
 
 
 def _compilation_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) -> Kind:

@@ -15,11 +15,11 @@ def plan_without_waiting(
     Args:
         plan_of: plans a request, with "missing" or "never" for `build` instead of "idle".
     """
-    wanted = plan_of(request.replace(build="missing") if request.build == IDLE else request)
-    later = {name: tuple(use for use in part.engines if use.build) for name, part in wanted.components.items()}
-    plan = plan_of(request.replace(build="never")) if any(later.values()) else wanted
+    full_plan = plan_of(request.replace(build="missing") if request.build == IDLE else request)
+    later = {name: tuple(use for use in part.engines if use.build) for name, part in full_plan.components.items()}
+    plan = plan_of(request.replace(build="never")) if any(later.values()) else full_plan
     components = {
-        name: _postponed(part, wanted.components[name].backend, later[name]) if later[name] else part
+        name: _postponed(part, full_plan.components[name].backend, later[name]) if later[name] else part
         for name, part in plan.components.items()
     }
     return plan.replace(asked=request, components=components, builds_later=True)
@@ -28,6 +28,6 @@ def plan_without_waiting(
 def _postponed(part: ComponentPlan, backend: str, later: tuple[EngineRef, ...]) -> ComponentPlan:
     if part.engines:  # they are used while they are built again
         return part.replace(later=later)
-    others = (reason for reason in part.reasons if reason.code != "planner.asked_not_built")
-    reasons = (Fact("planner.built_later", {"backend": backend}), *others)
+    other_reasons = (reason for reason in part.reasons if reason.code != "planner.asked_not_built")
+    reasons = (Fact("planner.built_later", {"backend": backend}), *other_reasons)
     return part.replace(later=later, reasons=reasons, badge=Fact("planner.badge_built_later", {"backend": backend}))

@@ -194,17 +194,17 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
 
     Weights that are quantized in files stay so, unless `quantization` replaces that.
     """
-    found = {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
+    sizes = {name: spec.parameters[name] * DTYPE_BYTES[dtypes[name]] for name in spec.component_names}
     if quantization == "none":
         for name, files in spec.transformer_files.items():
-            found[name] -= files.packed_weights * DTYPE_BYTES[dtypes[name]] - files.packed_bytes
+            sizes[name] -= files.packed_weights * DTYPE_BYTES[dtypes[name]] - files.packed_bytes
     if quantization != "none":
-        for name in found:
+        for name in sizes:
             if is_transformer(name):
                 linear = min(spec.transformer.block_parameters, spec.parameters[name])
                 rest = (spec.parameters[name] - linear) * DTYPE_BYTES[dtypes[name]]
-                found[name] = rest + int(linear * _QUANTIZED_BYTES[quantization])
-    return found
+                sizes[name] = rest + int(linear * _QUANTIZED_BYTES[quantization])
+    return sizes
 
 
 def stage_of(component: str) -> str:
@@ -330,9 +330,10 @@ def stages(workload: Workload, strategy: MemoryStrategy) -> tuple[StageMemory, .
     overhead += _CUDA_CONTEXT_BYTES if workload.cuda else _CPU_LIBRARIES_BYTES
     overhead += _SHARING_BYTES if workload.split is not None else 0
     names = workload.spec.component_names
-    kept = names if strategy.offload == "none" and strategy.keep_loaded else ()
+    resident = names if strategy.offload == "none" and strategy.keep_loaded else ()
     return tuple(
-        _stage(workload, strategy, name, weights, overhead + workload.context_bytes({name, *kept})) for name in names
+        _stage(workload, strategy, name, weights, overhead + workload.context_bytes({name, *resident}))
+        for name in names
     )
 
 
@@ -343,12 +344,12 @@ def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     are not counted: they are clean, so the system reclaims them when memory is short.
     """
     weights = weights_bytes(workload.spec, workload.dtypes, strategy.quantization)
-    own = {name: size for name, size in weights.items() if name not in workload.engine_bytes}
+    in_pytorch = {name: size for name, size in weights.items() if name not in workload.engine_bytes}
     processes = 1 if workload.split is None else 1 + len(workload.split.devices)
     clip = window_bytes(workload) + (0 if strategy.decode_tile is None else clip_bytes(workload))
     if strategy.offload != "none":
-        return _CUDA_PROCESS_BYTES + sum(own.values()) + clip
-    return processes * _CUDA_PROCESS_BYTES + max(min(max(own.values(), default=0), _SHARD_BYTES), clip)
+        return _CUDA_PROCESS_BYTES + sum(in_pytorch.values()) + clip
+    return processes * _CUDA_PROCESS_BYTES + max(min(max(in_pytorch.values(), default=0), _SHARD_BYTES), clip)
 
 
 def _weights_on_device(workload: Workload, strategy: MemoryStrategy) -> dict[str, int]:
@@ -394,7 +395,7 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
         return _image_input(spec).vae.encode_bytes(*clip, DTYPE_BYTES[dtype])
     if name == "vae":
         return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)
-    kept = workload.text_bytes if strategy.offload in {"none", "model"} else 0
+    text_size = workload.text_bytes if strategy.offload in {"none", "model"} else 0
     guidance, sequence = (1, 1) if workload.split is None else (workload.split.guidance, workload.split.sequence)
     share = -(-workload.tokens // sequence)
     in_blocks = workload.in_blocks(name)
@@ -409,9 +410,9 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     else:
         passes = denoise_bytes(spec, share, dtype, strategy.quantization)
     if sequence == 1:
-        return workload.working_sets * passes + kept + cached
+        return workload.working_sets * passes + text_size + cached
     exchanged = _EXCHANGE_TENSORS * share * spec.transformer.width * DTYPE_BYTES[dtype]
-    return passes + kept + cached + exchanged
+    return passes + text_size + cached + exchanged
 
 
 def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
@@ -429,15 +430,15 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     transformer = workload.spec.transformer
     uses = workload.engines[name]
     element, width = DTYPE_BYTES[workload.precision(name)], transformer.width
-    held = tokens * (2 * _FLOAT32 * width + _BLOCK_TENSORS * element * width)
-    held += 2 * _FLOAT32 * tokens * transformer.attention_head_dim
+    size = tokens * (2 * _FLOAT32 * width + _BLOCK_TENSORS * element * width)
+    size += 2 * _FLOAT32 * tokens * transformer.attention_head_dim
     call = min(tokens, max(use.tokens for use in uses) or tokens)
-    held += call * (_FLOAT32 + 2 * element) * width
+    size += call * (_FLOAT32 + 2 * element) * width
     if workload.spec.is_packed:  # the block's weights are dequantized for its engines
-        held += transformer.largest_block_parameters * element + width * transformer.ffn_dim * _UNPACKING_BYTES
+        size += transformer.largest_block_parameters * element + width * transformer.ffn_dim * _UNPACKING_BYTES
     if workload.context_bytes([name]):
-        return held
-    return held + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)
+        return size
+    return size + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)
 
 
 def cached_tensors(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> tuple[int, int]:

@@ -85,29 +85,29 @@ def place(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) -> Pla
     uniform = vae == AUTO and dtypes["vae"] == dtypes["transformer"] == _FULL
     if vae != AUTO:
         dtypes |= dict.fromkeys({"vae", VAE_ENCODER} & {*names}, vae)
-    details = [] if uniform else [_about_vae(dtypes["vae"], asked=vae != AUTO)]
+    details = [] if uniform else [_about_vae(dtypes["vae"], requested=vae != AUTO)]
     return Placement(device, dtypes, Fact(code, {"gpu": gpu.name, "details": details}), gpu.free_bytes)
 
 
-def _about_vae(dtype: str, *, asked: bool) -> Fact:
+def _about_vae(dtype: str, *, requested: bool) -> Fact:
     data = {"dtype": dtype, "psnr": VAE_PSNR.get(dtype)}
     if dtype in VAE_PSNR:
-        return Fact("planner.vae_rounded_asked" if asked else "planner.vae_rounded", data)
-    return Fact("planner.vae_exact_asked" if asked else "planner.vae_exact", data)
+        return Fact("planner.vae_rounded_asked" if requested else "planner.vae_rounded", data)
+    return Fact("planner.vae_exact_asked" if requested else "planner.vae_exact", data)
 
 
-def check_vae_precision(asked: str, device: str, machine: Machine) -> None:
+def check_vae_precision(precision: str, device: str, machine: Machine) -> None:
     """Check that the device supports a precision of the VAE at a usable speed; also for a VAE on an engine.
 
     Args:
-        asked: one of `request.VAE_PRECISIONS`.
+        precision: one of `request.VAE_PRECISIONS`.
         machine: see `probe.seen_from`.
 
     Raises:
         InvalidRequestError: if it does not.
     """
     case = constraints.ComponentSettings(
-        component="vae", backend=PYTORCH, device=device, precision="" if asked == AUTO else asked
+        component="vae", backend=PYTORCH, device=device, precision="" if precision == AUTO else precision
     )
     conflict = constraints.conflict(case, machine)
     if conflict is not None:
@@ -129,7 +129,7 @@ def decide(
     spec: ModelSpec,
     machine: Machine,
     gpu: int,
-    others: Sequence[int] | None = None,
+    more_gpus: Sequence[int] | None = None,
     *,
     guided: bool,
     offered: Callable[[str], Sequence[EngineOffer]] = lambda _: (),
@@ -140,7 +140,7 @@ def decide(
         offered: the engines for a component.
         machine: with all GPUs.
         gpu: the index of the first GPU.
-        others: indices of more GPUs that it may use, in order of preference; `None` for all usable ones.
+        more_gpus: indices of more GPUs that it may use, in order of preference; `None` for all usable ones.
         guided: whether every step has a pass with the prompt and one without.
 
     Raises:
@@ -150,27 +150,27 @@ def decide(
     if request.gpus == 1:
         return None, []
     usable = usable_gpus(machine)
-    others = [index for index in (usable if others is None else others) if index in usable and index != gpu]
+    more_gpus = [index for index in (usable if more_gpus is None else more_gpus) if index in usable and index != gpu]
     if request.gpus == AUTO:
-        alike = [other for other in others if machine.gpus[other].name == machine.gpus[gpu].name]
+        alike = [index for index in more_gpus if machine.gpus[index].name == machine.gpus[gpu].name]
         return _most(request, spec, machine, gpu, alike, offered, guided=guided)
-    wanted, there = int(request.gpus), 1 + len(others) if usable else 0
-    if there < wanted:
+    count, there = int(request.gpus), 1 + len(more_gpus) if usable else 0
+    if there < count:
         if there == 0:
-            raise InvalidRequestError("gpus", "planner.no_usable_gpus", wanted=wanted, cause=_unusable(machine))
-        raise InvalidRequestError("gpus", "planner.too_few_gpus", wanted=wanted, usable=there)
+            raise InvalidRequestError("gpus", "planner.no_usable_gpus", wanted=count, cause=_unusable(machine))
+        raise InvalidRequestError("gpus", "planner.too_few_gpus", wanted=count, usable=there)
     if not _has_nccl(machine):
         raise MachineError("planner.gpus_need_linux")
     able = counts(spec, there, guided=guided)
-    if wanted not in able:
+    if count not in able:
         heads = spec.transformer.num_attention_heads
         raise InvalidRequestError(
-            "gpus", "planner.heads_not_divisible", wanted=wanted, model=spec.title, heads=heads, able=able
+            "gpus", "planner.heads_not_divisible", wanted=count, model=spec.title, heads=heads, able=able
         )
-    against_it = excluded(request, spec, machine, wanted, offered)
+    against_it = excluded(request, spec, machine, count, offered)
     if against_it is not None:
         raise against_it.refusal
-    chosen = [gpu, *others[: wanted - 1]]
+    chosen = [gpu, *more_gpus[: count - 1]]
     _check_alike(machine, chosen)
     return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)
 
@@ -184,10 +184,10 @@ def excluded(
 ) -> constraints.Conflict | None:
     """Return which of a request's settings a number of GPUs excludes, `None` if none."""
     for name in filter(is_transformer, spec.component_names):
-        asked = request.backend(name)
+        backend = request.backend(name)
         case = constraints.ComponentSettings(
             component=name,
-            backend=PYTORCH if asked == AUTO else asked,
+            backend=PYTORCH if backend == AUTO else backend,
             offload=request.offload,
             quantization=request.quantization,
             gpus=gpus,
@@ -195,7 +195,7 @@ def excluded(
         )
         against = next((rule.conflict(case) for rule in RULES if rule.excludes(case, machine)), None)
         if against is None and case.backend != PYTORCH:
-            against = refused(asked, offered(name), case, machine)
+            against = refused(backend, offered(name), case, machine)
         if against is not None and against.setting == "gpus":
             return against
     return None
@@ -252,21 +252,21 @@ def _most(
     spec: ModelSpec,
     machine: Machine,
     gpu: int,
-    others: Sequence[int],
+    more_gpus: Sequence[int],
     offered: Callable[[str], Sequence[EngineOffer]],
     *,
     guided: bool,
 ) -> tuple[Split | None, list[Fact]]:
     """Return the split with the most GPUs; `None` if it gains nothing or excludes a requested setting."""
-    if not others or not _has_nccl(machine):
+    if not more_gpus or not _has_nccl(machine):
         return None, []
     if spec.small:
         return None, [Fact("planner.one_gpu_small_model")]
     against = excluded(request, spec, machine, 2, offered)
     if against is not None:
         return None, [Fact("planner.one_gpu", {"cause": against.fact})]
-    count = counts(spec, 1 + len(others), guided=guided)[-1]
-    return (_split(spec, machine, [gpu, *others[: count - 1]], guided=guided) if count > 1 else None), []
+    count = counts(spec, 1 + len(more_gpus), guided=guided)[-1]
+    return (_split(spec, machine, [gpu, *more_gpus[: count - 1]], guided=guided) if count > 1 else None), []
 
 
 def _degrees(spec: ModelSpec, count: int, *, guided: bool) -> tuple[int, int] | None:
@@ -287,10 +287,10 @@ def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bo
 
 def _check_alike(machine: Machine, gpus: Sequence[int]) -> None:
     """Check that GPUs can compute in the same precision."""
-    first, *others = (machine.gpus[index] for index in gpus)
-    for other in others:
-        if first.capability >= constraints.BF16_CAPABILITY > other.capability:
-            raise MachineError("planner.gpus_without_bfloat16", first=first.name, second=other.name)
+    first, *rest = (machine.gpus[index] for index in gpus)
+    for gpu in rest:
+        if first.capability >= constraints.BF16_CAPABILITY > gpu.capability:
+            raise MachineError("planner.gpus_without_bfloat16", first=first.name, second=gpu.name)
 
 
 def _unlike(machine: Machine, gpus: Sequence[int]) -> list[Fact]:
@@ -307,4 +307,4 @@ def _unusable(machine: Machine) -> Fact:
 
 
 def _nearest(values: Mapping[int, float], count: int) -> float:
-    return values[max(known for known in values if known <= count)]
+    return values[max(key for key in values if key <= count)]

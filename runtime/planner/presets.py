@@ -37,7 +37,7 @@ class Preset:
         """Return whether a request has these values."""
         defaults = {"steps": spec.defaults.steps}
         return all(
-            value == (defaults.get(name) if (asked := getattr(request, name)) == AUTO and name in defaults else asked)
+            value == (defaults.get(name) if (choice := getattr(request, name)) == AUTO and name in defaults else choice)
             for name, value in self.changes.items()
         )
 

@@ -158,11 +158,11 @@ def fit(spec: ModelSpec, machine: Machine, history: History = (), offers: Offers
 
 def _too_large(short: Fact) -> Fact:
     """Return what a refusal for lack of memory says in a few words."""
-    found = short.data
+    data = short.data
     if short.code == "planner.ram_short":
-        return Fact("fit.too_large", {"needed": found["ram"], "free": found["ram_free"], "where": "RAM"})
-    if "peak" in found and "free" in found:
-        return Fact("fit.too_large", {"needed": found["peak"], "free": found["free"], "where": found["where"]})
+        return Fact("fit.too_large", {"needed": data["ram"], "free": data["ram_free"], "where": "RAM"})
+    if "peak" in data and "free" in data:
+        return Fact("fit.too_large", {"needed": data["peak"], "free": data["free"], "where": data["where"]})
     return Fact("fit.too_large_for_all")
 
 

@@ -117,9 +117,9 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
     # A component that the model has, but not this job, may be named: it needs no backend.
     for name in request.backends:
         if name != ALL and name not in spec.component_names:
-            known = spec.component_names
+            components = spec.component_names
             raise InvalidRequestError(
-                "backends", "planner.no_such_component", model=spec.title, component=name, known=known
+                "backends", "planner.no_such_component", model=spec.title, component=name, known=components
             )
 
 
@@ -505,8 +505,8 @@ def _cache_reason(
 
 def _guidance(request: GenerationRequest, spec: ModelSpec) -> tuple[float, float | None, float | None]:
     """Return the fields of the plan: the guidance scale of each transformer, and the embedded one."""
-    own, own_second = spec.defaults.guidance(from_image=spec.image is not None)
-    scale = _or(request.guidance_scale, own)
+    own_scale, own_second = spec.defaults.guidance(from_image=spec.image is not None)
+    scale = _or(request.guidance_scale, own_scale)
     second = _second_guidance(request, spec, scale, own_second)
     return (1.0, second, scale) if spec.embedded_guidance else (scale, second, None)
 

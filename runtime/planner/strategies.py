@@ -92,8 +92,8 @@ def options(inputs: ForecastInputs) -> list[StrategyCandidate]:
         plain = [_option(inputs, Fact(code), strategy) for code, strategy in (_KEEP, _free_text(inputs), _ONE)]
         return [*plain, *(_first_that_fits(_quantized(inputs, kind)) for kind in kinds if kind == FP8)]
     one_at_a_time = (_ONE, _MODEL) if inputs.workload.sections == 1 else (_MODEL, _ONE)
-    found = (_KEEP, _free_text(inputs), *one_at_a_time, _GROUP)
-    plain = [_option(inputs, Fact(code), strategy) for code, strategy in found]
+    pairs = (_KEEP, _free_text(inputs), *one_at_a_time, _GROUP)
+    plain = [_option(inputs, Fact(code), strategy) for code, strategy in pairs]
     quantized = [_first_that_fits(islice(_quantized(inputs, kind), 3)) for kind in kinds]
     return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
 
@@ -121,10 +121,10 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
         MemoryShortError: if no requested strategy fits, with the first one that does.
     """
     every = options(inputs)
-    asked = _asked(inputs, every, offload, quantization)
-    chosen = _first(asked)
+    candidates = _asked(inputs, every, offload, quantization)
+    chosen = _first(candidates)
     if chosen is None:
-        raise _refusal(inputs, every, asked, clip)
+        raise _refusal(inputs, every, candidates, clip)
     if chosen not in every:
         # After the faster ones of the same quantization.
         place = 1 + max(place for place, option in enumerate(every) if option.strategy.quantization == quantization)
@@ -153,7 +153,7 @@ def _forecasts(
     forecasts = []
     for option in every:
         excluded = _excluded(inputs, *option.settings)
-        first = _first([other for other in every if other.settings == option.settings])
+        first = _first([candidate for candidate in every if candidate.settings == option.settings])
         forecasts.append(
             option.forecast.replace(
                 offered=option == first and not excluded,
@@ -201,15 +201,15 @@ def _asked(
     else:
         pool = list(_quantized(inputs, quantization))
     pool = [option for option in pool if _suits_engines(inputs.workload, option.strategy)]
-    asked = [option for option in pool if offload in {AUTO, option.strategy.offload}]
-    if not asked:
+    candidates = [option for option in pool if offload in {AUTO, option.strategy.offload}]
+    if not candidates:
         against = constraints.offload_conflict(_in_pytorch(quantization, offload))
         if against is not None:
             raise against.refusal
         raise InvalidRequestError(
             "offload", "planner.quantized_offload", chosen={"quantization": quantization, "offload": offload}
         )
-    return asked
+    return candidates
 
 
 def _quantized(inputs: ForecastInputs, kind: str) -> Iterator[StrategyCandidate]:
@@ -226,9 +226,9 @@ def _in_pytorch(quantization: str, offload: str) -> constraints.ComponentSetting
     )
 
 
-def _first_that_fits(found: Iterator[StrategyCandidate]) -> StrategyCandidate:
+def _first_that_fits(candidates: Iterator[StrategyCandidate]) -> StrategyCandidate:
     """Return the first option that fits, or the last; options after it are not computed."""
-    for option in found:
+    for option in candidates:
         if _has_room(option) and not option.tight:
             break
     return option
@@ -316,19 +316,19 @@ def _needs(memory: tuple[StageMemory, ...]) -> int:
 
 
 def _refusal(
-    inputs: ForecastInputs, every: list[StrategyCandidate], asked: list[StrategyCandidate], clip: Fact
+    inputs: ForecastInputs, every: list[StrategyCandidate], candidates: list[StrategyCandidate], clip: Fact
 ) -> MemoryShortError:
     where = "video memory" if inputs.workload.cuda else "memory"
     forecasts = _forecasts(inputs, every, None)
-    other = next((option for option in every if _fits(option)), None)
-    able = [option for option in asked if option.against is None]
-    unable = next((option.against for option in asked if option.against), None)
+    alternative = next((option for option in every if _fits(option)), None)
+    able = [option for option in candidates if option.against is None]
+    unable = next((option.against for option in candidates if option.against), None)
     if not able and unable is not None:
-        code = "planner.strategy_unavailable" if other is None else "planner.strategy_unavailable_other"
-        remedy = None if other is None else _instead(every[0], other)
+        code = "planner.strategy_unavailable" if alternative is None else "planner.strategy_unavailable_other"
+        remedy = None if alternative is None else _instead(every[0], alternative)
         return MemoryShortError(code, cause=unable.fact, remedy=remedy, strategies=forecasts, where=where)
     least = min(able, key=lambda option: (not option.forecast.fits_ram, option.forecast.peak_bytes)).forecast
-    offloaded = min((o.forecast for o in able if o.forecast.fits), key=lambda one: one.ram_bytes, default=None)
+    offloaded = min((o.forecast for o in able if o.forecast.fits), key=lambda item: item.ram_bytes, default=None)
     needs = {
         "clip": clip,
         "peak": least.peak_bytes,
@@ -341,12 +341,12 @@ def _refusal(
         needs["ram"] = offloaded.ram_bytes
         code = "planner.memory_and_ram_short" if least.fits_ram else "planner.ram_short"
         remedy = Fact("planner.more_ram")
-    remedy = remedy if other is None else _instead(every[0], other)
+    remedy = remedy if alternative is None else _instead(every[0], alternative)
     return MemoryShortError(code, **needs, remedy=remedy, strategies=forecasts, where=where)
 
 
-def _instead(fastest: StrategyCandidate, other: StrategyCandidate) -> Fact:
-    strategy, forecast = other.strategy, other.forecast
+def _instead(fastest: StrategyCandidate, alternative: StrategyCandidate) -> Fact:
+    strategy, forecast = alternative.strategy, alternative.forecast
     changes = {"offload": strategy.offload, "quantization": strategy.quantization}
     changes = {name: value for name, value in changes.items() if value != "none"} or {"offload": "none"}
     times = forecast.seconds.likely / fastest.forecast.seconds.likely
@@ -419,41 +419,45 @@ def next_strategy(
         return next(stage.peak_bytes for stage in stages if stage.component == component)
 
     current, now = plan.forecast, needed(plan.strategy)
-    found = [
-        other
-        for other in (*plan.strategies, *_smaller_decodes(plan, workload, component))
-        if _possible(workload, other) and needed(other.strategy) < now and (other.strategy.lossless or lossy)
+    alternatives = [
+        alternative
+        for alternative in (*plan.strategies, *_smaller_decodes(plan, workload, component))
+        if _possible(workload, alternative)
+        and needed(alternative.strategy) < now
+        and (alternative.strategy.lossless or lossy)
     ]
-    chosen = min(found, key=lambda other: not other.strategy.lossless, default=None)
+    chosen = min(alternatives, key=lambda alternative: not alternative.strategy.lossless, default=None)
     if chosen is None:
         return None
     slowdown = chosen.seconds.likely / current.seconds.likely if current.seconds.likely else 1.0
     return FallbackStrategy(_with(plan, spec, workload, chosen, slowdown), chosen, slowdown)
 
 
-def _possible(workload: Workload, other: StrategyForecast) -> bool:
-    return not other.lacks and other.fits and other.fits_ram and _suits_engines(workload, other.strategy)
+def _possible(workload: Workload, candidate: StrategyForecast) -> bool:
+    return (
+        not candidate.lacks and candidate.fits and candidate.fits_ram and _suits_engines(workload, candidate.strategy)
+    )
 
 
 def _smaller_decodes(plan: ExecutionPlan, workload: Workload, component: str) -> list[StrategyForecast]:
     """Return the plan's strategy with smaller calls of the VAE: fewer frames to decode, then tiles."""
     if component not in {"vae", VAE_ENCODER} or plan.components[component].backend != PYTORCH:
         return []
-    found = []
+    forecasts = []
     current, strategy = plan.forecast, plan.strategy
     title = current.title
     if title.code in {"strategy.tiles", "strategy.frame_by_frame"}:
         title = title.data["how"]
     if component == "vae" and strategy.decode_chunk > 1:
         single = strategy.replace(decode_chunk=1)
-        found.append(current.replace(strategy=single, title=Fact("strategy.frame_by_frame", {"how": title})))
+        forecasts.append(current.replace(strategy=single, title=Fact("strategy.frame_by_frame", {"how": title})))
     scale = workload.spec.vae.scale_factor_spatial
     for tile in memory_model.tile_sides(workload):
         if strategy.decode_tile is None or tile < strategy.decode_tile:
             tiled = strategy.replace(decode_chunk=1, decode_tile=tile)
             tiled_title = Fact("strategy.tiles", {"how": title, "side": tile * scale})
-            found.append(current.replace(strategy=tiled, title=tiled_title))
-    return found
+            forecasts.append(current.replace(strategy=tiled, title=tiled_title))
+    return forecasts
 
 
 def _with(

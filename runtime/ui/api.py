@@ -156,7 +156,7 @@ def _with_parameters(function: Callable[..., Any], names: Iterable[str], default
         parameters, return_annotation=dict[str, Any]
     )
     # Gradio reads the schema of yielded values from the annotation of the return value.
-    function.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": dict[str, Any]}
+    function.__annotations__ = {entry.name: entry.annotation for entry in parameters} | {"return": dict[str, Any]}
     return function
 
 
@@ -190,8 +190,8 @@ def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        return {key: _redacted(one, redact) for key, one in value.items()}
-    return [_redacted(one, redact) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _redacted(item, redact) for key, item in value.items()}
+    return [_redacted(item, redact) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _error(text: str) -> gr.Error:

@@ -118,7 +118,7 @@ class ClusterPanel:
             line = "Its workers start."
         elif node.state == "lost":
             line = "Its videos resume on another machine. It joins again when it can be reached."
-        fallbacks = [_fallback(one) for worker in node.workers for one in worker.fallbacks]
+        fallbacks = [_fallback(fallback) for worker in node.workers for fallback in worker.fallbacks]
         return _Machine(
             id=node.id,
             name=node.name,
@@ -141,8 +141,14 @@ class ClusterPanel:
 
     def _queue(self, view: ClusterView) -> str:
         rows = [
-            _Waiting(one.job, self._title(one.job), one.name or "", _when(one), page_text(self._named(one.reason)).what)
-            for one in view.queue
+            _Waiting(
+                entry.job,
+                self._title(entry.job),
+                entry.name or "",
+                _when(entry),
+                page_text(self._named(entry.reason)).what,
+            )
+            for entry in view.queue
         ]
         return render("cluster_queue.html", rows=rows, more=view.queued - len(rows))
 
@@ -190,12 +196,12 @@ def _line(progress: JobProgress | None) -> str:
     return ", ".join(filter(None, (progress.stage, steps, formatting.time_left(progress.seconds_left))))
 
 
-def _when(one: QueuedView) -> str:
-    if one.seconds is None:
+def _when(entry: QueuedView) -> str:
+    if entry.seconds is None:
         return ""
-    return "now" if one.seconds < 1 else f"in {about(one.seconds)}"
+    return "now" if entry.seconds < 1 else f"in {about(entry.seconds)}"
 
 
-def _fallback(one: Fallback) -> str:
-    component, backend = lowered(WORDS.component(one.component)), BACKEND_TITLES.get(one.backend, one.backend)
-    return f"PyTorch runs the {component} instead of {backend}: {page_text(one.reason).what}"
+def _fallback(record: Fallback) -> str:
+    component, backend = lowered(WORDS.component(record.component)), BACKEND_TITLES.get(record.backend, record.backend)
+    return f"PyTorch runs the {component} instead of {backend}: {page_text(record.reason).what}"

@@ -63,7 +63,7 @@ class DecodePanel:
         return drawn(
             {
                 "choices": self._choices,
-                "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in tasks]),
+                "tasks": lambda: tasks_html([(task, len(self._worker.ahead(task))) for task in tasks]),
                 "player": lambda: self._player(tasks),
             }
         )
@@ -77,7 +77,7 @@ class DecodePanel:
         if not file.strip().isprintable() or not path.is_absolute():
             raise InvalidRequestError("latents", "latents.path_unreadable")
         panels = parse_channels(channels or RGB)
-        open_tasks = [one for one in self._worker.tasks() if one.open]
+        open_tasks = [open_task for open_task in self._worker.tasks() if open_task.open]
         if len(open_tasks) >= _MAX_OPEN_TASKS:
             raise EngineError("ui.too_many_tasks", maximum=_MAX_OPEN_TASKS)
         make_folder(self._outputs_dir)

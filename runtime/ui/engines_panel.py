@@ -115,9 +115,9 @@ class EnginesPanel:
         tasks = [task for task in self._worker.tasks() if task.kind != "decode"]
         return drawn(
             {
-                "components": lambda: _components_html(preview, problem, {one.titled for one in tasks if one.open}),
+                "components": lambda: _components_html(preview, problem, {task.titled for task in tasks if task.open}),
                 "choices": lambda: self._choices(call.form),
-                "tasks": lambda: tasks_html([(one, len(self._worker.ahead(one))) for one in tasks]),
+                "tasks": lambda: tasks_html([(task, len(self._worker.ahead(task))) for task in tasks]),
                 "storage": lambda: self._storage(records),
                 "table": lambda: table_html(self._entries(records, preview)),
             }
@@ -169,8 +169,8 @@ class EnginesPanel:
         return kind(path=source.path, model=spec.name, component=component), title
 
     def _add(self, work: Work, title: Fact) -> Reply:
-        open_tasks = [one for one in self._worker.tasks() if one.open]
-        if any(one.titled == title for one in open_tasks):
+        open_tasks = [open_task for open_task in self._worker.tasks() if open_task.open]
+        if any(open_task.titled == title for open_task in open_tasks):
             raise EngineError("ui.task_exists")
         if len(open_tasks) >= _MAX_OPEN_TASKS:
             raise EngineError("ui.too_many_tasks", maximum=_MAX_OPEN_TASKS)
@@ -226,16 +226,16 @@ def read_path(value: object) -> Path:
     Raises:
         InvalidRequestError: if it is not an absolute path.
     """
-    given = value.strip().strip("\"'") if isinstance(value, str) else ""
-    if not given or not given.isprintable() or len(given) > _MAX_PATH:
+    text = value.strip().strip("\"'") if isinstance(value, str) else ""
+    if not text or not text.isprintable() or len(text) > _MAX_PATH:
         raise InvalidRequestError("file", "ui.engine_file_missing", kinds=FILE_KINDS)
     try:
-        path = Path(given).expanduser()
+        path = Path(text).expanduser()
     except RuntimeError:  # "~name" of an unknown user
-        path = Path(given)
+        path = Path(text)
     if not path.is_absolute():
         example = Path.home() / "transformer.plan"
-        raise InvalidRequestError("file", "ui.engine_file_relative", path=given[:80], example=example)
+        raise InvalidRequestError("file", "ui.engine_file_relative", path=text[:80], example=example)
     return path
 
 
@@ -318,20 +318,20 @@ def _row(entry: Entry) -> dict[str, Any]:
     """Return the template's values for one engine."""
     record = entry.record
     key = record.key
-    known = key != UNREADABLE_KEY
+    readable = key != UNREADABLE_KEY
     state, problem = _state(entry)
     backend = BACKEND_TITLES.get(key.backend, key.backend)
     size = byte_size(record.file_bytes)
     return {
         "id": record.id,
-        "title": title_of(key.program) if known else "Unreadable",
+        "title": title_of(key.program) if readable else "Unreadable",
         "model": _model_title(entry),
         "state": state,
         "problem": problem,
         "pinned": record.pinned,
         "imported": key.builder == IMPORTED,
         "size": size,
-        "backend": f"{backend}, {key.precision}" if known else "",
+        "backend": f"{backend}, {key.precision}" if readable else "",
         "cells": (
             ("Sizes", supported_sizes(record, entry.spec)),
             ("Speed", _speed(record)),
@@ -393,7 +393,7 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
         line = "" if task.result is None else paragraph(task.result)
     return {
         "task": task,
-        "builds": [_build_row(one, task) for one in task.builds],
+        "builds": [_build_row(build, task) for build in task.builds],
         "state": "stopping" if task.cancelling else task.state,
         "line": line,
         "percent": None if task.share is None else round(100 * task.share),
@@ -402,24 +402,28 @@ def _task(task: Task, ahead: int) -> dict[str, Any]:
     }
 
 
-def _build_row(one: BuildProgress, task: Task) -> dict[str, str]:
+def _build_row(build: BuildProgress, task: Task) -> dict[str, str]:
     """Return the template's values for one build of a task."""
-    alike = {other.component for other in task.builds if (other.program, other.backend) == (one.program, one.backend)}
+    alike = {
+        sibling.component
+        for sibling in task.builds
+        if (sibling.program, sibling.backend) == (build.program, build.backend)
+    }
     # Two transformers may share an engine; those with engines of their own are told apart.
-    program = title_of(one.component, alike) if len(alike) > 1 and one.program in alike else title_of(one.program)
-    name = f"{program}, {BACKEND_TITLES.get(one.backend, one.backend)}"
-    state, gained = one.state, f", {one.speedup:.2f} times as fast as PyTorch" if one.speedup else ""
+    program = title_of(build.component, alike) if len(alike) > 1 and build.program in alike else title_of(build.program)
+    name = f"{program}, {BACKEND_TITLES.get(build.backend, build.backend)}"
+    state, gained = build.state, f", {build.speedup:.2f} times as fast as PyTorch" if build.speedup else ""
     match state:
         case "waiting" if task.open:
-            text = f"waiting, {about(one.expected)}" if one.expected else "waiting"
+            text = f"waiting, {about(build.expected)}" if build.expected else "waiting"
         case "running" if task.open:
             text = f"running for {formatting.duration(_running(task))}"
         case "done":
-            text = f"built in {formatting.duration(one.took)}{gained}"
+            text = f"built in {formatting.duration(build.took)}{gained}"
         case "kept":
             text = f"existed already{gained}"
         case "failed":
-            text = f"failed: {'' if one.problem is None else paragraph(one.problem)}"
+            text = f"failed: {'' if build.problem is None else paragraph(build.problem)}"
         case _:
             text = "not built"
     return {"name": name, "state": state, "text": text}
@@ -429,22 +433,22 @@ def _builds_line(task: Task) -> str:
     """Return how many builds have ended, the time so far, and about how long the others take; empty without builds."""
     if not task.builds:
         return ""
-    ended = [one for one in task.builds if one.state not in {"waiting", "running"}]
+    ended = [build for build in task.builds if build.state not in {"waiting", "running"}]
     running = _running(task)
-    so_far = sum(one.took for one in ended) + running
+    so_far = sum(build.took for build in ended) + running
     # A build that takes longer than expected may end at any moment.
-    left = sum(
-        max(one.expected - (running if one.state == "running" else 0.0), 0.0)
-        for one in task.builds
-        if one.state in {"waiting", "running"}
+    rest = sum(
+        max(build.expected - (running if build.state == "running" else 0.0), 0.0)
+        for build in task.builds
+        if build.state in {"waiting", "running"}
     )
     count = f"{len(ended)} of {counted(len(task.builds), 'engine')} done"
-    return f"{count}, {formatting.duration(so_far)} so far, {formatting.time_left(left)} of {about(so_far + left)}."
+    return f"{count}, {formatting.duration(so_far)} so far, {formatting.time_left(rest)} of {about(so_far + rest)}."
 
 
 def _running(task: Task) -> float:
     """Return for how many seconds the build that runs has been running."""
-    return max(time.time() - task.build_began, 0.0) if any(one.state == "running" for one in task.builds) else 0.0
+    return max(time.time() - task.build_began, 0.0) if any(build.state == "running" for build in task.builds) else 0.0
 
 
 def _title_of_build(plan: ExecutionPlan, spec: ModelSpec, component: str, backend: str = "") -> Fact:
@@ -468,9 +472,9 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
     gains = _break_evens(preview, plan, offers)
     rows: list[dict[str, Any]] = []
     for name, offered in offers.items():
-        asked = plan.asked.backend(name)
-        tried = _tried(asked, offered) if preview.complete else []
-        state = _unbuilt(asked, offered) if preview.complete else ""
+        requested = plan.asked.backend(name)
+        tried = _tried(requested, offered) if preview.complete else []
+        state = _unbuilt(requested, offered) if preview.complete else ""
         if name in gains:
             state = f"{gains[name]}; {_missing(tried)}" if tried else str(gains[name])
         rows.append(
@@ -521,7 +525,7 @@ def _total(
         # Building tried every backend. Several components may use the same engine, which was built once.
         ids = {use.id for name in gains for offer in offers[name] for use in offer.engines if not use.build}
         built = sum(record.build_seconds for record in preview.records if record.id in ids)
-        combined = BreakEven(built, sum(max(one.saved_seconds, 0.0) for one in gains.values()))
+        combined = BreakEven(built, sum(max(gain.saved_seconds, 0.0) for gain in gains.values()))
         total = f"{'In total' if len(gains) == len(offers) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
@@ -535,24 +539,24 @@ def _total(
 
 def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:
     """Return name and title of each backend of a component, and why no engines can be built with it, if so."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for offer in offered:
         reason = "" if offer.problem is None else page_text(offer.problem).what
         if offer.ready:
             reason = "Built already."
-        if found.get(offer.backend, "-"):  # one of a backend's two kinds is enough
-            found[offer.backend] = reason
-    return [(name, BACKEND_TITLES[name], reason) for name, reason in found.items()]
+        if reasons.get(offer.backend, "-"):  # one of a backend's two kinds is enough
+            reasons[offer.backend] = reason
+    return [(name, BACKEND_TITLES[name], reason) for name, reason in reasons.items()]
 
 
-def _tried(asked: str, offered: Sequence[EngineOffer]) -> list[EngineOffer]:
+def _tried(requested: str, offered: Sequence[EngineOffer]) -> list[EngineOffer]:
     """Return the offers that Build builds for the requested backend."""
     tried = [
         offer
         for offer in offered
-        if asked in {AUTO, offer.backend} and asked != PYTORCH and offer.problem is None and not offer.ready
+        if requested in {AUTO, offer.backend} and requested != PYTORCH and offer.problem is None and not offer.ready
     ]
-    if asked != AUTO:
+    if requested != AUTO:
         return tried[:1]
     tried = [offer for offer in tried if not offer.on_request]
     # Of engines of whole transformers and of their blocks, one kind for each backend is built.
@@ -565,14 +569,14 @@ def _missing(tried: Sequence[EngineOffer]) -> str:
     return f"not built yet with {titles}"
 
 
-def _unbuilt(asked: str, offered: Sequence[EngineOffer]) -> str:
+def _unbuilt(requested: str, offered: Sequence[EngineOffer]) -> str:
     """Return how long the engines of the requested backend, or of all that are tried, take to build."""
-    if asked == PYTORCH:
+    if requested == PYTORCH:
         return "none needed"
-    wanted = [offer for offer in offered if asked in {AUTO, offer.backend}]
-    tried = _tried(asked, offered)
+    candidates = [offer for offer in offered if requested in {AUTO, offer.backend}]
+    tried = _tried(requested, offered)
     if not tried:
-        return "not measured" if any(offer.ready for offer in wanted) else "none can be built on this machine"
+        return "not measured" if any(offer.ready for offer in candidates) else "none can be built on this machine"
     seconds = sum(offer.build_seconds for offer in tried)
     titles = " and ".join(dict.fromkeys(BACKEND_TITLES[offer.backend] for offer in tried))
     return f"not built yet{f', {about(seconds)} to build with {titles}' if seconds else ''}"

@@ -33,7 +33,7 @@ NAMES = (
     *(
         control
         for name in FIELDS
-        for control in ([f"{fields.BACKEND}{one}" for one in COMPONENTS] if name == "backends" else [name])
+        for control in ([f"{fields.BACKEND}{component}" for component in COMPONENTS] if name == "backends" else [name])
     ),
     SIZE_FROM,
 )
@@ -106,15 +106,15 @@ def prompt_section(
     suggestions = render("suggestions.html", suggestions=theme.examples())
     gr.HTML(suggestions, elem_id="suggestions", apply_default_css=False)
     images = gr.HTML(**values["images"], elem_id="images", apply_default_css=False)
-    made: dict[str, Any] = {"model": model, "prompt": prompt}
+    controls: dict[str, Any] = {"model": model, "prompt": prompt}
     # The script draws them; see images.js.
     for name in (name for name, declared in FIELDS.items() if declared.group == "image"):
         stored: dict[str, Any] = {"visible": "hidden", "label": FIELDS[name].label, "elem_id": f"stored-{name}"}
         default = GenerationRequest.model_fields[name].default
         number = isinstance(FIELDS[name], Number)
-        made[name] = gr.Number(default, **stored) if number else gr.Textbox(default or "", **stored)
-    made[SIZE_FROM] = gr.Textbox("", visible="hidden", label="Size from", elem_id=f"stored-{SIZE_FROM}")
-    return Form(made, {"card": card, "images": images})
+        controls[name] = gr.Number(default, **stored) if number else gr.Textbox(default or "", **stored)
+    controls[SIZE_FROM] = gr.Textbox("", visible="hidden", label="Size from", elem_id=f"stored-{SIZE_FROM}")
+    return Form(controls, {"card": card, "images": images})
 
 
 def video_section(values: Mapping[str, Mapping[str, Any]], *, panels: bool) -> Form:
@@ -124,28 +124,28 @@ def video_section(values: Mapping[str, Mapping[str, Any]], *, panels: bool) -> F
         values: the properties of what depends on the model, see `model_values`.
         panels: whether the page has the panels, which know what presets cost.
     """
-    made: dict[str, Any] = {}
+    controls: dict[str, Any] = {}
     if panels:
         gr.HTML(render("plan_part.html", part="presets"), elem_id="presets", apply_default_css=False)
     sizes = gr.HTML(**values["sizes"], elem_id="size", apply_default_css=False)
     with gr.Row(elem_id="sides", elem_classes="pair"):
         for name in ("width", "height"):
-            made[name] = fields.control(name, **values[name])
+            controls[name] = fields.control(name, **values[name])
     lengths = gr.HTML(**values["lengths"], elem_id="length", apply_default_css=False)
     with gr.Column(elem_id="custom-length"):
-        made["frames"] = fields.control("frames", **values["frames"])
+        controls["frames"] = fields.control("frames", **values["frames"])
     # For restored settings and programs; the page offers lengths in seconds that the model was made for.
-    made["seconds"] = gr.Textbox("", visible="hidden", label=FIELDS["seconds"].label, elem_id="stored-seconds")
+    controls["seconds"] = gr.Textbox("", visible="hidden", label=FIELDS["seconds"].label, elem_id="stored-seconds")
     with gr.Row(elem_id="playback", elem_classes="pair"):
-        made["fps"] = fields.control("fps", **values["fps"], info="Changes no frames.")
-        made["seed"] = fields.control("seed", info="Empty: a new one each time.")
+        controls["fps"] = fields.control("fps", **values["fps"], info="Changes no frames.")
+        controls["seed"] = fields.control("seed", info="Empty: a new one each time.")
     # The page keeps its own prompt.
     gr.HTML(
         render("make_actions.html", defaults=GenerationRequest(prompt="any").to_json()),
         elem_id="actions-more",
         apply_default_css=False,
     )
-    return Form(made, {"sizes": sizes, "lengths": lengths})
+    return Form(controls, {"sizes": sizes, "lengths": lengths})
 
 
 def sampling_section(values: Mapping[str, Mapping[str, Any]]) -> Form:
@@ -171,15 +171,17 @@ def acceleration_section(backends: Mapping[str, str]) -> Form:
         backends: initial backends by component; "auto" for those not named.
     """
     gr.HTML(render("section.html", title="Acceleration"), apply_default_css=False)
-    made: dict[str, Any] = {}
+    controls: dict[str, Any] = {}
     for name, declared in FIELDS.items():
         if declared.group == "acceleration":
-            stored = {f"{fields.BACKEND}{one}": backends.get(one, AUTO) for one in COMPONENTS}
+            stored = {f"{fields.BACKEND}{component}": backends.get(component, AUTO) for component in COMPONENTS}
             for control, value in (stored if name == "backends" else {name: fields.unchanged(name)}).items():
-                made[control] = gr.Textbox(value, visible="hidden", label=declared.label, elem_id=f"stored-{control}")
+                controls[control] = gr.Textbox(
+                    value, visible="hidden", label=declared.label, elem_id=f"stored-{control}"
+                )
     for part in ("summary", "components", "options"):
         gr.HTML(render("plan_part.html", part=part), elem_id=f"plan-{part}", apply_default_css=False)
-    return Form(made, {})
+    return Form(controls, {})
 
 
 def loras_section() -> Form:
@@ -193,11 +195,11 @@ def loras_section() -> Form:
 def joined(parts: Iterable[Form]) -> Form:
     """Return a form of several parts, with its controls in the order of `NAMES`."""
     created: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    dependents: dict[str, Any] = {}
     for part in parts:
         created |= part.controls
-        others |= part.others
-    return Form({name: created[name] for name in NAMES if name in created}, others)
+        dependents |= part.others
+    return Form({name: created[name] for name in NAMES if name in created}, dependents)
 
 
 def model_choices(models: Mapping[str, ModelSpec]) -> list[tuple[str, str]]:
@@ -281,14 +283,14 @@ def card_html(spec: ModelSpec, *, panels: bool = True) -> str:
 
 def sizes_html(sizes: Sequence[tuple[int, int]]) -> str:
     """Return the choice of sizes, each with its proportion drawn."""
-    shown = [(f"{w}x{h}", proportion(w, h), formatting.size(w, h), *_drawn(w, h)) for w, h in sizes]
-    return render("sizes.html", sizes=shown, custom=CUSTOM, from_image=FROM_IMAGE)
+    choices = [(f"{w}x{h}", proportion(w, h), formatting.size(w, h), *_drawn(w, h)) for w, h in sizes]
+    return render("sizes.html", sizes=choices, custom=CUSTOM, from_image=FROM_IMAGE)
 
 
 def lengths_html(frame_counts: Sequence[int], fps: int, spec: ModelSpec) -> str:
     """Return the choice of lengths in seconds at a playback speed, and in frames or sections."""
     stride = 0 if spec.section is None else spec.frame_stride
-    units = [counted(spec.sections(one), "section") if stride else counted(one, "frame") for one in frame_counts]
+    units = [counted(spec.sections(count), "section") if stride else counted(count, "frame") for count in frame_counts]
     seconds = [f"{count / fps:.1f} s" for count in frame_counts]
     return render("lengths.html", lengths=zip(frame_counts, seconds, units, strict=True), custom=CUSTOM, stride=stride)
 
@@ -296,7 +298,7 @@ def lengths_html(frame_counts: Sequence[int], fps: int, spec: ModelSpec) -> str:
 def proportion(width: int, height: int) -> str:
     """Return the proportion of a size: "16:9" for one that is close to it, else the exact one if it is short."""
     ratio = width / height
-    close = min(_PROPORTIONS, key=lambda one: abs(one[0] / one[1] / ratio - 1))
+    close = min(_PROPORTIONS, key=lambda pair: abs(pair[0] / pair[1] / ratio - 1))
     if abs(close[0] / close[1] / ratio - 1) <= _CLOSE:
         return f"{close[0]}:{close[1]}"
     shared = gcd(width, height)
@@ -311,11 +313,11 @@ def _drawn(width: int, height: int) -> tuple[int, int]:
 
 def _own_shift(spec: ModelSpec) -> str:
     """Return the model's own shift for the help text, in parentheses."""
-    known = published(spec)
+    model = published(spec)
     if not spec.is_downloaded or spec.noise.setting is None:
         return ""
-    other = known is not None and known.flow_shift != spec.noise.shift
-    return f" ({spec.noise.shift:g}{f'; the authors use {known.flow_shift:g}' if known and other else ''})"
+    differs = model is not None and model.flow_shift != spec.noise.shift
+    return f" ({spec.noise.shift:g}{f'; the authors use {model.flow_shift:g}' if model and differs else ''})"
 
 
 def filled(
@@ -330,15 +332,15 @@ def filled(
         preset: the launch flags' backends, see `preset_name`.
         gpus: how many GPUs there are; larger numbers are not restored.
     """
-    known = stored.get("model") in list(models)
-    name = stored["model"] if known else next(iter(models))
+    has_model = stored.get("model") in list(models)
+    name = stored["model"] if has_model else next(iter(models))
     of_model = model_values(models[name], models, from_image=bool(stored.get("image")))
     values = {control: dict[str, Any]() for control in NAMES} | of_model
     values["model"] = {"value": name}
     for field in FIELDS:
         declared = FIELDS[field]
         follows_model = declared.group in {"video", "more"} and field != "seed"
-        if field in {"model", "backends", "gpus"} or (follows_model and not known):
+        if field in {"model", "backends", "gpus"} or (follows_model and not has_model):
             continue
         value = fields.shown(field, stored.get(field))
         if value is not None:
@@ -394,11 +396,11 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     Raises:
         TandemError: for an invalid value, with its field.
     """
-    given = by_name(values)
-    spec = check_offered(given["model"], models)
-    size_from = given.pop(SIZE_FROM)
-    backends = {name: given.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
-    request = {name: fields.read(name, value) for name, value in given.items()}
+    settings = by_name(values)
+    spec = check_offered(settings["model"], models)
+    size_from = settings.pop(SIZE_FROM)
+    backends = {name: settings.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
+    request = {name: fields.read(name, value) for name, value in settings.items()}
     request["prompt"] = "" if request["prompt"] is None else request["prompt"]
     chosen = {name: backend for name, backend in backends.items() if name in spec.component_names}
     request["backends"] = {name: backend for name, backend in chosen.items() if backend != AUTO}
@@ -432,9 +434,9 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
     """
     if len(values) != len(BASIC_NAMES):
         raise InvalidRequestError("form", "form.incomplete")
-    others = {name: str(info.default) for name, info in GenerationRequest.model_fields.items() if name not in BASIC}
-    given = dict.fromkeys(NAMES, AUTO) | others | {"loras": ""} | dict(zip(BASIC_NAMES, values, strict=True))
-    return read([given[name] for name in NAMES], models)
+    defaults = {name: str(info.default) for name, info in GenerationRequest.model_fields.items() if name not in BASIC}
+    settings = dict.fromkeys(NAMES, AUTO) | defaults | {"loras": ""} | dict(zip(BASIC_NAMES, values, strict=True))
+    return read([settings[name] for name in NAMES], models)
 
 
 def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationRequest:
@@ -443,8 +445,8 @@ def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> Genera
     Raises:
         TandemError: for an invalid value, with its field.
     """
-    given = by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
-    return read([given[name] for name in NAMES], models)
+    settings = by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
+    return read([settings[name] for name in NAMES], models)
 
 
 def with_prompt(values: Sequence[Any], prompt: str) -> list[Any]:

@@ -97,9 +97,9 @@ def page_text(fact: Fact, components: Collection[str] = ()) -> Text:
     return facts.render(fact, FormWords(components) if components else WORDS)
 
 
-def sentences(given: Iterable[Fact]) -> str:
+def sentences(parts: Iterable[Fact]) -> str:
     """Return the texts of facts, equal ones once."""
-    return " ".join(dict.fromkeys(page_text(fact).what for fact in given))
+    return " ".join(dict.fromkeys(page_text(fact).what for fact in parts))
 
 
 def shown(value: Any) -> Any:

@@ -135,11 +135,11 @@ class HistoryPanel(JobsPanel):
             "storage": self._storage,
         }
         names = _DRAWN.get(call.action, ("gallery", "detail", "storage"))
-        found = {name: draw for name, draw in parts.items() if name in names}
+        selection = {name: draw for name, draw in parts.items() if name in names}
         if "similarity" in reply:
             line = reply.pop("similarity")
-            found["similarity"] = lambda: render("history_similarity.html", line=line)
-        return drawn(found)
+            selection["similarity"] = lambda: render("history_similarity.html", line=line)
+        return drawn(selection)
 
     def act(self, call: Call) -> Reply:
         """Carry out an action."""
@@ -168,22 +168,22 @@ class HistoryPanel(JobsPanel):
         return {"cards": render("history_cards.html", cards=cards, titles=FILTERS), "more": more}
 
     def _start_comparison(self, call: Call) -> Reply:
-        clips = [self._clip(self._job(one)) for one in read_view(call.view).pair]
+        clips = [self._clip(self._job(job_id)) for job_id in read_view(call.view).pair]
         if not clips:
             return {}
         measured = same_picture(*clips)
         return {"compare": True, "measure": measured, "similarity": "Measuring the similarity…" if measured else ""}
 
     def _measure(self, call: Call) -> Reply:
-        jobs = [self._job(one) for one in read_view(call.view).pair]
+        jobs = [self._job(job_id) for job_id in read_view(call.view).pair]
         clips = [self._clip(job) for job in jobs]
         if not clips or not same_picture(*clips):
             return {"similarity": ""}
         try:
-            found = _similarity(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
+            result = _similarity(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
         except OSError as error:  # it was deleted meanwhile
             raise _video_missing() from error
-        return {"similarity": similarity(clips[0].request["frames"], found)}
+        return {"similarity": similarity(clips[0].request["frames"], result)}
 
     def _remove_checkpoints(self, _call: Call) -> Reply:
         freed = storage.remove_finished_checkpoints(self._store, self._owner)
@@ -218,7 +218,7 @@ class HistoryPanel(JobsPanel):
     def _cards(self, view: View, first: int = 0) -> tuple[list[Card], bool]:
         """Return the cards of a view from page `first` on, and whether there are more."""
         count = _PAGE * (view.pages - first)
-        found = self._store.list(
+        records = self._store.list(
             states=tuple(state for state in _ENDED if view.state in {state, ALL, STARRED, DELETED}),
             search=view.search,
             owner=self._owner,
@@ -227,7 +227,7 @@ class HistoryPanel(JobsPanel):
             limit=count + 1,
             offset=_PAGE * first,
         )
-        return [self._card(job) for job in found[:count]], len(found) > count
+        return [self._card(job) for job in records[:count]], len(records) > count
 
     def _card(self, job: JobRecord) -> Card:
         plays, size = self._plays(job), storage.video_bytes(job)
@@ -261,8 +261,8 @@ class HistoryPanel(JobsPanel):
         rows += [("Checkpoints", byte_size(checkpoints))] if checkpoints else []
         resume_line = ""
         if job.continues and saved is not None and saved.sections is not None:
-            made, of, _ = saved.sections
-            unfinished = Fact("ui.video_unfinished", {"made": made, "of": of})
+            count, of, _ = saved.sections
+            unfinished = Fact("ui.video_unfinished", {"made": count, "of": of})
             resume_line = sentences([unfinished, Fact("ui.video_can_continue")])
         elif job.resumable:
             status = self._resume_status(job)
@@ -276,7 +276,7 @@ class HistoryPanel(JobsPanel):
             card=self._card(job),
             warning_lines=[]
             if saved is None
-            else [paragraph(one, saved.plan.get("components", ())) for one in saved.warnings],
+            else [paragraph(warning, saved.plan.get("components", ())) for warning in saved.warnings],
             reasons="" if saved is None else job_view.backend_reasons(saved),
             resume_line=resume_line,
             titles=FILTERS,
@@ -285,7 +285,7 @@ class HistoryPanel(JobsPanel):
 
     def _comparison(self, pair: Sequence[str]) -> str:
         try:
-            clips = [self._clip(self._job(one)) for one in pair]
+            clips = [self._clip(self._job(job_id)) for job_id in pair]
         except TandemError:  # one was deleted
             return ""
         return comparison_html(*clips) if clips else ""
@@ -309,51 +309,54 @@ def read_view(view: Mapping[str, Any]) -> View:
         case {"search": str(search), "state": str(state), "pages": int(pages), "open": opened, "pair": [*pair]} if (
             state in FILTERS and 1 <= pages <= _MAX_PAGES and len(search) <= _MAX_SEARCH
         ):
-            ids = tuple(one for one in pair if is_job_id(one))
+            ids = tuple(job_id for job_id in pair if is_job_id(job_id))
             return View(search, state, pages, opened if is_job_id(opened) else "", ids if len(ids) == _PAIR else ())
     raise unknown_action()
 
 
-def comparison_html(one: Clip, other: Clip) -> str:
+def comparison_html(first: Clip, second: Clip) -> str:
     """Return two videos with shared controls, and what differs."""
-    frames = max(one.request["frames"], other.request["frames"])
-    rows, same = differences(one, other)
-    clips = [("A", one), ("B", other)]
+    frames = max(first.request["frames"], second.request["frames"])
+    rows, same = differences(first, second)
+    clips = [("A", first), ("B", second)]
     return render(
-        "history_comparison.html", clips=clips, frames=frames, timing=timing(one, other), rows=rows, same=same
+        "history_comparison.html", clips=clips, frames=frames, timing=timing(first, second), rows=rows, same=same
     )
 
 
-def same_picture(one: Clip, other: Clip) -> bool:
+def same_picture(first: Clip, second: Clip) -> bool:
     """Return whether two requests differ only in how the video is computed, which should not change its frames."""
-    names = {*one.request, *other.request}.difference(COMPUTE_FIELDS)
-    return all(_value(one, name) == _value(other, name) for name in names)
+    names = {*first.request, *second.request}.difference(COMPUTE_FIELDS)
+    return all(_value(first, name) == _value(second, name) for name in names)
 
 
-def similarity(frames: int, found: Similarity) -> str:
+def similarity(frames: int, result: Similarity) -> str:
     """Return how similar two videos are as a sentence."""
-    if found.identical:
+    if result.identical:
         return paragraph(Fact("ui.pixels_equal", {"frames": frames}))
-    return paragraph(Fact("ui.similar", {"psnr": found.psnr, "ssim": found.ssim, "frames": frames}))
+    return paragraph(Fact("ui.similar", {"psnr": result.psnr, "ssim": result.ssim, "frames": frames}))
 
 
-def differences(one: Clip, other: Clip) -> tuple[list[tuple[str, str, str]], int]:
+def differences(first: Clip, second: Clip) -> tuple[list[tuple[str, str, str]], int]:
     """Return each difference with its two values in the form's words, and the number of equal settings."""
-    names = list(dict.fromkeys((*one.request, *other.request)))
-    rows = [(_label(name), _value(one, name), _value(other, name)) for name in names]
-    found = [row for row in rows if row[1] != row[2]]
-    same = len(rows) - len(found)
+    names = list(dict.fromkeys((*first.request, *second.request)))
+    rows = [(_label(name), _value(first, name), _value(second, name)) for name in names]
+    changes = [row for row in rows if row[1] != row[2]]
+    same = len(rows) - len(changes)
     results = [
-        ("Ran on", one.places, other.places),
-        ("Time", formatting.duration(one.seconds), formatting.duration(other.seconds)),
+        ("Ran on", first.places, second.places),
+        ("Time", formatting.duration(first.seconds), formatting.duration(second.seconds)),
     ]
-    return found + [row for row in results if row[1] != row[2]], same
+    return changes + [row for row in results if row[1] != row[2]], same
 
 
-def timing(one: Clip, other: Clip) -> str:
+def timing(first: Clip, second: Clip) -> str:
     """Return how videos with different frame rates or lengths are synchronised."""
     words = "Videos play frame by frame; the arrow keys step."
-    (a, b), (m, n) = ((clip.request["fps"] for clip in (one, other)), (clip.request["frames"] for clip in (one, other)))
+    (a, b), (m, n) = (
+        (clip.request["fps"] for clip in (first, second)),
+        (clip.request["frames"] for clip in (first, second)),
+    )
     if a != b:
         words += f" {paragraph(Fact('ui.plays_at_other_rate', {'made': b, 'plays': a}))}"
     if m != n:
@@ -378,7 +381,7 @@ def _value(clip: Clip, name: str) -> str:
     if name == "shift" and value is None:
         return "the model's default"
     if isinstance(value, Mapping):
-        chosen = (f"{TITLES.get(key, key)}: {BACKENDS.get(one, one)}" for key, one in value.items())
+        chosen = (f"{TITLES.get(key, key)}: {BACKENDS.get(backend, backend)}" for key, backend in value.items())
         return ", ".join(chosen) or BACKENDS[AUTO]
     if value is None or value == "":
         return "none"
@@ -386,9 +389,9 @@ def _value(clip: Clip, name: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _similarity(one: tuple[Path, int], other: tuple[Path, int]) -> Similarity:
+def _similarity(first: tuple[Path, int], second: tuple[Path, int]) -> Similarity:
     """Compare two files, given with their modification times."""
-    return measured_similarity(one[0], other[0])
+    return measured_similarity(first[0], second[0])
 
 
 def _video_missing() -> InvalidRequestError:

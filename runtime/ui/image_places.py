@@ -40,21 +40,21 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> str:
     Args:
         models: what the page offers, by name.
     """
-    known = spec.image_input
+    inputs = spec.image_input
     places = []
-    if known is not None:
-        places.append(("image", "First image" if known.last != "none" else FIELDS["image"].label, known.required))
-        if known.last != "none":
-            places.append(("last_image", FIELDS["last_image"].label, known.last == "required"))
+    if inputs is not None:
+        places.append(("image", "First image" if inputs.last != "none" else FIELDS["image"].label, inputs.required))
+        if inputs.last != "none":
+            places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
     return render(
         "images.html",
         model=spec.name,
         places=places,
-        able=[[one.name, one.title] for one in models.values() if one.image_input is not None],
+        able=[[model.name, model.title] for model in models.values() if model.image_input is not None],
         most=MAX_FILE_BYTES,
         accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
-        guidance={name: guidance(spec, from_image=given) for name, given in (("text", False), ("image", True))},
-        examples=examples() if known is not None and spec.directory.parent == EMBEDDED else [],
+        guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
+        examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )
 
 
@@ -83,7 +83,7 @@ class ImageAnswers:
         self._keep = keep
         self._pictures = pictures
 
-    def answer(self, asked: Mapping[str, Any], job: Job | None, visitor: str) -> dict[str, Any]:
+    def answer(self, question: Mapping[str, Any], job: Job | None, visitor: str) -> dict[str, Any]:
         """Return what the script asks for.
 
         Args:
@@ -92,7 +92,7 @@ class ImageAnswers:
         Raises:
             TandemError: if there is no answer.
         """
-        match asked:
+        match question:
             case {"what": "frame", "seconds": int() | float() | None as seconds} if job is not None:
                 return self._frame(job, seconds, visitor)
             case {"what": "example", "name": str(name)}:
@@ -118,8 +118,8 @@ class ImageAnswers:
         # A player that is paused can be at the very end of the frame before.
         frame = last if seconds is None else min(max(int(seconds * fps + 0.01), 0), last)
         data = read_frame(video, frame)
-        kept = self._kept(data, f"{video.stem[:80]}-frame-{frame + 1}.png", visitor)
-        return kept | {"model": saved.request["model"]}
+        reply = self._kept(data, f"{video.stem[:80]}-frame-{frame + 1}.png", visitor)
+        return reply | {"model": saved.request["model"]}
 
     def _example(self, name: str, visitor: str) -> dict[str, Any]:
         if name not in dict(examples()):
@@ -161,16 +161,16 @@ class UsedImage:
     picture: str
 
 
-def used_images(given: Mapping[str, ImageUse], *, pictures: bool = True) -> list[UsedImage]:
+def used_images(images: Mapping[str, ImageUse], *, pictures: bool = True) -> list[UsedImage]:
     """Return the images of a job.
 
     Args:
-        given: by the request's field.
+        images: by the request's field.
         pictures: whether they are shown.
     """
     return [
         UsedImage(FIELDS[field].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
-        for field, use in given.items()
+        for field, use in images.items()
     ]
 
 

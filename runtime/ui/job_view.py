@@ -162,31 +162,31 @@ class Clip:
 
 
 def _clip(job: Job, progress: Progress, line: Line, audience: Audience) -> Clip | None:
-    found = None if line.state == "done" else job.clip
-    if found is None:
+    clip = None if line.state == "done" else job.clip
+    if clip is None:
         return None
     summary = job.summary
     of = counted(summary.frames, "frame") if summary.sections == 1 else counted(summary.sections, "section")
     return Clip(
-        address=audience.clip(job, found[0]),
-        of=f"{found[0]} of {of}",
+        address=audience.clip(job, clip[0]),
+        of=f"{clip[0]} of {of}",
         # While the last of them is being saved, it is still the one that is made.
-        making=progress.section if line.state in {"running", "stopping"} and progress.section > found[0] else 0,
+        making=progress.section if line.state in {"running", "stopping"} and progress.section > clip[0] else 0,
     )
 
 
 async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str, watch: Watch) -> AsyncIterator[View]:
     """Yield views of a job as it changes, at least one a second while it runs, until the job or `watch` ends."""
-    shown, shown_at = None, 0.0
-    seen: object = None
+    last_view, shown_at = None, 0.0
+    last_key: object = None
     while True:
         now, count = time.monotonic(), job.changes.count
         key = (job.progress, job.state, job.held, job.cancelling, job.finishing)
-        if key != seen or now - shown_at >= _TICK_SECONDS:
+        if key != last_key or now - shown_at >= _TICK_SECONDS:
             current = await asyncio.to_thread(view, job, worker, audience, icon, now)
-            seen, shown_at = key, now
-            if current != shown:
-                shown = current
+            last_key, shown_at = key, now
+            if current != last_view:
+                last_view = current
                 yield current
             if not current.busy:
                 return
@@ -197,13 +197,13 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
 
 async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
     """Yield every event of a job, up to and including the terminal one, unless `watch` ends first."""
-    seen = 0
+    position = 0
     while not watch.ended:
         count = job.changes.count
         interrupted, events = job.state == "interrupted", job.events
-        seen = min(seen, len(events))  # a resumed job starts a new list
-        for event in events[seen:]:
-            seen += 1
+        position = min(position, len(events))  # a resumed job starts a new list
+        for event in events[position:]:
+            position += 1
             yield event
             if isinstance(event, TerminalEvent):
                 return
@@ -301,8 +301,8 @@ def _ended(end: TerminalEvent, job: Job, worker: JobQueue, audience: Audience) -
     if isinstance(end, VideoSaved):
         return _done(end, job, worker, audience)
     if isinstance(end, Cancelled):
-        kept = Fact("ui.nothing_saved" if job.clip is None else "ui.sections_kept")
-        return _resumable(Line("cancelled", "Cancelled.", page_text(kept).what), job)
+        fact = Fact("ui.nothing_saved" if job.clip is None else "ui.sections_kept")
+        return _resumable(Line("cancelled", "Cancelled.", page_text(fact).what), job)
     text = page_text(end.fact, job.plan.components)
     remedy = audience.details if end.internal else audience.redact(text.remedy)
     line = Line("failed", what=audience.redact(text.what), remedy=remedy)
@@ -313,8 +313,8 @@ def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> 
     """Return the status line of a finished video: what is wrong with it comes first."""
     seed = f"Seed {saved.request['seed']}."
     if saved.sections is not None and saved.continues:
-        made, of, _ = saved.sections
-        detail = page_text(Fact("ui.video_unfinished", {"made": made, "of": of})).what
+        count, of, _ = saved.sections
+        detail = page_text(Fact("ui.video_unfinished", {"made": count, "of": of})).what
         continued = page_text(Fact("ui.video_can_continue")).what if audience.panels else ""
         return Line("done", "Done", f"{detail} {seed} {continued}".strip(), fraction=1.0, continues=audience.panels)
     if not audience.address(job):
@@ -323,8 +323,8 @@ def _done(saved: VideoSaved, job: Job, worker: JobQueue, audience: Audience) -> 
     unknown = next((fact for fact in saved.warnings if _is_unknown_words(fact)), None)
     if unknown is not None:
         # The largest group has the things.
-        known = max(worker.words(job.summary.model).values(), key=len, default=())
-        detail = f"{page_text(Fact('ui.can_draw', {'words': known})).what} {seed}" if known else seed
+        words = max(worker.words(job.summary.model).values(), key=len, default=())
+        detail = f"{page_text(Fact('ui.can_draw', {'words': words})).what} {seed}" if words else seed
         title = Fact("ui.cannot_draw", {"model": job.model_title, "words": first_words(unknown.data["words"])})
         return Line("done", page_text(title).what, detail, fraction=1.0)
     return Line("done", "Done", f"{page_text(Fact('ui.video_ready')).what} {seed}", fraction=1.0)
@@ -363,13 +363,13 @@ def running_line(progress: Progress) -> Line:
         detail = page_text(progress.building.progress).what
     elif progress.stage == "decode":
         detail = f"{progress.frames} of {progress.frame_count} frames"
-    left = formatting.time_left(progress.seconds_left)
+    time_left = formatting.time_left(progress.seconds_left)
     if progress.section and progress.plan is not None:
         detail = f"section {progress.section} of {progress.plan.sections}, {detail}"
         rest = progress.section_seconds_left
         if rest is not None and rest >= 1 and progress.section < progress.plan.sections:
-            left = f"{formatting.time_left(rest).removesuffix(' left')} for this section, {left}"
-    return Line("running", progress.title, detail, left, progress.fraction)
+            time_left = f"{formatting.time_left(rest).removesuffix(' left')} for this section, {time_left}"
+    return Line("running", progress.title, detail, time_left, progress.fraction)
 
 
 def _resumable(line: Line, job: Job) -> Line:
@@ -461,7 +461,7 @@ def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tupl
     """Return names and values that describe a video."""
     request = saved.request
     size = formatting.size(request["width"], request["height"])
-    found = [
+    rows = [
         ("Seed", str(request["seed"])),
         ("Video", f"{size}, {formatting.length(saved.frames, request['fps'])}"),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
@@ -469,7 +469,7 @@ def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tupl
         ("Time", _time(saved)),
         ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
     ]
-    return found + [("Ran on", place) for place in _places(saved.plan["components"], plan)]
+    return rows + [("Ran on", place) for place in _places(saved.plan["components"], plan)]
 
 
 def _guidance(request: Mapping[str, Any]) -> str:
@@ -480,10 +480,10 @@ def _guidance(request: Mapping[str, Any]) -> str:
 def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return settings that differ from their defaults."""
     loras, step_cache = fields.loras_text(request.get("loras")), request.get("step_cache", NONE)
-    found = [("LoRA", line) for line in loras.splitlines()]
-    found += [] if step_cache == NONE else [("Step cache", str(step_cache))]
+    rows = [("LoRA", line) for line in loras.splitlines()]
+    rows += [] if step_cache == NONE else [("Step cache", str(step_cache))]
     shift = request.get("shift")
-    return found if shift is None else [*found, ("Shift", f"{shift:g}")]
+    return rows if shift is None else [*rows, ("Shift", f"{shift:g}")]
 
 
 def _time(saved: VideoSaved) -> str:

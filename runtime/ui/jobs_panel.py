@@ -88,7 +88,7 @@ class JobsPanel:
         return job
 
     def _jobs(self, ids: str) -> list[JobRecord]:
-        jobs = [self._job(one) for one in ids.split()]
+        jobs = [self._job(job_id) for job_id in ids.split()]
         if not jobs:
             raise unknown_action()
         return jobs
@@ -159,8 +159,8 @@ def example_of(store: JobStore, spec: ModelSpec) -> str:
     if shipped:
         return shipped
     done = store.list(states=_DONE, owner=None, limit=_SEARCHED)
-    made = (picture(store, job) for job in done if job.request.get("model") == spec.name)
-    return next(filter(None, made), "")
+    pictures = (picture(store, job) for job in done if job.request.get("model") == spec.name)
+    return next(filter(None, pictures), "")
 
 
 def proportions(job: JobRecord) -> tuple[int, int]:

@@ -45,13 +45,13 @@ class LorasPanel:
 
     def _list(self, call: Call) -> str:
         spec = form.read_model(call.form, self._models)
-        found = listed(self._weights_dir)
-        rows = [self._check(one, spec) for one in found[:MOST_LISTED]]
+        files = listed(self._weights_dir)
+        rows = [self._check(file, spec) for file in files[:MOST_LISTED]]
         return render(
             "loras_list.html",
             rows=[(row, "" if row.problem is None else page_text(row.problem.fact).what) for row in rows],
             search=len(rows) >= _SEARCHED,
-            more=len(found) - len(rows),
+            more=len(files) - len(rows),
             folder=loras_dir(self._weights_dir),
             both=BOTH,
         )

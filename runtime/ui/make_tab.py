@@ -46,14 +46,14 @@ def add_make(
     handlers: "Handlers",
     chosen: str,
     advanced: Callable[[Mapping[str, Mapping[str, Any]]], Form],
-    others: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
 ) -> Form:
     """Create form, picture and status, and connect them with the handlers.
 
     Args:
         chosen: the model that is selected at start.
         advanced: creates the controls of the panel Advanced; it is given the properties of what depends on the model.
-        others: more outputs that depend on the model, by name; `handlers.others` has the names of all.
+        extras: more outputs that depend on the model, by name; `handlers.others` has the names of all.
     """
     panels, models = handlers.audience.panels, handlers.models
     values = handlers.model_values(models[chosen])
@@ -84,7 +84,7 @@ def add_make(
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
     player = _Player(picture, status, facts, generate, cancel, watched, remembered)
     _connect_player(page, handlers, list(created.controls.values()), player)
-    _connect_form(page, handlers, created, {**(others or {}), **created.others}, player, refused)
+    _connect_form(page, handlers, created, {**(extras or {}), **created.others}, player, refused)
     _add_image_questions(handlers)
     return created
 
@@ -105,12 +105,12 @@ def _connect_player(page: gr.Blocks, handlers: "Handlers", inputs: list[Any], pl
     """Connect what begins, ends and shows jobs."""
     attach = gr.Button("Watch again", visible="hidden", elem_id="attach")
     show = gr.Button("Show a video", visible="hidden", elem_id="show")
-    shown, remembered = list(player), player.remembered
+    outputs, remembered = list(player), player.remembered
     # The handlers validate the values as the browser sent them (preprocess=False).
     once: dict[str, Any] = {"preprocess": False, "trigger_mode": "once", "api_name": SUBMITS}
-    player.generate.click(handlers.generate, inputs, shown, **once, **WATCHING)
+    player.generate.click(handlers.generate, inputs, outputs, **once, **WATCHING)
     player.cancel.click(handlers.cancel, player.watched, player.cancel, **SERVED)
-    stored_job: dict[str, Any] = {"inputs": remembered, "outputs": shown, "js": "() => window.tandem.job()"}
+    stored_job: dict[str, Any] = {"inputs": remembered, "outputs": outputs, "js": "() => window.tandem.job()"}
     page.load(handlers.attach, **stored_job, **WATCHING)
     # A lost answer must not block the next attempt.
     attach.click(handlers.attach, **stored_job, trigger_mode="multiple", **WATCHING)
@@ -119,16 +119,16 @@ def _connect_player(page: gr.Blocks, handlers: "Handlers", inputs: list[Any], pl
 
 
 def _connect_form(
-    page: gr.Blocks, handlers: "Handlers", created: Form, others: Mapping[str, Any], player: _Player, refused: gr.HTML
+    page: gr.Blocks, handlers: "Handlers", created: Form, extras: Mapping[str, Any], player: _Player, refused: gr.HTML
 ) -> None:
     """Connect what fills the form, and what stores its values.
 
     Args:
-        others: the outputs that are no controls, by name.
+        extras: the outputs that are no controls, by name.
         refused: shows the settings that could not be restored.
     """
     controls, inputs = created.controls, list(created.controls.values())
-    outputs = {**others, **controls}
+    outputs = {**extras, **controls}
     dependent = [outputs[name] for name in handlers.following_model]
     controls["model"].input(
         handlers.choose_model, [controls["model"], controls["image"]], dependent, preprocess=False, **SERVED
@@ -152,8 +152,8 @@ def _add_image_questions(handlers: "Handlers") -> None:
     """Connect the questions of the images' script; see `image_places`."""
     ask_image = gr.Button("Ask about an image", visible="hidden", elem_id="ask-image")
     answer = gr.Textbox("", visible="hidden", label="About an image")
-    asked: dict[str, Any] = {"inputs": answer, "outputs": answer, "js": "() => window.tandem.imageAsked()"}
-    ask_image.click(handlers.image, **asked, trigger_mode="multiple", **SERVED).then(
+    question: dict[str, Any] = {"inputs": answer, "outputs": answer, "js": "() => window.tandem.imageAsked()"}
+    ask_image.click(handlers.image, **question, trigger_mode="multiple", **SERVED).then(
         **LOCAL, inputs=answer, js="(text) => window.tandem.imageAnswered(text)"
     )
 
@@ -237,14 +237,14 @@ class Handlers:
     async def attach(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
         """Show the job of this browser tab while it runs, else another that runs, else the last one."""
 
-        def shown() -> Job | None:
+        def find_job() -> Job | None:
             owner, job = self._owner(request), self._job(remembered, request)
             return (
                 job if job is not None and job.open else self._worker.active(owner) or job or self._worker.latest(owner)
             )
 
         try:
-            job = await asyncio.to_thread(shown)
+            job = await asyncio.to_thread(find_job)
         except TandemError as error:
             yield self._alert(error)
             return
@@ -278,9 +278,9 @@ class Handlers:
         job.request_cancel()
         return gr.update(value="Stopping…", interactive=False)
 
-    def image(self, request: gr.Request, asked: Any) -> str:
+    def image(self, request: gr.Request, question: Any) -> str:
         """Answer what the script of the images asks, JSON with JSON; see `image_places`."""
-        values = _read_object(asked) or {}
+        values = _read_object(question) or {}
         try:
             answer = self._images.answer(values, self._job(values.get("job"), request), self._owner(request) or "")
         except TandemError as error:
@@ -305,9 +305,9 @@ class Handlers:
         values = _read_object(stored)
         if values is None:
             return _unchanged(len(self._outputs) + 1)
-        found, refused = restored.usable(values, self.models)
-        updates, filled = self._filled(found)
-        refused += restored.replaced(found, filled, self.names)
+        settings, refused = restored.usable(values, self.models)
+        updates, filled = self._filled(settings)
+        refused += restored.replaced(settings, filled, self.names)
         return (*updates, render("restored.html", refused=refused, at=time.monotonic_ns()))
 
     @property

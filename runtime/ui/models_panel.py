@@ -166,9 +166,9 @@ class ModelsPanel:
 
     def _repository(self, target: str) -> str:
         """Return the name to download: of a published model, or the repository of a card."""
-        known = _known(target)
-        if known is not None:
-            return known.name
+        model = _known(target)
+        if model is not None:
+            return model.name
         task, partial = self._tasks.of(target), partial_downloads(self._weights_dir).get(target)
         if task is not None and task.source is not None:
             return task.source.repository
@@ -180,10 +180,10 @@ class ModelsPanel:
 
     def _folder(self, target: str) -> str:
         """Return the folder of a card's model."""
-        known = _known(target)
-        if known is None and self._tasks.of(target) is None and target not in partial_downloads(self._weights_dir):
+        model = _known(target)
+        if model is None and self._tasks.of(target) is None and target not in partial_downloads(self._weights_dir):
             raise unknown_action()
-        return target if known is None else known.folder
+        return target if model is None else model.folder
 
     def _is_downloaded(self, name: str) -> bool:
         return name in folders(self._weights_dir) and (self._weights_dir / name / MANIFEST).is_file()
@@ -202,9 +202,9 @@ class ModelsPanel:
         installed = {*folders(self._weights_dir)}
         absent = {spec.directory.name: spec for spec in not_downloaded(self._weights_dir)}
         named = {task.folder: task for task in self._tasks.all() if task.source is not None}
-        others = {*named, *partial_downloads(self._weights_dir)} - {*absent, *installed}
+        other_folders = {*named, *partial_downloads(self._weights_dir)} - {*absent, *installed}
         cards = [self._known(spec) for spec in absent.values()]
-        cards += [self._other(folder) for folder in sorted(others)]
+        cards += [self._other(folder) for folder in sorted(other_folders)]
         return render(
             "models_available.html",
             cards=cards,
@@ -230,31 +230,31 @@ class ModelsPanel:
         return self._fits[spec.name]
 
     def _installed(self, name: str, spec: ModelSpec, selected: str) -> _Card:
-        others = {}
+        menu = {}
         folder = spec.directory
         in_folder = _in_folder(self._weights_dir, name)
         files = own_files(name, self._weights_dir)
         task = self._tasks.of(folder.name) if in_folder else None
         busy = task is not None and task.open
         if in_folder:
-            others["verify"] = "" if self._is_downloaded(name) else "Tandem did not download it and has no hashes."
-            others["delete"] = ""
+            menu["verify"] = "" if self._is_downloaded(name) else "Tandem did not download it and has no hashes."
+            menu["delete"] = ""
             if task is not None and task.kind == "verify" and task.state == "failed" and self._is_downloaded(name):
-                others["repair"] = self._offline_reason()
+                menu["repair"] = self._offline_reason()
         elif files:
-            others["delete"] = ""
+            menu["delete"] = ""
         size = stored_bytes(spec)
-        own = [("Folder", folder.name)] if in_folder and folder.name != spec.title else []
-        own += [("File", path.name) for path in dict.fromkeys(spec.single_files.values())]
+        places = [("Folder", folder.name)] if in_folder and folder.name != spec.title else []
+        places += [("File", path.name) for path in dict.fromkeys(spec.single_files.values())]
         link = folder.is_symlink() if in_folder else any(path.is_symlink() for path in files)
         return _Card(
             key=name,
             title=spec.title,
             state="installed",
             picture=example_of(self._worker.store, spec),
-            facts=[("License", spec.license), ("On disk", byte_size(size)), *own, *_clip(spec, self._fit(spec))],
+            facts=[("License", spec.license), ("On disk", byte_size(size)), *places, *_clip(spec, self._fit(spec))],
             actions=("use", *(("cancel",) if busy else ())),
-            others={} if busy else others,
+            others={} if busy else menu,
             selected=spec.name == selected,
             frees="only the link" if link else byte_size(sum(map(_size, files)) if files else size),
             **_verdict(spec, self._fit(spec)),
@@ -330,8 +330,8 @@ class ModelsPanel:
         """Return the actions of a model that is not complete."""
         if task is not None and task.open:
             return {"actions": ("pause",) if task.kind == "download" else ("cancel",)}
-        others = {"discard": ""} if begun or (task is not None and task.source is not None) else {}
-        return {"actions": ("download",), "others": others, "offer": "Resume" if begun else "Download"}
+        menu = {"discard": ""} if begun or (task is not None and task.source is not None) else {}
+        return {"actions": ("download",), "others": menu, "offer": "Resume" if begun else "Download"}
 
 
 def read_repository(value: object) -> str:
@@ -340,10 +340,10 @@ def read_repository(value: object) -> str:
     Raises:
         InvalidRequestError: if none is given.
     """
-    given = value.strip().removeprefix(_HUB_PAGE).rstrip("/") if isinstance(value, str) else ""
-    if not given or len(given) > _MAX_NAME:
+    name = value.strip().removeprefix(_HUB_PAGE).rstrip("/") if isinstance(value, str) else ""
+    if not name or len(name) > _MAX_NAME:
         raise InvalidRequestError("repository", "ui.repository_missing", example=known_models()[0].repository)
-    return given
+    return name
 
 
 def _verdict(spec: ModelSpec, fit: Fit) -> dict[str, Any]:
@@ -379,8 +379,8 @@ def _clip(spec: ModelSpec, fit: Fit) -> list[tuple[str, str]]:
 @functools.cache
 def _smallest_card(name: str) -> str:
     """Return the smallest hardware for a published model's default clip."""
-    known = next(one for one in known_models() if one.name == name)
-    return str(smallest_card(known.spec(Path("none"))) or "more memory than one graphics card has")
+    model = next(candidate for candidate in known_models() if candidate.name == name)
+    return str(smallest_card(model.spec(Path("none"))) or "more memory than one graphics card has")
 
 
 def _progress(task: ModelTask | None) -> dict[str, Any]:
@@ -422,4 +422,4 @@ def _in_folder(weights_dir: Path, name: str) -> bool:
 
 def _known(target: str) -> KnownModel | None:
     """Return a model of the catalogue by name or folder."""
-    return next((one for one in known_models() if target in {one.name, one.folder}), None)
+    return next((model for model in known_models() if target in {model.name, model.folder}), None)

@@ -181,12 +181,12 @@ def summary_html(summary: PlanSummary) -> str:
     """Return memory, time, problem, strategies and notes."""
     # Without a plan the bar is hidden; its elements stay the same for screen readers.
     memory = summary.memory or Memory(0, 0, 0, "memory")
-    left = max(memory.free - memory.weights - memory.working, 0)
-    total = max(memory.weights + memory.working + left, 1)
+    rest = max(memory.free - memory.weights - memory.working, 0)
+    total = max(memory.weights + memory.working + rest, 1)
     sizes = (
         ("weights", "Weights", memory.weights),
         ("working", "Working set", memory.working),
-        ("free", "Free", left),
+        ("free", "Free", rest),
     )
     shares = [(name, title, size, f"{100 * size / total:.1f}") for name, title, size in sizes]
     return render("plan_summary.html", summary=summary, where=memory.where, shares=shares)
@@ -217,19 +217,19 @@ def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cel
     offers: Sequence[EngineOffer] = ()
     if preview is not None and plan is not None:
         offers = preview.offers(component, plan.latent_shape[2:], plan.components[component].device)
-    found = []
+    row = []
     for backend, title in BACKENDS.items():
-        own = [offer for offer in offers if offer.backend == backend]
-        problem = None if any(offer.ready for offer in own) else _problem(backend, own, machine)
+        backend_offers = [offer for offer in offers if offer.backend == backend]
+        problem = None if any(offer.ready for offer in backend_offers) else _problem(backend, backend_offers, machine)
         if backend == AUTO:
-            found.append(Cell(backend, title, "fastest measured"))
+            row.append(Cell(backend, title, "fastest measured"))
         elif backend == PYTORCH:
-            found.append(Cell(backend, title, "always possible"))
+            row.append(Cell(backend, title, "always possible"))
         elif problem is not None:
-            found.append(Cell(backend, title, short(problem, WORDS), paragraph(problem), usable=False))
+            row.append(Cell(backend, title, short(problem, WORDS), paragraph(problem), usable=False))
         else:
-            found.append(Cell(backend, title, _engine_state(own)))
-    return found
+            row.append(Cell(backend, title, _engine_state(backend_offers)))
+    return row
 
 
 def _problem(backend: str, offers: Sequence[EngineOffer], machine: Machine) -> Fact | None:
@@ -281,7 +281,7 @@ def _titles(name: str, machine: Machine) -> dict[str, str]:
     if isinstance(declared, StepCache):
         titles = dict(declared.choices)
         for kind, strengths in _STRENGTHS.items():
-            titles |= {f"{kind}:{one:g}": f"{declared.choices[kind]}, {one:g}" for one in strengths}
+            titles |= {f"{kind}:{strength:g}": f"{declared.choices[kind]}, {strength:g}" for strength in strengths}
         return titles
     if isinstance(declared, Choice):
         return dict(declared.choices)
@@ -406,8 +406,8 @@ def _time(plan: ExecutionPlan) -> str:
     how = "measured here" if total.measured else "estimated"
     sections = ""
     if plan.sections > 1:
-        one = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
-        sections = f"{plan.sections} sections of about {_duration(one)}: "
+        section_seconds = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
+        sections = f"{plan.sections} sections of about {_duration(section_seconds)}: "
     return (
         f"{sections}about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
         f"Loading before the first: about {_duration(load.likely)}."
@@ -434,23 +434,23 @@ def _strategies(
         return ()
     return tuple(
         StrategyRow(
-            title=page_text(one.title).what.rstrip("."),
-            needs=_needs(one, fastest),
-            verdict=paragraph(one.verdict(where, taken=one.strategy == in_use)),
-            in_use=one.strategy == in_use,
-            offered=one.offered,
-            offload=one.strategy.offload,
-            quantization=one.strategy.quantization,
+            title=page_text(forecast.title).what.rstrip("."),
+            needs=_needs(forecast, fastest),
+            verdict=paragraph(forecast.verdict(where, taken=forecast.strategy == in_use)),
+            in_use=forecast.strategy == in_use,
+            offered=forecast.offered,
+            offload=forecast.strategy.offload,
+            quantization=forecast.strategy.quantization,
         )
-        for one in strategies
+        for forecast in strategies
     )
 
 
-def _needs(one: StrategyForecast, fastest: StrategyForecast) -> str:
-    slower = one.seconds.likely / fastest.seconds.likely
+def _needs(forecast: StrategyForecast, fastest: StrategyForecast) -> str:
+    slower = forecast.seconds.likely / fastest.seconds.likely
     times = f", {slower:.1f} times as long" if slower >= _SLOWER else ""
-    ram = f" + {memory_size(one.ram_bytes)} RAM" if one.strategy.offload != "none" else ""
-    return f"{memory_size(one.peak_bytes)}{ram}{times}"
+    ram = f" + {memory_size(forecast.ram_bytes)} RAM" if forecast.strategy.offload != "none" else ""
+    return f"{memory_size(forecast.peak_bytes)}{ram}{times}"
 
 
 class PreviewPanel:
@@ -465,18 +465,18 @@ class PreviewPanel:
         """Plan what the form asks for; the reply says whether the model's engines are known, and what is wrong."""
         if call.action != "refresh":
             raise unknown_action()
-        found: Preview | None = None
+        preview: Preview | None = None
         spec: ModelSpec | None = None
         request: GenerationRequest | None = None
         try:
             spec = form.read_model(call.form, self._models)
             request = form.read_settings(call.form, self._models)
-            found = self._preview.preview(request, spec)
-            summary = summarize(found, spec.component_names)
+            preview = self._preview.preview(request, spec)
+            summary = summarize(preview, spec.component_names)
         except TandemError as error:  # an invalid form has a summary too
             summary = stopped(error, COMPONENTS if spec is None else spec.component_names)
-        state = {"spec": spec, "request": request, "preview": found, "summary": summary}
-        plan = None if found is None else found.plan
+        state = {"spec": spec, "request": request, "preview": preview, "summary": summary}
+        plan = None if preview is None else preview.plan
         return {
             "complete": summary.complete,
             "field": summary.field,
@@ -508,8 +508,8 @@ class PreviewPanel:
 
     def _presets(self, spec: ModelSpec, request: GenerationRequest | None, machine: Machine) -> str:
         """Return the presets for the rest of the form, or for the model's defaults if the form is invalid."""
-        asked = request or GenerationRequest(prompt="none", model=spec.name)
+        base = request or GenerationRequest(prompt="none", model=spec.name)
         offered = presets(spec, machine)
-        tiles = [preset_tile(one, self._preview.preview(asked.replace(**one.changes), spec)) for one in offered]
-        chosen = next((one.name for one in offered if request is not None and one.matches(request, spec)), "")
+        tiles = [preset_tile(preset, self._preview.preview(base.replace(**preset.changes), spec)) for preset in offered]
+        chosen = next((preset.name for preset in offered if request is not None and preset.matches(request, spec)), "")
         return presets_html(tiles, chosen)

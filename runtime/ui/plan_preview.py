@@ -122,8 +122,8 @@ class PlanPreview:
         """Return whether a model's default clip runs here, on engines only if its weights are identified already."""
         with self._lock:
             thread = self._identifying.get(spec.directory)
-        known = thread is not None and not thread.is_alive()
-        return fit(spec, self.machine(), self._history(), self._offers(spec) if known else no_offers)
+        ready = thread is not None and not thread.is_alive()
+        return fit(spec, self.machine(), self._history(), self._offers(spec) if ready else no_offers)
 
     def _offers(self, spec: ModelSpec) -> Offers:
         """Return the engine service's offers, cached until the library, the model or the GPUs change."""
@@ -170,8 +170,8 @@ def _names(machine: Machine) -> tuple[str, ...]:
 def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:
     """Return the names of the engines' folders with their modification times."""
     try:
-        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
-        return tuple(sorted((path.name, path.lstat().st_mtime_ns) for path in found))
+        paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        return tuple(sorted((path.name, path.lstat().st_mtime_ns) for path in paths))
     except OSError:
         return ()
 

@@ -120,9 +120,9 @@ class QueuePanel(JobsPanel):
             "added": [job.id for job in jobs],
         }
 
-    def _hold_all(self, held: bool) -> Reply:
-        self._worker.hold(self._store.order.ids(kinds=VIDEOS, owner=self._shown_owner), held)
-        return {"message": "Paused." if held else "Resumed."}
+    def _hold_all(self, hold: bool) -> Reply:
+        self._worker.hold(self._store.order.ids(kinds=VIDEOS, owner=self._shown_owner), hold)
+        return {"message": "Paused." if hold else "Resumed."}
 
     def _cancel_all(self, _call: Call) -> Reply:
         ids = self._store.order.ids(owner=self._shown_owner)
@@ -136,8 +136,8 @@ class QueuePanel(JobsPanel):
             "down": lambda old: old + 1,
             "front": lambda _: 0,
         }
-        given = 0 if call.action in places else _place(call.values.get("place"))
-        place, count = self._store.order.rearrange(job.id, places.get(call.action, lambda _: given - 1))
+        number = 0 if call.action in places else _place(call.values.get("place"))
+        place, count = self._store.order.rearrange(job.id, places.get(call.action, lambda _: number - 1))
         return {"announce": f"{title(job)} is number {place + 1} of {count}."}
 
     def _duplicate(self, job: JobRecord, _call: Call) -> Reply:
@@ -192,8 +192,8 @@ class QueuePanel(JobsPanel):
             percent = round(100 * progress.fraction)
             waits = progress.waits is not None and state == "running"
             seconds = progress.seconds_left
-            shown = running_line(progress)
-            line = ", ".join(filter(None, (shown.title, shown.detail, shown.left)))
+            status = running_line(progress)
+            line = ", ".join(filter(None, (status.title, status.detail, status.left)))
             memory = [event.fact for event in job.events if isinstance(event, OutOfMemory)]
             line = f"{line}. {paragraph(memory[-1])}" if memory else line
         elif job is not None:
@@ -205,7 +205,7 @@ class QueuePanel(JobsPanel):
             takes = "" if seconds is None else f"{'needs' if begun else 'takes'} {about(seconds)}"
             line = ", ".join(filter(None, (stopped, takes)))
         else:
-            task = next((one for one in self._worker.tasks() if one.id == record.id), None)
+            task = next((candidate for candidate in self._worker.tasks() if candidate.id == record.id), None)
             later = "Starts when nothing else is queued." if record.idle and state == "waiting" else ""
             line = (task.line if task is not None else "") or later
             percent = None if task is None or task.share is None else round(100 * task.share)
@@ -235,8 +235,8 @@ class QueuePanel(JobsPanel):
         )
 
     def _resumable(self) -> str:
-        found = self._store.list(states=_RESUMABLE, owner=self._owner, limit=_MAX_RESUMABLE)
-        able = [job for job in found if job.failure is None or job.failure.fact.code not in MODEL_UNUSABLE]
+        records = self._store.list(states=_RESUMABLE, owner=self._owner, limit=_MAX_RESUMABLE)
+        able = [job for job in records if job.failure is None or job.failure.fact.code not in MODEL_UNUSABLE]
         return resumable_html([(job, self._resume_status(job)) for job in able])
 
 
@@ -272,13 +272,13 @@ def _total(rows: Sequence[Row], line: Line, rest: tuple[int, int, float], worker
         return ""
     count = counted(line.jobs, "video" if line.videos == line.jobs else "job")
     seconds = [row.seconds for row in rows if row.video and row.state in {"running", "waiting"}]
-    known = [one for one in seconds if one is not None]
-    others, known_others, further = rest
-    if not known and not known_others:
+    durations = [duration for duration in seconds if duration is not None]
+    hidden, hidden_timed, further = rest
+    if not durations and not hidden_timed:
         return count
-    complete = len(known) == len(seconds) and known_others == others
+    complete = len(durations) == len(seconds) and hidden_timed == hidden
     code = "ui.queue_total" if complete else "ui.queue_total_at_least"
-    return paragraph(Fact(code, {"count": count, "seconds": (sum(known) + further) / workers}))
+    return paragraph(Fact(code, {"count": count, "seconds": (sum(durations) + further) / workers}))
 
 
 def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:
@@ -286,8 +286,8 @@ def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:
     return render("queue_resumable.html", jobs=[(job, status, status.memory or failure(job)) for job, status in jobs])
 
 
-def _variations(given: Any) -> int:
-    text_given = str(given).strip() if isinstance(given, str | int | float) else ""
+def _variations(value: Any) -> int:
+    text_given = str(value).strip() if isinstance(value, str | int | float) else ""
     if not text_given.isascii() or not text_given.isdigit() or not 1 <= int(text_given[:9]) <= MAX_VARIATIONS:
         raise InvalidRequestError("variations", "ui.variations", given=text_given[:20], maximum=MAX_VARIATIONS)
     return int(text_given)
@@ -301,7 +301,7 @@ def _shown_rows(view: Mapping[str, Any]) -> int:
     return _PAGE * pages
 
 
-def _place(given: Any) -> int:
-    if isinstance(given, bool) or not isinstance(given, int):
+def _place(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
         raise unknown_action()
-    return given
+    return value

@@ -30,15 +30,15 @@ def usable(stored: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> tuple[
 
     A request without a model is for the first one, as in the form.
     """
-    found: dict[str, Any] = {} if "model" in stored else {"model": next(iter(models))}
+    settings: dict[str, Any] = {} if "model" in stored else {"model": next(iter(models))}
     refused = []
     for name, value in list(stored.items())[:_MOST_NAMES]:
         try:
             _check(name, value, models)
-            found[name] = value
+            settings[name] = value
         except TandemError as error:
             refused.append(Refused(_label(name), shortened(value), page_text(error.fact).what))
-    return found, refused
+    return settings, refused
 
 
 def replaced(stored: Mapping[str, Any], filled: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Refused]:
@@ -48,20 +48,20 @@ def replaced(stored: Mapping[str, Any], filled: Mapping[str, Mapping[str, Any]],
         filled: the properties of the controls, by name.
         names: of the page's controls.
     """
-    found = []
+    refusals = []
     for name in names:
         # A length in seconds is shown in frames.
-        known = name in stored and name in FIELDS and name not in {"model", "seconds"}
-        expected = fields.shown(name, stored[name]) if known else None
-        shown = filled[name].get("value")
-        if expected is not None and not _equal(expected, shown):
+        comparable = name in stored and name in FIELDS and name not in {"model", "seconds"}
+        expected = fields.shown(name, stored[name]) if comparable else None
+        actual = filled[name].get("value")
+        if expected is not None and not _equal(expected, actual):
             reason = (
                 Fact("form.value_not_offered")
-                if shown is None
-                else Fact("form.value_replaced", {"value": shortened(shown)})
+                if actual is None
+                else Fact("form.value_replaced", {"value": shortened(actual)})
             )
-            found.append(Refused(_label(name), shortened(stored[name]), page_text(reason).what))
-    return found
+            refusals.append(Refused(_label(name), shortened(stored[name]), page_text(reason).what))
+    return refusals
 
 
 def _check(name: str, value: Any, models: Mapping[str, ModelSpec]) -> None:
@@ -77,7 +77,7 @@ def _label(name: str) -> str:
     return FIELDS[name].label if name in FIELDS else shortened(name)
 
 
-def _equal(expected: Any, shown: Any) -> bool:
-    if isinstance(expected, float) and isinstance(shown, float | int):
-        return math.isclose(expected, shown)
-    return str(expected) == str(shown)
+def _equal(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, float) and isinstance(actual, float | int):
+        return math.isclose(expected, actual)
+    return str(expected) == str(actual)

@@ -59,8 +59,8 @@ class ResultsPanel(JobsPanel):
 
     def _delete(self, call: Call) -> Reply:
         reply = super()._delete(call)
-        left = self._store.list(states=_DONE, owner=self._owner, limit=1)
-        return reply | {"show": left[0].id if left else ""}
+        records = self._store.list(states=_DONE, owner=self._owner, limit=1)
+        return reply | {"show": records[0].id if records else ""}
 
     def _reveal(self, job: JobRecord, _call: Call) -> Reply:
         if not self._opens_folders or not self._plays(job):
@@ -71,7 +71,7 @@ class ResultsPanel(JobsPanel):
     def _strip(self) -> str:
         done = self._store.list(states=_DONE, owner=self._owner, limit=_SHOWN)
         runs = self._store.order.jobs(states=["running"], owner=self._owner)
-        cards = [_running_card(job) for job in map(self._worker.job, [one.id for one in runs if one.plan]) if job]
+        cards = [_running_card(job) for job in map(self._worker.job, [run.id for run in runs if run.plan]) if job]
         cards += [self._card(job) for job in done]
         return render("results_strip.html", cards=cards[:_SHOWN])
 

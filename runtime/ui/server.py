@@ -61,9 +61,9 @@ class Site:
 
     def middleware(self) -> list[Middleware]:
         """Return what stands before Gradio's app."""
-        own = [*security.middleware(self.names, self.visitors, self.submissions)]
-        own.append(Middleware(PageMiddleware, head=theme.head()))
-        return own if self.api is None else [Middleware(ApiMiddleware, api=self.api), *own]
+        stack = [*security.middleware(self.names, self.visitors, self.submissions)]
+        stack.append(Middleware(PageMiddleware, head=theme.head()))
+        return stack if self.api is None else [Middleware(ApiMiddleware, api=self.api), *stack]
 
 
 def start(

@@ -151,8 +151,8 @@ def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
         line = gr.HTML(status_html(sharing), elem_id="sharing-status", apply_default_css=False)
         stop_videos = gr.Button("Stop visitors' videos", elem_id="stop-visitors", min_width=160)
         end = gr.Button("Stop sharing", elem_id="stop-sharing", min_width=140)
-    shown = gr.State("")
-    outputs = [line, stop_videos, end, shown]
+    last_status = gr.State("")
+    outputs = [line, stop_videos, end, last_status]
 
     def refresh(before: Any) -> tuple[Any, ...]:
         now = status_html(sharing)
@@ -169,10 +169,10 @@ def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
         sharing.end()
         return refresh(before)
 
-    gr.Timer(_REFRESH_SECONDS).tick(refresh, shown, outputs, trigger_mode="once", **SERVED)
-    page.load(refresh, shown, outputs, **SERVED)
-    stop_videos.click(stop_all, shown, outputs, **SERVED)
-    end.click(end_all, shown, outputs, **SERVED)
+    gr.Timer(_REFRESH_SECONDS).tick(refresh, last_status, outputs, trigger_mode="once", **SERVED)
+    page.load(refresh, last_status, outputs, **SERVED)
+    stop_videos.click(stop_all, last_status, outputs, **SERVED)
+    end.click(end_all, last_status, outputs, **SERVED)
 
 
 def status_html(sharing: Sharing) -> str:

@@ -92,12 +92,12 @@ class VisitorHandlers(Handlers):
 
     def _limited(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         limits = limits_of(self._settings, spec)
-        own = defaults_within(spec, limits)
+        defaults = defaults_within(spec, limits)
         # A value that is restored stays as it is; if it is above the limit, Generate refuses it and says why.
         for name, highest in (("frames", most_frames(spec, limits)), ("steps", limits.steps)):
             info = values[name].get("info", FIELDS[name].help)
             values[name]["info"] = f"{info} At most {highest}."
-        for name, within in own.items():
+        for name, within in defaults.items():
             if values[name]["value"] == getattr(spec.defaults, name):
                 values[name]["value"] = within
         sizes = [size for size in spec.sizes if allows_size(size, limits)]

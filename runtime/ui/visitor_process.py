@@ -130,8 +130,8 @@ class VisitorProcess:
                 process.kill()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
-        for one in self._sockets:
-            one.close()
+        for listener in self._sockets:
+            listener.close()
 
     def _send(self, message: str | None) -> None:
         if self._connection is not None:
@@ -209,11 +209,11 @@ def main(
     logger.info("The visitors' page is served by process %d", os.getpid())
     reported = None
     while not closing.wait(_REPORT_SECONDS if reported is not None else 0):
-        found = (visitors.present(), private.logins(site.page.app, _MOST_LOGINS))
-        if found != reported:
-            reported = found
+        report = (visitors.present(), private.logins(site.page.app, _MOST_LOGINS))
+        if report != reported:
+            reported = report
             with suppress(OSError):  # the owner's process ends
-                owner.send(found)
+                owner.send(report)
     server.stop(site.page)
     worker.close()
     logging.shutdown()

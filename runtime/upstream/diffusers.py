@@ -22,8 +22,8 @@ def scheduler_names() -> frozenset[str]:
 
     Reason: importing diffusers imports torch, which planning does not need; the names are in the text of the package.
     """
-    found = importlib.util.find_spec("diffusers")
-    places = found.submodule_search_locations if found else None
+    package = importlib.util.find_spec("diffusers")
+    places = package.submodule_search_locations if package else None
     folders = [Path(place) / "schedulers" for place in places or ()]
     classes = re.compile(r"^class (\w+)\([^)]*\bSchedulerMixin\b", re.MULTILINE)
     texts = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("scheduling_*.py")]
@@ -70,9 +70,9 @@ def causal_padding(conv: Any) -> tuple[int, int, int]:
     Reason: `WanCausalConv3d` keeps its padding in `_padding`, as (left, right, top, bottom, before, after), and sets
     the public `padding` to zero.
     """
-    left, _, top, _, before, after = conv._padding
+    columns, _, rows, _, before, after = conv._padding
     assert after == 0
-    return before, top, left
+    return before, rows, columns
 
 
 def reset_step_cache(transformer: Any) -> None:
@@ -120,7 +120,7 @@ def keep_mag_cache_in(transformer: Any, new_state: Callable[[], Any]) -> None:
 def _hook(transformer: Any, name: str) -> Any:
     """Return the hook with a name that one of a transformer's parts has."""
     registries = (getattr(part, "_diffusers_hook", None) for part in transformer.modules())
-    return next(found for one in registries if one is not None and (found := one.get_hook(name)))
+    return next(hook for registry in registries if registry is not None and (hook := registry.get_hook(name)))
 
 
 def offload_groups(module: Any) -> None:
@@ -147,11 +147,11 @@ def kept_in_float32(module: Any, dtype: Any) -> frozenset[str]:
     """
     import torch
 
-    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    names = getattr(module, "_keep_in_fp32_modules", None) or ()
     if hasattr(module, "_keep_in_fp32_modules_strict"):
         strict = module._keep_in_fp32_modules_strict or ()
-        kept = (*kept, *strict) if dtype == torch.float16 else strict
-    return frozenset(kept)
+        names = (*names, *strict) if dtype == torch.float16 else strict
+    return frozenset(names)
 
 
 def dequantize_gguf(kind: str, data: Any, dtype: Any) -> Any:
@@ -174,15 +174,15 @@ def dequantize_gguf(kind: str, data: Any, dtype: Any) -> Any:
     return values.reshape(*data.shape[:-1], -1)
 
 
-def use_bitsandbytes_layers(module: Any, kept: list[str], config: Any) -> None:
+def use_bitsandbytes_layers(module: Any, skip: list[str], config: Any) -> None:
     """Replace all linear layers of a module without weights by those of bitsandbytes.
 
     Args:
-        kept: names of layers that are not replaced.
+        skip: names of layers that are not replaced.
         config: diffusers' quantization configuration.
 
     Reason: `from_pretrained` calls this for quantized files; there is no public function for it.
     """
     from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
 
-    replace_with_bnb_linear(module, modules_to_not_convert=kept, quantization_config=config)
+    replace_with_bnb_linear(module, modules_to_not_convert=skip, quantization_config=config)

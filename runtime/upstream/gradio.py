@@ -57,10 +57,10 @@ def load() -> None:
     os.environ["GRADIO_ANALYTICS_MAX_EVENTS"] = "1"
     find_file = inspect.getfile
 
-    def find_other_file(found: Any) -> str:
-        if isinstance(found, type) and found.__module__.startswith("gradio."):
+    def find_other_file(target: Any) -> str:
+        if isinstance(target, type) and target.__module__.startswith("gradio."):
             raise OSError("gradio's interface files are not written")
-        return find_file(found)
+        return find_file(target)
 
     vars(inspect)["getfile"] = find_other_file
     try:
@@ -189,7 +189,9 @@ def functions(app: Any) -> dict[int, PageFunction]:
     """
     return {
         number: PageFunction(
-            tuple(getattr(one, "value", None) for one in function.inputs), bool(function.queue), str(function.api_name)
+            tuple(getattr(component, "value", None) for component in function.inputs),
+            bool(function.queue),
+            str(function.api_name),
         )
         for number, function in app.get_blocks().fns.items()
         if function.fn is not None
@@ -201,8 +203,8 @@ def function_number(app: Any, api_name: str) -> int:
 
     Reason: as for `functions`.
     """
-    found = app.get_blocks().fns.items()
-    return next(int(number) for number, function in found if function.api_name == api_name)
+    entries = app.get_blocks().fns.items()
+    return next(int(number) for number, function in entries if function.api_name == api_name)
 
 
 def has_session(app: Any, session: str) -> bool:

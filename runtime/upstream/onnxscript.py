@@ -24,8 +24,8 @@ def fast_rewriting() -> Iterator[None]:
 
     def match_type_first(self: Any, model: Any, graph_or_function: Any, node: Any, **options: Any) -> Any:
         pattern = self.pattern
-        wanted = None if pattern.has_single_output_node else pattern.output_nodes[0].op_identifier()
-        if wanted not in {None, node.op_identifier()}:
+        identifier = None if pattern.has_single_output_node else pattern.output_nodes[0].op_identifier()
+        if identifier not in {None, node.op_identifier()}:
             return MatchResult().fail("The type of the node differs.")
         return match(self, model, graph_or_function, node, **options)
 

@@ -121,8 +121,8 @@ def clear_module(module: Any) -> None:
     Reason: weights are freed although hooks tie the module to itself; no public function removes all at once.
     """
     for part in list(module.modules()):
-        for held in (part._parameters, part._buffers, part._modules):
-            held.clear()
+        for members in (part._parameters, part._buffers, part._modules):
+            members.clear()
         # A method of the instance refers to the instance.
         part.__dict__.pop("forward", None)
 
@@ -210,7 +210,7 @@ def flattened(nested: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     from torch.utils import _pytree
 
     leaves, structure = _pytree.tree_flatten(nested)
-    return leaves, lambda others: _pytree.tree_unflatten(others, structure)
+    return leaves, lambda new_leaves: _pytree.tree_unflatten(new_leaves, structure)
 
 
 def package_runner(library: Path, device: Any, folder: Path) -> Any:
