@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from runtime.core import facts
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
-from runtime.core.facts import Fact, sentence, short
+from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ImageUse
 from runtime.core.loras import LoraUse
@@ -264,10 +264,11 @@ class ResolvedRequest(FrozenModel):
 
 
 class ExecutionPlan(ResolvedRequest):
-    """The plan of one video. `model_validate_json` also reads plans of previous versions.
+    """The plan of one video.
+
 
     Attributes:
-        asked: the original request, to make a new plan after a fallback or out-of-memory.
+        request: as it was asked for, to make a new plan after a fallback or out-of-memory.
         model_directory: the model's folder, or the file of its transformer.
         output: the MP4 to write.
         latent_shape: (batch, channels, latent frames, latent height, latent width) of what is denoised at once: the
@@ -295,7 +296,7 @@ class ExecutionPlan(ResolvedRequest):
         mag_ratios: magnitude ratios by transformer, see `ModelSpec.mag_ratios`; empty unless the step cache uses them.
     """
 
-    asked: GenerationRequest
+    request: GenerationRequest
     model_directory: Path
     output: Path
     latent_shape: tuple[int, int, int, int, int]
@@ -320,22 +321,13 @@ class ExecutionPlan(ResolvedRequest):
     guidance_reason: Fact | None = None
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
 
-    @field_validator("asked", mode="wrap")
+    @field_validator("request", mode="wrap")
     @classmethod
     def _valid_request(cls, value: Any, validate: Callable[[Any], GenerationRequest]) -> GenerationRequest:
         try:
             return validate(value)
         except InvalidRequestError as error:
             raise ValueError(error.what) from error
-
-    @model_validator(mode="before")
-    @classmethod
-    def _migrate(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        if "asked" not in values:
-            return _from_flat(values)
-        return values if "crf" in values else _with_crf(values)
 
     @property
     def gpus(self) -> int:
@@ -376,7 +368,7 @@ class ExecutionPlan(ResolvedRequest):
 
     def fell_back(self, component: str) -> bool:
         """Return whether a component runs on a backend other than the requested one."""
-        return self.asked.backend(component) not in {AUTO, self.components[component].backend}
+        return self.request.backend(component) not in {AUTO, self.components[component].backend}
 
     def sharing_engines(self, component: str) -> list[str]:
         """Return a component and the later ones that run on the same engines; block engines serve all transformers."""
@@ -399,7 +391,7 @@ class ExecutionPlan(ResolvedRequest):
         Preferences, such as backends and attention, are those of the request.
         """
         resolved = {name: getattr(self, name) for name in ResolvedRequest.model_fields}
-        used = self.asked.to_json() | resolved
+        used = self.request.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
         used |= {field: use.reference for field, use in self.images.items()}
@@ -444,80 +436,3 @@ class ExecutionPlan(ResolvedRequest):
             "guidance_reason": str(self.guidance_reason or ""),
             "expert_steps": dict(self.expert_steps),
         }
-
-
-_PREFERENCES = ("backends", "build", "on_out_of_memory", "attention", "compile", "vae_precision")
-
-
-def _with_crf(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan that was stored before plans had `crf`, with the value that it used."""
-    try:
-        crf = values["asked"].get("crf", AUTO)
-        return values | {"crf": default_crf(values["width"], values["height"]) if crf == AUTO else crf}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("not a plan of this or the previous version") from error
-
-
-def _from_flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert a plan of the previous version, which stored strategy and preferences as top-level fields."""
-    plan = dict(values)
-    request = {name: plan.pop(name) for name in _PREFERENCES if name in plan}
-    strategy = {name: plan.pop(name) for name in MemoryStrategy.model_fields if name in plan}
-    plan.pop("memory_bytes", None)
-    absent: dict[str, Any] = {
-        "shift": None,
-        "shift_reason": None,
-        "step_cache": "none",
-        "loras": [],
-        "expert_steps": {},
-    }
-    try:
-        absent["crf"] = default_crf(plan["width"], plan["height"])
-        plan = {"speed": {}} | absent | plan
-        split = plan.pop("split")
-        clip = {name: plan[name] for name in ResolvedRequest.model_fields if plan.get(name) is not None}
-        request |= clip | {
-            "offload": strategy["offload"],
-            "quantization": strategy["quantization"],
-            "gpus": len(split["devices"]) if split else 1,
-            "loras": [{name: use[name] for name in ("file", "weight", "expert")} for use in plan["loras"]],
-        }
-        decided = {
-            "split": {name: split[name] for name in Split.model_fields} if split else None,
-            "components": {name: _component_from_flat(part) for name, part in plan["components"].items()},
-            "speed": plan["speed"]
-            | {name: _stored_text(plan["speed"].get(name)) for name in ("attention_reason", "compiled_reason")},
-            "shift_reason": _stored_text(plan["shift_reason"]),
-            "warnings": list(map(_stored_text, plan["warnings"])),
-            "memory": [
-                {_MEMORY_NAMES.get(key, key): value for key, value in stage.items()} for stage in plan["memory"]
-            ],
-            "strategies": [_forecast_from_flat(rung) for rung in plan.pop("ladder")],
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("not a plan of this or the previous version") from error
-    return {**plan, **decided, "asked": request, "strategy": strategy}
-
-
-_MEMORY_NAMES = {"beside_bytes": "overhead_bytes", "spare_bytes": "allocator_slack_bytes"}
-
-
-def _forecast_from_flat(rung: dict[str, Any]) -> dict[str, Any]:
-    strategy = {name: rung[name] for name in MemoryStrategy.model_fields}
-    forecast = {name: rung[name] for name in StrategyForecast.model_fields if name in rung}
-    return forecast | {
-        "strategy": strategy,
-        "title": _stored_text(rung["title"]),
-        "lacks": _stored_text(rung["lacks"]),
-    }
-
-
-def _component_from_flat(part: dict[str, Any]) -> dict[str, Any]:
-    decided = {name: value for name, value in part.items() if name not in {"asked", "chip", "reason"}}
-    badge = part["chip"].partition(": ")[2]  # after the backend's title
-    return decided | {"badge": _stored_text(badge), "reasons": [_stored_text(part["reason"])]}
-
-
-def _stored_text(text: str | None) -> Fact | None:
-    """Return a sentence as a fact: the previous version stored sentences."""
-    return sentence(text) if text else None
