@@ -367,7 +367,7 @@ def build_engine(
                 outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
             if outcome.result is None:
                 raise failure(Fact("engine.not_built", {"engine": request.title}), outcome)
-            # What a user waits for: the child's start, loading, comparison and measurements as well.
+            # A user waits for the child's start, loading, comparison and measurements as well.
             record = store.insert(work.engine, engine_id, build_seconds=round(time.monotonic() - started, 3))
     emit_progress(Fact("engine.built", {"engine": request.title, "seconds": record.build_seconds}), 1.0)
     return _if_verified(request, record)
