@@ -44,7 +44,7 @@ def compare_blocks(
     key: EngineKey,
     device: str,
     text: torch.Tensor,
-    others: Mapping[str, Session] | None = None,
+    siblings: Mapping[str, Session] | None = None,
 ) -> Verification:
     """Compare a block engine with PyTorch at each of `verify.TIMESTEPS`, and with few and most tokens a call.
 
@@ -52,7 +52,7 @@ def compare_blocks(
         session: the open engine.
         component: whose first blocks it computes; their LoRAs do not matter.
         text: an encoded prompt, (1, text tokens, text width).
-        others: open engines of other parts, by program, which also compute when errors add up.
+        siblings: open engines of other parts, by program, which also compute when errors add up.
 
     Raises:
         EngineError: if the engine does not take the inputs.
@@ -71,7 +71,7 @@ def compare_blocks(
         setattr(module, name, lists[name])
     denoiser = components_of(spec.family).denoiser(module)
     comparison = Comparison(key.program, key.precision)
-    tap = _Tap({**(others or {}), key.program: session}, spec, component, key, comparison)
+    tap = _Tap({**(siblings or {}), key.program: session}, spec, component, key, comparison)
     denoiser.compute(EAGER, None, tap)
     for name, blocks in lists.items():
         delattr(module, name)
@@ -211,21 +211,21 @@ class _Tap:
         in_pytorch: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
     ) -> None:
         """Compute one part of a block, by PyTorch or by the engine; compare the engine's result with PyTorch's."""
-        given = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights[program]}
+        tensors = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights[program]}
         if self._on_engines and program in self._sessions:
-            computed = self._infer(program, given)
+            computed = self._infer(program, tensors)
         else:
-            found = in_pytorch()
-            computed = found if isinstance(found, tuple) else (found,)
+            values = in_pytorch()
+            computed = values if isinstance(values, tuple) else (values,)
         for output, result in zip(outputs, computed, strict=True):
             output.copy_(result.reshape(output.shape))
         if program == self._program and not self._on_engines:
-            self._compare(given, [output[0] for output in outputs], f"block {self._block}, {self._where}")
+            self._compare(tensors, [output[0] for output in outputs], f"block {self._block}, {self._where}")
             if not self._lengths_compared:
                 self._lengths_compared = True
                 for tokens in (_FEW_TOKENS, self._tokens):
                     self._compare(
-                        {name: self._of_length(name, tensor, tokens) for name, tensor in given.items()},
+                        {name: self._of_length(name, tensor, tokens) for name, tensor in tensors.items()},
                         [_repeated(output[0], tokens) for output in outputs],
                         f"{tokens} tokens of block {self._block}, {self._where}",
                     )
@@ -234,19 +234,19 @@ class _Tap:
         """Let every result pass."""
         return False
 
-    def _infer(self, program: str, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _infer(self, program: str, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         part = self._fp8.get(program)
-        found = self._sessions[program].infer(**(given if part is None else part.quantized(given)))
-        return tuple(found[name] for name in self._parts[program].outputs)
+        outputs = self._sessions[program].infer(**(tensors if part is None else part.quantized(tensors)))
+        return tuple(outputs[name] for name in self._parts[program].outputs)
 
-    def _compare(self, given: Mapping[str, torch.Tensor], expected: Sequence[torch.Tensor], where: str) -> None:
+    def _compare(self, tensors: Mapping[str, torch.Tensor], expected: Sequence[torch.Tensor], where: str) -> None:
         names = self._parts[self._program].outputs
-        for name, output, reference in zip(names, self._infer(self._program, given), expected, strict=True):
+        for name, output, reference in zip(names, self._infer(self._program, tensors), expected, strict=True):
             self._comparison.add(output.to(reference.device), reference, f"{name} of {where}")
-            if name in given:
+            if name in tensors:
                 # The stream may be so large that even an engine that adds nothing to it is near.
-                found = output.to(reference.device)
-                self._comparison.add_change(found, reference, given[name], f"{name} of {where}")
+                result = output.to(reference.device)
+                self._comparison.add_change(result, reference, tensors[name], f"{name} of {where}")
 
     def _of_length(self, name: str, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
         sizes = self._parts[self._program].tensors[name].sizes

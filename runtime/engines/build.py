@@ -140,9 +140,9 @@ def run_job(job: Job, report: Report) -> dict[str, Any]:
             _build(job, report)
             return {}
         # The folder of an engine that is being imported does not have its name yet.
-        found = _compare(job, manifest.read(job.engine, job.request.key.digest()), report)
+        fields = _compare(job, manifest.read(job.engine, job.request.key.digest()), report)
         # JSON has no NaN.
-        return {**found, "error": found["error"] if math.isfinite(found["error"]) else None}
+        return {**fields, "error": fields["error"] if math.isfinite(fields["error"]) else None}
 
 
 def _build(job: BuildJob, report: Report) -> None:
@@ -201,29 +201,29 @@ def _compare(job: BuildJob, record: EngineRecord, report: Report) -> dict[str, A
         _free(device)
     with open_session(job.engine, record, device=device, weights=weights) as session:
         if blocks:
-            given = random_text(spec) if text is None else text
-            with _opened(job.siblings, device) as others:
-                found = compare_blocks(session, spec, component, key, device, given, others)
+            prompt = random_text(spec) if text is None else text
+            with _opened(job.siblings, device) as sessions:
+                verification = compare_blocks(session, spec, component, key, device, prompt, sessions)
         elif key.builder == IMPORTED:
-            found = compare_imported(session, list(cases), key.program, key.precision)
+            verification = compare_imported(session, list(cases), key.program, key.precision)
         else:
-            found = compare(session, cases, key.program, key.precision)
+            verification = compare(session, cases, key.program, key.precision)
         del cases
         _free(device)
         context_bytes = session.context_bytes
-        seconds = _seconds(session, inputs, target) if found.passed else 0.0
-    detail = found.detail
+        seconds = _seconds(session, inputs, target) if verification.passed else 0.0
+    detail = verification.detail
     if text is None and is_transformer(component):
         detail = Fact("engine.compared_random_text", {"compared": detail})
     return {
-        "error": found.error,
-        "largest_error": found.largest_error,
-        "tolerance": found.tolerance,
-        "verified": found.passed,
+        "error": verification.error,
+        "largest_error": verification.largest_error,
+        "tolerance": verification.tolerance,
+        "verified": verification.passed,
         "detail": detail,
         "seconds_per_call": seconds,
         "context_bytes": context_bytes,
-        **(_measure(request, key, report) if found.passed else {}),
+        **(_measure(request, key, report) if verification.passed else {}),
     }
 
 
@@ -233,13 +233,13 @@ def _opened(folders: Iterable[Path], device: str) -> Iterator[dict[str, "Session
     from runtime.engines.sessions import open_session
 
     with contextlib.ExitStack() as stack:
-        found = {}
+        sessions = {}
         for folder in folders:
             record = manifest.read(folder)
             with contextlib.suppress(EngineError):
                 session = open_session(folder, record, device=device, weights=dict)
-                found[record.key.program] = stack.enter_context(session)
-        yield found
+                sessions[record.key.program] = stack.enter_context(session)
+        yield sessions
 
 
 def _seconds(session: "Session", inputs: Mapping[str, Any], device: Any) -> float:
@@ -262,21 +262,21 @@ def _measure(request: BuildRequest, key: EngineKey, report: Report) -> dict[str,
         return {} if baseline is None else baseline(key.program, key.profiles[0].opt)
 
     # What fails replaces an earlier measurement too.
-    found: dict[str, Any] = {"pytorch_seconds_per_call": 0.0, "baselines": {}}
+    fields: dict[str, Any] = {"pytorch_seconds_per_call": 0.0, "baselines": {}}
     for name, measure in (
         ("pytorch_seconds_per_call", lambda: _program_seconds(request, key)),
         ("baselines", lambda: dict(baselines())),
     ):
         # PyTorch may need more memory than the engine, or fail: the engine is verified, and its build is not lost.
         try:
-            found[name] = measure()
+            fields[name] = measure()
         except Exception:
             logger.warning("PyTorch could not be measured", exc_info=True)
         _free(request.device)
-    if key.program == FRAME_DECODER and found["pytorch_seconds_per_call"]:
+    if key.program == FRAME_DECODER and fields["pytorch_seconds_per_call"]:
         # PyTorch runs its program as it is.
-        found["baselines"] = {"eager": found["pytorch_seconds_per_call"]}
-    return found
+        fields["baselines"] = {"eager": fields["pytorch_seconds_per_call"]}
+    return fields
 
 
 def _program_seconds(request: BuildRequest, key: EngineKey) -> float:
@@ -314,8 +314,8 @@ def siblings(store: EngineStore, key: EngineKey) -> Iterator[tuple[Path, ...]]:
     with contextlib.ExitStack() as stack:
         folders = []
         for record in store.index() if is_block_program(key.program) else ():
-            other = is_block_program(record.key.program) and record.key.program != key.program
-            if other and record.usable and replace(record.key, program=key.program) == key:
+            is_sibling = is_block_program(record.key.program) and record.key.program != key.program
+            if is_sibling and record.usable and replace(record.key, program=key.program) == key:
                 with contextlib.suppress(EngineError):  # it was deleted
                     folders.append(stack.enter_context(store.using(record.id)))
         yield tuple(folders)
@@ -362,12 +362,12 @@ def build_engine(
         with store.workspace(engine_id) as work:
             emit_progress(Fact("engine.building", {"engine": request.title}), 0.0)
             log = work.engine / manifest.LOG_NAME
-            with siblings(store, request.key) as others:
-                job = BuildJob(work.folder, work.engine, request, others)
+            with siblings(store, request.key) as folders:
+                job = BuildJob(work.folder, work.engine, request, folders)
                 outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
             if outcome.result is None:
                 raise failure(Fact("engine.not_built", {"engine": request.title}), outcome)
-            # What a user waits for: the child's start, loading, comparison and measurements as well.
+            # A user waits for the child's start, loading, comparison and measurements as well.
             record = store.insert(work.engine, engine_id, build_seconds=round(time.monotonic() - started, 3))
     emit_progress(Fact("engine.built", {"engine": request.title, "seconds": record.build_seconds}), 1.0)
     return _if_verified(request, record)
@@ -398,8 +398,8 @@ def verify_engine(
         problem = store.verify_hash(record)
         if problem is not None:
             return replace(record, problem=problem, verified=False)
-        with store.workspace(record.id) as work, siblings(store, record.key) as others:
-            job, log = VerifyJob(work.folder, folder, request, others), work.folder / "verify.log"
+        with store.workspace(record.id) as work, siblings(store, record.key) as folders:
+            job, log = VerifyJob(work.folder, folder, request, folders), work.folder / "verify.log"
             outcome = start_child(entry, job, request.title, work.scratch, log, emit_progress, cancel)
         if outcome.result is not None:
             return store.record_verification(record, **verified_fields(outcome.result), problem=None)

@@ -180,10 +180,10 @@ def _write_log(output: Path, log: Path, details: str) -> str:
 
 def _lines(data: bytes) -> list[str]:
     """Return the lines of terminal output without control characters, each limited in length."""
-    found = (
+    lines = (
         _CONTROL.sub("", line.decode("utf-8", "replace"))[:_LINE_LENGTH].rstrip() for line in re.split(rb"[\r\n]", data)
     )
-    return [line for line in found if line]
+    return [line for line in lines if line]
 
 
 def _main(entry: Entry[Job], job: Job, scratch: Path, output: Path, sender: "Connection[Any, Any]") -> None:

@@ -236,10 +236,10 @@ class Program:
         # Fake tensors give the output shapes without computing.
         with without_computing(real_weights=True) as mode, torch.no_grad():
             outputs = self.module(*(mode.from_tensor(tensor) for tensor in example.values()))
-        given = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
+        results = zip(self.output_names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
         return IOSignature(
             tuple(describe(name, tensor) for name, tensor in example.items()),
-            tuple(describe(name, tensor) for name, tensor in given),
+            tuple(describe(name, tensor) for name, tensor in results),
             ranges,
         )
 

@@ -104,9 +104,11 @@ class Fp8Part(nn.Module):
         self.outputs: tuple[str, ...] = part.outputs
         self.weights: Mapping[str, str] = {
             key: path
-            for name, own in part.weights.items()
+            for name, weight_name in part.weights.items()
             for key, path in (
-                {name: own + FP8_DATA, name + _SCALE_SUFFIX: own + FP8_SCALE} if name in self._matrices else {name: own}
+                {name: weight_name + FP8_DATA, name + _SCALE_SUFFIX: weight_name + FP8_SCALE}
+                if name in self._matrices
+                else {name: weight_name}
             ).items()
         }
         tensors = dict(part.tensors)
@@ -118,20 +120,20 @@ class Fp8Part(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Take `inputs` and `weights`, and return `outputs`, in these orders."""
-        given = dict(zip((*self.inputs, *self.weights), tensors, strict=True))
+        values = dict(zip((*self.inputs, *self.weights), tensors, strict=True))
         weights: list[Weight] = [
-            Fp8Weight(given[name], given[name + _SCALE_SUFFIX]) if name in self._matrices else given[name]
+            Fp8Weight(values[name], values[name + _SCALE_SUFFIX]) if name in self._matrices else values[name]
             for name in self._part.weights
         ]
-        outputs: torch.Tensor | tuple[torch.Tensor, ...] = self._part(*(given[name] for name in self.inputs), *weights)
+        outputs: torch.Tensor | tuple[torch.Tensor, ...] = self._part(*(values[name] for name in self.inputs), *weights)
         return outputs
 
     def quantized(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this form's inputs for those of the part itself."""
-        given = dict(inputs)
+        tensors = dict(inputs)
         for name in self._matrices:
-            given[name], given[name + _SCALE_SUFFIX] = Fp8Weight.of(inputs[name])
-        return given
+            tensors[name], tensors[name + _SCALE_SUFFIX] = Fp8Weight.of(inputs[name])
+        return tensors
 
     def drawn(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return standard normal values as an input: products with the weights keep the magnitude of activations."""

@@ -100,11 +100,11 @@ def builder_of(engines: EngineService, backend: str, device: str) -> Builder:
         MachineError: if this machine cannot build or run them.
     """
     names = {builder.name for builder in builders_for(device)}
-    found = [builder for builder in builders_of(backend) if builder.kind == "component" and builder.name in names]
-    if not found:
+    candidates = [builder for builder in builders_of(backend) if builder.kind == "component" and builder.name in names]
+    if not candidates:
         raise MachineError("pipeline.backend_unsupported", backend=backend, component=FRAME_DECODER, device=device)
-    problems = [builder.unavailable(engines.machine) for builder in found]
-    able = [builder for builder, problem in zip(found, problems, strict=True) if problem is None]
+    problems = [builder.unavailable(engines.machine) for builder in candidates]
+    able = [builder for builder, problem in zip(candidates, problems, strict=True) if problem is None]
     if not able:
         raise MachineError("pipeline.not_buildable", backend=backend, cause=problems[0])
     return able[0]
@@ -114,13 +114,13 @@ def usable_engines(
     engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = BATCH
 ) -> list[FrameEngine]:
     """Return the engines in the library that were faster than PyTorch, the fastest first."""
-    found = []
+    ranking = []
     for builder in _component_builders(engines, device):
-        one = frame_engine(engines, spec, builder, latent, device, batch=batch)
-        record = one.record
+        engine = frame_engine(engines, spec, builder, latent, device, batch=batch)
+        record = engine.record
         if record is not None and record.usable and record.seconds_per_call < record.pytorch_seconds_per_call:
-            found.append((record.seconds_per_call, one))
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+            ranking.append((record.seconds_per_call, engine))
+    return [engine for _, engine in sorted(ranking, key=lambda pair: pair[0])]
 
 
 def buildable_engines(
@@ -140,7 +140,7 @@ def _component_builders(engines: EngineService, device: str) -> Iterator[Builder
 
 
 def build_frame_engine(
-    engines: EngineService, spec: ModelSpec, one: FrameEngine, report: Report, cancel: Cancel, *, again: bool = False
+    engines: EngineService, spec: ModelSpec, engine: FrameEngine, report: Report, cancel: Cancel, *, again: bool = False
 ) -> FrameEngine:
     """Build an engine, or return it if it exists.
 
@@ -148,6 +148,11 @@ def build_frame_engine(
         EngineError, CancelledError: see `build.build_engine`.
     """
     request = BuildRequest(
-        spec=spec, component=FRAME_DECODER, key=one.key, device=one.device, again=again, cache_dir=engines.cache_dir
+        spec=spec,
+        component=FRAME_DECODER,
+        key=engine.key,
+        device=engine.device,
+        again=again,
+        cache_dir=engines.cache_dir,
     )
-    return replace(one, record=build_engine(request, engines.store, report, cancel))
+    return replace(engine, record=build_engine(request, engines.store, report, cancel))

@@ -62,9 +62,9 @@ def export_revision(family: str) -> str:
 
     Comments, docstrings and formatting do not count.
     """
-    own = [path for name in (family, *family_of(family).shared_programs) for path in _program_modules(name)]
+    modules = [path for name in (family, *family_of(family).shared_programs) for path in _program_modules(name)]
     digest = hashlib.sha256()
-    for path in (*own, *map(Path(__file__).with_name, _EXPORTED_MODULES)):
+    for path in (*modules, *map(Path(__file__).with_name, _EXPORTED_MODULES)):
         digest.update(_code(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:_REVISION_LENGTH]
 
@@ -90,10 +90,10 @@ def _code(source: str) -> str:
 
 def runnable_programs(spec: ModelSpec, component: str) -> tuple[str, ...]:
     """Return the programs that a component's engines may run: an imported VAE decoder may take whole clips."""
-    own = spec.programs[component]
+    programs = spec.programs[component]
     if is_transformer(component):
-        return (*own, *spec.block_programs)
-    return own if component != "vae" or CLIP_PROGRAM in own else (*own, CLIP_PROGRAM)
+        return (*programs, *spec.block_programs)
+    return programs if component != "vae" or CLIP_PROGRAM in programs else (*programs, CLIP_PROGRAM)
 
 
 def program_key_parts(spec: ModelSpec, component: str, name: str, cache_dir: Path | None = None) -> tuple[str, str]:
@@ -214,8 +214,8 @@ def cpu_has_bfloat16() -> bool:
 
 def versions_of(*packages: str) -> tuple[tuple[str, str], ...]:
     """Return (package, version) of the installed packages, without local version labels ("+cpu")."""
-    found = ((package, _version(package)) for package in packages)
-    return tuple(sorted((package, number) for package, number in found if number is not None))
+    versions = ((package, _version(package)) for package in packages)
+    return tuple(sorted((package, number) for package, number in versions if number is not None))
 
 
 @functools.cache

@@ -113,8 +113,8 @@ def hashed_files(folder: Path, engine_file: str) -> tuple[EngineFile, ...]:
     Raises:
         OSError: if one cannot be read, or `engine_file` does not exist.
     """
-    others = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in NOT_HASHED)
-    names = [engine_file, *(name for name in others if name != engine_file)]
+    file_names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in NOT_HASHED)
+    names = [engine_file, *(name for name in file_names if name != engine_file)]
     return tuple(EngineFile(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names)
 
 
@@ -185,14 +185,14 @@ def _read(path: Path, stack: contextlib.ExitStack) -> Content:
 
 def file_states(folder: Path, record: EngineRecord) -> FileStates:
     """Return by file what changes if one of an engine's files is replaced or written; missing files are left out."""
-    found: FileStates = {}
+    states: FileStates = {}
     for file in record.files:
         with contextlib.suppress(OSError):
             status = (folder / file.name).stat()
             # A program can set the time of modification, but not that of the change.
             times = status.st_mtime_ns, status.st_ctime_ns
-            found[file.name] = (status.st_dev, status.st_ino, status.st_size, *times)
-    return found
+            states[file.name] = (status.st_dev, status.st_ino, status.st_size, *times)
+    return states
 
 
 def are_settled(states: FileStates) -> bool:

@@ -71,13 +71,13 @@ class ModelOffers:
         """
         builders = _in_order(builders_for(device), self.spec, component, device)
         names = {builder.name for builder in builders}
-        others = [builder for name, builder in BUILDERS.items() if name not in names]
+        rest = [builder for name, builder in BUILDERS.items() if name not in names]
         offers = [
             *(self._offer(builder, component, latent, device) for builder in builders),
-            *(self._unsupported(builder) for builder in others if builder.programs(self.spec, component)),
+            *(self._unsupported(builder) for builder in rest if builder.programs(self.spec, component)),
         ]
         for record in imported_engines(self._index, self.spec, component, self.machine, device, self.cache_dir):
-            profile = next((one for one in record.key.profiles if _serves(record, one, latent)), None)
+            profile = next((candidate for candidate in record.key.profiles if _serves(record, candidate, latent)), None)
             if profile is not None:
                 offers.append(_imported(record, profile))
                 continue
@@ -113,28 +113,32 @@ class ModelOffers:
             for program in builder.programs(self.spec, component)
             if (size := _size(program, self.spec, latent)) is not None
         ]
-        absent = [one for one in engines if one.record is None]
+        absent = [engine for engine in engines if engine.record is None]
         missing, nearest = self._why_missing(absent[0].key, component) if absent else (None, None)
         problem = builder.unavailable(self.machine)
         if problem is None and absent:
             problem = self._why_not_built(builder, component, absent)
-        built = [(engine_calls(one.use, self.spec, latent), one.record) for one in engines if one.record is not None]
+        built = [
+            (engine_calls(engine.use, self.spec, latent), engine.record)
+            for engine in engines
+            if engine.record is not None
+        ]
         seconds = [calls * record.seconds_per_call for calls, record in built]
         building = (
-            build_seconds(self.spec, component, one.use.program, builder.name, one.profile.opt, self._index)
-            for one in absent
+            build_seconds(self.spec, component, engine.use.program, builder.name, engine.profile.opt, self._index)
+            for engine in absent
         )
         return EngineOffer(
             backend=builder.backend,
             builder=builder.name,
-            engines=tuple(one.use for one in engines),
+            engines=tuple(engine.use for engine in engines),
             missing=missing,
             misfit=nearest,
             problem=problem,
             build_seconds=sum(building, 0.0),
             seconds=sum(seconds) if all(seconds) else 0.0,
             baselines=_added(
-                [{path: calls * one for path, one in record.baselines.items()} for calls, record in built]
+                [{path: calls * duration for path, duration in record.baselines.items()} for calls, record in built]
             ),
             file_bytes=sum(record.file_bytes for _, record in built),
             in_blocks=builder.kind == "blocks",
@@ -164,8 +168,8 @@ class ModelOffers:
 
     def _why_not_built(self, builder: Builder, component: str, absent: Sequence[_Engine]) -> Fact | None:
         """Return why engines cannot be built: the library's limit, or too small a machine; `None` if they can."""
-        conflicts = (self.store.limit_conflict(self.spec, component, one.key) for one in absent)
-        needs = [builder.needs(self.spec, one.use.program, one.profile) for one in absent]
+        conflicts = (self.store.limit_conflict(self.spec, component, engine.key) for engine in absent)
+        needs = [builder.needs(self.spec, engine.use.program, engine.profile) for engine in absent]
         return next(filter(None, conflicts), None) or self._too_small(needs)
 
     def _unsupported(self, builder: Builder) -> EngineOffer:
@@ -235,7 +239,7 @@ def imported_engines(
         cache_dir: see `key_parts.weights_digest`.
     """
     programs = runnable_programs(spec, component)
-    found = [
+    records = [
         record
         for record in index
         if record.key.builder == IMPORTED
@@ -243,7 +247,7 @@ def imported_engines(
         and record.usable
         and record.key == imported_key(record.key, spec, component, machine, device, cache_dir)
     ]
-    return sorted(found, key=lambda record: (not _is_exact(record), record.seconds_per_call, record.id))
+    return sorted(records, key=lambda record: (not _is_exact(record), record.seconds_per_call, record.id))
 
 
 def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec) -> Fact:
@@ -294,7 +298,7 @@ def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
 def _added(baselines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Add seconds by path; a path that was not measured for all engines is left out."""
     paths = set.intersection(*map(set, baselines)) if baselines else set()
-    return {path: sum(one[path] for one in baselines) for path in sorted(paths)}
+    return {path: sum(baseline[path] for baseline in baselines) for path in sorted(paths)}
 
 
 def _is_exact(record: EngineRecord) -> bool:
@@ -346,11 +350,11 @@ def _in_order(builders: Sequence[Builder], spec: ModelSpec, component: str, devi
     return sorted(able, key=lambda builder: (backends.index(builder.backend), builder.kind != first))
 
 
-def _with_loras(differing: list[Fact], record: EngineRecord, wanted: tuple[LoraUse, ...]) -> list[Fact]:
+def _with_loras(differing: list[Fact], record: EngineRecord, loras: tuple[LoraUse, ...]) -> list[Fact]:
     """Replace the difference in weights with the difference in LoRAs, if that is the cause."""
-    found, here = ([use.identity for use in uses] for uses in (record.loras, wanted))
-    if found == here:
+    stored, here = ([use.identity for use in uses] for uses in (record.loras, loras))
+    if stored == here:
         return differing
     names = [f"{use.name} ×{use.weight:g}" for use in record.loras]
-    reason = Fact("engine.differs_loras", {"loras": names}) if found else Fact("engine.differs_no_lora")
+    reason = Fact("engine.differs_loras", {"loras": names}) if stored else Fact("engine.differs_no_lora")
     return [reason if fact.code == OTHER_WEIGHTS else fact for fact in differing]

@@ -144,15 +144,17 @@ def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder
         except OSError as error:
             raise EngineError("engine.export_not_written", file=path, error=error.strerror or str(error)) from error
         with OnnxRuntimeSession(path, provider="cpu", precision="float32", device="cpu") as session:
-            found = verify(session, program, profile, "float32")
+            verification = verify(session, program, profile, "float32")
         files = [file for file in (path, path.with_name(f"{path.name}.data")) if file.exists()]
-        if not found.passed:
+        if not verification.passed:
             for file in files:
                 file.unlink()
-            raise EngineError("engine.export_wrong", file=path.name, cause=found.detail)
+            raise EngineError("engine.export_wrong", file=path.name, cause=verification.detail)
         for file in files:
             give_usual_permissions(file)
-        yield Exported(name, path, sum(file.stat().st_size for file in files), found.error, found.tolerance)
+        yield Exported(
+            name, path, sum(file.stat().st_size for file in files), verification.error, verification.tolerance
+        )
 
 
 def _export_profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeProfile:

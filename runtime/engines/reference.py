@@ -77,9 +77,9 @@ def load_reference(spec: ModelSpec, component: str, name: str, device: str) -> P
     make_form: MakeForm = components_of(spec.family).make_form
     form = make_form(spec, name, lambda: load_stored(spec, component)).eval()
     target = torch.device(device)
-    found = largest_list(form)
-    if found is not None:
-        parent, attribute, blocks = found
+    place = largest_list(form)
+    if place is not None:
+        parent, attribute, blocks = place
         delattr(parent, attribute)
         setattr(parent, attribute, BlocksOnDevice(blocks, target))
     return Program(name, form.to(target, torch.float32), spec)
@@ -87,13 +87,13 @@ def load_reference(spec: ModelSpec, component: str, name: str, device: str) -> P
 
 def largest_list(form: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None:
     """Return the list of modules with most of the weights, with its parent and name; `None` if no list has most."""
-    found = [
+    places = [
         (parent, name, child)
         for parent in form.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList)
     ]
-    largest = max(found, key=lambda place: _weights(place[2]), default=None)
+    largest = max(places, key=lambda place: _weights(place[2]), default=None)
     return largest if largest is not None and 2 * _weights(largest[2]) > _weights(form) else None
 
 
@@ -170,11 +170,11 @@ def encoded_prompt(spec: ModelSpec, device: str, cache_dir: Path | None = None) 
             weights = program_key_parts(spec, "text_encoder", "text_encoder", cache_dir)
             digest = hashlib.sha256("\n".join((*weights, PROMPT)).encode()).hexdigest()
             path = cache_dir / _FOLDER / f"{digest}.safetensors"
-        kept = None if path is None else _read(path, spec)
-        words = _encode(spec, device) if kept is None else kept
+        stored = None if path is None else _read(path, spec)
+        words = _encode(spec, device) if stored is None else stored
     except (TandemError, OSError, ValueError, MemoryError, torch.OutOfMemoryError):
         return None
-    if path is not None and kept is None:
+    if path is not None and stored is None:
         _write(path, words)
     return nn.functional.pad(words, (0, 0, 0, spec.max_sequence_length - words.shape[1]))
 
@@ -186,10 +186,10 @@ def _encode(spec: ModelSpec, device: str) -> torch.Tensor:
     def embed(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         # Forms take texts of one length.
         missing = spec.encoders["text_encoder"].max_tokens - ids.shape[1]
-        ids, padded = (nn.functional.pad(one, (0, missing)).to(program.device) for one in (ids, mask))
+        ids, padded = (nn.functional.pad(tensor, (0, missing)).to(program.device) for tensor in (ids, mask))
         with full_float32(program.device):
-            found = program.run(input_ids=ids, attention_mask=padded)
-        return found["embeds"][:, : int(mask.sum().item())].cpu()
+            outputs = program.run(input_ids=ids, attention_mask=padded)
+        return outputs["embeds"][:, : int(mask.sum().item())].cpu()
 
     encoder = components_of(spec.family).text_encoder(spec, "text_encoder", load_tokenizer(spec), embed)
     words: torch.Tensor = encoder.encode(PROMPT).embeds.clone()

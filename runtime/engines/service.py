@@ -258,9 +258,9 @@ class EngineService:
         spec, device = replace(spec, loras=record.loras), device_like(key.device, self.machine)
         try:
             if key.builder == IMPORTED:
-                wanted = imported_key(key, spec, component, self.machine, device, self.cache_dir)
+                current_key = imported_key(key, spec, component, self.machine, device, self.cache_dir)
             else:
-                wanted = BUILDERS[key.builder].key(
+                current_key = BUILDERS[key.builder].key(
                     spec,
                     component,
                     key.program,
@@ -272,7 +272,7 @@ class EngineService:
                 )
         except TandemError as error:
             return [error.fact]
-        return differences(wanted, key, spec.vae.scale_factor_spatial)
+        return differences(current_key, key, spec.vae.scale_factor_spatial)
 
     def device_of(self, record: EngineRecord) -> str:
         """Return the device of this machine that an engine was built for.

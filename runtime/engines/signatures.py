@@ -84,19 +84,21 @@ class IOSignature:
         named_sizes: dict[str, int] = {}
         for tensor in self.inputs:
             self._check(tensor, tuple(inputs[tensor.name].shape), named_sizes)
-        converted = [inputs[one.name].to(device=device, dtype=one.torch_dtype).contiguous() for one in self.inputs]
+        converted = [
+            inputs[entry.name].to(device=device, dtype=entry.torch_dtype).contiguous() for entry in self.inputs
+        ]
         return converted, named_sizes
 
     def _check(self, tensor: TensorSignature, shape: tuple[int, ...], named_sizes: dict[str, int]) -> None:
         """Raise an `EngineError` if a shape does not match; add its named sizes to `named_sizes`."""
         matches = len(shape) == len(tensor.sizes)
-        for size, given in zip(tensor.sizes, shape, strict=False):
+        for size, length in zip(tensor.sizes, shape, strict=False):
             if isinstance(size, int):
-                matches &= given == size
+                matches &= length == size
             else:
                 name, factor = size
                 low, high = self.ranges[name]
-                count, rest = divmod(given, factor)
+                count, rest = divmod(length, factor)
                 matches &= not rest and low <= count <= high and named_sizes.setdefault(name, count) == count
         if not matches:
             expected = "×".join(self._size_text(size) for size in tensor.sizes)

@@ -124,12 +124,12 @@ class EngineStore:
         engines = self.index()
         chosen: dict[str, EngineRecord] = {}
         for text in ids:
-            found = [record for record in engines if text and record.id.startswith(text.lower())]
-            if not found:
+            matches = [record for record in engines if text and record.id.startswith(text.lower())]
+            if not matches:
                 raise _not_found(text[:40])
-            if len(found) > 1:
-                raise EngineError("engine.id_ambiguous", engine=text[:40], matches=[record.id for record in found])
-            chosen[found[0].id] = found[0]
+            if len(matches) > 1:
+                raise EngineError("engine.id_ambiguous", engine=text[:40], matches=[record.id for record in matches])
+            chosen[matches[0].id] = matches[0]
         return list(chosen.values()) if ids else engines
 
     def get(self, key: EngineKey) -> EngineRecord | None:
@@ -143,12 +143,12 @@ class EngineStore:
         Args:
             scale: see `engine_index.differences`.
         """
-        found = [
+        pairs = [
             (record, differences(key, record.key, scale))
             for record in self._records()
             if record.key.program == key.program and record.key != key
         ]
-        return sorted(found, key=lambda pair: (len(pair[1]), -pair[0].last_used, pair[0].id))
+        return sorted(pairs, key=lambda pair: (len(pair[1]), -pair[0].last_used, pair[0].id))
 
     def verify_hash(self, record: EngineRecord) -> Fact | None:
         """Compare an engine's files with their hashes; mark a damaged engine as unusable and return the problem."""
@@ -174,14 +174,14 @@ class EngineStore:
         with contextlib.suppress(EngineError):
             self._rewrite(record.id, problem=problem)
 
-    def record_verification(self, record: EngineRecord, **found: Any) -> EngineRecord:
+    def record_verification(self, record: EngineRecord, **fields: Any) -> EngineRecord:
         """Store the results of verification: `verified`, `error`, `tolerance`, `detail`, `problem`, seconds per call.
 
         Raises:
             EngineError: if the engine is gone or cannot be written.
         """
         self._problems.pop((record.id, record.built_at), None)
-        return self._rewrite(record.id, **found)
+        return self._rewrite(record.id, **fields)
 
     def pin(self, engine_id: str, *, pinned: bool) -> EngineRecord:
         """Exclude an engine from eviction, or include it again.
@@ -268,7 +268,7 @@ class EngineStore:
             pinned = before is not None and before.pinned
             self._discard(self.path(engine_id))
             folder.rename(self.path(engine_id))
-            self._problems = {known: problem for known, problem in self._problems.items() if known[0] != engine_id}
+            self._problems = {key: problem for key, problem in self._problems.items() if key[0] != engine_id}
             seconds = record.build_seconds if build_seconds is None else build_seconds
             with contextlib.suppress(OSError):  # for example a full disk; the engine itself is complete
                 record = self._write(engine_id, last_used=self._now(), pinned=pinned, build_seconds=seconds)
@@ -337,10 +337,10 @@ class EngineStore:
             loras=spec.loras_of(component),
         )
         sets = engine_sets([new, *(record for record in self._records() if record.id != new.id)])
-        own = next(each for each in sets if new in each)
-        present = {record.component for record in own}
+        members = next(each for each in sets if new in each)
+        present = {record.component for record in members}
         absent = [name for name, programs in spec.programs.items() if key.program in programs and name not in present]
-        needed = sum(record.file_bytes for record in own) + sum(map(size, absent))
+        needed = sum(record.file_bytes for record in members) + sum(map(size, absent))
         if needed <= self.max_bytes:
             return None
         return Fact("engine.limit_below_set", {"model": spec.title, "needed": needed, "limit": self.max_bytes})
@@ -350,8 +350,8 @@ class EngineStore:
         return self.folder / ".locks"
 
     def _records(self) -> list[EngineRecord]:
-        found = (self._record(path) for path in _entries(self.folder) if _ENGINE.fullmatch(path.name))
-        return [record for record in found if record is not None]
+        records = (self._record(path) for path in _entries(self.folder) if _ENGINE.fullmatch(path.name))
+        return [record for record in records if record is not None]
 
     def _record(self, folder: Path) -> EngineRecord | None:
         """Return the record of the engine in a folder; None if the folder does not exist."""
@@ -367,10 +367,10 @@ class EngineStore:
             record = manifest.read(folder)
         else:
             signature = (status.st_mtime_ns, status.st_size, status.st_ino)
-            known = self._read.get(folder.name)
-            if known is None or known[0] != signature:
-                known = self._read[folder.name] = signature, manifest.read(folder)
-            record = known[1]
+            entry = self._read.get(folder.name)
+            if entry is None or entry[0] != signature:
+                entry = self._read[folder.name] = signature, manifest.read(folder)
+            record = entry[1]
         problem = record.problem or manifest.check_sizes(folder, record)
         problem = problem or self._problems.get((record.id, record.built_at))
         return replace(record, problem=problem)
@@ -535,8 +535,8 @@ def _belongs(record: EngineRecord, transformer: EngineRecord) -> bool:
     if serves_any_clip(record.key.program):
         return _role(record) != "blocks"
     return any(
-        profile.serves((profile.opt[0], *own.opt[1:]))
-        for own in record.key.profiles
+        profile.serves((profile.opt[0], *part.opt[1:]))
+        for part in record.key.profiles
         for profile in transformer.key.profiles
     )
 

@@ -46,19 +46,19 @@ def _bicubic(x: Any, output_size: Any, align_corners: bool, scale_factors: Any) 
     sizes = x.shape[2:]
     if all(isinstance(size, int) for size in (*sizes, *(output_size or ()))):
         axes = zip(sizes, output_size or (None, None), scale_factors or (None, None), strict=True)
-        rows, columns = (_bicubic_matrix(size, wanted, scale, align_corners) for size, wanted, scale in axes)
-        if all((one.astype(x.dtype.numpy()) == one).all() for one in (rows, columns)):
+        rows, columns = (_bicubic_matrix(size, new_size, scale, align_corners) for size, new_size, scale in axes)
+        if all((factors.astype(x.dtype.numpy()) == factors).all() for factors in (rows, columns)):
             return _op.MatMul(_constant(x, rows), _op.MatMul(x, _constant(x, columns.T)))
     return nn.aten_upsample_bicubic2d_vec(x, output_size, align_corners, scale_factors)
 
 
-def _bicubic_matrix(size: int, wanted: int | None, scale: float | None, align_corners: bool) -> np.ndarray:
+def _bicubic_matrix(size: int, new_size: int | None, scale: float | None, align_corners: bool) -> np.ndarray:
     """Return the factors of bicubic interpolation along an axis, (new size, size): the results of unit vectors."""
     units = torch.eye(size)[:, None, :, None]
-    to = None if wanted is None else (wanted, 1)
+    to = None if new_size is None else (new_size, 1)
     by = None if scale is None else (scale, 1.0)
-    found = F.interpolate(units, size=to, scale_factor=by, mode="bicubic", align_corners=align_corners)
-    return found[:, 0, :, 0].T.numpy()
+    matrix = F.interpolate(units, size=to, scale_factor=by, mode="bicubic", align_corners=align_corners)
+    return matrix[:, 0, :, 0].T.numpy()
 
 
 def _channels(x: Any) -> int:

@@ -66,7 +66,7 @@ class Case(NamedTuple):
     def on_cpu(self) -> "Case":
         """Return the case with all tensors on the CPU."""
         inputs = {name: tensor.cpu() for name, tensor in self.inputs.items()}
-        expected = None if self.expected is None else {name: one.cpu() for name, one in self.expected.items()}
+        expected = None if self.expected is None else {name: output.cpu() for name, output in self.expected.items()}
         return self._replace(inputs=inputs, expected=expected)
 
 
@@ -106,12 +106,12 @@ def verify(
     Raises:
         EngineError: if the engine does not run at one of the sizes.
     """
-    found = compare(session, cases_of(program, profile, text), program.name, precision)
-    if not found.passed:
-        return found
+    verification = compare(session, cases_of(program, profile, text), program.name, precision)
+    if not verification.passed:
+        return verification
     inputs = program.inputs(profile.opt)
     return replace(
-        found,
+        verification,
         seconds_per_call=seconds_of(lambda: session.infer(**inputs), program.device),
         pytorch_seconds_per_call=seconds_of(lambda: program.run(**inputs), program.device),
     )
@@ -159,9 +159,9 @@ def _trajectory(program: Program, size: LatentSize, text: torch.Tensor | None) -
         with full_float32(program.device):
             expected = program.run(**inputs)
         yield Case(f"{shape_text(size)}, t = {now:g}", required=True, inputs=inputs, expected=expected)
-        own, given = inputs["latents"].tensor_split([expected["velocity"].shape[1]], dim=1)
-        moved = own + (after - now) / TRAINING_STEPS * expected["velocity"]
-        inputs = inputs | {"latents": torch.cat([moved, given], dim=1)}
+        latents, condition = inputs["latents"].tensor_split([expected["velocity"].shape[1]], dim=1)
+        moved = latents + (after - now) / TRAINING_STEPS * expected["velocity"]
+        inputs = inputs | {"latents": torch.cat([moved, condition], dim=1)}
 
 
 def compare(session: Session, cases: Iterable[Case], program: str, precision: str) -> Verification:
@@ -180,9 +180,9 @@ def compare(session: Session, cases: Iterable[Case], program: str, precision: st
             comparison.skip(case.where)
             continue
         try:
-            given = session.infer(**case.inputs)
+            outputs = session.infer(**case.inputs)
             for name, reference in case.expected.items():
-                comparison.add(given[name].to(reference.device), reference, f"{name} at {case.where}")
+                comparison.add(outputs[name].to(reference.device), reference, f"{name} at {case.where}")
         except _OUT_OF_MEMORY:
             if case.required:
                 raise
@@ -194,8 +194,8 @@ def compare(session: Session, cases: Iterable[Case], program: str, precision: st
 
 def tolerance_of(program: str, precision: str) -> float:
     """Return the largest relative error of a program's outputs."""
-    found = TOLERANCES[precision]
-    return min(found, _OF_FRAME_DECODERS) if program == FRAME_DECODER else found
+    tolerance = TOLERANCES[precision]
+    return min(tolerance, _OF_FRAME_DECODERS) if program == FRAME_DECODER else tolerance
 
 
 class Comparison:
@@ -320,12 +320,12 @@ def _on_gpu(call: Callable[[], object], device: torch.device) -> float:
 
 def _detail(worst: _Worst, tolerance: float, largest: _Worst, largest_tolerance: float) -> Fact:
     if math.isnan(worst.error):
-        found = Fact("engine.compared_not_finite", {"where": worst.where})
+        fact = Fact("engine.compared_not_finite", {"where": worst.where})
     elif worst.where:
-        found = Fact("engine.compared", {"error": worst.error, "where": worst.where, "tolerance": tolerance})
+        fact = Fact("engine.compared", {"error": worst.error, "where": worst.where, "tolerance": tolerance})
     else:
-        found = Fact("engine.compared_equal")
+        fact = Fact("engine.compared_equal")
     if largest.error > largest_tolerance:
         data = {"largest": largest.error, "where": largest.where, "tolerance": largest_tolerance}
-        return Fact("engine.compared_largest", {"compared": found, **data})
-    return found
+        return Fact("engine.compared_largest", {"compared": fact, **data})
+    return fact

@@ -42,7 +42,7 @@ def attention(kind: str) -> Attention:
 
 def name_of(attend: Attention) -> str:
     """Return the name of an attention kernel: the inverse of `attention`."""
-    return next(kind for kind, known in _KINDS.items() if known is attend)
+    return next(kind for kind, kernel in _KINDS.items() if kernel is attend)
 
 
 @lru_cache(maxsize=32)

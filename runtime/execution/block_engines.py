@@ -143,10 +143,10 @@ class BlockEngines:
         outputs: Sequence[torch.Tensor],
     ) -> bool:
         assert self._engines is not None
-        given = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights}
+        tensors = {**{name: tensor[0] for name, tensor in inputs.items()}, **weights}
         written = {name: tensor[0] for name, tensor in zip(self._parts[program].outputs, outputs, strict=True)}
         try:
-            self._engines.write(program, given, written)
+            self._engines.write(program, tensors, written)
         except Exception as error:  # of any type: every library has its own
             if outputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 # The call is repeated without recording it.

@@ -47,8 +47,8 @@ class CudaGraphRunner:
             return self._function(latents, timestep, text)
         state = text()
         key = (state, (tuple(latents.shape), tuple(timestep.shape)))
-        for (known, size), recorded in self._recorded:
-            if known is state and size == key[1]:
+        for (stored, size), recorded in self._recorded:
+            if stored is state and size == key[1]:
                 return recorded.replay(latents, timestep)
         try:
             with RECORDING:

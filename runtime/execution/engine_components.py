@@ -87,7 +87,7 @@ class EngineTextModel:
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """See `TextModel`; the result is as long as `ids`."""
         tokens = ids.shape[1]
-        input_ids, attention_mask = (F.pad(one, (0, self._length - tokens)) for one in (ids, mask))
+        input_ids, attention_mask = (F.pad(tensor, (0, self._length - tokens)) for tensor in (ids, mask))
 
         def embed(engines: OpenEngines) -> torch.Tensor:
             outputs = engines.infer(self._program, input_ids=input_ids, attention_mask=attention_mask)
@@ -106,7 +106,9 @@ class EngineImageModel:
         """Return the embeddings of images, (images, tokens, width); `pixels` are (images, 3, side, side)."""
 
         def embed(engines: OpenEngines) -> torch.Tensor:
-            return torch.cat([engines.infer("image_encoder", pixels=one)["embeds"].clone() for one in pixels.split(1)])
+            return torch.cat(
+                [engines.infer("image_encoder", pixels=image)["embeds"].clone() for image in pixels.split(1)]
+            )
 
         return self._engines.call(embed, lambda model: model(pixels))
 
@@ -133,21 +135,21 @@ class EngineVideoEncoder:
         first, *last = [image.permute(1, 2, 0)[None] for image in images]
         gray = torch.zeros_like(first).repeat(self._scale, 1, 1, 1)
         caches = dict(engines.infer("vae_encoder_first", frames=first))
-        found = [caches.pop("z").clone()]
+        latents = [caches.pop("z").clone()]
         engines.release("vae_encoder_first")
         steps, constant = (frames - 1) // self._scale, False
         for step in range(steps):
             clip = torch.cat([gray[1:], *last]) if last and step == steps - 1 else gray
             if constant and clip is gray:
                 # From equal caches and frames follows the same.
-                found.append(found[-1])
+                latents.append(latents[-1])
                 continue
             outputs = dict(engines.infer("vae_encoder_next", frames=clip, **caches))
-            found.append(outputs.pop("z").clone())
+            latents.append(outputs.pop("z").clone())
             # Those of the last convolutions become constant last.
             constant = all(torch.equal(caches[name], outputs[name]) for name in reversed(outputs))
             caches = outputs
-        return torch.cat(found, dim=2)
+        return torch.cat(latents, dim=2)
 
 
 class EngineImageSampler:
@@ -221,10 +223,10 @@ class EngineVideoDecoder:
         start = 0
         while start < latents.shape[2]:
             end = min(start + chunk, latents.shape[2]) if start else 1
-            program, given = ("vae_next", caches) if start else ("vae_first", {})
+            program, inputs = ("vae_next", caches) if start else ("vae_first", {})
             z = latents[:, :, start:end]
             outputs = self._engines.call(
-                lambda engines: engines.infer(program, z=z, **given),  # noqa: B023 - called at once
+                lambda engines: engines.infer(program, z=z, **inputs),  # noqa: B023 - called at once
                 lambda _: None,
             )
             if outputs is None and not start:

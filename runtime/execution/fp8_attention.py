@@ -83,12 +83,12 @@ def _attend_fp8(
             "scale_s": _constant(_PROBABILITY_SCALE, q.device),
             "scale_o": 1 / descale_v,
         }
-        given = {names[name]: value.reshape(1, 1, 1, 1) for name, value in scalars.items()}
-        given |= {names[name]: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v), ("o", out))}
-        given |= {
+        tensors = {names[name]: value.reshape(1, 1, 1, 1) for name, value in scalars.items()}
+        tensors |= {names[name]: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v), ("o", out))}
+        tensors |= {
             names[name]: torch.empty(1, 1, 1, 1, device=q.device, dtype=torch.float32) for name in ("amax_s", "amax_o")
         }
-        run(given)
+        run(tensors)
         return out
 
 
@@ -170,9 +170,9 @@ def _graph(shape: tuple[int, ...], keys: int, device: int) -> tuple[Any, dict[st
     graph.build_plans()
     size = graph.get_workspace_size()
 
-    def run(given: dict[Any, torch.Tensor]) -> None:
+    def run(tensors: dict[Any, torch.Tensor]) -> None:
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
         workspace = torch.empty(max(size, 1), device=f"cuda:{device}", dtype=torch.uint8)
-        graph.execute(given, workspace, handle=handle)
+        graph.execute(tensors, workspace, handle=handle)
 
     return run, names

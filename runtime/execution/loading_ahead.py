@@ -62,9 +62,9 @@ class LoadingAhead:
             logger.info("A part could not be loaded ahead", exc_info=error)
             return None
 
-    def keep_only(self, wanted: Collection[Hashable]) -> None:
+    def keep_only(self, keys: Collection[Hashable]) -> None:
         """Discard all other parts; wait for one that is being loaded."""
-        for key in [key for key in self._loads if key not in wanted]:
+        for key in [key for key in self._loads if key not in keys]:
             part = self.take(key)
             if part is not None:
                 part.close()
@@ -101,8 +101,8 @@ class Preparation:
 
 
 def _run(work: Sequence[Callable[[], object]]) -> None:
-    for one in work:
+    for function in work:
         try:
-            one()
+            function()
         except Exception as error:
             logger.info("The first step could not be prepared", exc_info=error)

@@ -239,9 +239,9 @@ def move_into_slabs(
         allocate: returns a one-dimensional uint8 tensor of that many bytes.
         limit: bytes of an allocation; a larger tensor has one to itself.
     """
-    left = list(tensors)
-    for offsets in slabs([tensor.nbytes for tensor in left], limit):
-        here, left = left[: len(offsets)], left[len(offsets) :]
+    rest = list(tensors)
+    for offsets in slabs([tensor.nbytes for tensor in rest], limit):
+        here, rest = rest[: len(offsets)], rest[len(offsets) :]
         slab = allocate(offsets[-1] + here[-1].nbytes)
         for tensor, offset in zip(here, offsets, strict=True):
             place = slab[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -249,15 +249,15 @@ def move_into_slabs(
             tensor.data = place
 
 
-def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, held: Collection[str]) -> list[Path]:
+def next_files(spec: ModelSpec, plan: ExecutionPlan, running: str, resident: Collection[str]) -> list[Path]:
     """Return the weight files of the next component that is not in memory.
 
     Args:
-        held: components that are loaded or have no work left.
+        resident: components that are loaded or have no work left.
     """
     names = list(plan.components)
     after = names[names.index(running) + 1 :]
-    coming = next((name for name in after if name not in held), None)
+    coming = next((name for name in after if name not in resident), None)
     if coming is None or not plan.components[running].device.startswith("cuda") or plan.components[coming].on_engine:
         return []
     return spec.weight_paths(coming)

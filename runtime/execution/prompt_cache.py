@@ -39,7 +39,7 @@ class PromptCache:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._known: OrderedDict[str, TextEncoding] = OrderedDict()
+        self._encodings: OrderedDict[str, TextEncoding] = OrderedDict()
 
     def find(self, spec: ModelSpec, part: ComponentPlan, text: str, name: str = "text_encoder") -> TextEncoding | None:
         """Return the cached embeddings of a text, on the CPU, or `None`.
@@ -49,10 +49,10 @@ class PromptCache:
             name: of the text encoder.
         """
         key = _key(spec, part, text, name)
-        found = self._known.get(key) or self._read(key)
-        if found is not None:
-            self._remember(key, found)
-        return found
+        encoding = self._encodings.get(key) or self._read(key)
+        if encoding is not None:
+            self._remember(key, encoding)
+        return encoding
 
     def keep(
         self, spec: ModelSpec, part: ComponentPlan, text: str, encoding: TextEncoding, name: str = "text_encoder"
@@ -73,10 +73,10 @@ class PromptCache:
             self._sweep()
 
     def _remember(self, key: str, encoding: TextEncoding) -> None:
-        self._known[key] = encoding
-        self._known.move_to_end(key)
-        while len(self._known) > _MOST_IN_MEMORY:
-            self._known.popitem(last=False)
+        self._encodings[key] = encoding
+        self._encodings.move_to_end(key)
+        while len(self._encodings) > _MOST_IN_MEMORY:
+            self._encodings.popitem(last=False)
 
     def _read(self, key: str) -> TextEncoding | None:
         if self._folder is None:
@@ -107,15 +107,15 @@ class PromptCache:
 
 
 def _key(spec: ModelSpec, part: ComponentPlan, text: str, name: str) -> str:
-    known: list[Any] = [str(spec.directory), name, spec.max_sequence_length, text]
+    parts: list[Any] = [str(spec.directory), name, spec.max_sequence_length, text]
     # Only the kind of device: all GPUs compute the same embeddings.
-    known += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
+    parts += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
     # A family may have more text encoders and tokenizers, such as `text_encoder_2`.
     folders = sorted(path for path in spec.directory.iterdir() if path.name.startswith(("text_encoder", "tokenizer")))
-    known += [list(_files(folder)) for folder in folders]
+    parts += [list(_files(folder)) for folder in folders]
     if name in spec.files:
-        known += [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in spec.files[name].paths]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        parts += [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in spec.files[name].paths]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:

@@ -228,7 +228,7 @@ class PyTorchBaseline:
 
     def _both(self, job: "_Measured", measure: Callable[[ExecutionPlan], float]) -> dict[str, float]:
         """Return the seconds that a function measures with each kind of code."""
-        found = {}
+        durations = {}
         for kind in (EAGER, COMPILED) if self.compiles else (EAGER,):
             speed = self.plan.speed.replace(compiled=kind == COMPILED)
             try:
@@ -238,8 +238,8 @@ class PyTorchBaseline:
                     raise
                 continue
             if kind == EAGER or "compiled" not in job.degraded:
-                found[kind] = seconds
-        return found
+                durations[kind] = seconds
+        return durations
 
 
 @dataclass

@@ -156,7 +156,7 @@ class Residency:
         folder = self.cache_dir = None if engines is None else engines.cache_dir
         self._quantized = None if folder is None else QuantizedCache(folder / QUANTIZED.name)
         self._load = load or (lambda spec, name, part, device: load_module(spec, name, part, device, self._quantized))
-        self._held: dict[_Key, Any] = {}
+        self._loaded: dict[_Key, Any] = {}
         self._ahead = LoadingAhead()
         self.load_seconds = 0.0
         self.group_manager = GroupManager()
@@ -181,7 +181,7 @@ class Residency:
     def free(self) -> None:
         """Free everything."""
         self._ahead.close()
-        for key in list(self._held):
+        for key in list(self._loaded):
             self._drop(key)
         self.group_manager.stop_processes()
 
@@ -194,7 +194,7 @@ class Residency:
     def is_loaded(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
         """Whether a component is loaded, or being loaded, in the form that the plan uses."""
         keys = _keys(spec, name, plan, plan.components[name])
-        return all(key in self._held or key in self._ahead for key in keys)
+        return all(key in self._loaded or key in self._ahead for key in keys)
 
     def load_ahead(self, spec: ModelSpec, job: JobHooks, names: Sequence[str]) -> None:
         """Load components on a thread, in this order, while others run, if the plan keeps all loaded at once.
@@ -216,9 +216,9 @@ class Residency:
                 loads[key] = partial(_load, spec, name, part, key.placement, self._load)
             if part.engines:
                 loads[key if part.on_engine else blocks] = partial(self._open, spec, name, part)
-            for one, load in loads.items():
-                if one not in self._held:
-                    self._ahead.start(one, partial(_beside_others, part.device, load))
+            for load_key, load in loads.items():
+                if load_key not in self._loaded:
+                    self._ahead.start(load_key, partial(_beside_others, part.device, load))
 
     def _prepare(self, spec: ModelSpec, job: JobHooks, names: Sequence[str]) -> None:
         """Import the compiler and the attention kernel's package on a thread, if components in PyTorch need them."""
@@ -278,10 +278,10 @@ class Residency:
             try:
                 yield denoiser
             finally:
-                for one in used:
-                    self.compile_seconds += one.compile_seconds
-                    self.load_seconds += one.compile_seconds
-                    one.forget()
+                for transformer in used:
+                    self.compile_seconds += transformer.compile_seconds
+                    self.load_seconds += transformer.compile_seconds
+                    transformer.forget()
                 self._drop_block_engines(spec, job.plan, name, planned)
 
     @contextmanager
@@ -289,17 +289,17 @@ class Residency:
         """Yield the VAE decoder, loaded."""
         used: list[PyTorchVideoDecoder] = []
 
-        def prepare(made: Any, _: ComponentPlan) -> None:
+        def prepare(vae: Any, _: ComponentPlan) -> None:
             self._keep_compiled(job)
-            made.compute(job.plan.speed, partial(job.on_degraded, "vae"))
-            used.append(made)
+            vae.compute(job.plan.speed, partial(job.on_degraded, "vae"))
+            used.append(vae)
 
         on_engines: Any = EngineGroupDecoder if GROUP_PROGRAMS.keys() & spec.programs["vae"] else EngineVideoDecoder
         with self._use(spec, job, "vae", on_engines, prepare) as decoder:
             try:
                 yield decoder
             finally:
-                took = sum(one.compile_seconds for one in used)
+                took = sum(entry.compile_seconds for entry in used)
                 self.compile_seconds += took
                 self.load_seconds += took
 
@@ -315,17 +315,17 @@ class Residency:
         reason: Fact | None = None
         self._wait_for_load(key, job)
         try:
-            if key not in self._held:
+            if key not in self._loaded:
                 started = time.perf_counter()
                 ahead = self._ahead.take(key)
-                self._held[key] = self.engines.open(spec, name, part.engines, part.device) if ahead is None else ahead
+                self._loaded[key] = self.engines.open(spec, name, part.engines, part.device) if ahead is None else ahead
                 self.load_seconds += time.perf_counter() - started
         except Exception as error:
             reason = failure_of_engine(error, part.device, "execution.engine_load_out_of_memory")
         # Outside of the handler: the exception's frames reference memory that is needed now.
         if reason is not None:
             fail(reason)
-        return BlockEngines(self._held.get(key), spec, name, part.engines, fail, job.warn)
+        return BlockEngines(self._loaded.get(key), spec, name, part.engines, fail, job.warn)
 
     def _drop_block_engines(self, spec: ModelSpec, plan: ExecutionPlan, name: str, planned: ComponentPlan) -> None:
         """Close a transformer's block engines, unless the plan keeps them or runs a later component on them."""
@@ -388,18 +388,18 @@ class Residency:
         """Return what is loaded for a component, after making it if necessary."""
         self._free_all_but(use.spec, use.job.plan)
         key = use.key(part)
-        if key not in self._held:
+        if key not in self._loaded:
             use.job.loading(use.name)
             started = time.perf_counter()
             ahead = self._ahead.take(key)
-            self._held[key] = make() if ahead is None else ahead
+            self._loaded[key] = make() if ahead is None else ahead
             self.load_seconds += time.perf_counter() - started
-        return self._held[key]
+        return self._loaded[key]
 
     def _in_pytorch(self, use: _Use, part: ComponentPlan, prepare: Callable[[Any, ComponentPlan], None]) -> Any:
         """Return a component in PyTorch, whose weights are where it computes."""
         key = use.key(part)
-        waited = key in self._held
+        waited = key in self._loaded
         loaded: _Loaded = self._hold(use, part, lambda: _load(use.spec, use.name, part, key.placement, self._load))
         for damaged in [] if self._quantized is None else self._quantized.take_reports():
             use.job.warn(damaged)
@@ -419,7 +419,7 @@ class Residency:
         failed = planned.in_blocks and key.split is not None and not plan.components[use.name].in_blocks
         if failed or (key.placement == "device" and not plan.strategy.keeps(use.name)):
             self._drop(key)
-        elif isinstance(loaded := self._held.get(key), _Loaded):
+        elif isinstance(loaded := self._loaded.get(key), _Loaded):
             loaded.placed.to_host()
             if loaded.placed.waits_elsewhere:
                 release_cached_memory()
@@ -458,19 +458,19 @@ class Residency:
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         """Free components of earlier jobs that this plan does not use."""
-        wanted = {key for name, part in plan.components.items() for key in _keys(spec, name, plan, part)}
+        keys = {key for name, part in plan.components.items() for key in _keys(spec, name, plan, part)}
         fit = self.group_manager.fits(plan.split)
-        self._ahead.keep_only(wanted)
-        for key in [key for key in self._held if key not in wanted or not (fit or key.split is None)]:
+        self._ahead.keep_only(keys)
+        for key in [key for key in self._loaded if key not in keys or not (fit or key.split is None)]:
             self._drop(key)
         if not fit:
             self.group_manager.stop_processes()
 
     def _drop(self, key: _Key) -> None:
-        held = self._held.pop(key, None)
-        if held is not None:
-            held.close()
-        del held
+        entry = self._loaded.pop(key, None)
+        if entry is not None:
+            entry.close()
+        del entry
         release_cached_memory(unreachable=key.placement in _HOOKED or key.quantization != NONE)
 
 
@@ -502,8 +502,8 @@ def _check_attention(kind: str, device: str, dtype: str, width: int) -> None:
 def _fall_back(job: JobHooks, name: str, reason: Fact) -> None:
     """Report, once, that block engines failed: their component and the later ones that use them run in PyTorch."""
     if job.plan.components[name].in_blocks:
-        for one in job.plan.sharing_engines(name):
-            job.fell_back(one, reason)
+        for component in job.plan.sharing_engines(name):
+            job.fell_back(component, reason)
 
 
 def _load(spec: ModelSpec, name: str, part: ComponentPlan, how: Placement, load: Loader) -> _Loaded:
@@ -540,8 +540,8 @@ def _current(device: str) -> AbstractContextManager[object]:
 
 def _keys(spec: ModelSpec, name: str, plan: ExecutionPlan, part: ComponentPlan) -> list[_Key]:
     """Return the keys of everything that is held for a component."""
-    own = _key(spec, name, plan, part)
-    return [own, _block_engines_key(spec, part)] if part.in_blocks and own.split is None else [own]
+    key = _key(spec, name, plan, part)
+    return [key, _block_engines_key(spec, part)] if part.in_blocks and key.split is None else [key]
 
 
 def _block_engines_key(spec: ModelSpec, part: ComponentPlan) -> _Key:

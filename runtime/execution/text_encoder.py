@@ -32,11 +32,11 @@ def joined(encodings: Sequence[TextEncoding]) -> TextEncoding:
     The embeddings of further encoders, padded with zeros to the width of the first one's, come before these. Unknown
     words and the cut are the first encoder's: further ones summarize a prompt, whose end they may miss.
     """
-    first, *others = encodings
+    first, *rest = encodings
     embeds = first.embeds
-    for other in others:
-        missing = embeds.shape[2] - other.embeds.shape[2]
-        embeds = torch.cat([F.pad(other.embeds.to(embeds), (0, missing)), embeds], dim=1)
+    for encoding in rest:
+        missing = embeds.shape[2] - encoding.embeds.shape[2]
+        embeds = torch.cat([F.pad(encoding.embeds.to(embeds), (0, missing)), embeds], dim=1)
     return replace(first, embeds=embeds)
 
 

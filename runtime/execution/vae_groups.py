@@ -33,12 +33,12 @@ def blended_groups(latents: torch.Tensor, decode: Callable[[torch.Tensor], torch
     for group in groups_of(latents.shape[2]):
         frames = decode(latents[:, :, group.start : group.stop])
         scale = (frames.shape[0] - 1) // max(len(group) - 1, 1)
-        kept, end = STRIDE * scale, (GROUP - 1) * scale
+        stride, end = STRIDE * scale, (GROUP - 1) * scale
         # The first frame of each group is the last latent frame of another one, alone.
         first = 1 if overlap is None else 0
         frames = frames if overlap is None else _blended(overlap, frames[1:])
-        overlap = frames[first + kept : first + end].clone()
-        yield frames[: first + kept] if len(group) == GROUP else frames
+        overlap = frames[first + stride : first + end].clone()
+        yield frames[: first + stride] if len(group) == GROUP else frames
 
 
 def _blended(before: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:

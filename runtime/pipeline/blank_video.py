@@ -39,7 +39,7 @@ class Detector:
     """Inspects a clip's frames in order."""
 
     def __init__(self) -> None:
-        self._seen = 0
+        self._count = 0
         self._bright = 0
         self._pixels = 0
         self._contrast = 0.0
@@ -54,21 +54,21 @@ class Detector:
             self._pixels += frame.shape[0] * frame.shape[1]
             if self._contrast < _FLAT:
                 self._contrast = max(self._contrast, float(frame.std(axis=(0, 1)).max()))
-            if not self._changed and self._last is not None and self._seen >= _SETTLING_FRAMES:
+            if not self._changed and self._last is not None and self._count >= _SETTLING_FRAMES:
                 self._changed = bool((np.abs(frame.astype(np.int16) - self._last) > _CHANGE).any())
             self._last = frame.astype(np.int16)
-            self._seen += 1
+            self._count += 1
 
     @property
     def fault(self) -> Fault | None:
         """The problem with the frames so far; `None` if there is none."""
-        if not self._seen:
+        if not self._count:
             return None
         if self._bright <= _BRIGHT_SHARE * self._pixels:
             return "black"
         if self._contrast < _FLAT:
             return "blank"
-        return "frozen" if not self._changed and self._seen > _SETTLING_FRAMES else None
+        return "frozen" if not self._changed and self._count > _SETTLING_FRAMES else None
 
 
 def blank_video_error(fault: Fault, plan: ExecutionPlan) -> BadResultError:

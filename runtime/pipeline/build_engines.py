@@ -62,15 +62,15 @@ def wanted_engines(
     )
     offers = engines.offers(spec)
     index = engines.store.index()
-    found: dict[str, WantedEngine] = {}
+    engines_by_id: dict[str, WantedEngine] = {}
     for name in plan.components:
         if request.backends and not request.has_backend(name):
             continue
         for offer, use, device in _of_component(name, request, plan, offers, engines.machine, only):
-            if use.id not in found:
+            if use.id not in engines_by_id:
                 seconds = build_seconds(spec, name, use.program, use.builder, use.profile[1], index)
-                found[use.id] = WantedEngine(name, use, offer.backend, device, seconds)
-    return list(found.values())
+                engines_by_id[use.id] = WantedEngine(name, use, offer.backend, device, seconds)
+    return list(engines_by_id.values())
 
 
 def build_frame_engines(
@@ -96,15 +96,15 @@ def build_frame_engines(
     if backend == PYTORCH:
         return
     if backend == AUTO:
-        wanted = buildable_engines(engines, spec, latent, device)
+        frame_engines = buildable_engines(engines, spec, latent, device)
     else:
-        wanted = [frame_engine(engines, spec, builder_of(engines, backend, device), latent, device)]
+        frame_engines = [frame_engine(engines, spec, builder_of(engines, backend, device), latent, device)]
     index = engines.store.index()
-    for one in wanted:
-        seconds = build_seconds(spec, FRAME_DECODER, FRAME_DECODER, one.key.builder, one.use.profile[1], index)
-        what = WantedEngine(FRAME_DECODER, one.use, one.key.backend, device, seconds)
+    for engine in frame_engines:
+        seconds = build_seconds(spec, FRAME_DECODER, FRAME_DECODER, engine.key.builder, engine.use.profile[1], index)
+        what = WantedEngine(FRAME_DECODER, engine.use, engine.key.backend, device, seconds)
         try:
-            built = build_frame_engine(engines, spec, one, emit_progress, cancel, again=again)
+            built = build_frame_engine(engines, spec, engine, emit_progress, cancel, again=again)
         except EngineError as error:
             yield BuildResult(what, None, error)
         else:
@@ -121,7 +121,7 @@ def frame_latents(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int
 
 
 def build_all(
-    wanted: list[WantedEngine],
+    builds: list[WantedEngine],
     spec: ModelSpec,
     engines: EngineService,
     emit_progress: Report,
@@ -138,16 +138,23 @@ def build_all(
         CancelledError: within a tenth of a second of the request; engines that were built stay.
     """
     baselines = Baselines(engines)
-    for one in wanted:
+    for build in builds:
         try:
-            rebuild = again(one.use)
+            rebuild = again(build.use)
             record = engines.build(
-                spec, one.component, one.use, one.device, emit_progress, cancel, again=rebuild, baselines=baselines
+                spec,
+                build.component,
+                build.use,
+                build.device,
+                emit_progress,
+                cancel,
+                again=rebuild,
+                baselines=baselines,
             )
         except EngineError as error:
-            yield BuildResult(one, None, error)
+            yield BuildResult(build, None, error)
         else:
-            yield BuildResult(one, record, None)
+            yield BuildResult(build, record, None)
 
 
 def _of_component(

@@ -197,9 +197,9 @@ class CheckpointFolder:
 
     def _sweep(self) -> None:
         """Remove partial files of killed processes."""
-        for left in self.path.glob(f"*{_PARTIAL}"):
+        for path in self.path.glob(f"*{_PARTIAL}"):
             with contextlib.suppress(OSError):
-                left.unlink()
+                path.unlink()
 
 
 def due(seconds: float, spent: float, cost: float) -> bool:
@@ -389,8 +389,8 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
         prompts = sorted(
             (name for name in tensors if name.startswith(_PROMPT)), key=lambda name: int(name.removeprefix(_PROMPT))
         )
-        found = next((name for name in tensors if name.startswith(_GIVEN)), None)
-        given = None if found is None else GivenFrames(found.removeprefix(_GIVEN), tensors[found].to(device))
+        key = next((name for name in tensors if name.startswith(_GIVEN)), None)
+        given_frames = None if key is None else GivenFrames(key.removeprefix(_GIVEN), tensors[key].to(device))
         return Checkpoint(
             planned=planned,
             plan=current,
@@ -398,7 +398,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
             conditioning=Conditioning(
                 tensors["positive"].to(device),
                 None if negative is None else negative.to(device),
-                given,
+                given_frames,
                 tuple(tensors[name].to(device) for name in prompts),
                 None if embeds is None else embeds.to(device),
             ),
@@ -417,9 +417,9 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
     tensors["positive"] = checkpoint.conditioning.positive
     if checkpoint.conditioning.negative is not None:
         tensors["negative"] = checkpoint.conditioning.negative
-    given = checkpoint.conditioning.given
-    if given is not None:
-        tensors[f"{_GIVEN}{given.kind}"] = given.latents
+    given_frames = checkpoint.conditioning.given
+    if given_frames is not None:
+        tensors[f"{_GIVEN}{given_frames.kind}"] = given_frames.latents
     for number, embeds in enumerate(checkpoint.conditioning.others):
         tensors[f"{_PROMPT}{number}"] = embeds
     if checkpoint.conditioning.image_embeds is not None:
@@ -480,13 +480,13 @@ def _tensors_in(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors on the CPU, each with its own storage, as safetensors requires; a scheduler's may be views."""
-    separate, seen = {}, set()
+    separate, pointers = {}, set()
     for name, tensor in tensors.items():
         on_cpu = tensor.detach().cpu().contiguous()
         storage = on_cpu.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != on_cpu.nbytes:
+        if storage.data_ptr() in pointers or storage.nbytes() != on_cpu.nbytes:
             on_cpu = on_cpu.clone()
-        seen.add(on_cpu.untyped_storage().data_ptr())
+        pointers.add(on_cpu.untyped_storage().data_ptr())
         separate[name] = on_cpu
     return separate
 

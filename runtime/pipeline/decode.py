@@ -185,8 +185,8 @@ def _shown(batches: Iterable[torch.Tensor], panels: Sequence[Sequence[int]]) -> 
     """
     plain = [[0, 1, 2]]
     for batch in batches:
-        shown = batch if panels == plain else torch.cat([batch[..., list(panel)] for panel in panels], dim=2)
-        yield shown if shown.dtype == torch.uint8 else shown[..., :_COLORS].float().clamp(-1.0, 1.0)
+        frames = batch if panels == plain else torch.cat([batch[..., list(panel)] for panel in panels], dim=2)
+        yield frames if frames.dtype == torch.uint8 else frames[..., :_COLORS].float().clamp(-1.0, 1.0)
 
 
 class _Source:
@@ -212,10 +212,15 @@ class _Source:
         Raises:
             InvalidRequestError: if they have other channels.
         """
-        found, wanted = self.axes[self.channel_axis], self.spec.vae.z_dim
-        if found == wanted:
+        channels, model_channels = self.axes[self.channel_axis], self.spec.vae.z_dim
+        if channels == model_channels:
             return
-        facts = {"model": self.spec.title, "wanted": wanted, "found": found, "shape": shape_text(self.file.shape)}
+        facts = {
+            "model": self.spec.title,
+            "wanted": model_channels,
+            "found": channels,
+            "shape": shape_text(self.file.shape),
+        }
         models = _models_for(self.axes, weights_dir)
         if models:
             raise InvalidRequestError("latents", "latents.of_another_model", models=models, **facts)
@@ -238,13 +243,13 @@ class _Source:
         Raises:
             InvalidRequestError: if it has NaN or Inf.
         """
-        found = torch.from_numpy(values.view("int16") if self.file.values_are_bits else values)
-        found = found.view(torch.bfloat16) if self.file.values_are_bits else found
-        finite = torch.isfinite(found).flatten(1).all(dim=1)
+        frames = torch.from_numpy(values.view("int16") if self.file.values_are_bits else values)
+        frames = frames.view(torch.bfloat16) if self.file.values_are_bits else frames
+        finite = torch.isfinite(frames).flatten(1).all(dim=1)
         if not finite.all().item():
             frame = first + int((~finite).nonzero()[0].item())
             raise InvalidRequestError("latents", "latents.not_finite", file=self.file.path.name, frame=frame)
-        return found
+        return frames
 
 
 class _Frames(_Source):
@@ -348,15 +353,15 @@ class _Clips(_Source):
         """
         height, width = self.frame_size
         scale, element = self.spec.vae.scale_factor_spatial, DTYPE_BYTES[dtype]
-        found: list[int | None] = [None, *tile_sides_of(self.spec, height, width)]
+        tiles: list[int | None] = [None, *tile_sides_of(self.spec, height, width)]
 
         def fits(tile: int | None) -> bool:
             sides = (height, width) if tile is None else (min(height, tile * scale), min(width, tile * scale))
             return self.spec.vae.decode_bytes(_VAE_CHUNK, *sides, element, cpu=on_cpu) <= _VAE_SHARE * free_bytes
 
-        while len(found) > 1 and not fits(found[0]):
-            found.pop(0)
-        return found
+        while len(tiles) > 1 and not fits(tiles[0]):
+            tiles.pop(0)
+        return tiles
 
     def _batches(self, decoder: Any, tiles: list[int | None], emit: Callable[[Event], None]) -> Iterator[torch.Tensor]:
         """Yield the frames of all clips; if memory runs out, those that are left in the next smaller tiles."""

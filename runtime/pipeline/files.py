@@ -129,12 +129,12 @@ def stamps(spec: ModelSpec) -> Stamps:
     parts = [name for name in used.component_names if name != "vae"]
     files = {part: spec.component_files(part) for part in (*parts, "tokenizer", "scheduler")}
     files["pipeline"] = [spec.directory / "model_index.json"]
-    found: dict[str, list[list[Any]]] = {
+    entries: dict[str, list[list[Any]]] = {
         part: [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths if path.is_file()]
         for part, paths in files.items()
     }
     if spec.section is not None:
-        found["sections"] = [[spec.section.sampling_type]]
+        entries["sections"] = [[spec.section.sampling_type]]
     for part in parts:
-        found[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
-    return found
+        entries[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
+    return entries

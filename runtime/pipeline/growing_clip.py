@@ -78,20 +78,20 @@ class GrowingClip:
 
     def _add(self, frames: np.ndarray, now: float) -> None:
         self._received += len(frames)
-        left = self._plan.frames - self._received
+        frames_left = self._plan.frames - self._received
         if self._stream is None:
             if self._first is None:
                 self._first = frames, now
                 return
             first, began = self._first
             self._first = None
-            if left * (now - began) / len(frames) < _WORTHWHILE_SECONDS:
+            if frames_left * (now - began) / len(frames) < _WORTHWHILE_SECONDS:
                 self._end()
                 return
             self._stream = self._started()
             self._stream.write(first)
         self._stream.write(frames)
-        if left and now >= self._next:
+        if frames_left and now >= self._next:
             self._save(self._stream, now)
 
     def _started(self) -> GrowingStream:

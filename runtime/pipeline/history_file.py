@@ -88,9 +88,9 @@ class HistoryFile:
         try:
             with held(target.with_suffix(".lock"), seconds=_LOCK_SECONDS):
                 before = {(run.kind, run.flops): run for run in self.read()}
-                kept = [run for key, run in before.items() if key not in runs]
+                rest = [run for key, run in before.items() if key not in runs]
                 now = [_with_memory_of(before.get(key), run) for key, run in runs.items()]
-                document = _Document(version=_VERSION, runs=(*kept, *now)[-_MAX_RUNS:])
+                document = _Document(version=_VERSION, runs=(*rest, *now)[-_MAX_RUNS:])
                 remove_partial_files(target.parent)
                 replace_file(target, document.model_dump_json().encode())
         except OSError as error:  # includes a timeout of the lock
@@ -141,7 +141,7 @@ def measure_attention(
     measure = measure or seconds_of
     part, transformer = plan.components["transformer"], spec.transformer
     flops, name = attention_flops(spec, plan.tokens), device_name(history.machine, part.device)
-    found = []
+    runs = []
     for kernel in kernels:
         try:
             seconds = measure(
@@ -156,9 +156,9 @@ def measure_attention(
             logger.info("Attention kernel %s could not be measured: %s", kernel, type(error).__name__)
             continue
         kind = attention_kind(name, part.dtype, kernel)
-        found.append(Run(kind=kind, flops=flops, seconds=seconds, working_bytes=1, excess_bytes=None))
+        runs.append(Run(kind=kind, flops=flops, seconds=seconds, working_bytes=1, excess_bytes=None))
     release_cached_memory()
-    history.add(found)
+    history.add(runs)
 
 
 def unmeasured(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: Machine) -> list[str]:

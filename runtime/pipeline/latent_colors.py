@@ -79,10 +79,10 @@ class Sums(NamedTuple):
         """The number of latent positions."""
         return float(self.gram[-1, -1])
 
-    def plus(self, other: "Sums") -> "Sums":
+    def plus(self, new_sums: "Sums") -> "Sums":
         """Return both together, with less weight on these if they are too many."""
-        share = min(1.0, max(_MAX_POSITIONS - other.positions, 0.0) / max(self.positions, 1.0))
-        return Sums(*(share * mine + its for mine, its in zip(self, other, strict=True)))
+        share = min(1.0, max(_MAX_POSITIONS - new_sums.positions, 0.0) / max(self.positions, 1.0))
+        return Sums(*(share * mine + its for mine, its in zip(self, new_sums, strict=True)))
 
     def error(self, factors: torch.Tensor) -> torch.Tensor:
         """Return the squared error of a map at these positions, less a number that is the same for all maps."""
@@ -102,9 +102,9 @@ class Sums(NamedTuple):
         ridge = _RIDGE * self.positions * torch.eye(len(used), dtype=torch.float64)
         ridge[-1, -1] = 0.0
         factor, failed = torch.linalg.cholesky_ex(self.gram[used][:, used] + ridge)
-        found = torch.zeros_like(self.moments)
-        found[used] = torch.cholesky_solve(self.moments[used], factor)
-        return None if failed.item() or not torch.isfinite(found).all().item() else found.float()
+        solution = torch.zeros_like(self.moments)
+        solution[used] = torch.cholesky_solve(self.moments[used], factor)
+        return None if failed.item() or not torch.isfinite(solution).all().item() else solution.float()
 
 
 class DecodedColors:
@@ -195,8 +195,8 @@ class LatentColors:
         factors, frames = self._map.to(latents.device), latents[0].float().transpose(0, 1)
         kernel = math.isqrt((len(factors) - 1) // frames.shape[1])
         weight = factors[:-1].T.reshape(-1, frames.shape[1], kernel, kernel)
-        found = F.conv2d(_padded(frames, kernel), weight, factors[-1])
-        return F.pixel_shuffle(found, math.isqrt(found.shape[1] // 3)).permute(0, 2, 3, 1)
+        planes = F.conv2d(_padded(frames, kernel), weight, factors[-1])
+        return F.pixel_shuffle(planes, math.isqrt(planes.shape[1] // 3)).permute(0, 2, 3, 1)
 
     def learn(self, clip: DecodedColors) -> None:
         """Add a decoded clip to the fit, and store it. An error is logged: the video is worth more than its preview."""
@@ -225,7 +225,7 @@ class LatentColors:
             data = safetensors.torch.save(sums._asdict(), metadata={_KEY: self._key})
             remove_partial_files(self._path.parent)
             replace_file(self._path, data)
-            files = [one for one in files_of(self._path.parent) if one.path.suffix != _LOCK]
+            files = [file for file in files_of(self._path.parent) if file.path.suffix != _LOCK]
             evict(files, LATENT_COLORS.max_bytes, keep=self._path)
 
     def _add(self, sums: Sums) -> Sums:
@@ -258,12 +258,12 @@ class LatentColors:
         except ModelError as error:
             logger.warning("The colors of previews could not be read: %s", error)
             return None
-        wanted = Sums.zero(self._spec.vae.z_dim)._asdict()
-        if metadata.get(_KEY) != self._key or _types(tensors) != _types(wanted):
+        template = Sums.zero(self._spec.vae.z_dim)._asdict()
+        if metadata.get(_KEY) != self._key or _types(tensors) != _types(template):
             return None
-        found = Sums(**tensors)
-        finite = torch.isfinite(found.lead).item()
-        return found if finite and found.solve(self._spec.vae.z_dim) is not None else None
+        sums = Sums(**tensors)
+        finite = torch.isfinite(sums.lead).item()
+        return sums if finite and sums.solve(self._spec.vae.z_dim) is not None else None
 
 
 def _kernel(channels: int) -> int:
@@ -283,7 +283,7 @@ def _padded(frames: torch.Tensor, kernel: int) -> torch.Tensor:
 
 
 def _types(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (one.shape, one.dtype) for name, one in tensors.items()}
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _key(spec: ModelSpec) -> str:
@@ -293,5 +293,5 @@ def _key(spec: ModelSpec) -> str:
         OSError: if a file does not exist.
     """
     files = [(path, path.stat()) for path in spec.component_files("vae")]
-    found = [[str(path.resolve()), status.st_size, status.st_mtime_ns] for path, status in files]
-    return hashlib.sha256(json.dumps([_VERSION, SIDE, repr(spec.vae), found]).encode()).hexdigest()[:32]
+    file_states = [[str(path.resolve()), status.st_size, status.st_mtime_ns] for path, status in files]
+    return hashlib.sha256(json.dumps([_VERSION, SIDE, repr(spec.vae), file_states]).encode()).hexdigest()[:32]

@@ -46,11 +46,11 @@ def _apply_next_strategy(context: RunContext, memory: Memory) -> None:
     stage, component = context.current
     if not plan.components[component].device.startswith("cuda"):
         memory = "RAM"
-    found = next_strategy(plan, context.spec, component, memory, lossy=True)
-    if found is None:
+    fallback = next_strategy(plan, context.spec, component, memory, lossy=True)
+    if fallback is None:
         event = OutOfMemory(stage=stage, component=component, memory=memory, retried=False)
     else:
-        event = found.event(stage, component, memory, round(time.perf_counter() - context.progress_at, 3))
+        event = fallback.event(stage, component, memory, round(time.perf_counter() - context.progress_at, 3))
     context.emit(event)
     if event.plan is None:
         raise _error(context, event)

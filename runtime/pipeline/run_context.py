@@ -267,34 +267,36 @@ class RunContext:
         if self._folder is None:
             return
         try:
-            found = self._folder.load(self.spec, self.plan)
-            if found is not None and found.sampling is not None and found.sampling.scheduler is not None:
-                restore_scheduler(self.schedule()[0], found.sampling.scheduler)
+            checkpoint = self._folder.load(self.spec, self.plan)
+            if checkpoint is not None and checkpoint.sampling is not None and checkpoint.sampling.scheduler is not None:
+                restore_scheduler(self.schedule()[0], checkpoint.sampling.scheduler)
             if self.section_files is not None:
-                self.section_files.begin(0 if found is None or found.section is None else found.section.sections)
+                self.section_files.begin(
+                    0 if checkpoint is None or checkpoint.section is None else checkpoint.section.sections
+                )
         except (CheckpointError, OutputError) as error:
             self._folder.clear()
             self.warn(Fact("pipeline.checkpoint_unusable", {"cause": error.fact}))
             return
-        if found is None:
+        if checkpoint is None:
             return
-        if _decisions(found.planned) == _decisions(self.plan):
+        if _decisions(checkpoint.planned) == _decisions(self.plan):
             # Keep the fallbacks of the earlier run, unless the job is planned differently now.
-            self.plan = self.plan.replace(**{name: getattr(found.plan, name) for name in _CHANGING_FIELDS})
-        complete = found.conditioning.negative is not None or not wants_guidance(self.plan)
-        self.conditioning = found.conditioning if complete else None
-        self.sampling, self.section = found.sampling, found.section
-        for fact in found.warnings:
+            self.plan = self.plan.replace(**{name: getattr(checkpoint.plan, name) for name in _CHANGING_FIELDS})
+        complete = checkpoint.conditioning.negative is not None or not wants_guidance(self.plan)
+        self.conditioning = checkpoint.conditioning if complete else None
+        self.sampling, self.section = checkpoint.sampling, checkpoint.section
+        for fact in checkpoint.warnings:
             self.warn(fact)
-        self.metrics.add_earlier(found.timings, found.load_seconds)
+        self.metrics.add_earlier(checkpoint.timings, checkpoint.load_seconds)
         self.earlier = {
-            "step": found.step,
-            "timings": dict(found.timings),
-            "load_seconds": round(found.load_seconds, 3),
+            "step": checkpoint.step,
+            "timings": dict(checkpoint.timings),
+            "load_seconds": round(checkpoint.load_seconds, 3),
         }
         self.counts_for_history = False
-        self._policy.found(found)
-        self.emit(Resumed(step=found.step, of=found.of))
+        self._policy.found(checkpoint)
+        self.emit(Resumed(step=checkpoint.step, of=checkpoint.of))
 
     def _save_checkpoint(self) -> None:
         problem = self._policy.save(self._make_checkpoint)
@@ -363,8 +365,8 @@ class RunContext:
                         self._build_engine(name, use)
                 except EngineError as error:
                     failed.update(self.plan.sharing_engines(name))
-                    for one in self.plan.sharing_engines(name):
-                        self.fell_back(one, error.fact)
+                    for component in self.plan.sharing_engines(name):
+                        self.fell_back(component, error.fact)
                 else:
                     built = part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
                     self.plan = self.plan.with_component(name, built)
@@ -432,5 +434,5 @@ def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
         (name, part.backend, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
         for name, part in plan.components.items()
     ]
-    asked = [plan.asked.backend(name) for name in plan.components], plan.asked.attention, plan.asked.compile
-    return parts, asked, plan.strategy, plan.speed.attention, plan.speed.compiled, plan.split
+    settings = [plan.asked.backend(name) for name in plan.components], plan.asked.attention, plan.asked.compile
+    return parts, settings, plan.strategy, plan.speed.attention, plan.speed.compiled, plan.split

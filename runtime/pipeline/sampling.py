@@ -268,9 +268,9 @@ def denoise(
         CancelledError: within one step of the request.
         PausedError: before the next step.
     """
-    index, given = start, conditioning.given
-    if given is not None:
-        latents = given.placed_in(latents)
+    index, given_frames = start, conditioning.given
+    if given_frames is not None:
+        latents = given_frames.placed_in(latents)
     while index < len(steps):
         expert = steps[index].expert
         with open_expert(expert) as denoiser:
@@ -283,8 +283,8 @@ def denoise(
                 velocity = _guided(denoiser, latents, step, conditioning, cancel)
                 estimate = latents - step.sigma * velocity
                 latents = advanced(scheduler, velocity, step.timestep, latents, step.noise_seed)
-                if given is not None:
-                    latents, estimate = given.placed_in(latents), given.placed_in(estimate)
+                if given_frames is not None:
+                    latents, estimate = given_frames.placed_in(latents), given_frames.placed_in(estimate)
                 # Reading one value waits for the device, so the measured time is the step's own.
                 if not torch.isfinite(latents).all().item():
                     raise BadResultError("pipeline.not_finite", step=index + 1, of=len(steps))
@@ -318,8 +318,8 @@ def _guided(
     denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
 ) -> torch.Tensor:
     """Return the predicted velocity, with classifier-free guidance if the step has it."""
-    positive, negative, given = conditioning.positive, conditioning.negative, conditioning.given
-    inputs = (latents, step.times) if given is None else given.inputs(latents, step.timestep)
+    positive, negative, given_frames = conditioning.positive, conditioning.negative, conditioning.given
+    inputs = (latents, step.times) if given_frames is None else given_frames.inputs(latents, step.timestep)
     if negative is None or step.guidance_scale <= 1:
         return denoiser(*inputs, positive)
     if denoiser.pairs:

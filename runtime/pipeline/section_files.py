@@ -55,8 +55,8 @@ class SectionFiles:
         """
         sweep_parts(self.folder)
         sweep_parts(self._clip)
-        found = self._numbers()
-        for number in found:
+        numbers = self._numbers()
+        for number in numbers:
             if number >= done:
                 with contextlib.suppress(OSError):
                     self._file(number).unlink()
@@ -67,7 +67,7 @@ class SectionFiles:
                     path.unlink()
         with contextlib.suppress(OSError):
             self._file(PENDING).unlink()
-        missing = sorted(set(range(done)) - set(found))
+        missing = sorted(set(range(done)) - set(numbers))
         if missing:
             raise OutputError("video.part_damaged", file=self._file(missing[0]).name)
 
@@ -149,5 +149,5 @@ class SectionFiles:
 
 def _numbered(folder: Path, suffix: str) -> list[tuple[Path, int]]:
     """Return the files of a folder that are named by a number, each with it."""
-    found = folder.glob(f"*{suffix}") if folder.is_dir() else ()
-    return [(path, int(match[1])) for path in found if (match := _NAME.fullmatch(path.name))]
+    paths = folder.glob(f"*{suffix}") if folder.is_dir() else ()
+    return [(path, int(match[1])) for path in paths if (match := _NAME.fullmatch(path.name))]

@@ -268,8 +268,8 @@ def finish_section(video: SectionedVideo, progress: SectionProgress) -> SectionP
     section, sections = video.sections[progress.sections], video.sections
     assert progress.latents is not None
     if sections.inverted:
-        made = [video.conditioning.image, progress.latents] if section.last else [progress.latents]
-        history = torch.cat([*made, progress.history], dim=2)[:, :, : sections.history]
+        parts = [video.conditioning.image, progress.latents] if section.last else [progress.latents]
+        history = torch.cat([*parts, progress.history], dim=2)[:, :, : sections.history]
     else:
         history = torch.cat([progress.history, progress.latents], dim=2)[:, :, -sections.history :]
     return SectionProgress(section.index + 1, history.contiguous(), progress.generator)
@@ -358,10 +358,10 @@ def join(
     Source: `HunyuanVideoFramepackPipeline._soft_append`.
     """
     if pending is not None:
-        own = _part(section, decoded, section.blended)
-        earlier, later = (own, pending) if sections.inverted else (pending, own)
-        weights = torch.linspace(1, 0, sections.overlap, dtype=own.dtype, device=own.device).view(-1, 1, 1, 1)
-        own.copy_(weights * earlier + (1 - weights) * later)
+        overlap = _part(section, decoded, section.blended)
+        earlier, later = (overlap, pending) if sections.inverted else (pending, overlap)
+        weights = torch.linspace(1, 0, sections.overlap, dtype=overlap.dtype, device=overlap.device).view(-1, 1, 1, 1)
+        overlap.copy_(weights * earlier + (1 - weights) * later)
     return _part(section, decoded, section.frames), _part(section, decoded, section.pending).clone()
 
 

@@ -60,9 +60,9 @@ def encode_section_images(context: RunContext, conditioning: Conditioning) -> tu
         tile = plan.strategy.decode_tile
         latents = [sampler.sample(pixels_of(image)[None], generator, tile) for image in images]
     device = plan.components["transformer"].device
-    given = GivenFrames("sections", torch.cat(latents, dim=2).to(device))
-    made = replace(conditioning, given=given, image_embeds=embeds.to(device))
-    return made, SectionProgress.start(sections_of(plan, spec), given.latents[:, :, :1], generator)
+    given_frames = GivenFrames("sections", torch.cat(latents, dim=2).to(device))
+    result = replace(conditioning, given=given_frames, image_embeds=embeds.to(device))
+    return result, SectionProgress.start(sections_of(plan, spec), given_frames.latents[:, :, :1], generator)
 
 
 def make_sections(context: RunContext, previews: Previews, files: SectionFiles) -> None:
@@ -77,7 +77,7 @@ def make_sections(context: RunContext, previews: Previews, files: SectionFiles) 
     files.check_disk(sum(len(sections[number].frames) for number in range(context.section.sections, sections.count)))
     pending: torch.Tensor | None = None
     if not _stops(cancel, context.section):
-        made = finished_sections(
+        results = finished_sections(
             video,
             context.section,
             partial(_denoiser, context),
@@ -85,22 +85,22 @@ def make_sections(context: RunContext, previews: Previews, files: SectionFiles) 
             cancel,
             partial(_record_step, context, previews),
         )
-        for one in made:
+        for result in results:
             previews.forget_frames()
             with context.metrics.stage("mux"):
-                frames = _bytes(context, one.frames)
-                files.write(one.section.index, [frames])
-            context.record_section(one.progress)
-            pending = one.pending
-            if not one.section.last:
+                frames = _bytes(context, result.frames)
+                files.write(result.section.index, [frames])
+            context.record_section(result.progress)
+            pending = result.pending
+            if not result.section.last:
                 with context.metrics.stage("mux"):
-                    files.grow(_parts(sections, one.section.index + 1), _bytes(context, pending))
+                    files.grow(_parts(sections, result.section.index + 1), _bytes(context, pending))
             # The first of several that are made from the end has none that are final.
-            shown = frames if len(frames) else _bytes(context, one.pending)
-            _report(context, sections, previews.of_frames(shown, last=one.section.last))
+            preview_frames = frames if len(frames) else _bytes(context, result.pending)
+            _report(context, sections, previews.of_frames(preview_frames, last=result.section.last))
             if cancel.finishing:
                 break
-            del one, frames, shown
+            del result, frames, preview_frames
     if context.section.sections < sections.count:
         if pending is None:
             with _decoder(context, previews) as decode:
@@ -115,18 +115,18 @@ def _stops(cancel: Cancel, progress: SectionProgress) -> bool:
 
 def _bytes(context: RunContext, frames: torch.Tensor) -> np.ndarray:
     """Return blended frames as (frames, height, width, 3) uint8."""
-    found: np.ndarray = as_bytes(frames.clamp(-1.0, 1.0), context.plan.components["vae"]).numpy()
-    return found
+    array: np.ndarray = as_bytes(frames.clamp(-1.0, 1.0), context.plan.components["vae"]).numpy()
+    return array
 
 
 def _report(context: RunContext, sections: Sections, preview: bytes | None) -> None:
     """Emit that a section is finished."""
     assert context.section is not None
     done = context.section.sections
-    made = sections[done - 1].frames
+    span = sections[done - 1].frames
     count = sum(len(sections[number].frames) for number in range(done))
     context.emit(FramesDecoded(frames=count, of=context.plan.frames, preview=preview))
-    context.emit(SectionDone(section=done, of=sections.count, start=made.start, frames=len(made)))
+    context.emit(SectionDone(section=done, of=sections.count, start=span.start, frames=len(span)))
 
 
 def _record_step(context: RunContext, previews: Previews, done: StepResult) -> None:

@@ -54,13 +54,13 @@ def encode_prompt(context: RunContext) -> Conditioning:
     by_encoder = [_encode_texts(context, name, texts) for name in context.spec.text_encoders]
     encoded = list(map(joined, zip(*by_encoder, strict=True)))
     negative = encoded.pop() if wants_guidance(plan) else None
-    for one in encoded:
-        _warn_of_text(context, one, "prompt")
+    for encoding in encoded:
+        _warn_of_text(context, encoding, "prompt")
     if negative is not None and plan.negative_prompt != context.spec.defaults.negative_prompt:
         _warn_of_text(context, negative, "negative prompt")
     device = context.plan.components["text_encoder"].device
-    positive, *others = (one.embeds.to(device) for one in encoded)
-    return Conditioning(positive, negative.embeds.to(device) if negative else None, others=tuple(others))
+    positive, *rest = (encoding.embeds.to(device) for encoding in encoded)
+    return Conditioning(positive, negative.embeds.to(device) if negative else None, others=tuple(rest))
 
 
 def _encode_texts(context: RunContext, name: str, texts: Sequence[str]) -> list[TextEncoding]:
@@ -68,8 +68,8 @@ def _encode_texts(context: RunContext, name: str, texts: Sequence[str]) -> list[
     prompts, part = context.residency.prompts, context.plan.components[name]
     # Not with an engine: whether it is damaged is found only when it runs.
     cache = prompts if prompts is not None and not part.on_engine else None
-    found = [None if cache is None else cache.find(context.spec, part, text, name) for text in texts]
-    encoded = [one for one in found if one is not None]
+    stored = [None if cache is None else cache.find(context.spec, part, text, name) for text in texts]
+    encoded = [encoding for encoding in stored if encoding is not None]
     if len(encoded) == len(texts):
         context.begin_stage("encode", name)
         return encoded
@@ -78,10 +78,12 @@ def _encode_texts(context: RunContext, name: str, texts: Sequence[str]) -> list[
     measured = context.metrics.stage("encode") if encoded else context.metrics.encoder(name)
     with context.residency.text_encoder(context.spec, context, name) as encoder, measured:
         context.begin_stage("encode", name)
-        encoded = [encoder.encode(text) if one is None else one for text, one in zip(texts, found, strict=True)]
+        encoded = [
+            encoder.encode(text) if encoding is None else encoding for text, encoding in zip(texts, stored, strict=True)
+        ]
     if cache is not None:
-        for text, one in zip(texts, encoded, strict=True):
-            cache.keep(context.spec, part, text, one, name)
+        for text, encoding in zip(texts, encoded, strict=True):
+            cache.keep(context.spec, part, text, encoding, name)
     return encoded
 
 
@@ -152,14 +154,14 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
         context.current = ("load", name)
         with context.residency.denoiser(context.spec, context, name) as denoiser:
             context.begin_stage("denoise", name)
-            held = {
+            loaded_parts = {
                 part
                 for part in context.plan.components
                 if context.residency.is_loaded(context.spec, context.plan, part)
             }
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
-            with read_ahead(next_files(context.spec, context.plan, name, held | idle)):
+            with read_ahead(next_files(context.spec, context.plan, name, loaded_parts | idle)):
                 yield denoiser
 
     with context.metrics.stage("denoise"):

@@ -278,7 +278,7 @@ def test_configurations_are_loaded_in_turn_if_memory_is_short(
     assert done.one("two")["quality"] is None and done.one("two")["not_compared"] == "another size"
     # Loaded for each turn, it still counts apart from what the stages take.
     assert done.one("two")["first"]["load"] > 0
-    assert not any(entry.residency._held for entry in done.bench.entries)
+    assert not any(entry.residency._loaded for entry in done.bench.entries)
 
 
 def test_cancellation_keeps_the_measurements(runner: BenchRunner, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_number_of_entries_is_limited(tiny: Tiny, tmp_path: Path) -> None:
     for number in range(70):
         cache.keep(spec, part, f"boat {number}", encoding(number))
     assert len(list(tmp_path.iterdir())) == 64
-    assert len(cache._known) == 8
+    assert len(cache._encodings) == 8
     last = PromptCache(tmp_path).find(spec, part, "boat 69")
     assert last is not None
     assert last.embeds[0, 0, 0] == 69

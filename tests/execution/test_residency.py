@@ -164,9 +164,9 @@ def test_only_one_expert_is_moved_to_the_device(tiny: Tiny, tmp_path: Path) -> N
     with Residency() as residency:
         for name in ("transformer", "transformer_2"):
             with residency.denoiser(spec, Alone(plan), name):
-                waiting = {key.name: held.placed.waits_elsewhere for key, held in residency._held.items()}
+                waiting = {key.name: held.placed.waits_elsewhere for key, held in residency._loaded.items()}
                 assert [other for other, waits in waiting.items() if not waits] == [name]
-        assert all(held.placed.waits_elsewhere for held in residency._held.values())
+        assert all(held.placed.waits_elsewhere for held in residency._loaded.values())
 
 
 def test_an_impossible_plan_is_refused_before_loading(tiny: Tiny, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_impossible_plan_is_refused_before_loading(tiny: Tiny, tmp_path: Path
     events: list[Event] = []
     with Residency() as residency:
         run_job(plan, spec, events.append, Cancel(), residency)
-        assert not residency._held
+        assert not residency._loaded
     assert isinstance(events[-1], Failed)
     assert events[-1].fact.code == "planner.8bit_offloaded"
     assert (events[-1].fact.data["component"], events[-1].fact.data["offload"]) == ("transformer", "group")

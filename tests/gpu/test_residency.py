@@ -79,7 +79,7 @@ def test_offload_does_not_change_latents(
 
 def on_gpu(residency: Residency) -> dict[str, int]:
     """Return the bytes of each transformer's weights that lie on the GPU, by its name."""
-    parts = {key.name: loaded.part for key, loaded in residency._held.items() if key.name.startswith("transformer")}
+    parts = {key.name: loaded.part for key, loaded in residency._loaded.items() if key.name.startswith("transformer")}
     return {
         name: sum(weight.nbytes for weight in part._module.parameters() if weight.is_cuda)
         for name, part in parts.items()

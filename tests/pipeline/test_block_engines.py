@@ -200,7 +200,7 @@ def test_both_experts_use_the_engines_once_opened(
     with Residency(service) as residency:
         sample(spec, with_strategy(blocks, keep_loaded=False), residency)
         assert len(opened) == 1
-        assert not residency._held
+        assert not residency._loaded
         kept = with_strategy(blocks, keep_loaded=True)
         sample(spec, kept, residency)
         sample(spec, kept, residency)

@@ -55,8 +55,8 @@ class Builder(ABC):
 
     def unavailable(self, machine: Machine) -> Fact | None:
         """Return why it cannot build on a machine and what to do about it, or None. Imports nothing heavy."""
-        found = lacking(self.requires or self.backend, machine)
-        return None if found is None else found.fact
+        error = lacking(self.requires or self.backend, machine)
+        return None if error is None else error.fact
 
     def programs(self, spec: ModelSpec, component: str) -> tuple[str, ...]:
         """Return the programs that it builds for a component, in the order of use; empty if it builds none."""

@@ -190,8 +190,8 @@ class TensorRTBlocks(OnnxTensorRT):
         return [any_number] if program.name == "block_query" else [any_number, (full, full, full)]
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
-        own = {TOKENS_OPTION: str(BLOCK_TOKENS)}
-        options = dict(super().options(machine, device)) | own
+        tokens = {TOKENS_OPTION: str(BLOCK_TOKENS)}
+        options = dict(super().options(machine, device)) | tokens
         # The caller captures whole passes in CUDA graphs.
         del options["cuda_graphs"]
         return tuple(options.items())
@@ -266,7 +266,7 @@ def layer_line(text: str) -> str:
     for key in ("Inputs", "Outputs"):
         tensors = layer.get(key) or []
         short[key] = [
-            f"{one.get('Format/Datatype', '')} {one.get('Dimensions', '')}"[:_LONGEST_NAME] for one in tensors
+            f"{tensor.get('Format/Datatype', '')} {tensor.get('Dimensions', '')}"[:_LONGEST_NAME] for tensor in tensors
         ]
         if len(tensors) > _MOST_TENSORS:
             short[key] = [*short[key][:_MOST_TENSORS], f"and {len(tensors) - _MOST_TENSORS} more"]
@@ -465,7 +465,7 @@ class BuildPhases:
 
     def _fraction(self, name: str) -> float:
         phase = self._running[name]
-        children = [child for child, other in self._running.items() if other.parent == name]
+        children = [child for child, entry in self._running.items() if entry.parent == name]
         inner = max((self._fraction(child) for child in children), default=0.0)
         return min((phase.done + inner) / phase.steps, 1.0)
 

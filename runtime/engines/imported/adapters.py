@@ -203,10 +203,10 @@ class MaskedText(Adapter):
 
     def preprocess(self, inputs: "Tensors") -> "Tensors":
         text = inputs["text_embeds"]
-        batch, given, width = text.shape
-        length = self.length or given
+        batch, tokens, width = text.shape
+        length = self.length or tokens
         padded, mask = text.new_zeros(batch, length, width), text.new_zeros(batch, length)
-        padded[:, :given], mask[:, :given] = text, 1.0
+        padded[:, :tokens], mask[:, :tokens] = text, 1.0
         return inputs | {"text_embeds": padded, TEXT_MASK: mask}
 
 
@@ -317,8 +317,8 @@ class ClipFrames(Adapter):
 
     def postprocess(self, outputs: "Tensors", inputs: "Tensors") -> "Tensors":
         frames = outputs["frames"].permute([self.order.index(axis) for axis in "bfhwc"])[0]
-        wanted = self.per_latent * (inputs["z"].shape[2] - 1) + 1
-        return outputs | {"frames": frames[:wanted].float().clamp(-1.0, 1.0)}
+        count = self.per_latent * (inputs["z"].shape[2] - 1) + 1
+        return outputs | {"frames": frames[:count].float().clamp(-1.0, 1.0)}
 
 
 @dataclass(frozen=True)

@@ -262,12 +262,12 @@ def _tensors(model: Any) -> Iterator[Any]:
     """Yield all tensors of a model: initializers, and those in attributes of nodes, subgraphs and functions."""
     import onnx
 
-    left = [model]
-    while left:
-        message = left.pop()
+    stack = [model]
+    while stack:
+        message = stack.pop()
         if isinstance(message, onnx.TensorProto):
             yield message
             continue
         for field, value in message.ListFields():
             if field.message_type is not None:
-                left += [value] if hasattr(value, "ListFields") else value
+                stack += [value] if hasattr(value, "ListFields") else value

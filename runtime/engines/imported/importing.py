@@ -312,30 +312,30 @@ def _refusal(record: EngineRecord, outcome: Outcome, title: Fact, spec: ModelSpe
     return EngineError("engine.import_other_weights", cause=record.detail, **names)
 
 
-def _weight_files(source: Source, contract: Contract, own: Collection[str], store: EngineStore) -> list[Path]:
+def _weight_files(source: Source, contract: Contract, engine_files: Collection[str], store: EngineStore) -> list[Path]:
     """Return the files with a file's external weights.
 
     Args:
-        own: names of files in an engine's folder.
+        engine_files: names of files in an engine's folder.
 
     Raises:
-        EngineError: if one is missing or named like a file in `own`, or too little disk space is free for all.
+        EngineError: if one is missing or named like one of `engine_files`, or too little disk space is free for all.
     """
-    found, size = [], 0
+    paths, size = [], 0
     for name in contract.weight_files:
-        if name.lower() in own:
+        if name.lower() in engine_files:
             raise EngineError("engine.onnx_weights_name", file=name)
         weights = source.path.with_name(name)
         if weights.is_symlink() or not weights.is_file():
             raise EngineError("engine.import_weights_missing", file=name)
-        found.append(weights)
+        paths.append(weights)
         size += weights.stat().st_size
     free = free_disk_bytes(store.folder)
     if size > free:
         raise EngineError(
             "engine.import_weights_disk_full", file=source.path.name, size=size, free=free, folder=store.folder
         )
-    return found
+    return paths
 
 
 def _read_in_child(

@@ -95,16 +95,16 @@ def find_matches(contract: Contract, spec: ModelSpec, component: str | None = No
         if port.dtype not in types:
             raise EngineError("engine.import_dtype_unsupported", tensor=str(port))
     kind = _kind(contract)
-    wanted = component or kind
-    if wanted not in spec.component_names:
+    target = component or kind
+    if target not in spec.component_names:
         raise EngineError(
             "engine.component_unknown",
             model=spec.title,
-            component=str(wanted)[:40],
+            component=str(target)[:40],
             components=list(spec.component_names),
         )
-    if wanted.partition("_2")[0] != kind:
-        raise _Matcher(contract, spec, wanted).mismatch("engine.mismatch_kind", kind=kind)
+    if target.partition("_2")[0] != kind:
+        raise _Matcher(contract, spec, target).mismatch("engine.mismatch_kind", kind=kind)
     if kind == "vae":
         return _Matcher(contract, spec, kind).decoders()
     if kind == "text_encoder":
@@ -195,10 +195,10 @@ class _Matcher:
             raise self.mismatch("engine.mismatch_ids_and_mask", inputs=[port.name for port in contract.inputs])
         out = self._only_output(_TEXT_AXES)
         self._check_size(out, 2, self.spec.transformer.text_dim)
-        length, wanted = ids[0].span(1, 0), self.spec.max_sequence_length
-        if not length[0] <= wanted <= length[2] and length[0] < wanted:
-            raise self.mismatch("engine.mismatch_short_text", tokens=length[2], wanted=wanted)
-        chain = [PaddedIds(length[0] if length[0] > wanted else 0)]
+        length, text_length = ids[0].span(1, 0), self.spec.max_sequence_length
+        if not length[0] <= text_length <= length[2] and length[0] < text_length:
+            raise self.mismatch("engine.mismatch_short_text", tokens=length[2], wanted=text_length)
+        chain = [PaddedIds(length[0] if length[0] > text_length else 0)]
         names = {"input_ids": ids[0], "attention_mask": masks[0]}
         return self._match("text_encoder", [ShapeProfile.fixed((1, 1, 1))], chain, names, {"embeds": out})
 
@@ -217,9 +217,9 @@ class _Matcher:
     ) -> Match:
         if not profiles:
             raise self.mismatch("engine.mismatch_sizes")
-        given = {"input_ids": "int64", "attention_mask": "int64"}
+        defaults = {"input_ids": "int64", "attention_mask": "int64"}
         types = Types(
-            tuple((role, port.dtype) for role, port in inputs.items() if port.dtype != given.get(role, "float32")),
+            tuple((role, port.dtype) for role, port in inputs.items() if port.dtype != defaults.get(role, "float32")),
             tuple((role, port.dtype) for role, port in outputs.items() if port.dtype != "float32"),
         )
         names = Names(
@@ -238,20 +238,20 @@ class _Matcher:
     def _roles(self) -> dict[str, Port]:
         """Assign a transformer's inputs to roles: by name, then by the number of axes."""
         roles: dict[str, Port] = {}
-        left: list[Port] = []
+        rest: list[Port] = []
         for port in self.contract.inputs:
             role = next((role for role, names in _ROLES.items() if port.name.lower() in names), None)
             if role is None or role in roles or not _fits_role(port, role):
-                left.append(port)
+                rest.append(port)
             else:
                 roles[role] = port
-        for port in list(left):
+        for port in list(rest):
             role = next((role for role in _ROLES if role not in roles and _looks_like(port, role)), None)
             if role is not None:
                 roles[role] = port
-                left.remove(port)
-        if left:
-            raise self.mismatch("engine.mismatch_extra_input", input=str(left[0]))
+                rest.remove(port)
+        if rest:
+            raise self.mismatch("engine.mismatch_extra_input", input=str(rest[0]))
         for role in ("latents", "timestep", "text_embeds"):
             if role not in roles:
                 raise self.mismatch("engine.mismatch_missing_input", input=role)
@@ -259,20 +259,20 @@ class _Matcher:
 
     def _text_adapters(self, text: Port, mask: Port | None) -> list[Adapter]:
         """Return the adapters for the text's length: none, repetitions, or padding under a mask."""
-        own = self.spec.max_sequence_length
+        text_length = self.spec.max_sequence_length
         low, _, high = text.span(1, 0)
         if mask is not None and mask.dtype not in _INTEGERS:
             raise self.mismatch("engine.mismatch_mask", mask=str(mask))
-        if low <= own <= high:
+        if low <= text_length <= high:
             return [] if mask is None else [MaskedText(0)]
-        if mask is not None and low > own:
+        if mask is not None and low > text_length:
             return [MaskedText(low)]
-        times = -(-low // own)
-        if low > own and times * own <= high:
+        times = -(-low // text_length)
+        if low > text_length and times * text_length <= high:
             return [RepeatedText(times)]
-        if high < own:
-            raise self.mismatch("engine.mismatch_short_text", tokens=high, wanted=own)
-        raise self.mismatch("engine.mismatch_long_text", tokens=low, wanted=own)
+        if high < text_length:
+            raise self.mismatch("engine.mismatch_short_text", tokens=high, wanted=text_length)
+        raise self.mismatch("engine.mismatch_long_text", tokens=low, wanted=text_length)
 
     def _uncovered_rows(self, latents: Port, out: Port) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the (rows, columns) that the engine does not read, and those that it reads but does not output."""
@@ -284,13 +284,13 @@ class _Matcher:
                 continue  # a dynamic size is used in multiples of the patch
             unread[index] = low % patch
             read = low - unread[index]
-            given = out.sizes[axis]
+            size = out.sizes[axis]
             # The output may have the size of the input, or of the part that the engine reads.
-            if given in {low, read} or given < 0:
+            if size in {low, read} or size < 0:
                 continue
-            if given > low or unread[index] or not read:
+            if size > low or unread[index] or not read:
                 raise self.mismatch("engine.mismatch_output", input=str(latents), output=str(out))
-            missing[index] = low - given
+            missing[index] = low - size
         return (unread[0], unread[1]), (missing[0], missing[1])
 
     def _profiles(self, clip: Port, patch: tuple[int, int], unread: tuple[int, int]) -> list[ShapeProfile]:
@@ -321,12 +321,12 @@ class _Matcher:
         return min(sides) // scale, default // scale, max(sides) // scale
 
     def _only_output(self, axes: int) -> Port:
-        found = [port for port in self.contract.outputs if len(port.sizes) == axes]
-        if len(found) != 1:
+        ports = [port for port in self.contract.outputs if len(port.sizes) == axes]
+        if len(ports) != 1:
             raise self.mismatch(
                 "engine.mismatch_outputs", outputs=[str(port) for port in self.contract.outputs], axes=axes
             )
-        return found[0]
+        return ports[0]
 
     def _check_size(self, port: Port, axis: int, size: int) -> None:
         low, _, high = port.span(axis, 0)

@@ -49,8 +49,8 @@ class AdaptedSession(Session):
 
     def unrestored(self) -> "AdaptedSession":
         """Return a session on the same engine without that adapter, for comparison. Do not close it."""
-        others = tuple(adapter for adapter in self._adapters if adapter is not self.restored)
-        return AdaptedSession(self._inner, self._batch, others)
+        adapters = tuple(adapter for adapter in self._adapters if adapter is not self.restored)
+        return AdaptedSession(self._inner, self._batch, adapters)
 
     @torch.inference_mode()
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -87,9 +87,9 @@ class OnnxFileSession(Session):
         self._session = None
 
     def infer(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        given = {name: tensor.to("cpu", self._types[name]).contiguous().numpy() for name, tensor in inputs.items()}
+        arrays = {name: tensor.to("cpu", self._types[name]).contiguous().numpy() for name, tensor in inputs.items()}
         try:
-            outputs = self._session.run(self._names, given)
+            outputs = self._session.run(self._names, arrays)
         except Exception as error:  # ONNX Runtime's errors derive from Exception
             if OUT_OF_MEMORY in str(error):
                 raise MemoryError(str(error)) from error
@@ -138,13 +138,15 @@ def compare_imported(session: Session, cases: Sequence[Case], program: str, prec
     restored = session.restored if isinstance(session, AdaptedSession) else None
     if restored is None or not isinstance(session, AdaptedSession):
         return compare(session, cases, program, precision)
-    found = compare(session.unrestored(), [_without(case, restored) for case in cases], program, precision)
-    if math.isnan(found.error):
-        return found
+    verification = compare(session.unrestored(), [_without(case, restored) for case in cases], program, precision)
+    if math.isnan(verification.error):
+        return verification
     error = max(_restored_error(session, case, restored) for case in cases if case.required)
     return replace(
-        found,
-        detail=Fact("engine.compared_restored", {"compared": found.detail, "edge": restored.edge, "error": error}),
+        verification,
+        detail=Fact(
+            "engine.compared_restored", {"compared": verification.detail, "edge": restored.edge, "error": error}
+        ),
     )
 
 

@@ -36,8 +36,8 @@ def open_engine(
     _folder: Path, record: EngineRecord, content: Content, *, device: str, weights: Weights
 ) -> "InductorSession":
     """See `sessions.open_session`."""
-    given = weights() if record.key.weights == SWAPPED else None
-    return InductorSession(content, device=device, weights=given)
+    state = weights() if record.key.weights == SWAPPED else None
+    return InductorSession(content, device=device, weights=state)
 
 
 class InductorSession(Session):
@@ -75,7 +75,7 @@ class InductorSession(Session):
         # The library calls cuDNN with torch's settings.
         with full_float32(self._device):
             outputs = self._library.run(tensors, self._weights)
-        return {one.name: output for one, output in zip(signature.outputs, outputs, strict=True)}
+        return {entry.name: output for entry, output in zip(signature.outputs, outputs, strict=True)}
 
 
 class _Library:
@@ -130,8 +130,8 @@ class _Library:
         """
         try:
             if weights is not None and weights is not self._current:
-                given = {self._names[name]: tensor for name, tensor in weights.items()}
-                self._runner.update_constant_buffer(given, False, True, True)
+                constants = {self._names[name]: tensor for name, tensor in weights.items()}
+                self._runner.update_constant_buffer(constants, False, True, True)
                 self._current = weights
             outputs: list[torch.Tensor] = self._runner.run(tensors)
         except RuntimeError as error:

@@ -81,13 +81,13 @@ class OnnxRuntimeSession(Session):
         tensors, named_sizes = self._signature.convert(inputs, self._device)
         outputs = self._next_buffers([output.shape(named_sizes) for output in self._signature.outputs])
         self._run(tensors, outputs)
-        return {one.name: output for one, output in zip(self._signature.outputs, outputs, strict=True)}
+        return {entry.name: output for entry, output in zip(self._signature.outputs, outputs, strict=True)}
 
     def _run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Run with tensors in the signature's order, which are read and written in place."""
         binding = self._session.io_binding()
-        for one, tensor in zip(self._signature.inputs, inputs, strict=True):
-            binding.bind_input(one.name, *self._placement(tensor))
+        for entry, tensor in zip(self._signature.inputs, inputs, strict=True):
+            binding.bind_input(entry.name, *self._placement(tensor))
         for name, tensor in zip(self._names, outputs, strict=True):
             binding.bind_output(name, *self._placement(tensor))
         try:
@@ -105,8 +105,8 @@ class OnnxRuntimeSession(Session):
         buffers = self._buffers[self._turn]
         if [tuple(buffer.shape) for buffer in buffers] != shapes:
             buffers[:] = [
-                torch.empty(shape, dtype=one.torch_dtype, device=self._device)
-                for shape, one in zip(shapes, self._signature.outputs, strict=True)
+                torch.empty(shape, dtype=entry.torch_dtype, device=self._device)
+                for shape, entry in zip(shapes, self._signature.outputs, strict=True)
             ]
         return buffers
 
@@ -132,7 +132,7 @@ class OnnxRuntimeBlockSession(OnnxRuntimeSession, BlockSession):
     def write(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """See `BlockSession`. ONNX Runtime has a stream of its own: this waits for the current one, and for it."""
         tensors, named_sizes = self._signature.convert(inputs, self._device)
-        shapes = {one.name: (one.torch_dtype, one.shape(named_sizes)) for one in self._signature.outputs}
+        shapes = {entry.name: (entry.torch_dtype, entry.shape(named_sizes)) for entry in self._signature.outputs}
         if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in outputs.items()} != shapes:
             raise EngineError("engine.other_outputs", expected=sorted(shapes), given=sorted(outputs))
         if self._device.type == "cuda":
@@ -157,8 +157,8 @@ def load_session(model: Path | bytes, *, provider: str, precision: str, device: 
     """
     import onnxruntime
 
-    wanted = _PROVIDERS.get(provider, provider)
-    if wanted not in onnxruntime.get_available_providers():
+    provider_name = _PROVIDERS.get(provider, provider)
+    if provider_name not in onnxruntime.get_available_providers():
         raise EngineError("engine.provider_missing", provider=provider)
     options = onnxruntime.SessionOptions()
     # Errors are raised; they need not be printed too.
@@ -173,12 +173,12 @@ def load_session(model: Path | bytes, *, provider: str, precision: str, device: 
         session: Any = onnxruntime.InferenceSession(
             model if isinstance(model, bytes) else str(model),
             options,
-            providers=[(wanted, _provider_options(provider, precision, device))],
+            providers=[(provider_name, _provider_options(provider, precision, device))],
         )
     except Exception as error:  # ONNX Runtime's errors derive from Exception
         raise EngineError("engine.onnx_not_loaded", error=first_line(error)) from error
     # ONNX Runtime silently falls back to its CPU provider.
-    if session.get_providers()[0] != wanted:
+    if session.get_providers()[0] != provider_name:
         raise EngineError("engine.provider_not_started", provider=provider)
     return session
 

@@ -211,12 +211,12 @@ class TensorRTSession(PlanSession):
             tensorrt_library.listen() as messages,
             tensorrt_library.failures(self._device),
         ):
-            given = {name: self._convert(name, tensor) for name, tensor in inputs.items()}
+            tensors = {name: self._convert(name, tensor) for name, tensor in inputs.items()}
             self._stream.wait_stream(torch.cuda.current_stream())
-            self._set_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, messages)
+            self._set_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, messages)
             self._bind_memory()
             outputs = self._next_buffers()
-            bound, repeatable = self._bind_inputs(given)
+            bound, repeatable = self._bind_inputs(tensors)
             # Binding may have copied, on the caller's stream.
             self._stream.wait_stream(torch.cuda.current_stream())
             if repeatable:
@@ -273,7 +273,7 @@ class TensorRTSession(PlanSession):
 
     def _nearest_profile(self, shapes: dict[str, Shape]) -> int:
         """Return the index of the profile that takes these shapes and is optimized for the nearest ones."""
-        found = []
+        candidates = []
         for profile in range(self._engine.num_optimization_profiles):
             distance = 0
             for name, shape in shapes.items():
@@ -282,14 +282,14 @@ class TensorRTSession(PlanSession):
                     break
                 distance += sum(abs(n - b) for n, b in zip(shape, best, strict=True))
             else:
-                found.append((distance, profile))
-        if not found:
+                candidates.append((distance, profile))
+        if not candidates:
             raise EngineError(
                 "engine.no_profile_fits",
                 profiles=" or ".join(self._range(index) for index in range(self._engine.num_optimization_profiles)),
                 given=", ".join(f"{name} {shape_text(shape)}" for name, shape in shapes.items()),
             )
-        return min(found)[1]
+        return min(candidates)[1]
 
     def _range(self, profile: int) -> str:
         """Return the tensors of a profile whose shapes vary, with minimum and maximum, as text."""
@@ -297,24 +297,24 @@ class TensorRTSession(PlanSession):
         varying = {name: shapes for name, shapes in ranges.items() if shapes[0] != shapes[2]} or ranges
         return ", ".join(f"{name} {shape_text(low)} to {shape_text(high)}" for name, (low, _, high) in varying.items())
 
-    def _bind_inputs(self, given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
+    def _bind_inputs(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
         """Return the tensors that the engine reads, and whether a CUDA graph of the call can be used again.
 
         Outputs of the call before are read in place, others are copied into buffers for a graph. Without a graph they
         are read in place too, except a tensor from the buffers that are about to be written.
         """
         previous = {tensor.data_ptr() for tensor in self._buffers[1 - self._turn].values()}
-        others = {name: tensor for name, tensor in given.items() if tensor.data_ptr() not in previous}
+        rest = {name: tensor for name, tensor in tensors.items() if tensor.data_ptr() not in previous}
         repeatable = self._warm and self._graphs_wanted
-        if repeatable and sum(tensor.nbytes for tensor in others.values()) <= _STAGED_BYTES:
-            for name, tensor in others.items():
+        if repeatable and sum(tensor.nbytes for tensor in rest.values()) <= _STAGED_BYTES:
+            for name, tensor in rest.items():
                 if name not in self._staged:
                     self._staged[name] = torch.empty_like(tensor)
                 self._staged[name].copy_(tensor)
-            return given | {name: self._staged[name] for name in others}, True
+            return tensors | {name: self._staged[name] for name in rest}, True
         written = {_storage(tensor) for tensor in self._buffers[self._turn].values()}
-        copied = {name: tensor.clone() for name, tensor in others.items() if _storage(tensor) in written}
-        return given | copied, False
+        copied = {name: tensor.clone() for name, tensor in rest.items() if _storage(tensor) in written}
+        return tensors | copied, False
 
     def _execute(
         self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], messages: tensorrt_library.Messages
@@ -399,13 +399,13 @@ class TensorRTBlockSession(PlanSession, BlockSession):
         self._check_open()
         self._check_names(inputs)
         with torch.cuda.device(self._device), torch.no_grad(), tensorrt_library.failures(self._device):
-            given = {name: self._convert(name, tensor) for name, tensor in inputs.items()}
-            tokens = self._check(given, self._inputs)
+            tensors = {name: self._convert(name, tensor) for name, tensor in inputs.items()}
+            tokens = self._check(tensors, self._inputs)
             outputs = {
                 name: torch.empty(output.shape_for(tokens), dtype=output.dtype, device=self._device)
                 for name, output in self._outputs.items()
             }
-        self.write(given, outputs)
+        self.write(tensors, outputs)
         return outputs
 
     def write(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:

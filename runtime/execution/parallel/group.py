@@ -95,9 +95,9 @@ class Group:
         self.processes: list[Any] = []
         self._connections: list[Connection] = []
         for number in range(len(split.devices)):
-            own, other = context.Pipe()
-            self._connections.append(own)
-            arguments = (number, split, self._folder, other, self._heartbeats)
+            parent_end, child_end = context.Pipe()
+            self._connections.append(parent_end)
+            arguments = (number, split, self._folder, child_end, self._heartbeats)
             process = context.Process(target=rank_process.serve, args=arguments, name=f"gpu-{number}", daemon=True)
             try:
                 process.start()
@@ -106,7 +106,7 @@ class Group:
                 reason = error.strerror or str(error)
                 raise GroupError("parallel.not_started", count=len(split.devices), reason=reason) from error
             finally:
-                other.close()
+                child_end.close()
             self.processes.append(process)
         self._begin("start")
         self.collect(check, limit=self._limits.start, silence=False)

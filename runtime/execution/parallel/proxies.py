@@ -36,23 +36,23 @@ class SentTexts:
     """The text embeddings that the processes have, so that each is sent once."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[int, torch.Tensor]] = []
+        self._entries: list[tuple[int, torch.Tensor]] = []
         self._numbers = count()
 
     def number(self, texts: list[torch.Tensor]) -> tuple[list[int], list[int], list[int], list[torch.Tensor]]:
         """Return each text's number, the numbers to forget, the new numbers, and the tensors of the new ones."""
         numbers, new, sent = [], [], []
         for text in texts:
-            known = next((number for number, other in self._known if other is text), None)
-            if known is None:
-                known = next(self._numbers)
-                self._known.append((known, text))
-                new.append(known)
+            text_number = next((number for number, tensor in self._entries if tensor is text), None)
+            if text_number is None:
+                text_number = next(self._numbers)
+                self._entries.append((text_number, text))
+                new.append(text_number)
                 sent.append(text)
-            numbers.append(known)
-        unused = [number for number, _ in self._known if number not in numbers]
-        forgotten = unused[: max(len(self._known) - _TEXTS_KEPT, 0)]
-        self._known = [(number, text) for number, text in self._known if number not in forgotten]
+            numbers.append(text_number)
+        unused = [number for number, _ in self._entries if number not in numbers]
+        forgotten = unused[: max(len(self._entries) - _TEXTS_KEPT, 0)]
+        self._entries = [(number, text) for number, text in self._entries if number not in forgotten]
         return numbers, forgotten, new, sent
 
 
@@ -124,8 +124,8 @@ class SharedDenoiser:
         self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Denoiser`; the two passes run at the same time if they run on different GPUs."""
-        one, other = self._forward(latents, timestep, {PROMPTED: first, UNPROMPTED: second})
-        return one, other
+        prompted, unprompted = self._forward(latents, timestep, {PROMPTED: first, UNPROMPTED: second})
+        return prompted, unprompted
 
     def _forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, texts: dict[str, torch.Tensor]
@@ -272,8 +272,8 @@ class GroupManager:
                 part=_PARTS.dump_python(part, mode="json"),
                 directory=str(spec.directory),
                 model=spec.name,
-                files={own: str(path) for own, path in spec.single_files.items()},
-                configs={own: dict(spec.files[own].config) for own in spec.single_files},
+                files={component: str(path) for component, path in spec.single_files.items()},
+                configs={component: dict(spec.files[component].config) for component in spec.single_files},
                 loras=[use.model_dump(mode="json") for use in spec.loras_of(name)],
                 speed=(speed or EAGER).model_dump(mode="json"),
                 engines=None if store is None else str(store.folder),

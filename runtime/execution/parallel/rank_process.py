@@ -83,9 +83,9 @@ def send(connection: Connection, values: Mapping[str, Any], tensors: Sequence[to
     kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in sent]
     connection.send_bytes(json.dumps([dict(values), kinds]).encode())
     for tensor in sent:
-        left = _bytes_of(tensor)
-        while left:
-            left = left[os.write(connection.fileno(), left) :]
+        rest = _bytes_of(tensor)
+        while rest:
+            rest = rest[os.write(connection.fileno(), rest) :]
 
 
 def receive(connection: Connection) -> Message:
@@ -98,12 +98,12 @@ def receive(connection: Connection) -> Message:
     values, kinds = json.loads(connection.recv_bytes())
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in kinds]
     for tensor in tensors:
-        left = _bytes_of(tensor)
-        while left:
-            count = os.readv(connection.fileno(), [left])
+        rest = _bytes_of(tensor)
+        while rest:
+            count = os.readv(connection.fileno(), [rest])
             if not count:
                 raise EOFError
-            left = left[count:]
+            rest = rest[count:]
     return Message(values, tensors)
 
 
@@ -171,7 +171,7 @@ class Rank:
         name = task["name"]
         directory = Path(task["directory"])
         if task["files"]:
-            files = {own: Path(path) for own, path in task["files"].items()}
+            files = {component: Path(path) for component, path in task["files"].items()}
             spec = reassemble(files, task["configs"], directory)
         else:
             spec = read_spec(directory, task["model"])
@@ -275,17 +275,17 @@ class Rank:
         # Consecutive processes share a pass; the groups of them take the passes in turn.
         group, first = self._number // self._sequence, self._number % self._sequence == 0
         groups = dist.get_world_size() // self._sequence
-        own = [index for index in range(len(texts)) if index % groups == group]
+        passes = [index for index in range(len(texts)) if index % groups == group]
         latents, timestep = latents.to(self._device), timestep.to(self._device)
         denoiser = self._denoisers[task["name"]]
         if task["fresh"]:
             denoiser.reset_cache()
-        results = [denoiser(latents, timestep, self._texts[texts[index]], task["which"][index]) for index in own]
+        results = [denoiser(latents, timestep, self._texts[texts[index]], task["which"][index]) for index in passes]
         reports = {"failed": self._failed, "skipped": self._skipped}
         answer = {name: [fact.model_dump(mode="json") for fact in facts] for name, facts in reports.items()}
         self._failed.clear()
         self._skipped.clear()
-        return ({"passes": own, **answer}, results) if first else ({"passes": [], **answer}, [])
+        return ({"passes": passes, **answer}, results) if first else ({"passes": [], **answer}, [])
 
     def decode(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Start decoding a clip; `next` returns its frames."""

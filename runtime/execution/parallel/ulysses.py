@@ -101,9 +101,9 @@ class Tokens:
         Returns:
             (parts, processes, share, batch, heads of a part, width), see `attend_in_parts`.
         """
-        own = x.shape[2] // self._degree
-        parts = max(count for count in range(1, self.parts + 1) if own % count == 0)
-        return x.unflatten(2, (self._degree, parts, own // parts)).permute(3, 2, 1, 0, 4, 5).contiguous()
+        heads = x.shape[2] // self._degree
+        parts = max(count for count in range(1, self.parts + 1) if heads % count == 0)
+        return x.unflatten(2, (self._degree, parts, heads // parts)).permute(3, 2, 1, 0, 4, 5).contiguous()
 
     def _from_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, share of tokens, heads, width): the inverse of `_to_parts`."""
@@ -111,8 +111,8 @@ class Tokens:
 
     def _largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the largest magnitude of each, a scalar, over the tokens of all processes."""
-        own = [x.abs().amax() if x.shape[1] else x.new_zeros(()) for x in map(self.real, tensors)]
-        largest: torch.Tensor = _maximum(torch.stack(own), self._name)
+        maxima = [x.abs().amax() if x.shape[1] else x.new_zeros(()) for x in map(self.real, tensors)]
+        largest: torch.Tensor = _maximum(torch.stack(maxima), self._name)
         return largest.unbind()
 
 
@@ -176,7 +176,7 @@ _attend_shared = torch.library.custom_op("tandem::attend_shared", attend_in_part
 
 
 @_attend_shared.register_fake
-def _(q: torch.Tensor, *_others: object) -> torch.Tensor:
+def _(q: torch.Tensor, *_rest: object) -> torch.Tensor:
     return torch.empty_like(q)
 
 

@@ -110,7 +110,7 @@ class BatchedDecoder:
     ) -> None:
         if batch_size < 1:
             raise InvalidRequestError("batch_size", "decode.batch_size", value=batch_size)
-        self._given = decoder
+        self._decoder = decoder
         self._module = decoder_in(decoder)
         self._channels = latent_channels(decoder)
         weight = next(self._module.parameters())
@@ -120,7 +120,7 @@ class BatchedDecoder:
         self._batch = batch_size
         enabled = use_tensorrt and settings.decoder_tensorrt
         self._tensorrt = self._on_gpu and enabled
-        self._wanted = TENSORRT if backend == AUTO and self._tensorrt else backend
+        self._target_backend = TENSORRT if backend == AUTO and self._tensorrt else backend
         self._settings, self._service = settings, engines
         self._emit, self._cancel = emit, cancel
         self._lock = threading.RLock()
@@ -141,7 +141,7 @@ class BatchedDecoder:
             self._no_timestep = torch.zeros(1, device=self._device)
         if backend == TENSORRT and not enabled:
             self._fall_back(Fact("decode.tensorrt_disabled"))
-            self._wanted = PYTORCH
+            self._target_backend = PYTORCH
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the frames of latents.
@@ -171,8 +171,8 @@ class BatchedDecoder:
     def _check(self, latents: torch.Tensor) -> None:
         shape, dtype = "×".join(map(str, latents.shape)), latents.dtype
         if latents.dim() != _AXES or dtype not in _DTYPES or latents.numel() == 0 or latents.is_meta:
-            given = {"shape": shape, "dtype": str(dtype), "device": str(latents.device)}
-            raise InvalidRequestError("latents", "decode.latents_shape", **given)
+            facts = {"shape": shape, "dtype": str(dtype), "device": str(latents.device)}
+            raise InvalidRequestError("latents", "decode.latents_shape", **facts)
         if self._channels not in {None, latents.shape[2]}:
             raise InvalidRequestError("latents", "decode.latents_channels", shape=shape, channels=self._channels)
 
@@ -183,7 +183,7 @@ class BatchedDecoder:
             CancelledError: if it was cancelled.
         """
         with self._lock:
-            if self._sized == (height, width) or self._wanted == PYTORCH:
+            if self._sized == (height, width) or self._target_backend == PYTORCH:
                 return
             self._close_engine()
             self._sized = height, width
@@ -200,7 +200,7 @@ class BatchedDecoder:
     def close(self) -> None:
         """Free the engine and CUDA graphs; later calls run in PyTorch."""
         with self._lock:
-            self._wanted = PYTORCH
+            self._target_backend = PYTORCH
             self._close_engine()
             if self._graphs is not None:
                 self._graphs.forget()
@@ -225,35 +225,35 @@ class BatchedDecoder:
 
     def _open_engine(self, size: tuple[int, int]) -> None:
         service = self.service
-        self._spec = self._spec or spec_of(self._given, self._settings.weights_dir)
+        self._spec = self._spec or spec_of(self._decoder, self._settings.weights_dir)
         if self._spec is None:
-            if self._wanted != AUTO:
+            if self._target_backend != AUTO:
                 self._fall_back(Fact("decode.decoder_unknown", {"module": type(self._module).__name__}))
             return
         spec, device = self._spec, str(self._device)
-        if self._wanted == AUTO:
+        if self._target_backend == AUTO:
             built = usable_engines(service, spec, size, device, batch=self._batch)
-            found = [one for one in built if self._tensorrt or one.key.backend != TENSORRT]
-            if not found:
+            candidates = [candidate for candidate in built if self._tensorrt or candidate.key.backend != TENSORRT]
+            if not candidates:
                 return
-            one = found[0]
+            engine = candidates[0]
         else:
             precision = self._settings.decoder_precision
-            builder = builder_of(service, self._wanted, device)
-            one = frame_engine(
+            builder = builder_of(service, self._target_backend, device)
+            engine = frame_engine(
                 service,
                 spec,
                 builder,
                 size,
                 device,
                 batch=self._batch,
-                precision=PRECISIONS[precision] if precision and self._wanted == TENSORRT else "",
+                precision=PRECISIONS[precision] if precision and self._target_backend == TENSORRT else "",
             )
-            one = build_frame_engine(service, spec, one, self._report, self._cancel)
-        self._tried = one.key.backend
-        self._open = service.open(spec, FRAME_DECODER, [one.use], device)
-        self._current = one
-        self.backend, self.engine = one.key.backend, one.use.id
+            engine = build_frame_engine(service, spec, engine, self._report, self._cancel)
+        self._tried = engine.key.backend
+        self._open = service.open(spec, FRAME_DECODER, [engine.use], device)
+        self._current = engine
+        self.backend, self.engine = engine.key.backend, engine.use.id
 
     def _frames(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the frames of latents (frames, c, h, w)."""
@@ -302,9 +302,9 @@ class BatchedDecoder:
         frames = self._open.infer(FRAME_DECODER, latent_frames=part)["decoded_frames"]
         assert self._spec is not None
         decoder: Any = self._spec.vae
-        wanted = (len(part), decoder.channels, *decoder.frame_size(*part.shape[2:]))
-        if frames.shape != wanted:
-            raise EngineError("engine.other_frames", expected=list(wanted), given=list(frames.shape))
+        shape = (len(part), decoder.channels, *decoder.frame_size(*part.shape[2:]))
+        if frames.shape != shape:
+            raise EngineError("engine.other_frames", expected=list(shape), given=list(frames.shape))
         return frames
 
     def _in_pytorch(self, rows: torch.Tensor, frames: torch.Tensor | None, done: int) -> torch.Tensor:
@@ -335,8 +335,8 @@ class BatchedDecoder:
         """Run the decoder on at most one batch; with CUDA graphs, the next call overwrites the result."""
         moved = part.to(self._device, self._dtype, non_blocking=True)
         if self._graphs is None:
-            found: torch.Tensor = self._module(moved)
-            return found
+            frames: torch.Tensor = self._module(moved)
+            return frames
         moved = moved if self._alone or len(moved) == self._batch else _padded(moved, self._batch)
         return self._graphs(moved, self._no_timestep, lambda: self)
 
@@ -350,7 +350,7 @@ class BatchedDecoder:
 
     def _fall_back(self, reason: Fact) -> None:
         """Report that PyTorch takes over."""
-        backend = self._tried or self._wanted
+        backend = self._tried or self._target_backend
         self._say(Fact("decode.fell_back", {"backend": backend, "reason": reason}))
         self._emit(FellBack(component=FRAME_DECODER, backend=backend, reason=reason))
 
@@ -386,13 +386,15 @@ def _check_finite(rows: torch.Tensor, frames: torch.Tensor) -> None:
     Raises:
         BadResultError: if a frame of finite latents is not finite.
     """
-    alright = [torch.isfinite(one).all().to(frames.device) for one in (rows, frames)]
+    alright = [torch.isfinite(values).all().to(frames.device) for values in (rows, frames)]
     if torch.stack(alright).all().item():
         return
-    given, found = (torch.isfinite(one).flatten(1).all(1).to(frames.device) for one in (rows, frames))
-    if (given & ~found).any().item():
+    rows_finite, frames_finite = (
+        torch.isfinite(values).flatten(1).all(1).to(frames.device) for values in (rows, frames)
+    )
+    if (rows_finite & ~frames_finite).any().item():
         raise BadResultError("execution.engine_not_finite")
-    frames[~given] = torch.nan
+    frames[~rows_finite] = torch.nan
 
 
 def _padded(part: torch.Tensor, count: int) -> torch.Tensor:

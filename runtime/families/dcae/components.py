@@ -51,15 +51,15 @@ class FrameDecoder:
                 module: nn.Module = AutoencoderDC.from_config(config).decoder
         else:
             module, state = decoder_of(spec, state)
-        wanted = module.state_dict()
+        module_state = module.state_dict()
         # The counts of batch norms are whole numbers.
         fits = {
-            name: one.to(torch_dtype) if one.is_floating_point() else one
-            for name, one in state.items()
-            if name in wanted
+            name: tensor.to(torch_dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in state.items()
+            if name in module_state
         }
-        missing = [name for name in wanted if name not in fits]
-        mismatched = [name for name, one in fits.items() if one.shape != wanted[name].shape]
+        missing = [name for name in module_state if name not in fits]
+        mismatched = [name for name, tensor in fits.items() if tensor.shape != module_state[name].shape]
         if not missing and not mismatched:
             module.load_state_dict(fits, assign=True)
         return module, {"missing_keys": missing, "mismatched_keys": mismatched}
@@ -67,17 +67,17 @@ class FrameDecoder:
 
 def _decoder_state(directory: Path, device: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a decoder: those of the folder with its prefix, or all, if none has it."""
-    found: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     names: list[str] = []
     for path in weight_files(directory):
         with safe_open(path, framework="pt", device=device) as file:
             names += file.keys()
-    own = [name for name in names if name.startswith(PREFIX)] or names
+    decoder_names = [name for name in names if name.startswith(PREFIX)] or names
     for path in weight_files(directory):
         with safe_open(path, framework="pt", device=device) as file:
-            for name in set(own).intersection(file.keys()):
-                found[name.removeprefix(PREFIX)] = file.get_tensor(name)
-    return found
+            for name in set(decoder_names).intersection(file.keys()):
+                state[name.removeprefix(PREFIX)] = file.get_tensor(name)
+    return state
 
 
 MODULES: Mapping[str, Any] = {FRAME_DECODER: FrameDecoder}

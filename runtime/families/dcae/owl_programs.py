@@ -29,12 +29,12 @@ def folded(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     plain: dict[str, torch.Tensor] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in state.items():
-        found = _NORMED.fullmatch(name)
-        if found is None:
+        match = _NORMED.fullmatch(name)
+        if match is None:
             plain[name] = tensor
         else:
-            part = {"0": "g", "1": "v"}.get(found[2] or "", found[3])
-            parts.setdefault(found[1], {})[part] = tensor
+            part = {"0": "g", "1": "v"}.get(match[2] or "", match[3])
+            parts.setdefault(match[1], {})[part] = tensor
     for name, pair in parts.items():
         length, direction = pair["g"].float(), pair["v"].float()
         norm = direction.flatten(1).norm(dim=1).view(-1, *[1] * (direction.dim() - 1))
@@ -157,8 +157,8 @@ class OwlDecoder(nn.Module):
         self.middle_block = Blocks(first, spec.blocks[0]) if has_middle else None
         widths = spec.widths
         levels = list(zip(widths[1:], widths, spec.blocks, strict=False))[::-1]
-        self.blocks = nn.ModuleList(UpBlock(below, own, count) for below, own, count in levels)
-        self.residuals = nn.ModuleList(ChannelToSpace(below, own) for below, own, _ in levels)
+        self.blocks = nn.ModuleList(UpBlock(below, width, count) for below, width, count in levels)
+        self.residuals = nn.ModuleList(ChannelToSpace(below, width) for below, width, _ in levels)
         bias = any(name in {"conv_out.bias", "conv_out.proj.bias"} for name in names)
         self.conv_out: nn.Module
         if spec.resized is None:

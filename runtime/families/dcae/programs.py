@@ -115,8 +115,8 @@ def block_form(block: Any) -> nn.Module:
         return ChannelsFirstBlock(block)
     attention = getattr(block, "attn", None)
     if attention is None or attention.norm_type != "rms_norm" or not attention.residual_connection:
-        found: nn.Module = block
-        return found
+        form: nn.Module = block
+        return form
     return nn.Sequential(ChannelsFirstAttention(attention), ChannelsFirstFeedForward(block.conv_out))
 
 

@@ -41,9 +41,9 @@ def decoder_in(module: nn.Module) -> nn.Module:
 
 def latent_channels(module: nn.Module) -> int | None:
     """Return the channels of a decoder's latents; `None` for a module that `spec_of` does not know."""
-    known: ModelSpec | None = getattr(module, "tandem_spec", None)
-    if known is not None:
-        return known.vae.z_dim
+    spec: ModelSpec | None = getattr(module, "tandem_spec", None)
+    if spec is not None:
+        return spec.vae.z_dim
     config = _config_of(module)
     return None if config is None else read_architecture(config).z_dim
 
@@ -61,9 +61,9 @@ def spec_of(module: nn.Module, weights_dir: Path) -> ModelSpec | None:
         OSError: if it cannot be stored.
         ModelError: if what was stored cannot be read.
     """
-    known: ModelSpec | None = getattr(module, "tandem_spec", None)
-    if known is not None:
-        return known
+    spec: ModelSpec | None = getattr(module, "tandem_spec", None)
+    if spec is not None:
+        return spec
     config = _config_of(module)
     if config is None:
         return None
@@ -73,45 +73,45 @@ def spec_of(module: nn.Module, weights_dir: Path) -> ModelSpec | None:
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(folder.parent, ".decoder-") as scratch:
-            made = scratch / name
-            made.mkdir()
+            draft = scratch / name
+            draft.mkdir()
             tensors = {f"{PREFIX}{name}": tensor.cpu() for name, tensor in state.items()}
-            save_file(tensors, made / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-            (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            save_file(tensors, draft / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+            (draft / "config.json").write_text(json.dumps(config), encoding="utf-8")
             if not folder.exists():
-                made.rename(folder)
+                draft.rename(folder)
     return read_spec(folder, name)
 
 
 def _digest(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> str:
     """Return the first digits of a SHA-256 of an architecture and weights."""
-    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, tensor in state.items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _config_of(module: nn.Module) -> dict[str, Any] | None:
     """Return a configuration from which the same decoder is made; `None` if the module is of another kind."""
     try:
         if isinstance(module, AutoencoderDC):
-            found = {"_class_name": AUTOENCODER_DC, **_plain(module.config)}
+            config = {"_class_name": AUTOENCODER_DC, **_plain(module.config)}
         elif hasattr(module, "up_blocks"):
-            found = {"_class_name": AUTOENCODER_DC, **_inferred(module)}
+            config = {"_class_name": AUTOENCODER_DC, **_inferred(module)}
         else:
-            found = _owl_config(module)
-        spec = read_architecture(found)
+            config = _owl_config(module)
+        spec = read_architecture(config)
         state = decoder_in(module).state_dict()
         if spec.kind == AUTOENCODER_DC:
             with torch.device("meta"):
-                made: nn.Module = AutoencoderDC.from_config(found).decoder
+                decoder: nn.Module = AutoencoderDC.from_config(config).decoder
         else:
-            made, state = decoder_of(spec, state)
+            decoder, state = decoder_of(spec, state)
     except Exception:  # of a module of another kind, anything may be missing
         return None
-    wanted = {name: tuple(one.shape) for name, one in made.state_dict().items()}
-    return found if wanted == {name: tuple(one.shape) for name, one in state.items()} else None
+    shapes = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+    return config if shapes == {name: tuple(tensor.shape) for name, tensor in state.items()} else None
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def _inferred(decoder: Any) -> dict[str, Any]:
         kinds.append("EfficientViTBlock" if attention else "ResBlock")
         norms.append(residual[0].norm_type if residual else attention[0].attn.norm_type if attention else "rms_norm")
         activations.append(_ACTIVATIONS[type(residual[0].nonlinearity).__name__] if residual else "silu")
-        found = [one.proj_in.kernel_size[0] for one in attention[0].attn.to_qkv_multiscale] if attention else []
-        scales.append(found)
+        kernels = [scale.proj_in.kernel_size[0] for scale in attention[0].attn.to_qkv_multiscale] if attention else []
+        scales.append(kernels)
         head_dim = attention[0].attn.attention_head_dim if attention else head_dim
     last = decoder.conv_out
     if hasattr(last, "repeats"):
@@ -168,8 +168,8 @@ def _inferred(decoder: Any) -> dict[str, Any]:
 
 def _owl_config(module: Any) -> dict[str, Any]:
     """Return the configuration of OWL's decoder, which keeps it."""
-    found: dict[str, Any] = {"model_id": OWL}
+    config: dict[str, Any] = {"model_id": OWL}
     for name in _OWL_FIELDS:
         value = getattr(module.config, name)
-        found[name] = list(value) if isinstance(value, list | tuple) else value
-    return found
+        config[name] = list(value) if isinstance(value, list | tuple) else value
+    return config

@@ -107,11 +107,11 @@ class FrameDecoderSpec:
         total = 0.0
         for level, (channels, blocks) in enumerate(zip(self.widths, self.blocks, strict=False)):
             if self.kind == OWL:
-                own = _INNER * channels * (2 * channels + _KERNEL * _GROUP)
+                products = _INNER * channels * (2 * channels + _KERNEL * _GROUP)
             else:
-                own = 2 * _KERNEL * channels**2
+                products = 2 * _KERNEL * channels**2
             below = self.widths[min(level + 1, len(self.widths) - 1)]
-            total += 2.0 * (blocks * own + _KERNEL * channels * below) * height * width / 4**level
+            total += 2.0 * (blocks * products + _KERNEL * channels * below) * height * width / 4**level
         return frames * total
 
     def decode_bytes(
@@ -160,9 +160,9 @@ class DcaeFamily(Family):
         with reading(title):
             read_architecture(read_config(directory / "config.json"))
 
-    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+    def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Raise `LookupError`: no decoder is among the published models."""
-        raise LookupError(known.name, weights_dir)
+        raise LookupError(model.name, weights_dir)
 
 
 FAMILY: Family = DcaeFamily()
@@ -185,8 +185,8 @@ def read_architecture(config: Mapping[str, Any]) -> FrameDecoderSpec:
     Raises:
         KeyError, TypeError, ValueError: if it is incomplete or invalid.
     """
-    found = _autoencoder_dc(config) if config.get("_class_name") == AUTOENCODER_DC else _owl(config)
-    spec: FrameDecoderSpec = _SPEC.validate_python(found)
+    fields = _autoencoder_dc(config) if config.get("_class_name") == AUTOENCODER_DC else _owl(config)
+    spec: FrameDecoderSpec = _SPEC.validate_python(fields)
     if len(spec.blocks) != len(spec.widths):
         raise ValueError("layers_per_block" if spec.kind == AUTOENCODER_DC else "decoder_blocks_per_stage")
     return spec

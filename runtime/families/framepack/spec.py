@@ -110,15 +110,15 @@ class FramePackFamily(Family):
             ModelError: if it is incomplete, damaged or invalid.
         """
         with reading(directory.name):
-            found = _read_configurations(directory, directory.name)
-            shared, transformer = found.shared, found.transformer
+            configs = _read_configurations(directory, directory.name)
+            shared, transformer = configs.shared, configs.transformer
             sidecar = read_sidecar(directory, 1) or {"title": directory.name, "license": "unknown", **_CARD}
             return ModelSpec(
                 family="framepack",
                 name=name,
                 transformer=transformer,
                 **hunyuan_video.folder_fields(directory, shared, _PROGRAMS),
-                **_common(transformer, shared.vae, found.siglip, found.section),
+                **_common(transformer, shared.vae, configs.siglip, configs.section),
                 **{"latent_rgb": None, **sidecar},
             )
 
@@ -131,19 +131,19 @@ class FramePackFamily(Family):
         with reading(title):
             _read_configurations(directory, title)
 
-    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+    def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
-        fields = hunyuan_video.known_fields(known)
-        image_dim = known.configs["transformer"]["image_proj_dim"]
+        fields = hunyuan_video.known_fields(model)
+        image_dim = model.configs["transformer"]["image_proj_dim"]
         transformer = TransformerSpec(**vars(fields.pop("transformer")), image_dim=image_dim)
-        siglip = _SIGLIP.validate_python(known.configs[IMAGE_ENCODER])
-        section = SectionSpec(latent_frames=LATENT_WINDOW, **_order(weights_dir / known.folder))
+        siglip = _SIGLIP.validate_python(model.configs[IMAGE_ENCODER])
+        section = SectionSpec(latent_frames=LATENT_WINDOW, **_order(weights_dir / model.folder))
         return ModelSpec(
             transformer=transformer,
             **fields,
             **_CARD,
             **_common(transformer, fields["vae"], siglip, section),
-            **known.description(weights_dir),
+            **model.description(weights_dir),
         )
 
 
@@ -174,8 +174,8 @@ def packed_tokens(tokens: int) -> int:
     Args:
         tokens: of the section's own latent frames.
     """
-    seen = 1 + HISTORY_1X + HISTORY_2X / 2**3 + HISTORY_4X / 4**3
-    return math.ceil(tokens * (1 + seen / LATENT_WINDOW))
+    context_frames = 1 + HISTORY_1X + HISTORY_2X / 2**3 + HISTORY_4X / 4**3
+    return math.ceil(tokens * (1 + context_frames / LATENT_WINDOW))
 
 
 def _common(
@@ -239,6 +239,6 @@ def _read_configurations(directory: Path, title: str) -> _Configurations:
 def _order(directory: Path) -> dict[str, Any]:
     """Return the order in which a folder's model makes sections."""
     sidecar = directory / "tandem.json"
-    given = read_config(sidecar).get("sampling_type") if sidecar.exists() else None
+    sampling_type = read_config(sidecar).get("sampling_type") if sidecar.exists() else None
     named = "vanilla" if _F1.search(directory.name.lower().replace("_", "-")) else "inverted_anti_drifting"
-    return {"sampling_type": _SAMPLING_TYPE.validate_python(named if given is None else given)}
+    return {"sampling_type": _SAMPLING_TYPE.validate_python(named if sampling_type is None else sampling_type)}

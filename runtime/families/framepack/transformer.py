@@ -21,7 +21,7 @@ _COMPRESSED_2X, _COMPRESSED_4X = (2, 2, 2), (4, 4, 4)
 
 
 class _Seen(NamedTuple):
-    """What all steps of a section share.
+    """The tensors that all steps of a section share.
 
     Attributes:
         tokens: of the frames that it sees, the farthest first, (1, tokens, width).
@@ -53,22 +53,22 @@ def predict(
         timestep: scalar.
         see: returns what the section sees. It is called here, because offloaded weights are on the device by now.
     """
-    config, seen = module.config, see()
+    config, context = module.config, see()
     _, _, frames, height, width = latents.shape
     frames, height, width = frames // config.patch_size_t, height // config.patch_size, width // config.patch_size
-    times, text = timestep.reshape(1), text.to(seen.tokens.dtype)
+    times, text = timestep.reshape(1), text.to(context.tokens.dtype)
     pooled, words = text[:, 0, : config.pooled_projection_dim], text[:, 1:]
-    own = module.x_embedder(latents.to(seen.tokens.dtype))
-    embedded, _ = module.time_text_embed(times, pooled, seen.guidance)
+    tokens = module.x_embedder(latents.to(context.tokens.dtype))
+    embedded, _ = module.time_text_embed(times, pooled, context.guidance)
     words = module.context_embedder(words, times, None)
     x = hunyuan_video.run_blocks(
         module,
-        torch.cat([seen.tokens, own], dim=1),
-        torch.cat([seen.image, words], dim=1),
+        torch.cat([context.tokens, tokens], dim=1),
+        torch.cat([context.image, words], dim=1),
         embedded,
-        seen.rotation,
+        context.rotation,
     )
-    return hunyuan_video.unpatched(x[:, seen.tokens.shape[1] :], frames, height, width, config)
+    return hunyuan_video.unpatched(x[:, context.tokens.shape[1] :], frames, height, width, config)
 
 
 class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
@@ -80,30 +80,30 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
 
     _forward = staticmethod(predict)
     _inputs: SectionInputs | None = None
-    _seen: _Seen | None = None
+    _context: _Seen | None = None
 
     def see(self, inputs: SectionInputs) -> None:
         """See `SectionDenoiser`; without CUDA graphs it is embedded in the next pass, when its weights are here."""
         self._inputs = inputs
         if self._graphed is None:
-            self._seen = None
+            self._context = None
         else:
-            self._seen = self._in_place(_embed(self._module, inputs, self.dtype), self._graphed)
+            self._context = self._in_place(_embed(self._module, inputs, self.dtype), self._graphed)
 
-    def _in_place(self, seen: _Seen, graphed: CudaGraphRunner) -> _Seen:
+    def _in_place(self, context: _Seen, graphed: CudaGraphRunner) -> _Seen:
         """Return what a section sees in the tensors that recorded passes read, if the shapes are the same."""
-        known = self._seen
-        if known is None or any(old.shape != new.shape for old, new in zip(known, seen, strict=True)):
+        stored = self._context
+        if stored is None or any(old.shape != new.shape for old, new in zip(stored, context, strict=True)):
             graphed.forget()
-            return seen
-        for old, new in zip(known, seen, strict=True):
+            return context
+        for old, new in zip(stored, context, strict=True):
             old.copy_(new)
-        return known
+        return stored
 
     def forget(self) -> None:
         """Free what the last section sees."""
         super().forget()
-        self._inputs = self._seen = None
+        self._inputs = self._context = None
 
     def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], torch.Tensor]) -> torch.Tensor:
         velocity: torch.Tensor = self._module(latents, timestep, text(), self._embedded)
@@ -111,10 +111,10 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
 
     def _embedded(self) -> _Seen:
         """Return what the section sees, embedded in its first pass."""
-        if self._seen is None:
+        if self._context is None:
             assert self._inputs is not None, "call `see` first"
-            self._seen, self._inputs = _embed(self._module, self._inputs, self.dtype), None
-        return self._seen
+            self._context, self._inputs = _embed(self._module, self._inputs, self.dtype), None
+        return self._context
 
 
 # Not in inference mode: offloading hooks change weights while the module runs.
@@ -132,12 +132,12 @@ def _embed(module: Any, inputs: SectionInputs, dtype: torch.dtype) -> _Seen:
 
     size = height // module.config.patch_size, width // module.config.patch_size
     every = [
-        [_compressed(one, size, _COMPRESSED_4X) for one in tables(section.history_4x)],
-        [_compressed(one, size, _COMPRESSED_2X) for one in tables(section.history_2x)],
+        [_compressed(table, size, _COMPRESSED_4X) for table in tables(section.history_4x)],
+        [_compressed(table, size, _COMPRESSED_2X) for table in tables(section.history_2x)],
         tables(section.clean),
         tables(section.latents),
     ]
-    cos, sin = rotation_tables(*(torch.cat(one)[None, :, None] for one in zip(*every, strict=True)))
+    cos, sin = rotation_tables(*(torch.cat(angles)[None, :, None] for angles in zip(*every, strict=True)))
     # In this order, as in diffusers: the scale is rounded to the dtype first.
     guidance = torch.tensor([inputs.guidance_scale], dtype=dtype, device=near.device) * 1000.0
     return _Seen(

@@ -335,14 +335,14 @@ class HunyuanVideoFamily(Family):
             ModelError: if it is incomplete, damaged or invalid.
         """
         with reading(directory.name):
-            found = read_configurations(directory, directory.name)
+            configs = read_configurations(directory, directory.name)
             sidecar = read_sidecar(directory, 1) or {"title": directory.name, "license": "unknown", **_CARD}
             return ModelSpec(
                 family="hunyuan_video",
                 name=name,
-                transformer=found.transformer,
-                **folder_fields(directory, found, _PROGRAMS),
-                **common_fields(found.transformer),
+                transformer=configs.transformer,
+                **folder_fields(directory, configs, _PROGRAMS),
+                **common_fields(configs.transformer),
                 **{"latent_rgb": None, **sidecar},
             )
 
@@ -355,10 +355,10 @@ class HunyuanVideoFamily(Family):
         with reading(title):
             read_configurations(directory, title)
 
-    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+    def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
-        fields = known_fields(known)
-        return ModelSpec(**fields, **_CARD, **common_fields(fields["transformer"]), **known.description(weights_dir))
+        fields = known_fields(model)
+        return ModelSpec(**fields, **_CARD, **common_fields(fields["transformer"]), **model.description(weights_dir))
 
 
 FAMILY: Family = HunyuanVideoFamily()
@@ -430,29 +430,29 @@ def read_configurations(directory: Path, title: str) -> Configurations:
     return Configurations(transformer, vae, encoders, scheduler, _SHIFT.validate_python(scheduler.get("shift")))
 
 
-def folder_fields(directory: Path, found: Configurations, components: Iterable[str]) -> dict[str, Any]:
+def folder_fields(directory: Path, configs: Configurations, components: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a spec that a folder decides, but the transformer."""
-    noise = noise_levels(found.scheduler)
+    noise = noise_levels(configs.scheduler)
     return {
         "directory": directory,
-        "vae": found.vae,
-        "scheduler": str(found.scheduler["_class_name"]),
+        "vae": configs.vae,
+        "scheduler": str(configs.scheduler["_class_name"]),
         "parameters": {part: parameters(directory, part) for part in components},
-        "encoders": found.encoders,
-        "flow_shift": found.shift,
+        "encoders": configs.encoders,
+        "flow_shift": configs.shift,
         # The pipeline gives the sigmas to the scheduler.
         "noise": replace(noise, spread="linear") if noise.spread == "euler" else noise,
     }
 
 
-def known_fields(known: KnownModel) -> dict[str, Any]:
+def known_fields(model: KnownModel) -> dict[str, Any]:
     """Return the fields of a spec that a published model's configurations decide."""
     return {
-        "transformer": _renamed(_TRANSFORMER, _TRANSFORMER_NAMES, known.configs["transformer"]),
-        "vae": _renamed(_VAE, _VAE_NAMES, known.configs["vae"]),
+        "transformer": _renamed(_TRANSFORMER, _TRANSFORMER_NAMES, model.configs["transformer"]),
+        "vae": _renamed(_VAE, _VAE_NAMES, model.configs["vae"]),
         "scheduler": "FlowMatchEulerDiscreteScheduler",
         "noise": _NOISE,
-        "encoders": _encoders(known.configs),
+        "encoders": _encoders(model.configs),
     }
 
 
@@ -462,8 +462,8 @@ def parameters(directory: Path, component: str) -> int:
     if component != "text_encoder":
         return count_parameters(folder)
     loaded = read_config(folder / "config.json")["num_hidden_layers"] - SKIPPED_LAYERS
-    found = ((_LLAMA_LAYER.match(name), count) for name, (_, count) in tensor_types(folder).items())
-    return sum(count for match, count in found if not match or (match[1] and int(match[1]) < loaded))
+    counts = ((_LLAMA_LAYER.match(name), count) for name, (_, count) in tensor_types(folder).items())
+    return sum(count for match, count in counts if not match or (match[1] and int(match[1]) < loaded))
 
 
 def _encoders(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TextEncoderSpec]:

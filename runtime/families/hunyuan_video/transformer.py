@@ -118,7 +118,7 @@ def double_step(
         The tokens after the block, shaped like `x` and `text`.
     """
     clip_layers, text_layers = _streams(block)
-    clip_rows, text_rows = (_modulation(one.norm1, embedded, 6) for one in (clip_layers, text_layers))
+    clip_rows, text_rows = (_modulation(layers.norm1, embedded, 6) for layers in (clip_layers, text_layers))
     heads, count = block.attn.heads, x.shape[1]
     own_rotation = rotation[0][:, :count], rotation[1][:, :count]
     # Nested calls, so that intermediate values are freed as soon as possible.
@@ -183,20 +183,20 @@ class EngineSteps:
             streams.append((layers, tokens, rows[:, 2:].contiguous(), weights, first))
             first += tokens.shape[1]
         attended = _attended_by(block, qkv)
-        made = []
+        results = []
         for layers, tokens, rows, weights, first in streams:
             (out,) = engines.outputs("block_feed_forward", tokens)
             for part in engines.chunks(tokens.shape[1]):
-                here, own = tokens[:, part], attended[:, first + part.start : first + part.stop]
+                here, attended_here = tokens[:, part], attended[:, first + part.start : first + part.stop]
                 engines.run(
                     "block_feed_forward",
-                    {"x": here, "attended": own, "modulation": rows},
+                    {"x": here, "attended": attended_here, "modulation": rows},
                     weights,
                     (out[:, part],),
-                    partial(_wide_feed_forward, layers, here, own, rows, dtype),
+                    partial(_wide_feed_forward, layers, here, attended_here, rows, dtype),
                 )
-            made.append(out)
-        return made[0], made[1]
+            results.append(out)
+        return results[0], results[1]
 
     def single(self, block: Any, both: torch.Tensor, embedded: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """See `single_step`."""
@@ -208,13 +208,13 @@ class EngineSteps:
         attended = _attended_by(block, qkv)
         (out,) = engines.outputs("block_single", both)
         for part in engines.chunks(both.shape[1]):
-            here, own = both[:, part], attended[:, part]
+            here, attended_here = both[:, part], attended[:, part]
             engines.run(
                 "block_single",
-                {"x": here, "attended": own, "modulation": rows},
+                {"x": here, "attended": attended_here, "modulation": rows},
                 weights,
                 (out[:, part],),
-                partial(_wide_single, block, here, own, rows, dtype),
+                partial(_wide_single, block, here, attended_here, rows, dtype),
             )
         return out
 
@@ -234,7 +234,7 @@ class EngineSteps:
         for part in self._engines.chunks(tokens.shape[1]):
             here, place = tokens[:, part], slice(first + part.start, first + part.stop)
             cos, sin = (angles[:, place] for angles in rotation)
-            written = tuple(one[:, place] for one in qkv)
+            written = tuple(tensor[:, place] for tensor in qkv)
             self._engines.run(
                 "block_qkv",
                 {"x": here, "modulation": rows, "cos": cos.squeeze(2), "sin": sin.squeeze(2)},
@@ -269,7 +269,7 @@ def _rows(norm: Any, embedded: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _attended_by(block: Any, qkv: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the result of attention of rotated queries, keys and values, (1, tokens, width)."""
-    attended: torch.Tensor = block.attend(*(one.unflatten(2, (block.attn.heads, -1)) for one in qkv))
+    attended: torch.Tensor = block.attend(*(tensor.unflatten(2, (block.attn.heads, -1)) for tensor in qkv))
     return attended.flatten(2).contiguous()
 
 
@@ -311,8 +311,8 @@ def _joined(of_clip: Qkv, of_text: Qkv) -> Qkv:
 
 def _modulation(norm: Any, embedded: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
     """Return the shifts, scales and gates of an adaptive norm, `rows` tensors of (1, 1, width)."""
-    found: torch.Tensor = norm.linear(norm.silu(embedded))
-    return found.unsqueeze(1).chunk(rows, dim=2)
+    vectors: torch.Tensor = norm.linear(norm.silu(embedded))
+    return vectors.unsqueeze(1).chunk(rows, dim=2)
 
 
 def _qkv(
@@ -390,8 +390,8 @@ def install(
             if not hasattr(block, "step"):
                 block.forward = MethodType(block_forward, block)
             block.attend = attend
-    for found in _fusible(module):
-        unfuse_if_stale(*found)
+    for layers in _fusible(module):
+        unfuse_if_stale(*layers)
     _use_steps(module, double, single, wide=wide)
 
 
@@ -407,7 +407,7 @@ def _use_steps(
 
 def fuse(module: Any) -> bool:
     """Fuse the blocks' projections of queries, keys and values, see `fused_layers.fuse`; return whether any was."""
-    fused = [fuse_layers(*found) for found in _fusible(module)]
+    fused = [fuse_layers(*layers) for layers in _fusible(module)]
     return any(fused)
 
 
@@ -493,9 +493,9 @@ def run_blocks(
     rotation = _with_text(rotation, text.shape[1])
     if shared is not None:
         shared.count = count + text.shape[1]
-        own, first = shared.own(torch.cat([x, text], dim=1)), shared.own_first(count)
+        tokens, first = shared.own(torch.cat([x, text], dim=1)), shared.own_first(count)
         # Copies with the strides of a block's results, so that blocks are compiled once.
-        x, text = (part.clone(memory_format=torch.contiguous_format) for part in own.tensor_split([first], dim=1))
+        x, text = (part.clone(memory_format=torch.contiguous_format) for part in tokens.tensor_split([first], dim=1))
         rotation = shared.own(rotation[0]), shared.own(rotation[1])
     if module.is_wide:
         x, text = x.float(), text.float()

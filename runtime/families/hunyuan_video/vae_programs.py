@@ -19,9 +19,9 @@ class MiddleBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `HunyuanVideoMidBlock3D.forward`; (1, channels, frames, height, width)."""
-        first, *others = self.block.resnets
+        first, *rest = self.block.resnets
         x = first(x)
-        for attention, resnet in zip(self.block.attentions, others, strict=True):
+        for attention, resnet in zip(self.block.attentions, rest, strict=True):
             x = resnet(x if attention is None else _attended(attention, x))
         return x
 

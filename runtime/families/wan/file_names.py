@@ -68,7 +68,7 @@ def config_of(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any
     width, patch_size = patch[0], list(patch[2:])
     if not (prod(patch) and prod(query) and prod(last)):
         return None
-    numbers = {int(found[2]) for name in shapes if (found := _BLOCK.fullmatch(name))}
+    numbers = {int(match[2]) for name in shapes if (match := _BLOCK.fullmatch(name))}
     config: dict[str, Any] = {
         "patch_size": patch_size,
         "in_channels": patch[1],
@@ -103,15 +103,15 @@ def experts(config: Mapping[str, Any], *, named: bool) -> int:
 
 def _heads(config: Mapping[str, Any], width: int, candidates: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the number of heads and their width."""
-    for other in candidates:
-        heads, head_dim = other.get("num_attention_heads"), other.get("attention_head_dim")
+    for candidate in candidates:
+        heads, head_dim = candidate.get("num_attention_heads"), candidate.get("attention_head_dim")
         if isinstance(heads, int) and isinstance(head_dim, int) and heads * head_dim == width:
             same = ("num_layers", "ffn_dim", "text_dim")
-            if all(other.get(name) == config[name] for name in same):
+            if all(candidate.get(name) == config[name] for name in same):
                 return {
                     "num_attention_heads": heads,
                     "attention_head_dim": head_dim,
-                    "rope_max_seq_len": other.get("rope_max_seq_len", _ROPE),
+                    "rope_max_seq_len": candidate.get("rope_max_seq_len", _ROPE),
                 }
     head_dim = _HEAD_DIM if width % _HEAD_DIM == 0 else width
     return {"num_attention_heads": width // head_dim, "attention_head_dim": head_dim, "rope_max_seq_len": _ROPE}

@@ -15,9 +15,9 @@ from runtime.models.spec import ModelSpec
 IMAGE_EMBEDDER = "condition_embedder.image_embedder"
 IN_BLOCKS = {
     **{
-        f"{original}.{one}": f"{diffusers}.{other}"
+        f"{original}.{source}": f"{diffusers}.{target}"
         for original, diffusers in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for one, other in (
+        for source, target in (
             ("q", "to_q"),
             ("k", "to_k"),
             ("v", "to_v"),

@@ -120,9 +120,9 @@ def text_encoder_config(shapes: Mapping[str, Shape], _candidates: Sequence[Mappi
     block = "encoder.block.0"
     names = (f"{_ATTENTION}.q", f"{_ATTENTION}.relative_attention_bias", f"{_FEED_FORWARD}.wi_0")
     table: Shape = shapes.get("shared.weight", ())
-    found: list[Shape] = [shapes.get(f"{block}.{name}.weight", ()) for name in names]
-    query, bias, wide = found
-    if [len(shape) for shape in (*found, table)] != [_MATRIX] * 4 or not bias[1]:
+    block_shapes: list[Shape] = [shapes.get(f"{block}.{name}.weight", ()) for name in names]
+    query, bias, wide = block_shapes
+    if [len(shape) for shape in (*block_shapes, table)] != [_MATRIX] * 4 or not bias[1]:
         return None
     numbers = {name.split(".")[2] for name in shapes if name.startswith("encoder.block.")}
     return {
@@ -141,14 +141,14 @@ def text_encoder_config(shapes: Mapping[str, Shape], _candidates: Sequence[Mappi
 def text_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shape of every parameter of UMT5's encoder, by name."""
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
-    found: dict[str, Shape] = {
+    shapes: dict[str, Shape] = {
         "shared.weight": (config["vocab_size"], width),
         "encoder.final_layer_norm.weight": (width,),
     }
     for number in range(config["num_layers"]):
         block = f"encoder.block.{number}"
-        found |= {f"{block}.{_ATTENTION}.{name}.weight": (inner, width) for name in "qkv"}
-        found |= {
+        shapes |= {f"{block}.{_ATTENTION}.{name}.weight": (inner, width) for name in "qkv"}
+        shapes |= {
             f"{block}.{_ATTENTION}.o.weight": (width, inner),
             f"{block}.{_ATTENTION}.relative_attention_bias.weight": (
                 config["relative_attention_num_buckets"],
@@ -160,7 +160,7 @@ def text_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
             f"{block}.layer.0.layer_norm.weight": (width,),
             f"{block}.layer.1.layer_norm.weight": (width,),
         }
-    return found
+    return shapes
 
 
 def image_encoder_names(names: Sequence[str]) -> dict[str, str]:
@@ -186,7 +186,7 @@ def image_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shape of every parameter of CLIP's vision model, by name."""
     values = {**_IMAGE_ENCODER_DEFAULTS, **config}
     width, inner, patch = values["hidden_size"], values["intermediate_size"], values["patch_size"]
-    found: dict[str, Shape] = {
+    shapes: dict[str, Shape] = {
         "embeddings.class_embedding": (width,),
         "embeddings.patch_embedding.weight": (width, values["num_channels"], patch, patch),
         "embeddings.position_embedding.weight": ((values["image_size"] // patch) ** 2 + 1, width),
@@ -196,10 +196,10 @@ def image_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
     for number in range(values["num_hidden_layers"]):
         block = f"encoder.layers.{number}"
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found |= _layer(f"{block}.self_attn.{name}", (width, width))
-        found |= _layer(f"{block}.mlp.fc1", (inner, width)) | _layer(f"{block}.mlp.fc2", (width, inner))
-        found |= _layer(f"{block}.layer_norm1", (width,)) | _layer(f"{block}.layer_norm2", (width,))
-    return found
+            shapes |= _layer(f"{block}.self_attn.{name}", (width, width))
+        shapes |= _layer(f"{block}.mlp.fc1", (inner, width)) | _layer(f"{block}.mlp.fc2", (width, inner))
+        shapes |= _layer(f"{block}.layer_norm1", (width,)) | _layer(f"{block}.layer_norm2", (width,))
+    return shapes
 
 
 def weights(component: str, config: Mapping[str, Any]) -> dict[str, Shape] | None:
@@ -233,10 +233,10 @@ def _vae_name(name: str) -> str:
     if level is None:
         return _inside(_renamed(name, _VAE_OUTSIDE))
     side, number, rest = level[1], int(level[2]), _inside(level[3])
-    own = _IN_LEVEL.fullmatch(rest)
-    if own is not None:
-        part = f"{own[1]}sampler" if own[3].startswith(_RESIZING) else f"resnets.{own[2]}"
-        return f"{side}_blocks.{number}.{part}.{own[3]}"
+    match = _IN_LEVEL.fullmatch(rest)
+    if match is not None:
+        part = f"{match[1]}sampler" if match[3].startswith(_RESIZING) else f"resnets.{match[2]}"
+        return f"{side}_blocks.{number}.{part}.{match[3]}"
     if side == "encoder.down":
         return f"encoder.down_blocks.{number}.{rest}"
     block, place = divmod(number, _RESNETS + 1)
@@ -257,7 +257,7 @@ def vae_config(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, An
     Args:
         candidates: valid configurations of known and installed VAEs: what latents are normalised with is in no file.
     """
-    found: list[dict[str, Any]] = []
+    matches: list[dict[str, Any]] = []
     for config in candidates:
         base, patch = config["base_dim"], config.get("patch_size") or 1
         decoder = config.get("decoder_base_dim") or base
@@ -274,9 +274,9 @@ def vae_config(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, An
             "decoder.conv_out.weight": (channels, decoder * multiples[0], 3, 3, 3),
         }
         if all(shapes.get(name) == shape for name, shape in signs.items()):
-            found.append(dict(config))
+            matches.append(dict(config))
     # Several may have the same sizes at both ends.
-    return next((config for config in found if vae_parameters(config) == shapes), found[0] if found else None)
+    return next((config for config in matches if vae_parameters(config) == shapes), matches[0] if matches else None)
 
 
 def vae_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
@@ -285,33 +285,33 @@ def vae_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
     blocks, channels = config["num_res_blocks"], 3 * (config.get("patch_size") or 1) ** 2
     base = config["base_dim"]
     dims = [base * multiple for multiple in (1, *multiples)]
-    found = _layer("encoder.conv_in", (base, channels, 3, 3, 3))
+    shapes = _layer("encoder.conv_in", (base, channels, 3, 3, 3))
     number = 0
     for level, (before, out) in enumerate(pairwise(dims)):
         for block in range(blocks):
             name = f"encoder.down_blocks.{level}.resnets.{block}" if residual else f"encoder.down_blocks.{number}"
-            found |= _residual_block(name, out if block else before, out)
+            shapes |= _residual_block(name, out if block else before, out)
             number += 1
         if level < len(multiples) - 1:
             name = f"encoder.down_blocks.{level}.downsampler" if residual else f"encoder.down_blocks.{number}"
-            found |= _layer(f"{name}.resample.1", (out, out, 3, 3))
+            shapes |= _layer(f"{name}.resample.1", (out, out, 3, 3))
             if config["temperal_downsample"][level]:
-                found |= _layer(f"{name}.time_conv", (out, out, 3, 1, 1))
+                shapes |= _layer(f"{name}.time_conv", (out, out, 3, 1, 1))
             number += 1
-    found |= _middle_and_last("encoder", dims[-1], dims[-1], 2 * z_dim)
-    found |= _layer("quant_conv", (2 * z_dim, 2 * z_dim, 1, 1, 1)) | _layer("post_quant_conv", (z_dim, z_dim, 1, 1, 1))
+    shapes |= _middle_and_last("encoder", dims[-1], dims[-1], 2 * z_dim)
+    shapes |= _layer("quant_conv", (2 * z_dim, 2 * z_dim, 1, 1, 1)) | _layer("post_quant_conv", (z_dim, z_dim, 1, 1, 1))
     dims = [(config.get("decoder_base_dim") or base) * multiple for multiple in (multiples[-1], *reversed(multiples))]
-    found |= _layer("decoder.conv_in", (dims[0], z_dim, 3, 3, 3))
+    shapes |= _layer("decoder.conv_in", (dims[0], z_dim, 3, 3, 3))
     for level, (before, out) in enumerate(pairwise(dims)):
         name, enters = f"decoder.up_blocks.{level}", before if residual or not level else before // 2
         for block in range(blocks + 1):
-            found |= _residual_block(f"{name}.resnets.{block}", out if block else enters, out)
+            shapes |= _residual_block(f"{name}.resnets.{block}", out if block else enters, out)
         if level < len(multiples) - 1:
             name = f"{name}.upsampler" if residual else f"{name}.upsamplers.0"
-            found |= _layer(f"{name}.resample.1", (out if residual else out // 2, out, 3, 3))
+            shapes |= _layer(f"{name}.resample.1", (out if residual else out // 2, out, 3, 3))
             if config["temperal_downsample"][-1 - level]:
-                found |= _layer(f"{name}.time_conv", (2 * out, out, 3, 1, 1))
-    return found | _middle_and_last("decoder", dims[0], dims[-1], channels)
+                shapes |= _layer(f"{name}.time_conv", (2 * out, out, 3, 1, 1))
+    return shapes | _middle_and_last("decoder", dims[0], dims[-1], channels)
 
 
 def _middle_and_last(side: str, middle: int, last: int, channels: int) -> dict[str, Shape]:

@@ -39,10 +39,10 @@ class TextEncoderForm(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings (1, length, width), float32, zero in the padding; both inputs are (1, length) int64."""
         x = F.embedding(input_ids, self.embed_tokens.weight)
-        seen = attention_mask.bool()[:, None, None, :]
+        token_mask = attention_mask.bool()[:, None, None, :]
         for block in self.block:
             attention, feed_forward = block.layer
-            x = x + _attend_text(attention.SelfAttention, _t5_norm(attention.layer_norm, x), seen, self.buckets)
+            x = x + _attend_text(attention.SelfAttention, _t5_norm(attention.layer_norm, x), token_mask, self.buckets)
             dense = feed_forward.DenseReluDense
             y = _t5_norm(feed_forward.layer_norm, x)
             y = dense.act(dense.wi_0(y)) * dense.wi_1(y) if hasattr(dense, "wi_0") else dense.act(dense.wi(y))
@@ -56,14 +56,14 @@ def _t5_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return scaled
 
 
-def _attend_text(attention: Any, x: torch.Tensor, seen: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+def _attend_text(attention: Any, x: torch.Tensor, token_mask: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
     """Attend with a bias per relative position; UMT5 does not scale the products."""
     q, k, v = (
         project(x).view(1, x.shape[1], attention.n_heads, -1).transpose(1, 2)
         for project in (attention.q, attention.k, attention.v)
     )
     bias = F.embedding(buckets, attention.relative_attention_bias.weight).permute(2, 0, 1).unsqueeze(0)
-    bias = bias.to(q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)
+    bias = bias.to(q.dtype).masked_fill(~token_mask, torch.finfo(q.dtype).min)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
     out: torch.Tensor = attention.o(y.transpose(1, 2).flatten(2))
     return out
@@ -162,9 +162,9 @@ class TransformerForm(nn.Module):
         x = x.permute(1, 3, 5, 0, 2, 4, 6).reshape(1, grid[0] * grid[1] * grid[2], c * pt * ph * pw)
         x = F.linear(x, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias).float()
         rotation = self._rotation(grid)
-        given = None
+        first_mask = None
         if timestep.shape[0] > 1:
-            given = (torch.arange(grid[0], device=x.device) == 0).view(-1, 1, 1).expand(grid).reshape(1, -1, 1)
+            first_mask = (torch.arange(grid[0], device=x.device) == 0).view(-1, 1, 1).expand(grid).reshape(1, -1, 1)
         embedder = self.condition_embedder
         time = embedder.time_embedder(self._sinusoid(timestep).to(embedder.time_embedder.linear_1.weight.dtype))
         time = time.to(dtype)
@@ -181,8 +181,8 @@ class TransformerForm(nn.Module):
             weights = torch.cat([once, text_padding.log().view(1, 1)], dim=1).view(1, 1, 1, -1).to(dtype)
         text = embedder.text_embedder(text_embeds.to(dtype))
         for block in self.blocks:
-            x = self._block(block, x, (text, weights, image), (modulation, given), rotation)
-        shift, scale = _by_token(self.scale_shift_table + time.unsqueeze(1), given)
+            x = self._block(block, x, (text, weights, image), (modulation, first_mask), rotation)
+        shift, scale = _by_token(self.scale_shift_table + time.unsqueeze(1), first_mask)
         out: torch.Tensor = self.proj_out((self._layer_norm(x) * (1 + scale) + shift).to(dtype)).float()
         out = out.view(*grid, pt, ph, pw, self._channels_out)
         return out.permute(6, 0, 3, 1, 4, 2, 5).reshape(1, self._channels_out, frames, height, width)
@@ -224,9 +224,9 @@ class TransformerForm(nn.Module):
         rotation: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Return `x`, (1, tokens, width), float32, after one block."""
-        dtype, (vectors, given) = text[0].dtype, modulation
+        dtype, (vectors, first_mask) = text[0].dtype, modulation
         table = block.scale_shift_table + vectors.float()
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = _by_token(table, given)
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = _by_token(table, first_mask)
         normed = (self._layer_norm(x) * (1 + scale) + shift).to(dtype)
         x = x + self._attend(block.attn1, normed, (normed, None, None), rotation).float() * gate
         norm = block.norm2
@@ -271,14 +271,14 @@ class TransformerForm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), eps=self._eps)
 
 
-def _by_token(table: torch.Tensor, given: torch.Tensor | None) -> list[torch.Tensor]:
+def _by_token(table: torch.Tensor, first_mask: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the rows of `table`, (timesteps, rows, width), each (1, 1 or tokens, width).
 
     Args:
-        given: (1, tokens, 1), whether a token has the first of two timesteps; `None` for one timestep.
+        first_mask: (1, tokens, 1), whether a token has the first of two timesteps; `None` for one timestep.
     """
     rows = list(table.chunk(table.shape[1], dim=1))
-    return rows if given is None else [torch.where(given, row[:1], row[1:]) for row in rows]
+    return rows if first_mask is None else [torch.where(first_mask, row[:1], row[1:]) for row in rows]
 
 
 def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:

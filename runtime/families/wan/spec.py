@@ -250,16 +250,16 @@ class VaeSpec:
             level_input = (2 if self.is_residual else 1) * frames * enters
             for block in range(self.num_res_blocks + 1):
                 channels = out if block else enters
-                held = level_input + (frames * out if block or channels != out else 0)
+                live_values = level_input + (frames * out if block or channels != out else 0)
                 for c in (channels, out):
                     convolution = frames * c + 2 * (frames + 2) * c + 2 * frames * out + 2 * c
                     if cpu and c * (frames + 2) * rows <= _UNFOLDED:
                         convolution += (_KERNEL - 1) * frames * c - 2 * c - frames * out
-                    most = max(most, positions * (held + convolution))
+                    most = max(most, positions * (live_values + convolution))
                 # In 16 bits, the norm before the second convolution: its input without and with the bias, in
                 # float32, and its result.
                 lifted = 2 * frames * out * _FLOAT32 // element_bytes
-                most = max(most, positions * (held + 2 * frames * out + lifted))
+                most = max(most, positions * (live_values + 2 * frames * out + lifted))
             if level < len(self.dim_mult) - 1:
                 frames = 2 * frames if upsample_time[level] and not first else frames
                 rows *= 2
@@ -392,28 +392,28 @@ class WanFamily(Family):
             ModelError: if it is incomplete, damaged or invalid.
         """
         with reading(directory.name):
-            found = _read_configurations(directory, directory.name)
-            experts = len(found.experts)
+            configs = _read_configurations(directory, directory.name)
+            experts = len(configs.experts)
             sidecar = read_sidecar(directory, experts) or {
                 "title": directory.name,
                 "license": "unknown",
                 "latent_rgb": None,
-                **card_defaults(found.vae, experts, found.image_input),
+                **card_defaults(configs.vae, experts, configs.image_input),
             }
-            return _spec(directory, name, found, {}, sidecar)
+            return _spec(directory, name, configs, {}, sidecar)
 
     def assemble(
-        self, directory: Path, name: str, files: Mapping[str, WeightFiles], known: KnownModel | None
+        self, directory: Path, name: str, files: Mapping[str, WeightFiles], model: KnownModel | None
     ) -> ModelSpec:
         """See `registry.Family`."""
         with reading(directory.name):
-            found = _read_configurations(directory, directory.name, files, known)
-            card = card_defaults(found.vae, len(found.experts), found.image_input)
+            configs = _read_configurations(directory, directory.name, files, model)
+            card = card_defaults(configs.vae, len(configs.experts), configs.image_input)
             about = {"title": name, "license": "unknown", "latent_rgb": None}
-            if known is not None:
-                about |= {"title": known.title, "license": known.license, "about": known.about}
-                card = _with_sizes(card, known.sizes)
-            return _spec(directory, name, found, files, {**about, **card})
+            if model is not None:
+                about |= {"title": model.title, "license": model.license, "about": model.about}
+                card = _with_sizes(card, model.sizes)
+            return _spec(directory, name, configs, files, {**about, **card})
 
     def check(self, directory: Path, title: str) -> None:
         """Check a folder's configurations.
@@ -424,28 +424,28 @@ class WanFamily(Family):
         with reading(title):
             _read_configurations(directory, title)
 
-    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+    def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
-        vae = vae_spec(dict(known.configs["vae"]))
-        transformer = transformer_spec(dict(known.configs["transformer"]))
-        encoder = known.configs.get("image_encoder")
-        image_input = _image_input(transformer, vae, encoder, expand_timesteps=known.expand_timesteps)
-        card = card_defaults(vae, known.experts, image_input)
+        vae = vae_spec(dict(model.configs["vae"]))
+        transformer = transformer_spec(dict(model.configs["transformer"]))
+        encoder = model.configs.get("image_encoder")
+        image_input = _image_input(transformer, vae, encoder, expand_timesteps=model.expand_timesteps)
+        card = card_defaults(vae, model.experts, image_input)
         return ModelSpec(
             transformer=transformer,
-            experts=known.experts,
+            experts=model.experts,
             vae=vae,
-            boundary_ratio=known.boundary_ratio,
+            boundary_ratio=model.boundary_ratio,
             scheduler=_SCHEDULER,
-            expand_timesteps=known.expand_timesteps,
+            expand_timesteps=model.expand_timesteps,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
-            encoders={"text_encoder": _TEXT_ENCODER.validate_python(known.configs["text_encoder"]).spec},
-            programs=_programs(known.experts, image_input),
+            encoders={"text_encoder": _TEXT_ENCODER.validate_python(model.configs["text_encoder"]).spec},
+            programs=_programs(model.experts, image_input),
             image_input=image_input,
-            block_programs=_block_programs([known.configs["transformer"]]),
+            block_programs=_block_programs([model.configs["transformer"]]),
             noise=_NOISE,
-            **_with_sizes(card, known.sizes),
-            **known.description(weights_dir),
+            **_with_sizes(card, model.sizes),
+            **model.description(weights_dir),
         )
 
 
@@ -455,7 +455,7 @@ FAMILY: Family = WanFamily()
 def _spec(
     directory: Path,
     name: str,
-    found: "_Configurations",
+    configs: "_Configurations",
     files: Mapping[str, WeightFiles],
     described: Mapping[str, Any],
 ) -> ModelSpec:
@@ -464,7 +464,7 @@ def _spec(
     Args:
         described: the fields of the spec that are not in diffusers' configurations.
     """
-    programs = _programs(len(found.experts), found.image_input)
+    programs = _programs(len(configs.experts), configs.image_input)
     if VAE_ENCODER in programs and "vae" in files:
         files = {**files, VAE_ENCODER: files["vae"]}
     counted = {
@@ -474,20 +474,20 @@ def _spec(
         family="wan",
         name=name,
         directory=directory,
-        transformer=found.transformer,
-        experts=len(found.experts),
-        vae=found.vae,
-        boundary_ratio=found.boundary_ratio,
-        scheduler=str(found.scheduler["_class_name"]),
-        expand_timesteps=bool(found.pipeline.get("expand_timesteps", False)),
+        transformer=configs.transformer,
+        experts=len(configs.experts),
+        vae=configs.vae,
+        boundary_ratio=configs.boundary_ratio,
+        scheduler=str(configs.scheduler["_class_name"]),
+        expand_timesteps=bool(configs.pipeline.get("expand_timesteps", False)),
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         parameters=counted,
-        encoders={"text_encoder": found.text_encoder},
+        encoders={"text_encoder": configs.text_encoder},
         programs=programs,
-        image_input=found.image_input,
-        block_programs=_block_programs(list(found.experts.values())),
-        flow_shift=found.flow_shift,
-        noise=noise_levels(found.scheduler),
+        image_input=configs.image_input,
+        block_programs=_block_programs(list(configs.experts.values())),
+        flow_shift=configs.flow_shift,
+        noise=noise_levels(configs.scheduler),
         files=files,
         **described,
     )
@@ -508,13 +508,13 @@ class _Configurations(NamedTuple):
 
 
 def _read_configurations(
-    directory: Path, title: str, files: Mapping[str, WeightFiles] | None = None, known: KnownModel | None = None
+    directory: Path, title: str, files: Mapping[str, WeightFiles] | None = None, model: KnownModel | None = None
 ) -> _Configurations:
     """Read and check all configurations of a folder, before a library reads one.
 
     Args:
         files: instead of the folder's components, which may be missing, as may the pipeline's configuration.
-        known: the published model with these transformers, whose boundary and timesteps replace the pipeline's.
+        model: the published model with these transformers, whose boundary and timesteps replace the pipeline's.
 
     Raises:
         KeyError, TypeError, ValueError: if one is incomplete or wrong.
@@ -523,19 +523,19 @@ def _read_configurations(
     experts: dict[str, Mapping[str, Any]]
     if files:
         index = read_config(directory / "model_index.json") if (directory / "model_index.json").exists() else {}
-        experts = {expert: own.config for expert, own in files.items() if is_transformer(expert)}
-        own = directory / "transformer" / "config.json"
+        experts = {expert: part.config for expert, part in files.items() if is_transformer(expert)}
+        path = directory / "transformer" / "config.json"
         channels = next(iter(experts.values()))["in_channels"]
-        if len(experts) == 1 or (own.exists() and read_config(own).get("in_channels") != channels):
+        if len(experts) == 1 or (path.exists() and read_config(path).get("in_channels") != channels):
             index["boundary_ratio"] = None  # of the folder's model, which is another one
-        if known is not None:
-            index |= {"boundary_ratio": known.boundary_ratio, "expand_timesteps": known.expand_timesteps}
+        if model is not None:
+            index |= {"boundary_ratio": model.boundary_ratio, "expand_timesteps": model.expand_timesteps}
     else:
         index = read_config(directory / "model_index.json")
         names = ["transformer", "transformer_2"][: 2 if has_component(index, "transformer_2") else 1]
         experts = {expert: read_config(directory / expert / "config.json") for expert in names}
-    transformer, *others = [transformer_spec(config) for config in experts.values()]
-    if any(other != transformer for other in others):
+    transformer, *rest = [transformer_spec(config) for config in experts.values()]
+    if any(expert_spec != transformer for expert_spec in rest):
         raise ModelError("model.experts_differ", model=title)
     vae = vae_spec(_config_of(directory, "vae", files))
     encoder = None
@@ -548,10 +548,10 @@ def _read_configurations(
     if image_input is None and vae.z_dim != transformer.in_channels:
         raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
     boundary_ratio = _BOUNDARY_RATIO.validate_python(index.get("boundary_ratio"))
-    if others and boundary_ratio is None:
+    if rest and boundary_ratio is None:
         value = _BOUNDARY if image_input is None else _IMAGE_BOUNDARY
         boundary_ratio = value if files else None
-    if others and boundary_ratio is None:
+    if rest and boundary_ratio is None:
         raise ModelError("model.boundary_missing", model=title, value=value, file=directory / "model_index.json")
     text_encoder = _TEXT_ENCODER.validate_python(_config_of(directory, "text_encoder", files)).spec
     scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
@@ -574,15 +574,15 @@ def _parameters_of(files: WeightFiles, component: str) -> int:
     """Return the number of weights of a component in files; see `_parameters`."""
     if component != VAE_ENCODER:
         return files.parameters
-    return sum(own.elements for name, own in files.weights.items() if name.startswith(_OF_ENCODER))
+    return sum(weight.elements for name, weight in files.weights.items() if name.startswith(_OF_ENCODER))
 
 
 def _parameters(directory: Path, component: str) -> int:
     """Return the number of weights of a component; the VAE's are those of both its parts."""
     folder = directory / folder_of(component)
     if component == VAE_ENCODER:
-        found = tensor_types(folder).items()
-        return sum(count for name, (_, count) in found if name.startswith(_OF_ENCODER))
+        counts = tensor_types(folder).items()
+        return sum(count for name, (_, count) in counts if name.startswith(_OF_ENCODER))
     return count_parameters(folder, _TIED)
 
 
@@ -657,9 +657,9 @@ def vae_spec(config: Mapping[str, Any]) -> VaeSpec:
     Raises:
         ValueError: if it is incomplete or wrong.
     """
-    given = {name: value for name, value in config.items() if value is not None}
-    _ENCODER.validate_python(given)
-    vae = _VAE.validate_python({"decoder_base_dim": given.get("base_dim"), **given})
+    fields = {name: value for name, value in config.items() if value is not None}
+    _ENCODER.validate_python(fields)
+    vae = _VAE.validate_python({"decoder_base_dim": fields.get("base_dim"), **fields})
     if len(vae.temperal_downsample) != len(vae.dim_mult) - 1:
         raise ValueError("temperal_downsample")
     return vae

@@ -48,7 +48,7 @@ _CACHED_TEXTS = 2
 
 
 def block_step(
-    block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation, given: int = 0
+    block: Any, x: torch.Tensor, text: BlockText, modulation: torch.Tensor, rotation: Rotation, first_count: int = 0
 ) -> torch.Tensor:
     """Run one block. The function is compiled as a whole.
 
@@ -57,7 +57,7 @@ def block_step(
         text: see `BlockText`.
         modulation: (timesteps, 6, width), in the model's dtype.
         rotation: from `rotation_tables`.
-        given: the number of first tokens that have the first of two timesteps.
+        first_count: the number of first tokens that have the first of two timesteps.
 
     Returns:
         The hidden states after the block, shaped like `x`.
@@ -66,14 +66,16 @@ def block_step(
     # Nested calls, so that intermediate values are freed as soon as possible.
     x = _add_in_float32(
         x,
-        _self_attended(block, block.attend(*block_qkv(block, x, table, rotation, given)).flatten(2), table, given),
+        _self_attended(
+            block, block.attend(*block_qkv(block, x, table, rotation, first_count)).flatten(2), table, first_count
+        ),
     )
     x = x + block.attn2.to_out[0](_attend_text(block, _text_query(block, x), text))
-    return _add_feed_forward(block, x, table, given)
+    return _add_feed_forward(block, x, table, first_count)
 
 
 def block_qkv(
-    block: Any, x: torch.Tensor, table: torch.Tensor, rotation: Rotation, given: int = 0
+    block: Any, x: torch.Tensor, table: torch.Tensor, rotation: Rotation, first_count: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values of self-attention, each (batch, tokens, heads, head width).
 
@@ -83,9 +85,9 @@ def block_qkv(
         x: hidden states, (batch, tokens, width), in the dtype of the block's arithmetic or float32.
         table: modulation with the block's table added, (timesteps, 6, width), float32.
         rotation: of these tokens.
-        given: see `block_step`.
+        first_count: see `block_step`.
     """
-    attn, (shift, scale) = block.attn1, _by_token(table[:, :2], x.shape[1], given)
+    attn, (shift, scale) = block.attn1, _by_token(table[:, :2], x.shape[1], first_count)
     normed = (block.norm1(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
     if hasattr(attn, "to_qkv"):
         q, k, v = attn.to_qkv(normed).chunk(3, dim=-1)
@@ -118,10 +120,10 @@ def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     image = None
     if attn.add_k_proj is not None:
         image, text = text[:, :-MAX_SEQUENCE_LENGTH], text[:, -MAX_SEQUENCE_LENGTH:]
-    found = [attn.norm_k(attn.to_k(text)), attn.to_v(text)]
+    projections = [attn.norm_k(attn.to_k(text)), attn.to_v(text)]
     if image is not None:
-        found += [attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)]
-    return tuple(one.unflatten(2, (attn.heads, -1)) for one in found)
+        projections += [attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)]
+    return tuple(tensor.unflatten(2, (attn.heads, -1)) for tensor in projections)
 
 
 def _add_in_float32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -133,24 +135,24 @@ def _add_in_float32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x.float() + y).to(x.dtype)
 
 
-def _by_token(table: torch.Tensor, tokens: int, given: int) -> list[torch.Tensor]:
+def _by_token(table: torch.Tensor, tokens: int, first_count: int) -> list[torch.Tensor]:
     """Return the rows of `table`, (timesteps, rows, width), each (1, 1 or tokens, width).
 
     Args:
-        given: the number of first tokens that have the first of two timesteps.
+        first_count: the number of first tokens that have the first of two timesteps.
     """
-    if len(table) > 1 and not 0 < given < tokens:
-        table = table[:1] if given else table[1:]
+    if len(table) > 1 and not 0 < first_count < tokens:
+        table = table[:1] if first_count else table[1:]
     rows = list(table.chunk(table.shape[1], dim=1))
     if len(table) == 1:
         return rows
-    first = (torch.arange(tokens, device=table.device) < given)[None, :, None]
+    first = (torch.arange(tokens, device=table.device) < first_count)[None, :, None]
     return [torch.where(first, row[:1], row[1:]) for row in rows]
 
 
-def _self_attended(block: Any, attended: torch.Tensor, table: torch.Tensor, given: int = 0) -> torch.Tensor:
+def _self_attended(block: Any, attended: torch.Tensor, table: torch.Tensor, first_count: int = 0) -> torch.Tensor:
     """Return what self-attention adds to the hidden states, (batch, tokens, width), float32."""
-    (gate,) = _by_token(table[:, 2:3], attended.shape[1], given)
+    (gate,) = _by_token(table[:, 2:3], attended.shape[1], first_count)
     out: torch.Tensor = block.attn1.to_out[0](attended) * gate
     return out
 
@@ -169,8 +171,8 @@ def _attend_text(block: Any, query: torch.Tensor, text: BlockText) -> torch.Tens
     return attended.flatten(2)
 
 
-def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor, given: int = 0) -> torch.Tensor:
-    shift, scale, gate = _by_token(table[:, 3:], x.shape[1], given)
+def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor, first_count: int = 0) -> torch.Tensor:
+    shift, scale, gate = _by_token(table[:, 3:], x.shape[1], first_count)
     normed = (block.norm3(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
     return _add_in_float32(x, _feed_forward(block.ffn, normed).float() * gate)
 
@@ -197,43 +199,43 @@ class EngineStep:
         text: BlockText,
         modulation: torch.Tensor,
         rotation: Rotation,
-        given: int = 0,
+        first_count: int = 0,
     ) -> torch.Tensor:
         """See `block_step`; `x` is not modified."""
         engines, x = self._engines, x.contiguous()
-        parts = self._parts(x.shape[1], block.scale_shift_table + modulation.float(), given)
+        parts = self._parts(x.shape[1], block.scale_shift_table + modulation.float(), first_count)
         weights = engines.weights(block, x.device)
         attended = self._attend(block, x, parts, rotation, weights)
         if isinstance(text, torch.Tensor):
             text = keys_and_values(block.attn2, text)
         (out,) = engines.outputs("block_feed_forward", x)
         for part, table in parts:
-            here, own = x[:, part], attended[:, part]
+            here, attended_here = x[:, part], attended[:, part]
             stream, query = engines.outputs("block_query", here)
             engines.run(
                 "block_query",
-                {"x": here, "attended": own, "modulation": table},
+                {"x": here, "attended": attended_here, "modulation": table},
                 weights,
                 (stream, query),
-                partial(block_query, block, here, own, table),
+                partial(block_query, block, here, attended_here, table),
             )
-            found = _attend_text(block, query, text).contiguous()
+            text_attended = _attend_text(block, query, text).contiguous()
             engines.run(
                 "block_feed_forward",
-                {"x": stream, "attended": found, "modulation": table},
+                {"x": stream, "attended": text_attended, "modulation": table},
                 weights,
                 (out[:, part],),
-                partial(block_feed_forward, block, stream, found, table),
+                partial(block_feed_forward, block, stream, text_attended, table),
             )
         return out
 
-    def _parts(self, tokens: int, table: torch.Tensor, given: int) -> list[tuple[slice, torch.Tensor]]:
+    def _parts(self, tokens: int, table: torch.Tensor, first_count: int) -> list[tuple[slice, torch.Tensor]]:
         """Return the chunks of tokens, each with its modulation, (1, 6, width)."""
-        given = min(given, tokens) if len(table) > 1 else 0
-        rows = (table[:1], 0, given), (table[-1:], given, tokens)
+        first_count = min(first_count, tokens) if len(table) > 1 else 0
+        rows = (table[:1], 0, first_count), (table[-1:], first_count, tokens)
         return [
-            (slice(start + part.start, start + part.stop), own)
-            for own, start, end in rows
+            (slice(start + part.start, start + part.stop), modulation)
+            for modulation, start, end in rows
             if end > start
             for part in self._engines.chunks(end - start)
         ]
@@ -255,10 +257,10 @@ class EngineStep:
                 "block_qkv",
                 {"x": x[:, part], "modulation": table, "cos": cos.squeeze(2), "sin": sin.squeeze(2)},
                 weights,
-                tuple(one[:, part] for one in projections),
+                tuple(tensor[:, part] for tensor in projections),
                 partial(block_qkv, block, x[:, part], table, (cos, sin)),
             )
-        attended: torch.Tensor = block.attend(*(one.unflatten(2, (block.attn1.heads, -1)) for one in projections))
+        attended: torch.Tensor = block.attend(*(tensor.unflatten(2, (block.attn1.heads, -1)) for tensor in projections))
         return attended.flatten(2).contiguous()
 
 
@@ -275,15 +277,15 @@ class TextState:
     def __init__(self, projected: torch.Tensor, blocks: Sequence[Any] | None) -> None:
         self._projected = projected
         self._blocks = blocks
-        self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._keys_values: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def for_block(self, index: int) -> BlockText:
         """Return the text as block `index` takes it."""
         if self._blocks is None:
             return self._projected
-        if index not in self._kept:
-            self._kept[index] = keys_and_values(self._blocks[index].attn2, self._projected)
-        return self._kept[index]
+        if index not in self._keys_values:
+            self._keys_values[index] = keys_and_values(self._blocks[index].attn2, self._projected)
+        return self._keys_values[index]
 
 
 def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> TextState:
@@ -341,10 +343,10 @@ def _block_forward(
     encoder_hidden_states: BlockText,
     temb: torch.Tensor,
     rotary_emb: Rotation,
-    given: int = 0,
+    first_count: int = 0,
 ) -> torch.Tensor:
     """Run one block. The signature begins as that of diffusers' block, but the text may be keys and values."""
-    out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb, given)
+    out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb, first_count)
     return out
 
 
@@ -378,10 +380,10 @@ def _forward(
         text = project_text(self, text, keys_values=False)
     elif not isinstance(text, TextState):
         text = text()
-    given = self.own_first(grid[1] * grid[2]) if len(timestep) > 1 else 0
+    first_count = self.own_first(grid[1] * grid[2]) if len(timestep) > 1 else 0
     for index, block in enumerate(self.blocks):
-        x = block(x, text.for_block(index), modulation, rotation, given)
-    shift, scale = _by_token(self.scale_shift_table + time.unsqueeze(1), x.shape[1], given)
+        x = block(x, text.for_block(index), modulation, rotation, first_count)
+    shift, scale = _by_token(self.scale_shift_table + time.unsqueeze(1), x.shape[1], first_count)
     # In place: these tensors are the largest of a pass on block engines.
     x = self.proj_out(self.norm_out(x.float()).mul_(1 + scale).add_(shift).to(dtype))
     x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
@@ -557,8 +559,8 @@ class PyTorchDenoiser(StepCaching):
         """Return a function that returns the state of the texts; call it when the weights are on the device."""
 
         def state() -> TextState:
-            for known, cached in self._texts:
-                if len(known) == len(texts) and all(a is b for a, b in zip(known, texts, strict=True)):
+            for stored, cached in self._texts:
+                if len(stored) == len(texts) and all(a is b for a, b in zip(stored, texts, strict=True)):
                     return cached
             embeds = torch.cat(texts).to(self.dtype)
             projected = project_text(self._module, embeds, keys_values=self._cache_keys_values)

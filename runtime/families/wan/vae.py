@@ -493,10 +493,10 @@ def _cuts(blocks: list[Any], length: int, strip: Span) -> list[Span]:
     for doubles in doubling:
         lengths.append(2 * lengths[-1] if doubles else lengths[-1])
     scale = lengths[-1] // length
-    kept = Span(strip.start * scale, strip.end * scale)
-    needed = _wider(kept, 1, lengths[-1])  # the last convolution
+    pixels = Span(strip.start * scale, strip.end * scale)
+    needed = _wider(pixels, 1, lengths[-1])  # the last convolution
     # Relative to the whole frame, from the last place to the first one.
-    spans_needed = [kept, needed]
+    spans_needed = [pixels, needed]
     for block, doubles, size in zip(reversed(blocks), reversed(doubling), reversed(lengths[:-1]), strict=True):
         if doubles:
             # The convolution after the upsampling reads one more pixel on each side; each pixel becomes two.

@@ -217,11 +217,11 @@ def _averaged(shortcut: Any, x: Clip) -> Clip:
     return Clip(start, x.repeats // 2, None if x.end is None else shortcut(x.end))
 
 
-def _joined(one: Clip, other: Clip, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Clip:
+def _joined(first: Clip, second: Clip, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Clip:
     """Return the frame by frame sum of two clips with the same number of frames."""
-    frames = max(one.start.shape[2], other.start.shape[2])
-    one, other = one.begun(frames), other.begun(frames)
-    if one.repeats != other.repeats:
-        one, other = Clip(one.whole()), Clip(other.whole())
-    end = None if one.end is None or other.end is None else add(one.end, other.end)
-    return Clip(add(one.start, other.start), one.repeats, end)
+    frames = max(first.start.shape[2], second.start.shape[2])
+    first, second = first.begun(frames), second.begun(frames)
+    if first.repeats != second.repeats:
+        first, second = Clip(first.whole()), Clip(second.whole())
+    end = None if first.end is None or second.end is None else add(first.end, second.end)
+    return Clip(add(first.start, second.start), first.repeats, end)

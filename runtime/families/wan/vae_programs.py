@@ -21,31 +21,31 @@ from runtime.upstream.diffusers import causal_padding
 class _Caches:
     """The input and output caches of one call, in the decoder's order."""
 
-    def __init__(self, given: tuple[torch.Tensor, ...]) -> None:
-        self._given = list(given)
-        self.kept: list[torch.Tensor] = []
+    def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._inputs = list(inputs)
+        self.outputs: list[torch.Tensor] = []
 
     def extend(self, x: torch.Tensor) -> torch.Tensor:
         """Put the next cache before `x` in time, and keep the end of both for the next call."""
-        given = self._given.pop(0) if self._given else torch.zeros_like(x[:, :, :1]).repeat(1, 1, CACHED_FRAMES, 1, 1)
-        x = torch.cat([given, x], dim=2)
+        cache = self._inputs.pop(0) if self._inputs else torch.zeros_like(x[:, :, :1]).repeat(1, 1, CACHED_FRAMES, 1, 1)
+        x = torch.cat([cache, x], dim=2)
         # Contiguous, so that it does not keep the whole of `x` in memory.
-        self.kept.append(x[:, :, -CACHED_FRAMES:].contiguous())
+        self.outputs.append(x[:, :, -CACHED_FRAMES:].contiguous())
         return x
 
     def replace_last(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the next cache, the frame before `x`, and keep its last frame instead; `None` if there is none."""
-        self.kept.append(x[:, :, -1:].contiguous())
-        return self._given.pop(0) if self._given else None
+        self.outputs.append(x[:, :, -1:].contiguous())
+        return self._inputs.pop(0) if self._inputs else None
 
     def begin(self, x: torch.Tensor) -> None:
         """Keep the first frame, after a frame of zeros."""
-        self.kept.append(torch.cat([torch.zeros_like(x), x], dim=2))
+        self.outputs.append(torch.cat([torch.zeros_like(x), x], dim=2))
 
     def begin_empty(self, x: torch.Tensor) -> None:
         """Keep two frames of zeros: doubling time starts with the second frame."""
         # Not `zeros_like`: exporters would turn it into a constant, which OpenVINO does not accept as an output.
-        self.kept.append(x.clamp(0.0, 0.0).repeat(1, 1, CACHED_FRAMES, 1, 1))
+        self.outputs.append(x.clamp(0.0, 0.0).repeat(1, 1, CACHED_FRAMES, 1, 1))
 
 
 class _NextConv(nn.Module):
@@ -150,7 +150,7 @@ class VaeForm(_VaeForm):
         for block in d.up_blocks:
             x = self._up(block, x, caches)
         x = d.conv_out(F.silu(_normalise(d.norm_out, x)), caches)
-        return (self._to_frames(x), *caches.kept)
+        return (self._to_frames(x), *caches.outputs)
 
     def _up(self, block: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
         block_input = x
@@ -220,7 +220,7 @@ class VaeEncoderForm(_VaeForm):
         # Without the channels of the variance.
         count = self.mean.shape[1]
         x = F.conv3d(x, self.quant_conv.weight[:count], self.quant_conv.bias[:count])
-        return ((x.float() - self.mean) / self.std, *caches.kept[: self.cache_count])
+        return ((x.float() - self.mean) / self.std, *caches.outputs[: self.cache_count])
 
     def _down(self, block: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
         if hasattr(block, "to_qkv"):
@@ -271,13 +271,13 @@ class VaeClipForm(nn.Module):
     """The decoder for whole clips: both steps of `VaeForm`.
 
     Args:
-        vae, other: the same `diffusers.AutoencoderKLWan` loaded twice, because each step modifies its own.
+        vae, second: the same `diffusers.AutoencoderKLWan` loaded twice, because each step modifies its own.
     """
 
-    def __init__(self, vae: Any, other: Any) -> None:
+    def __init__(self, vae: Any, second: Any) -> None:
         super().__init__()
         self.first = VaeForm(vae, first=True)
-        self.next = VaeForm(other, first=False)
+        self.next = VaeForm(second, first=False)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         """Return frames (n, height, width, 3), float32 in -1 to 1; `z` is normalised as the transformer sees it."""

@@ -95,15 +95,15 @@ class Recorded:
         type(self).made += 1
         self._function, self._text = function, arguments[2]
         self._denoiser: Any = function.__self__  # type: ignore[attr-defined]
-        self._seen = self._denoiser._seen
+        self._seen = self._denoiser._context
 
     def replay(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         """Call the function with the tensors of the recording."""
-        current, self._denoiser._seen = self._denoiser._seen, self._seen
+        current, self._denoiser._context = self._denoiser._context, self._seen
         try:
             return self._function(latents, timestep, self._text)
         finally:
-            self._denoiser._seen = current
+            self._denoiser._context = current
 
 
 def test_a_pass_that_is_recorded_once_serves_all_sections_of_a_size(
