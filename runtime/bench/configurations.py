@@ -147,7 +147,7 @@ def fallback_text(plan: ExecutionPlan) -> str | None:
         return None
     name, part = replaced[0]
     reasons = " ".join(map(str, part.reasons))
-    return f"{plan.title(name)}: PyTorch instead of {BACKEND_TITLES[plan.asked.backend(name)]}. {reasons}"
+    return f"{plan.title(name)}: PyTorch instead of {BACKEND_TITLES[plan.request.backend(name)]}. {reasons}"
 
 
 def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
@@ -156,7 +156,7 @@ def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
         name: part.replace(engines=tuple(use.replace(build=False) for use in part.engines))
         for name, part in plan.components.items()
     }
-    request = plan.asked.replace(build="missing") if plan.asked.build == "always" else plan.asked
+    request = plan.request.replace(build="missing") if plan.request.build == "always" else plan.request
     return plan.replace(components=parts, asked=request)
 
 

@@ -266,7 +266,6 @@ class ResolvedRequest(FrozenModel):
 class ExecutionPlan(ResolvedRequest):
     """The plan of one video.
 
-
     Attributes:
         request: as it was asked for, to make a new plan after a fallback or out-of-memory.
         model_directory: the model's folder, or the file of its transformer.

@@ -208,7 +208,7 @@ class PyTorchBaseline:
         from runtime.execution.compilation import CompiledStep
 
         # If FP8 was not requested, the plan has it only because a clip of the model's own size does not fit otherwise.
-        in_fp8 = self.plan.asked.quantization == FP8
+        in_fp8 = self.plan.request.quantization == FP8
         dtype = compute_dtype(part, bfloat16=True) if in_fp8 else part.dtype
         loaded = load_program(self.spec, self.component, program, device=part.device, dtype=dtype, tokens=self.tokens)
         tensors: dict[str, Any] = loaded.inputs(size)

@@ -165,7 +165,7 @@ def unmeasured(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: 
     """Return the attention kernels to measure for a plan; none if one was requested or there is no choice."""
     part = plan.components["transformer"]
     float32 = DTYPE_BYTES[part.dtype] > DTYPE_BYTES["bfloat16"]  # fast kernels need 16 bits
-    if plan.asked.attention != AUTO or part.on_engine or not part.device.startswith("cuda") or float32:
+    if plan.request.attention != AUTO or part.on_engine or not part.device.startswith("cuda") or float32:
         return []
     name, flops = device_name(machine, part.device), attention_flops(spec, plan.tokens)
     if attention_seconds(history, name, part.dtype, flops):

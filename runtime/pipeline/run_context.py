@@ -155,7 +155,7 @@ class RunContext:
     def fell_back(self, name: str, reason: Fact) -> None:
         """Replace a component's engine by PyTorch in the plan, and report it."""
         part = self.plan.components[name]
-        backend = part.backend if part.engines else self.plan.asked.backend(name)
+        backend = part.backend if part.engines else self.plan.request.backend(name)
         event = FellBack(component=name, backend=backend, reason=reason)
         self.plan = self.plan.with_component(name, part.in_pytorch(reason))
         if event.fact not in self.warnings:
@@ -392,14 +392,14 @@ class RunContext:
         engines = self.residency.engines
         if use.id in self._ready:  # for another component
             return
-        waits = self.plan.builds_later or self.plan.asked.build == "never"
+        waits = self.plan.builds_later or self.plan.request.build == "never"
         problem = None if use.build or waits else engines.problem(use.id)
         if problem is not None:
             self.warn(Fact("pipeline.engine_rebuilt", {"component": name, "engine": use.id, "problem": problem}))
         if use.build or problem is not None:
             self.begin_stage("build", name)
             device = self.plan.components[name].device
-            again = self.plan.asked.build == "always" or problem is not None
+            again = self.plan.request.build == "always" or problem is not None
             engines.build(
                 self.spec,
                 name,
@@ -434,5 +434,5 @@ def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
         (name, part.backend, part.device, part.dtype, part.quantization, [use.id for use in part.engines])
         for name, part in plan.components.items()
     ]
-    settings = [plan.asked.backend(name) for name in plan.components], plan.asked.attention, plan.asked.compile
+    settings = [plan.request.backend(name) for name in plan.components], plan.request.attention, plan.request.compile
     return parts, settings, plan.strategy, plan.speed.attention, plan.speed.compiled, plan.split

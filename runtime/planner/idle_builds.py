@@ -22,7 +22,7 @@ def plan_without_waiting(
         name: _postponed(part, full_plan.components[name].backend, later[name]) if later[name] else part
         for name, part in plan.components.items()
     }
-    return plan.replace(asked=request, components=components, builds_later=True)
+    return plan.replace(request=request, components=components, builds_later=True)
 
 
 def _postponed(part: ComponentPlan, backend: str, later: tuple[EngineRef, ...]) -> ComponentPlan:

@@ -329,7 +329,7 @@ def _plan(
         last_image=spec.last_image,
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
-        asked=request,
+        request=request,
         model_directory=spec.location,
         output=output,
         latent_shape=workload.latent_shape,

@@ -370,7 +370,7 @@ class FallbackStrategy:
     @property
     def permitted(self) -> bool:
         """Whether the request allows a job to continue with it."""
-        allowed = self.plan.asked.on_out_of_memory
+        allowed = self.plan.request.on_out_of_memory
         return allowed == "any" or (allowed == "retry" and self.forecast.strategy.lossless)
 
     @property

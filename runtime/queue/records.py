@@ -184,7 +184,7 @@ class Needs(FrozenModel):
     @classmethod
     def of(cls, plan: ExecutionPlan) -> "Needs":
         """Return what a plan needs."""
-        offload = plan.asked.offload
+        offload = plan.request.offload
         possible = [
             one.peak_bytes
             for one in plan.strategies

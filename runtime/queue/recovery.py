@@ -204,7 +204,7 @@ def _in_pytorch(plan: ExecutionPlan, component: str, reason: Fact) -> ExecutionP
 
 
 def _with_less_memory(plan: ExecutionPlan, spec: ModelSpec, stage: Stage, component: str) -> ExecutionPlan:
-    found = next_strategy(plan, spec, component, "RAM", lossy=plan.asked.on_out_of_memory == "any")
+    found = next_strategy(plan, spec, component, "RAM", lossy=plan.request.on_out_of_memory == "any")
     if found is None or not found.permitted:
         return plan
     return _with_warning(found.plan, found.event(stage, component, "RAM", 0.0).fact)

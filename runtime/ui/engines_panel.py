@@ -472,7 +472,7 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
     gains = _break_evens(preview, plan, offers)
     rows: list[dict[str, Any]] = []
     for name, offered in offers.items():
-        requested = plan.asked.backend(name)
+        requested = plan.request.backend(name)
         tried = _tried(requested, offered) if preview.complete else []
         state = _unbuilt(requested, offered) if preview.complete else ""
         if name in gains:
@@ -529,7 +529,7 @@ def _total(
         total = f"{'In total' if len(gains) == len(offers) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
-    missing = [offer for name, offered in offers.items() for offer in _tried(plan.asked.backend(name), offered)]
+    missing = [offer for name, offered in offers.items() for offer in _tried(plan.request.backend(name), offered)]
     if missing and preview.complete:
         # Components may share engines.
         seconds = sum({tuple(use.id for use in offer.engines): offer.build_seconds for offer in missing}.values())

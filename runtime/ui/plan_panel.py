@@ -366,7 +366,7 @@ def _cost(plan: ExecutionPlan) -> str:
 
 def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     # On a CPU there is nothing to choose, so the reasons are left out.
-    speed = sentences(plan.speed.reasons) if part.device.startswith("cuda") or plan.asked.compile == "always" else ""
+    speed = sentences(plan.speed.reasons) if part.device.startswith("cuda") or plan.request.compile == "always" else ""
     reason = sentences(part.reasons)
     return f"{reason} {speed}".strip() if not part.on_engine and is_transformer(name) else reason
 
@@ -387,7 +387,7 @@ def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
 def _summary_line(plan: ExecutionPlan) -> str:
     parts = plan.components
     backends = Counter(BACKEND_TITLES[part.backend] for part in parts.values() if part.backend != PYTORCH)
-    how = "Auto" if all(plan.asked.backend(name) == "auto" for name in parts) else "As chosen"
+    how = "Auto" if all(plan.request.backend(name) == "auto" for name in parts) else "As chosen"
     if backends:
         shares = " and ".join(f"{title} for {count}" for title, count in backends.most_common())
         line = f"{how}: {shares} of {len(parts)} components"

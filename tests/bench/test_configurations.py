@@ -135,10 +135,10 @@ def test_configurations_fit_together_only_if_all_fit() -> None:
 def test_plan_keys_ignore_fields_that_components_resolve() -> None:
     plan = large()
     assert plan_key(plan) == plan_key(
-        plan.replace(asked=plan.asked.replace(backends={"all": "pytorch"}, build="never"))
+        plan.replace(request=plan.request.replace(backends={"all": "pytorch"}, build="never"))
     )
     # The VAE's dtype contains the effect of its precision.
-    assert plan_key(plan) == plan_key(plan.replace(asked=plan.asked.replace(vae_precision="auto")))
+    assert plan_key(plan) == plan_key(plan.replace(request=plan.request.replace(vae_precision="auto")))
     assert plan_key(plan) != plan_key(plan.replace(steps=plan.steps + 1))
     assert plan_key(plan) != plan_key(plan.replace(shift=5.0))
     other = plan.components["vae"].replace(dtype="bfloat16")
@@ -160,19 +160,19 @@ def test_a_fallback_to_pytorch_is_reported() -> None:
     plan = large()
     assert fallback_text(plan) is None
     plan = plan.with_component("vae", plan.components["vae"].replace(reasons=(Fact("engine.none_yet"),)))
-    text = fallback_text(plan.replace(asked=plan.asked.replace(backends={"vae": "inductor"})))
+    text = fallback_text(plan.replace(request=plan.request.replace(backends={"vae": "inductor"})))
     assert text == "VAE decoder: PyTorch instead of Inductor. There is none yet."
-    assert fallback_text(plan.replace(asked=plan.asked.replace(backends={"vae": "pytorch"}))) is None
+    assert fallback_text(plan.replace(request=plan.request.replace(backends={"vae": "pytorch"}))) is None
 
 
 def test_engines_are_built_once() -> None:
     plan = large()
-    plan = plan.replace(asked=plan.asked.replace(build="always"))
+    plan = plan.replace(request=plan.request.replace(build="always"))
     part = plan.components["vae"].replace(backend="inductor", engines=(use("vae", build=True),))
     again = without_builds(plan.with_component("vae", part))
-    assert again.asked.build == "missing"
+    assert again.request.build == "missing"
     assert not any(one.build for one in again.components["vae"].engines)
-    assert without_builds(plan.replace(asked=plan.asked.replace(build="never"))).asked.build == "never"
+    assert without_builds(plan.replace(request=plan.request.replace(build="never"))).request.build == "never"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_fields_that_older_versions_lacked_have_defaults() -> None:
         del stored[name]
     plan = ExecutionPlan.model_validate_json(json.dumps(stored))
     assert (plan.speed, plan.shift, plan.shift_reason, plan.expert_steps, plan.loras) == (EAGER, None, None, {}, ())
-    assert (plan.asked.attention, plan.asked.compile, plan.asked.vae_precision) == ("auto", "auto", "auto")
+    assert (plan.request.attention, plan.request.compile, plan.request.vae_precision) == ("auto", "auto", "auto")
     assert STORED["request"].items() <= plan.request_json().items()  # later versions have more fields
 
 

@@ -26,7 +26,7 @@ Tiny = Callable[[str], ModelSpec]
 def decoding_in(plan: ExecutionPlan, dtype: str) -> ExecutionPlan:
     """Return a plan as a GPU would have it: on a CPU 16 bits are refused."""
     return plan.with_component("vae", plan.components["vae"].replace(dtype=dtype)).replace(
-        asked=plan.asked.replace(vae_precision=dtype)
+        request=plan.request.replace(vae_precision=dtype)
     )
 
 

@@ -34,7 +34,7 @@ def test_only_the_vae_follows_it(asked: str, dtype: str) -> None:
     dtypes = {name: part.dtype for name, part in made.components.items()}
     assert dtypes == {"text_encoder": "bfloat16", "transformer": "bfloat16", "vae": dtype}
     assert made.components["vae"].weights_bytes == LARGE.parameters["vae"] * DTYPE_BYTES[dtype]
-    assert made.asked.vae_precision == made.request_json()["vae_precision"] == asked
+    assert made.request.vae_precision == made.request_json()["vae_precision"] == asked
     assert GenerationRequest.from_mapping(made.request_json()).vae_precision == asked
     assert made.to_json()["components"]["vae"]["dtype"] == dtype
 

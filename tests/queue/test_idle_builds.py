@@ -72,7 +72,7 @@ def test_a_video_starts_in_pytorch_and_the_next_ones_use_the_engine_while_it_is_
     job = queue.submit(small())
     part = job.plan.components["text_encoder"]
     assert (part.backend, part.badge and part.badge.code) == ("pytorch", "planner.badge_built_later")
-    assert len(part.later) == 1 and job.plan.asked == small()
+    assert len(part.later) == 1 and job.plan.request == small()
     until(lambda: not job.open)
     assert isinstance(job.events[-1], VideoSaved)
     assert "StageStarted" in names(queue.store, job.id)
@@ -152,7 +152,7 @@ def test_what_is_built_later(
     plan = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)), builds_later=True)
     assert {name for name, part in plan.components.items() if part.later} == set(wanted)
     assert not any(part.engines for part in plan.components.values())
-    assert plan.asked == request and plan.builds_later
+    assert plan.request == request and plan.builds_later
     # In one process, only "idle" builds later.
     alone = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
     assert alone.builds_later == (build == "idle")

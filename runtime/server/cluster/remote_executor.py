@@ -340,7 +340,7 @@ def _on_head(event: Event, record: JobRecord) -> Event:
         return Planned(plan=event.plan.replace(output=record.output))
     plan = event.plan.replace(
         output=record.output,
-        asked=own.asked,
+        request=own.request,
         model=own.model,
         model_directory=own.model_directory,
         image=own.image,

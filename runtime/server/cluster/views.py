@@ -222,7 +222,7 @@ def fallbacks_in(plan: ExecutionPlan, planned: ExecutionPlan | None, job: str) -
     found = []
     for name, part in plan.components.items():
         before = PYTORCH if planned is None or name not in planned.components else planned.components[name].backend
-        backend = str(plan.asked.backend(name)) if plan.fell_back(name) else before
+        backend = str(plan.request.backend(name)) if plan.fell_back(name) else before
         if part.backend == PYTORCH and backend != PYTORCH and part.reasons:
             found.append(Fallback(model=plan.model, component=name, backend=backend, reason=part.reasons[0], job=job))
     return found

@@ -154,6 +154,6 @@ def test_components_that_a_machine_runs_in_pytorch_are_fallbacks() -> None:
     here = plan.replace(components={**plan.components, "vae": vae.replace(backend=PYTORCH, reasons=(missing,))})
     (found,) = fallbacks_in(here, planned, "12345678")
     assert (found.component, found.backend, found.reason) == ("vae", "onnxruntime", missing)
-    asked = here.replace(asked=here.asked.replace(backends={"transformer": "inductor"}))
+    asked = here.replace(request=here.request.replace(backends={"transformer": "inductor"}))
     assert [one.component for one in fallbacks_in(asked, planned, "12345678")] == ["transformer", "vae"]
     assert fallbacks_in(here, None, "12345678") == []
