@@ -117,7 +117,7 @@ FUNCTIONS: list[Callable[..., object]] = [
 def test_every_flag_is_documented(subtests: pytest.Subtests) -> None:
     shown = {"as_json": "--json", "context": "", "file": "FILE", "prompt": "PROMPT"}
     shown |= {"job": "ID", "ids": "ID", "name": "NAME", "names": "NAME"}
-    shown |= {"flags": "", "one": "A.json", "other": "B.json"}
+    shown |= {"flags": "", "first": "A.json", "second": "B.json"}
     for function in FUNCTIONS:
         with subtests.test(msg=function.__name__):
             names = inspect.signature(function).parameters

@@ -77,21 +77,21 @@ def measure(
     result = bench.to_json()
     _show(result, folder)
     # If nothing was measured, `_exit_code` prints the error as JSON.
-    if as_json and any(one["stages"] for one in result["configurations"]):
+    if as_json and any(configuration["stages"] for configuration in result["configurations"]):
         exit_codes.emit_json(result | {"files": [str(folder / "bench.json")]})
     return _exit_code(bench, as_json=as_json)
 
 
-def compare(one: str, other: str) -> dict[str, Any]:
+def compare(first: str, second: str) -> dict[str, Any]:
     """Compare two result files: print the differences and return them as JSON values."""
-    before, after = (comparing.check_result(result_files.read_json(name), SCHEMA, name) for name in (one, other))
-    found = comparing.compare(before, after)
-    terminal.table(comparing.HEADINGS, found.rows())
-    for message in found.left_out:
+    before, after = (comparing.check_result(result_files.read_json(name), SCHEMA, name) for name in (first, second))
+    comparison = comparing.compare(before, after)
+    terminal.table(comparing.HEADINGS, comparison.rows())
+    for message in comparison.left_out:
         terminal.warning(f"Not compared: {message}")
-    terminal.result(f"Versions: {'; '.join(found.versions) or 'the same'}.")
-    terminal.result(comparing.summary(found))
-    return found.to_json()
+    terminal.result(f"Versions: {'; '.join(comparison.versions) or 'the same'}.")
+    terminal.result(comparing.summary(comparison))
+    return comparison.to_json()
 
 
 def read_count(name: str, text: str | None, default: int, minimum: int) -> int:
@@ -115,7 +115,7 @@ def read_configurations(common: Mapping[str, Any], configs: Sequence[str]) -> li
     """
     named = [named_flags(text) for text in configs]
     check_names([name for name, _ in named])
-    found = []
+    configurations = []
     for name, text in named:
         try:
             request = request_from_flags({**common, **flags_in(text)})
@@ -123,8 +123,8 @@ def read_configurations(common: Mapping[str, Any], configs: Sequence[str]) -> li
             raise InvalidRequestError(
                 error.field, "bench.configuration_invalid", configuration=name, cause=error.fact
             ) from error
-        found.append(Configuration(name=name, flags=text, request=request))
-    return found
+        configurations.append(Configuration(name=name, flags=text, request=request))
+    return configurations
 
 
 def _configurations(

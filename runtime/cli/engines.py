@@ -42,23 +42,26 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     """
     loaded = settings.load()
     service = EngineService.from_settings(loaded, probe())
-    found = find(request.model, loaded.weights_dir) if not request.loras else None
-    if found is not None and found.only_decodes:
-        return _build_decoder(request, found, service, again=again)
+    decoder = find(request.model, loaded.weights_dir) if not request.loras else None
+    if decoder is not None and decoder.only_decodes:
+        return _build_decoder(request, decoder, service, again=again)
     spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_image=False, keep=False)
-    wanted = wanted_engines(request, spec, service)
-    to_build = [one for one in wanted if again or one.use.build]
+    engines = wanted_engines(request, spec, service)
+    to_build = [engine for engine in engines if again or engine.use.build]
     terminal.line(
         str(
-            Fact("cli.engines_to_build", {"engines": len(to_build), "seconds": sum(one.seconds for one in to_build)})
+            Fact(
+                "cli.engines_to_build",
+                {"engines": len(to_build), "seconds": sum(engine.seconds for engine in to_build)},
+            )
             if to_build
             else Fact("cli.engines_built")
         )
     )
     started = time.monotonic()
     with cancel_on_signals() as cancel:
-        built = _each(build_all(wanted, spec, service, _progress(), cancel, again=lambda _: again), len(wanted))
-    return _built(built, started, sum(one.seconds for one in to_build))
+        built = _each(build_all(engines, spec, service, _progress(), cancel, again=lambda _: again), len(engines))
+    return _built(built, started, sum(engine.seconds for engine in to_build))
 
 
 def _build_decoder(
@@ -68,24 +71,24 @@ def _build_decoder(
     started = time.monotonic()
     with cancel_on_signals() as cancel:
         built = _each(build_frame_engines(request, spec, service, _progress(), cancel, again=again))
-    return _built(built, started, sum(one.wanted.seconds for one in built))
+    return _built(built, started, sum(result.wanted.seconds for result in built))
 
 
 def _each(results: Iterable[BuildResult], count: int | None = None) -> list[BuildResult]:
     """Return the results of builds, and print each failure when it happens."""
     built = []
-    for number, one in enumerate(results, start=1):
-        built.append(one)
-        if one.error is not None:
+    for number, result in enumerate(results, start=1):
+        built.append(result)
+        if result.error is not None:
             place = "" if count is None else f"{number} of {count}: "
-            terminal.warning(f"{place}{one.error.what} {one.error.remedy}")
+            terminal.warning(f"{place}{result.error.what} {result.error.remedy}")
     return built
 
 
 def _built(built: Sequence[BuildResult], started: float, estimated: float) -> dict[str, Any]:
     """Print and return what was built."""
     seconds = time.monotonic() - started
-    records = [one.record for one in built if one.record is not None]
+    records = [result.record for result in built if result.record is not None]
     _table(records, {})
     terminal.line(str(Fact("cli.engines_ready", {"ready": len(records), "engines": len(built), "seconds": seconds})))
     return {
@@ -94,14 +97,14 @@ def _built(built: Sequence[BuildResult], started: float, estimated: float) -> di
         "engines": [_row(record) for record in records],
         "failed": [
             {
-                "component": one.wanted.component,
-                "program": one.wanted.use.program,
-                "backend": one.wanted.backend,
-                "what": one.error.what,
-                "remedy": one.error.remedy,
+                "component": result.wanted.component,
+                "program": result.wanted.use.program,
+                "backend": result.wanted.backend,
+                "what": result.error.what,
+                "remedy": result.error.remedy,
             }
-            for one in built
-            if one.error is not None
+            for result in built
+            if result.error is not None
         ],
     }
 
@@ -135,14 +138,14 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
         terminal.line(str(Fact("cli.no_engines")))
     rows = []
     with cancel_on_signals() as cancel:
-        for found in service.verify(chosen, _models(), _progress(), cancel, baselines=Baselines(service)):
-            record = found.engine
-            if found.skipped is not None:
-                verdict = f"not verified. {render(found.skipped).what} {render(found.skipped).remedy}"
+        for result in service.verify(chosen, _models(), _progress(), cancel, baselines=Baselines(service)):
+            record = result.engine
+            if result.skipped is not None:
+                verdict = f"not verified. {render(result.skipped).what} {render(result.skipped).remedy}"
             else:
                 verdict = f"{'verified' if record.usable else 'WRONG'}: {record.problem or record.detail}"
             terminal.result(f"{record.id} {_title(record)}: {verdict}")
-            rows.append({**_row(record), "skipped": found.skipped and str(found.skipped)})
+            rows.append({**_row(record), "skipped": result.skipped and str(result.skipped)})
     bad = sum(1 for row in rows if row["skipped"] is None and not row["usable"])
     return {"ok": bad == 0, "engines": rows}
 
@@ -159,8 +162,8 @@ def delete(ids: Sequence[str]) -> dict[str, Any]:
 def prune(max_size: str | None) -> dict[str, Any]:
     """Delete the least recently used engines until the library is no larger than `max_size`, or the configured size."""
     done = _service().store.prune(None if max_size is None else parse_size(max_size))
-    left = f"{byte_size(done.total_bytes)} of at most {byte_size(done.max_bytes)} remain"
-    terminal.result(f"Deleted {_count(len(done.deleted))}; {left}.")
+    remainder = f"{byte_size(done.total_bytes)} of at most {byte_size(done.max_bytes)} remain"
+    terminal.result(f"Deleted {_count(len(done.deleted))}; {remainder}.")
     if not done.enough:
         terminal.warning("The library is still too large: pinned engines and those in use are kept.")
     return {
@@ -219,9 +222,9 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     loaded = settings.load()
     machine = probe()
     service = EngineService.from_settings(loaded, machine)
-    wanted = loaded.model if model is None else model
-    spec = find(wanted, loaded.weights_dir)
-    check_makes_videos(spec, wanted)
+    name = loaded.model if model is None else model
+    spec = find(name, loaded.weights_dir)
+    check_makes_videos(spec, name)
     if component is not None:
         _check_component(spec, component)
     if not file.strip() or not file.isprintable():

@@ -47,9 +47,9 @@ def with_parameters(wrapper: Callable[..., Result], parameters: Collection[inspe
 
 def with_flags(command: Callable[..., Result], flags: Mapping[str, Any]) -> Callable[..., Result]:
     """Return `command` with more switches, which are off by default: annotations by name."""
-    own = inspect.signature(command).parameters
-    added = [_parameter(name, annotation, False) for name, annotation in flags.items() if name not in own]
-    return with_parameters(command, [*own.values(), *added])
+    parameters = inspect.signature(command).parameters
+    added = [_parameter(name, annotation, False) for name, annotation in flags.items() if name not in parameters]
+    return with_parameters(command, [*parameters.values(), *added])
 
 
 def downloads_disabled() -> AbstractContextManager[None]:
@@ -72,10 +72,10 @@ def request_from_flags(flags: Flags) -> GenerationRequest:
     Raises:
         InvalidRequestError: for an invalid value.
     """
-    given = {name: text for name, text in flags.items() if text is not None}
-    preset = _preset(given.pop("preset", None), given.get("lora"))
-    values: dict[str, Any] = {"prompt": given.pop("prompt"), "model": settings.load().model, **preset}
-    for name, text in given.items():
+    texts = {name: text for name, text in flags.items() if text is not None}
+    preset = _preset(texts.pop("preset", None), texts.get("lora"))
+    values: dict[str, Any] = {"prompt": texts.pop("prompt"), "model": settings.load().model, **preset}
+    for name, text in texts.items():
         field = _FIELD_OF[name]
         declared = FIELDS[field]
         if field == "guidance_scale":
@@ -98,11 +98,11 @@ def flags_in(text: str) -> Flags:
 
     parser.command()(takes_flags(parsed))
     try:
-        found: Flags = parser(shlex.split(text), prog_name="flags", standalone_mode=False)
+        options: Flags = parser(shlex.split(text), prog_name="flags", standalone_mode=False)
     except (TyperException, ValueError) as error:
         problem = error.format_message() if isinstance(error, TyperException) else str(error)
         raise InvalidRequestError("flags", "cli.flags_invalid", problem=problem.strip().rstrip(".")) from error
-    return found
+    return options
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
@@ -174,14 +174,14 @@ def _takes(
     """Return a decorator: typer sees `options` instead of a command's first parameter, which `convert` computes."""
 
     def decorate(command: Callable[..., Result]) -> Callable[..., Result]:
-        _, *own = inspect.signature(command).parameters.values()
+        _, *parameters = inspect.signature(command).parameters.values()
 
         @functools.wraps(command)
         def wrapper(**values: Any) -> Result:
             first = convert({option.name: values.pop(option.name) for option in options})
             return command(first, **values)
 
-        return with_parameters(wrapper, [*options, *own])
+        return with_parameters(wrapper, [*options, *parameters])
 
     return decorate
 

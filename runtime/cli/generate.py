@@ -121,8 +121,8 @@ def resume(id_prefix: str, out: str | None, *, as_json: bool) -> int:
     environment = _Environment.load()
     store = open_store(environment.settings.cache_dir)
     check_stored(store)
-    with Instance(store.path) as own:
-        recovery.recover(store, own.id)
+    with Instance(store.path) as instance:
+        recovery.recover(store, instance.id)
         job = store.find(id_prefix)
         try:
             if job.resumable:
@@ -130,7 +130,7 @@ def resume(id_prefix: str, out: str | None, *, as_json: bool) -> int:
         except OutputError as error:
             hint = " To save it elsewhere, add --out FILE.mp4."
             return exit_codes.report_error(error.fact, as_json=as_json, hint=hint)
-        job = store.start(job.id, own.id, None if out is None else _given_path(out))
+        job = store.start(job.id, instance.id, None if out is None else _given_path(out))
         replanner = JobReplanner(environment.settings.weights_dir, environment.engines, environment.history)
 
         def plan(work: Work) -> tuple[ModelSpec, ExecutionPlan]:
@@ -156,8 +156,8 @@ def _stored(
     if store.notice:
         terminal.warning(str(store.notice))
     try:
-        own = stack.enter_context(Instance(store.path))
-        return store, store.add(request, plan, instance=own.id)
+        instance = stack.enter_context(Instance(store.path))
+        return store, store.add(request, plan, instance=instance.id)
     except StoreError as error:
         store.close()
         store = JobStore(None, problem=error.fact)

@@ -59,7 +59,7 @@ def listing(states: Sequence[str], search: str, limit: int, after: str | None) -
     unreadable = store.unreadable
     if unreadable is not None:
         terminal.warning(" ".join(render(unreadable)))
-    problems = [(one.host, render(one.fact)) for one in problems_of(loaded.cache_dir, store.path)]
+    problems = [(problem.host, render(problem.fact)) for problem in problems_of(loaded.cache_dir, store.path)]
     for host, (what, remedy) in problems:
         terminal.warning(f"{host}: {what} {remedy}")
     return {

@@ -148,8 +148,8 @@ def _check_encoding(arguments: list[str]) -> None:
     for argument in arguments:
         byte = _NOT_UTF8.search(argument)
         if byte is not None:
-            shown = re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", shortened(argument))
-            raise SettingsError("cli.not_utf8", argument=shown, byte=f"0x{ord(byte[0]) - 0xDC00:02X}")
+            text = re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", shortened(argument))
+            raise SettingsError("cli.not_utf8", argument=text, byte=f"0x{ord(byte[0]) - 0xDC00:02X}")
 
 
 def _usage_fact(error: TyperException) -> Fact:
@@ -157,7 +157,7 @@ def _usage_fact(error: TyperException) -> Fact:
     problem = error.format_message().strip()
     if not problem.endswith((".", "?")):
         problem += "."
-    takes_prompt = context is not None and any(one.name == "prompt" for one in context.command.params)
+    takes_prompt = context is not None and any(parameter.name == "prompt" for parameter in context.command.params)
     if context is not None and context.command.hidden:  # its group runs it
         context = context.parent
     command = program() if context is None else context.command_path
@@ -213,11 +213,11 @@ def web(flags: Flags, context: typer.Context) -> None:
         raise SettingsError("cli.limit_without_share", flag=settings.flag_of(limit))
     log.start(loaded.log_file)
     if context.invoked_subcommand is not None:
-        given = next((name for name, value in values.items() if value is not None), None)
-        given = "cluster" if "cluster" in flags else given
-        if given is not None:
+        setting = next((name for name, value in values.items() if value is not None), None)
+        setting = "cluster" if "cluster" in flags else setting
+        if setting is not None:
             command_help = f"{context.command_path} {context.invoked_subcommand} --help"
-            raise SettingsError("cli.web_flag_before_command", flag=settings.flag_of(given), help=command_help)
+            raise SettingsError("cli.web_flag_before_command", flag=settings.flag_of(setting), help=command_help)
         return
     from runtime.ui.app import launch
 
@@ -581,13 +581,13 @@ def bench(
 
 @_command(bench_app, "compare")
 def bench_compare(
-    one: Annotated[str, typer.Argument(metavar="A.json", help="The earlier result.")],
-    other: Annotated[str, typer.Argument(metavar="B.json", help="The later result.")],
+    first: Annotated[str, typer.Argument(metavar="A.json", help="The earlier result.")],
+    second: Annotated[str, typer.Argument(metavar="B.json", help="The later result.")],
 ) -> Outcome:
     """Compare two results: the ratio of durations for each configuration, and what cannot be compared."""
     from runtime.cli.bench import compare
 
-    return compare(one, other)
+    return compare(first, second)
 
 
 @_command(serve_app, "run", hidden=True)
@@ -619,8 +619,8 @@ def serve(
     """Serve the HTTP API, without the web app: queue, workers and /v1/videos."""
     from runtime.cli.serve import run as run_server
 
-    kept = {"keep_days": keep_days, "keep_videos": keep_videos, "keep_bytes": keep_bytes}
-    return run_server({"host": host, "port": port, "model": model, **kept}, cluster=cluster)
+    retention = {"keep_days": keep_days, "keep_videos": keep_videos, "keep_bytes": keep_bytes}
+    return run_server({"host": host, "port": port, "model": model, **retention}, cluster=cluster)
 
 
 @_command(app, "worker")

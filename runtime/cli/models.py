@@ -70,13 +70,13 @@ def show_models() -> dict[str, Any]:
         listed.append(_model(spec, need))
         for line in describe(spec, need):
             terminal.result(line)
-    found = decoders(loaded.weights_dir)
-    for spec in found:
+    frame_decoders = decoders(loaded.weights_dir)
+    for spec in frame_decoders:
         terminal.result(
             f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, "
             f"{byte_size(stored_bytes(spec))}, decodes latents"
         )
-    return {"models": listed, "parts": parts, "decoders": [_decoder(spec) for spec in found]}
+    return {"models": listed, "parts": parts, "decoders": [_decoder(spec) for spec in frame_decoders]}
 
 
 def _decoder(spec: ModelSpec) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _decoder(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
-    known = published(spec)
+    model = published(spec)
     return {
         "name": spec.name,
         "folder": str(spec.location),
@@ -101,7 +101,7 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
         "problem": None,
         "title": spec.title,
         "license": spec.license,
-        "repository": _repository(spec) or (known.repository if known else None),
+        "repository": _repository(spec) or (model.repository if model else None),
         "parameters": spec.total_parameters,
         "bytes": _bytes(spec),
         "bytes_estimated": not spec.is_downloaded,
@@ -113,7 +113,7 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
         "sizes": [list(size) for size in spec.sizes],
         "frame_counts": list(spec.frame_counts),
         "defaults": vars(spec.defaults)
-        | {"flow_shift": spec.flow_shift, "published_flow_shift": known.flow_shift if known else None},
+        | {"flow_shift": spec.flow_shift, "published_flow_shift": model.flow_shift if model else None},
         "needs": need.to_json(),
     }
 
@@ -127,7 +127,7 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
         command = f"{program()} models download {published_name(spec)} --without-transformers"
         where = f"its text encoder and VAE are not installed: `{command}`"
     size = byte_size(_bytes(spec)) if spec.is_downloaded or spec.files else f"at most about {byte_size(_bytes(spec))}"
-    guidance, of_images = (_guidance(defaults, from_image=given) for given in (False, True))
+    guidance, of_images = (_guidance(defaults, from_image=from_image) for from_image in (False, True))
     if of_images != guidance:
         guidance = f"{guidance} (from an image {of_images})"
     shift = _shift(spec)
@@ -168,11 +168,11 @@ def _guidance(defaults: Defaults, *, from_image: bool) -> str:
 
 def _shift(spec: ModelSpec) -> str:
     """Return the scheduler's shift, and that of the authors' code if it differs or the model is not installed."""
-    known = published(spec)
-    own = f"{known.flow_shift:g} in the model authors' code" if known else ""
+    model = published(spec)
+    text = f"{model.flow_shift:g} in the model authors' code" if model else ""
     if spec.flow_shift is None:
-        return f", shift {own}" if own else ""
-    return f", shift {spec.flow_shift:g}" + (f" ({own})" if known and known.flow_shift != spec.flow_shift else "")
+        return f", shift {text}" if text else ""
+    return f", shift {spec.flow_shift:g}" + (f" ({text})" if model and model.flow_shift != spec.flow_shift else "")
 
 
 def _shown(spec: ModelSpec) -> str:
@@ -266,9 +266,9 @@ def verify(names: Sequence[str]) -> dict[str, Any]:
                 )
 
             with line.shown():
-                found = verify_folder(folder, cancel, show_progress)
-            _print_verified(found)
-            rows.append(_row(found))
+                verification = verify_folder(folder, cancel, show_progress)
+            _print_verified(verification)
+            rows.append(_row(verification))
     return {"ok": all(not row["wrong"] for row in rows), "models": rows}
 
 
@@ -276,37 +276,37 @@ def _folder(name: str, weights_dir: Path) -> Path:
     """Return a model's folder by any of its names, also if files are missing."""
     fits = {folder.name.lower(): folder for folder in downloaded(weights_dir)}
     try:
-        known = source_of(name, None).folder.lower()
+        key = source_of(name, None).folder.lower()
     except InvalidRequestError:
-        known = name.lower()
-    found = fits.get(known) or fits.get(name.lower())
-    if found is not None:
-        return found
+        key = name.lower()
+    match = fits.get(key) or fits.get(name.lower())
+    if match is not None:
+        return match
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser().resolve()
     return find(name, weights_dir).directory
 
 
-def _print_verified(found: Verification) -> None:
-    name, count = found.folder.name, len(found.manifest.files)
-    if not found.differences:
-        terminal.result(f"{name}: verified, {count} files, {byte_size(found.total_bytes)}.")
+def _print_verified(verification: Verification) -> None:
+    name, count = verification.folder.name, len(verification.manifest.files)
+    if not verification.differences:
+        terminal.result(f"{name}: verified, {count} files, {byte_size(verification.total_bytes)}.")
         return
-    for difference in found.differences.values():
+    for difference in verification.differences.values():
         terminal.result(f"{name}: {render(difference).what}")
-    again = f"`{program()} models download {shlex.quote(found.manifest.repository)}`"
-    terminal.warning(f"{len(found.differences)} of {count} files are wrong. Download them again: {again}")
+    again = f"`{program()} models download {shlex.quote(verification.manifest.repository)}`"
+    terminal.warning(f"{len(verification.differences)} of {count} files are wrong. Download them again: {again}")
 
 
-def _row(found: Verification) -> dict[str, Any]:
+def _row(verification: Verification) -> dict[str, Any]:
     return {
-        "name": found.folder.name,
-        "folder": str(found.folder),
-        "repository": found.manifest.repository,
-        "revision": found.manifest.commit,
-        "files": len(found.manifest.files),
-        "bytes": found.total_bytes,
-        "wrong": {path: render(difference).what for path, difference in found.differences.items()},
+        "name": verification.folder.name,
+        "folder": str(verification.folder),
+        "repository": verification.manifest.repository,
+        "revision": verification.manifest.commit,
+        "files": len(verification.manifest.files),
+        "bytes": verification.total_bytes,
+        "wrong": {path: render(difference).what for path, difference in verification.differences.items()},
     }
 
 

@@ -119,12 +119,12 @@ def _show_memory(plan: ExecutionPlan) -> None:
 def _show_strategies(strategies: Sequence[StrategyForecast], where: str, chosen: MemoryStrategy | None = None) -> None:
     fastest = strategies[0].seconds.likely
     rows = []
-    for one in strategies:
-        ram = memory_size(one.ram_bytes) if one.ram_bytes else ""
-        duration_ratio = f"{one.seconds.likely / fastest:.1f} times"
-        verdict = str(one.verdict(where, taken=one.strategy == chosen))
-        peak, flags = memory_size(one.peak_bytes), one.strategy.flags
-        rows.append((str(one.title).rstrip("."), flags, peak, ram, duration_ratio, verdict))
+    for forecast in strategies:
+        ram = memory_size(forecast.ram_bytes) if forecast.ram_bytes else ""
+        duration_ratio = f"{forecast.seconds.likely / fastest:.1f} times"
+        verdict = str(forecast.verdict(where, taken=forecast.strategy == chosen))
+        peak, flags = memory_size(forecast.peak_bytes), forecast.strategy.flags
+        rows.append((str(forecast.title).rstrip("."), flags, peak, ram, duration_ratio, verdict))
     terminal.table(("Strategy", "Options", "Peak", "RAM", "Duration", ""), rows)
 
 
@@ -154,25 +154,25 @@ def show_doctor() -> dict[str, Any]:
         check("ffmpeg", lambda: Fact("doctor.ffmpeg", {"path": find_ffmpeg()})),
         *_models(loaded.weights_dir),
     ]
-    found = [finding.to_json() for finding in findings]
+    rows = [finding.to_json() for finding in findings]
     marks = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
-    terminal.table(("", "What", "Found"), [(marks[one["state"]], one["name"], one["detail"]) for one in found])
-    for one in found:
-        if one["fix"]:
-            terminal.result(f"{one['name']}: {one['fix']}")
+    terminal.table(("", "What", "Found"), [(marks[row["state"]], row["name"], row["detail"]) for row in rows])
+    for row in rows:
+        if row["fix"]:
+            terminal.result(f"{row['name']}: {row['fix']}")
     return {
-        "ok": all(one["state"] != "problem" for one in found),
-        "findings": found,
+        "ok": all(row["state"] != "problem" for row in rows),
+        "findings": rows,
         "machine": machine.to_json(),
     }
 
 
 def _models(weights_dir: Path) -> list[Finding]:
     try:
-        found = folders(weights_dir)
+        model_folders = folders(weights_dir)
     except ModelError as error:
         return [Finding("Weights folder", "problem", error.fact)]
-    return [check(f"Model {name}", partial(_model, name, folder)) for name, folder in found.items()]
+    return [check(f"Model {name}", partial(_model, name, folder)) for name, folder in model_folders.items()]
 
 
 def _model(name: str, folder: Path) -> Fact:

@@ -142,9 +142,9 @@ def write(data: bytes) -> None:
 
 def _print(on: Console, text: str, label: str = "", style: str = "") -> None:
     """Print text after a label; on a terminal, break it between words."""
-    shown = Text(_wrapped(on, f"{label}{visible(text)}"))
-    shown.stylize(style, 0, len(label))
-    on.print(shown)
+    content = Text(_wrapped(on, f"{label}{visible(text)}"))
+    content.stylize(style, 0, len(label))
+    on.print(content)
 
 
 def _wrapped(on: Console, text: str) -> str:
@@ -233,7 +233,7 @@ def _fitted(longest: Sequence[int], least: Sequence[int], width: int) -> list[in
     """Return the widths of columns: the longest ones give way, to no less than `least`; `None` if that is too wide."""
     widths = list(longest)
     while sum(widths) > width:
-        spare = [column for column, given in enumerate(widths) if given > least[column]]
+        spare = [column for column, size in enumerate(widths) if size > least[column]]
         if not spare:
             return None
         widths[max(spare, key=widths.__getitem__)] -= 1

@@ -209,10 +209,10 @@ class Database:
 
     def _on_disk(self) -> tuple[int, int] | None:
         try:
-            found = self.path.stat() if self.path is not None else None
+            stat = self.path.stat() if self.path is not None else None
         except FileNotFoundError:
             return None
-        return None if found is None else (found.st_dev, found.st_ino)
+        return None if stat is None else (stat.st_dev, stat.st_ino)
 
     def _check_file(self) -> None:
         """Follow the file before a read, without waiting for a writer if it is still the same."""
@@ -269,10 +269,10 @@ def _connect(name: str) -> sqlite3.Connection:
 def _missing_tables(connection: sqlite3.Connection) -> str | None:
     """Return why a file of SQLite is no job store; `None` for a new one, and for any version."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    found = {row["name"] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    tables = {row["name"] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if version == 0:
-        return "it holds other tables" if found else None
-    return None if version > 0 and {"jobs", "events"} <= found else "its tables are missing"
+        return "it holds other tables" if tables else None
+    return None if version > 0 and {"jobs", "events"} <= tables else "its tables are missing"
 
 
 def _read_text(data: bytes) -> str | bytes:

@@ -100,8 +100,8 @@ class EventLog:
         """Return the number of the newest event, and the jobs that have events newer than number `after`."""
         with self.database.reading() as connection:
             (last,) = connection.execute("SELECT coalesce(max(n), 0) FROM events").fetchone()
-            found = connection.execute("SELECT DISTINCT job FROM events WHERE n > ?", (after,))
-            return int(last), {row["job"] for row in found}
+            rows = connection.execute("SELECT DISTINCT job FROM events WHERE n > ?", (after,))
+            return int(last), {row["job"] for row in rows}
 
     def events_since(self, after: int, names: Collection[str]) -> tuple[int, Sequence[tuple[str, Mapping[str, Any]]]]:
         """Return the number of the newest event, and the events newer than number `after` with one of these names.
@@ -116,21 +116,21 @@ class EventLog:
         with self.database.reading() as connection:
             (last,) = connection.execute("SELECT coalesce(max(n), 0) FROM events").fetchone()
             rows = connection.execute(query, (after, *names)).fetchall()
-        found = [(row["job"], _read_event(row)) for row in rows]
-        return int(last), [(job, values) for job, values in found if values is not None]
+        events = [(row["job"], _read_event(row)) for row in rows]
+        return int(last), [(job, values) for job, values in events if values is not None]
 
     def read_events(
         self, connection: sqlite3.Connection, job_id: str, after: int
     ) -> Sequence[tuple[int, float, Mapping[str, Any]]]:
-        query, found = "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n", []
+        query, events = "SELECT n, at, event FROM events WHERE job = ? AND n > ? ORDER BY n", []
         for row in connection.execute(query, (job_id, after)):
             values = _read_event(row)
             if values is not None:
-                found.append((row["n"], row["at"], values))
+                events.append((row["n"], row["at"], values))
             elif row["n"] not in self._reported:
                 self._reported.add(row["n"])
                 logger.warning("job %s: event %s cannot be read and is left out", job_id, row["n"])
-        return found
+        return events
 
 
 def is_leased(connection: sqlite3.Connection, job_id: str, lease: int | None) -> bool:
@@ -172,6 +172,6 @@ def _read_event(row: sqlite3.Row) -> Mapping[str, Any] | None:
         values = json.loads(row["event"])
     except (ValueError, TypeError, RecursionError):
         return None
-    known = isinstance(values, dict) and isinstance(values.get("event"), str)
+    is_event = isinstance(values, dict) and isinstance(values.get("event"), str)
     dated = isinstance(row["at"], int | float) and 0 <= row["at"] <= LAST_SECOND
-    return values if known and dated else None
+    return values if is_event and dated else None

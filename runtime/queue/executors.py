@@ -242,8 +242,8 @@ class _Task:
         self._report(Fact("task.looking"), None)
         request = GenerationRequest.from_mapping(work.request)
         spec = model_for(request, self.weights_dir, self.engines.cache_dir, needs_image=False)
-        wanted = wanted_engines(_narrowed(request, work.component), spec, self.engines, work.engines, self.gpu)
-        if not wanted:
+        engines = wanted_engines(_narrowed(request, work.component), spec, self.engines, work.engines, self.gpu)
+        if not engines:
             return Fact("task.nothing_to_build")
         again = request.build == "always"
         built_before = {record.id for record in self.engines.store.index() if record.built_at >= self._created}
@@ -252,11 +252,13 @@ class _Task:
         built = 0
 
         def report(fact: Fact, share: float | None) -> None:
-            self._report(fact, (built + len(failed) + (share or 0.0)) / len(wanted))
+            self._report(fact, (built + len(failed) + (share or 0.0)) / len(engines))
 
         builds = [
-            BuildProgress(program=one.use.program, backend=one.backend, component=one.component, expected=one.seconds)
-            for one in wanted
+            BuildProgress(
+                program=engine.use.program, backend=engine.backend, component=engine.component, expected=engine.seconds
+            )
+            for engine in engines
         ]
 
         def begin(number: int) -> float:
@@ -266,28 +268,28 @@ class _Task:
             return time.monotonic()
 
         began = begin(0)
-        for one in build_all(
-            wanted,
+        for result in build_all(
+            engines,
             spec,
             self.engines,
             report,
             self._cancel,
             again=lambda use: again and use.id not in built_before,
         ):
-            if one.error is None:
+            if result.error is None:
                 built += 1
             else:
-                failed.append(one.error)
-                self._report_problem(one.error.fact)
-                if one.error.log:
-                    self._run.report({"event": "TaskLog", "text": one.error.log})
+                failed.append(result.error)
+                self._report_problem(result.error.fact)
+                if result.error.log:
+                    self._run.report({"event": "TaskLog", "text": result.error.log})
             number = built + len(failed) - 1
-            builds[number] = _ended(builds[number], one, time.monotonic() - began, self._created)
+            builds[number] = _ended(builds[number], result, time.monotonic() - began, self._created)
             began = begin(number + 1)
         if failed and not built:
             raise failed[0]
         self._report(Fact("task.finished"), 1.0)
-        counts = {"built": built, "wanted": len(wanted)}
+        counts = {"built": built, "wanted": len(engines)}
         return Fact("task.built_in_part", {**counts, "cause": failed[0].fact}) if failed else Fact("task.built", counts)
 
     def _inspect(self, work: InspectEngine) -> Fact:
@@ -324,12 +326,12 @@ class _Task:
         models = [look_up(name, self.weights_dir) for name in work.models]
         self.free()
         baselines = Baselines(self.engines)
-        (found,) = self.engines.verify(chosen, models, self._report, self._cancel, baselines=baselines)
-        if found.skipped is not None:
-            raise EngineError(found.skipped.code, **found.skipped.data)
-        if not found.engine.usable:
-            raise EngineError("engine.verified_wrong", cause=found.engine.problem or found.engine.detail)
-        return Fact("task.verified", {"detail": found.engine.detail})
+        (result,) = self.engines.verify(chosen, models, self._report, self._cancel, baselines=baselines)
+        if result.skipped is not None:
+            raise EngineError(result.skipped.code, **result.skipped.data)
+        if not result.engine.usable:
+            raise EngineError("engine.verified_wrong", cause=result.engine.problem or result.engine.detail)
+        return Fact("task.verified", {"detail": result.engine.detail})
 
     def _decode(self, work: DecodeLatents) -> Fact:
         # It imports torch.

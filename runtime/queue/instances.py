@@ -127,10 +127,10 @@ class WorkerRegistry:
         with self._database.reading() as connection:
             return {row["app"] for row in connection.execute("SELECT DISTINCT app FROM workers")}
 
-    def report(self, instance: str, held: Mapping[int, int]) -> None:
+    def report(self, instance: str, reserved_bytes: Mapping[int, int]) -> None:
         """Store how many bytes a worker holds on each GPU."""
         with self._database.writing(durable=False) as connection:
-            connection.execute("UPDATE workers SET held = ? WHERE instance = ?", (json.dumps(held), instance))
+            connection.execute("UPDATE workers SET held = ? WHERE instance = ?", (json.dumps(reserved_bytes), instance))
 
     def workers(self, app: str) -> list[WorkerEntry]:
         """Return the workers of an app, by GPU; rows that cannot be read are left out."""
@@ -170,7 +170,7 @@ class WorkerRegistry:
         This holds also if the clock was set back.
         """
         with self._database.writing() as connection:
-            last = max((one.since for one in _workers(connection, app_of(instance))), default=0.0)
+            last = max((worker.since for worker in _workers(connection, app_of(instance))), default=0.0)
             since = max(time.time(), last + 0.001)
             connection.execute("UPDATE workers SET wanted = ?, since = ? WHERE instance = ?", (count, since, instance))
 
@@ -206,8 +206,8 @@ def _workers(connection: sqlite3.Connection, app: str) -> list[WorkerEntry]:
 
 
 def _first_waiting(workers: list[WorkerEntry]) -> str | None:
-    waiting = [one for one in workers if one.wanted > len(_gpus(workers, one.instance))]
-    first = min(waiting, key=lambda one: (one.since, one.gpu), default=None)
+    waiting = [worker for worker in workers if worker.wanted > len(_gpus(workers, worker.instance))]
+    first = min(waiting, key=lambda worker: (worker.since, worker.gpu), default=None)
     return None if first is None else first.instance
 
 
@@ -222,5 +222,5 @@ def _end_wait(connection: sqlite3.Connection, instance: str) -> None:
 
 
 def _gpus(workers: list[WorkerEntry], instance: str) -> list[int]:
-    own = [one.gpu for one in workers if one.instance == instance and one.lent_to is None]
-    return own + [one.gpu for one in workers if one.lent_to == instance] if own else []
+    own_gpus = [worker.gpu for worker in workers if worker.instance == instance and worker.lent_to is None]
+    return own_gpus + [worker.gpu for worker in workers if worker.lent_to == instance] if own_gpus else []

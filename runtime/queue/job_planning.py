@@ -45,14 +45,14 @@ class JobReplanner:
         record: JobRecord,
         machine: Machine,
         gpu: int = 0,
-        others: Sequence[int] | None = None,
+        more_gpus: Sequence[int] | None = None,
         deaths: Sequence[Mapping[str, object]] = (),
         check: Callable[[], None] = never,
     ) -> tuple[ModelSpec, ExecutionPlan]:
         """Return the model and the plan of a claimed job; a job that started before keeps its plan if it can.
 
         Args:
-            gpu, others: see `planner.resolve.resolve`.
+            gpu, more_gpus: `gpu` and `others` of `planner.resolve.PlanningContext`.
             deaths: see `recovery.avoid_causes`.
             check: see `models.images.with_images`.
 
@@ -68,7 +68,7 @@ class JobReplanner:
                 last_image=spec.last_image,
                 loras=spec.loras,
             )
-            moved = move_to_gpu(planned, gpu, machine, others)
+            moved = move_to_gpu(planned, gpu, machine, more_gpus)
             if moved is not None:
                 return spec, avoid_causes(moved, spec, deaths)
             logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
@@ -77,7 +77,7 @@ class JobReplanner:
         plan = resolve(
             record.generation_request(),
             spec,
-            PlanningContext(machine, record.output, offers, history, gpu, others),
+            PlanningContext(machine, record.output, offers, history, gpu, more_gpus),
             builds_later=self._builds_later,
         )
         return spec, avoid_causes(plan, spec, deaths)
@@ -85,21 +85,21 @@ class JobReplanner:
 
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
     """Whether a plan is for a model's LoRAs and images; the files may be in another folder now."""
-    images = [None if one is None else one.digest for one in (plan.image, plan.last_image)]
+    images = [None if image is None else image.digest for image in (plan.image, plan.last_image)]
     loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]
     return loras[0] == loras[1] and images == [
-        None if one is None else one.digest for one in (spec.image, spec.last_image)
+        None if image is None else image.digest for image in (spec.image, spec.last_image)
     ]
 
 
 def move_to_gpu(
-    plan: ExecutionPlan, gpu: int, machine: Machine, others: Sequence[int] | None = None
+    plan: ExecutionPlan, gpu: int, machine: Machine, more_gpus: Sequence[int] | None = None
 ) -> ExecutionPlan | None:
     """Return a plan with its CUDA components on other GPUs; `None` if it needs more GPUs than there are.
 
     Args:
         gpu: index of the only GPU, or of the first of several.
-        others: indices of further GPUs that the plan may use; by default, all usable ones.
+        more_gpus: indices of further GPUs that the plan may use; by default, all usable ones.
     """
     on_cuda = [name for name, part in plan.components.items() if part.device.startswith("cuda")]
     if on_cuda and gpu >= len(machine.gpus):
@@ -107,7 +107,7 @@ def move_to_gpu(
     moved = {name: plan.components[name].replace(device=f"cuda:{gpu}") for name in on_cuda}
     split = plan.split
     if split is not None and on_cuda:
-        further = [other for other in (usable_gpus(machine) if others is None else others) if other != gpu]
+        further = [index for index in (usable_gpus(machine) if more_gpus is None else more_gpus) if index != gpu]
         if 1 + len(further) < plan.gpus:
             return None
         split = split.replace(devices=tuple(f"cuda:{index}" for index in [gpu, *further][: plan.gpus]))

@@ -117,7 +117,9 @@ class JobQueue:
         configs = self.worker_configs(log_file)
         self.makes_videos = videos
         if not videos:
-            configs = [replace(one, kinds=[kind for kind in one.kinds if kind not in VIDEOS]) for one in configs]
+            configs = [
+                replace(config, kinds=[kind for kind in config.kinds if kind not in VIDEOS]) for config in configs
+            ]
         self._supervisor = Supervisor(self.store, configs)
         self._supervisor.start()
 
@@ -182,9 +184,9 @@ class JobQueue:
         Raises:
             TandemError: if it cannot be planned, is not admitted, or its submission had another request.
         """
-        known = None if submission is None else self.store.submitted(owner, submission)
-        if known is not None:
-            return known
+        record = None if submission is None else self.store.submitted(owner, submission)
+        if record is not None:
+            return record
         make_folder(self._outputs_dir)
         plan = self._plan(request)
         check(plan)
@@ -230,10 +232,10 @@ class JobQueue:
         job.refresh()
         return job
 
-    def hold(self, ids: Iterable[str], held: bool) -> None:
+    def hold(self, ids: Iterable[str], paused: bool) -> None:
         """Pause jobs, running ones after their current step, or continue them."""
         ids = list(ids)
-        self.store.hold(ids, held)
+        self.store.hold(ids, paused)
         self._refresh(ids)
 
     def cancel(self, ids: Iterable[str]) -> None:
@@ -281,8 +283,8 @@ class JobQueue:
 
     def active(self, owner: str | None = None) -> Job | None:
         """Return the owner's running job, or else the first that is queued and not paused."""
-        own = self.store.order.jobs(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
-        return next((self._job_of(record) for record in own if record.plan), None)
+        records = self.store.order.jobs(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
+        return next((self._job_of(record) for record in records if record.plan), None)
 
     def latest(self, owner: str | None = None) -> Job | None:
         """Return the job that the owner submitted last."""
@@ -350,10 +352,10 @@ class JobQueue:
     def _plan(self, request: GenerationRequest) -> ExecutionPlan:
         spec = self.model(request)
         output = output_path(self._outputs_dir, request.prompt)
-        other = self.plans_for()
-        if other is not None:
-            offers = replace(self._engines, machine=other).offers(spec)
-            return resolve(request, spec, PlanningContext(other, output, offers, self.history()), builds_later=True)
+        machine = self.plans_for()
+        if machine is not None:
+            offers = replace(self._engines, machine=machine).offers(spec)
+            return resolve(request, spec, PlanningContext(machine, output, offers, self.history()), builds_later=True)
         offers, first = self._engines.offers(spec), self._gpus[0]
         return resolve(
             request, spec, PlanningContext(self.machine(), output, offers, self.history(), first), builds_later=True
@@ -478,10 +480,10 @@ def combined(
     Raises:
         InvalidRequestError: for an invalid prompt or seed, or more than a thousand videos.
     """
-    given = [prompt for prompt in prompts if prompt.strip()] or [request.prompt]
+    texts = [prompt for prompt in prompts if prompt.strip()] or [request.prompt]
     chosen = list(seeds) or [request.seed]
-    if len(given) * len(chosen) > _MAX_BATCH:
+    if len(texts) * len(chosen) > _MAX_BATCH:
         raise InvalidRequestError(
-            "prompt", "queue.batch_too_large", videos=len(given) * len(chosen), maximum=_MAX_BATCH
+            "prompt", "queue.batch_too_large", videos=len(texts) * len(chosen), maximum=_MAX_BATCH
         )
-    return [request.replace(prompt=prompt, seed=seed) for prompt in given for seed in chosen]
+    return [request.replace(prompt=prompt, seed=seed) for prompt in texts for seed in chosen]

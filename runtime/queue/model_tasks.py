@@ -141,8 +141,8 @@ class ModelTasks:
 
     def _from_hub(self, kind: Literal["download", "look"], name: str) -> ModelTask:
         check_online(self._settings)
-        source, known = source_of(name, None), known_as(name)
-        title = known.title if known else source.repository
+        source, model = source_of(name, None), known_as(name)
+        title = model.title if model else source.repository
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 
     def _add(self, task: ModelTask) -> ModelTask:
@@ -195,8 +195,8 @@ class ModelTasks:
         def report(progress: DownloadProgress) -> None:
             task.line, task.share = progress.line, progress.share
 
-        known = self._settings
-        with Download(source, known.weights_dir, hub_of(known), report, known.cache_dir) as fetching:
+        settings = self._settings
+        with Download(source, settings.weights_dir, hub_of(settings), report, settings.cache_dir) as fetching:
             plan = fetching.plan(task.cancel)
             if task.kind == "look":
                 task.plan = plan
@@ -208,12 +208,12 @@ class ModelTasks:
         def report(path: str, done: int, total: int) -> None:
             task.line, task.share = render(Fact("hub.verifying", {"file": path})).what, done / total if total else None
 
-        found = verify(self._settings.weights_dir / task.folder, task.cancel, report)
-        count = len(found.manifest.files)
-        if not found.differences:
-            return Fact("download.verified", {"files": count, "size": found.total_bytes})
-        cause = next(iter(found.differences.values()))
-        raise DownloadError("download.wrong_files", wrong=len(found.differences), files=count, cause=cause)
+        verification = verify(self._settings.weights_dir / task.folder, task.cancel, report)
+        count = len(verification.manifest.files)
+        if not verification.differences:
+            return Fact("download.verified", {"files": count, "size": verification.total_bytes})
+        cause = next(iter(verification.differences.values()))
+        raise DownloadError("download.wrong_files", wrong=len(verification.differences), files=count, cause=cause)
 
 
 def _cancelled(task: ModelTask) -> Fact:

@@ -75,8 +75,8 @@ class QueueOrder:
             limit: maximum number in each state; negative for all.
         """
         queries = _in_order("*", kinds, owner, states, "" if paused else " AND NOT held")
-        found = [(f"{query} LIMIT ?", (*values, limit)) for query, values in queries]
-        return self._rows.records(*found)
+        statements = [(f"{query} LIMIT ?", (*values, limit)) for query, values in queries]
+        return self._rows.records(*statements)
 
     def ids(
         self, *, kinds: Collection[Kind] = KINDS, owner: str | EllipsisType | None = ..., limit: int = -1
@@ -96,8 +96,8 @@ class QueueOrder:
             f"AND kind = 'video' AND state IN ({marks(states)}) AND unreadable IS NULL"
         )
         with self.database.reading() as connection:
-            found = connection.execute(query, (beginning, f"{beginning}\U0010ffff", *states))
-            return {row["id"]: row["owner"] for row in found}
+            rows = connection.execute(query, (beginning, f"{beginning}\U0010ffff", *states))
+            return {row["id"]: row["owner"] for row in rows}
 
     def line(self, owner: str | EllipsisType | None = ...) -> Line:
         """Return how much is in the queue, without reading the jobs."""
@@ -144,29 +144,29 @@ class QueueOrder:
         Args:
             most: of each lane.
         """
-        found: list[tuple[int, str, Waiting]] = []
+        jobs: list[tuple[int, str, Waiting]] = []
         lane = ""
         with self.database.reading() as connection:
             following = f"SELECT lane {_WAITING} AND lane > ? ORDER BY lane LIMIT 1"
             while row := connection.execute(following, (lane,)).fetchone():
                 lane = row["lane"]
                 query = f"SELECT id, owner, created, position, needs {_WAITING} AND lane = ? ORDER BY position LIMIT ?"
-                for one in connection.execute(query, (lane, most)):
+                for entry in connection.execute(query, (lane, most)):
                     with suppress(ValueError, TypeError):  # SQLite stores any type in any column
-                        job = Waiting(one["id"], one["owner"], float(one["created"]), read_needs(one["needs"]))
-                        found.append((int(one["position"]), job.id, job))
-        return [job for _, _, job in sorted(found)]
+                        job = Waiting(entry["id"], entry["owner"], float(entry["created"]), read_needs(entry["needs"]))
+                        jobs.append((int(entry["position"]), job.id, job))
+        return [job for _, _, job in sorted(jobs)]
 
     def ahead(self, job_id: str) -> Mapping[str, Kind]:
         """Return the kinds of what runs before a queued job, by id in order, without paused ones."""
-        found: dict[str, Kind] = {}
+        kinds: dict[str, Kind] = {}
         with self.database.reading() as connection:
             for state in ("running", "queued"):  # in each, an index has the order, and later rows are not read
                 query = f"SELECT id, kind {_IN_QUEUE} AND state = '{state}' AND (NOT held OR id = ?)"
-                for one, kind in connection.execute(f"{query} ORDER BY idle, position", (job_id,)):
-                    if one == job_id:
-                        return found
-                    found[one] = kind
+                for earlier_id, kind in connection.execute(f"{query} ORDER BY idle, position", (job_id,)):
+                    if earlier_id == job_id:
+                        return kinds
+                    kinds[earlier_id] = kind
         return {}
 
     def count_ahead(self, job_id: str) -> int:
@@ -238,16 +238,16 @@ class QueueOrder:
             new = min(max(place(old), 0), count - 1)
             if new != old:
                 query = f"SELECT id {_PLACED} ORDER BY position LIMIT 1 OFFSET ?"
-                other = connection.execute(query, (new if new < old else new + 1,)).fetchone()
-                _move(connection, job_id, None if other is None else other["id"])
+                next_row = connection.execute(query, (new if new < old else new + 1,)).fetchone()
+                _move(connection, job_id, None if next_row is None else next_row["id"])
             return new, count
 
 
 def _next(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> sqlite3.Row | None:
-    wanted = _claimant(instance, kinds)
-    row: sqlite3.Row | None = connection.execute(_NEXT, wanted).fetchone()
+    claimant = _claimant(instance, kinds)
+    row: sqlite3.Row | None = connection.execute(_NEXT, claimant).fetchone()
     if row is None and not _is_busy(connection, instance, kinds):
-        row = connection.execute(_NEXT_IDLE, wanted).fetchone()
+        row = connection.execute(_NEXT_IDLE, claimant).fetchone()
     return row
 
 
@@ -258,8 +258,8 @@ def _claimant(instance: str, kinds: Collection[Kind]) -> dict[str, str]:
 
 def _is_busy(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> bool:
     """Return whether other work than idle builds waits for a worker, or a video runs on its GPU elsewhere."""
-    wanted = _claimant(instance, kinds)
-    return any(connection.execute(query, wanted).fetchone() is not None for query in (_NEXT, _VIDEO_ON_GPU))
+    claimant = _claimant(instance, kinds)
+    return any(connection.execute(query, claimant).fetchone() is not None for query in (_NEXT, _VIDEO_ON_GPU))
 
 
 def _owned(owner: str | EllipsisType | None) -> tuple[str, Sequence[Any]]:
@@ -300,7 +300,7 @@ def _position(connection: sqlite3.Connection, job_id: str) -> tuple[Any, bool]:
 
 def _move(connection: sqlite3.Connection, job_id: str, before: str | None) -> None:
     """Move a queued job before another one, or to the end; see `QueueOrder.move`."""
-    ends = [_position(connection, one)[0] for one in (job_id, before) if one is not None]
+    ends = [_position(connection, end_id)[0] for end_id in (job_id, before) if end_id is not None]
     if job_id == before:
         return
     query = "SELECT id, position FROM jobs WHERE state = 'queued' AND unreadable IS NULL AND position >= ?"
@@ -310,7 +310,7 @@ def _move(connection: sqlite3.Connection, job_id: str, before: str | None) -> No
     order.insert(len(order) if before is None else order.index(before), job_id)
     # The set of positions stays the same: a running job that is put back has its old place.
     places = zip(order, rows, strict=True)
-    changed = [(row["position"], one) for one, row in places if one != row["id"]]
+    changed = [(row["position"], new_id) for new_id, row in places if new_id != row["id"]]
     connection.executemany("UPDATE jobs SET position = ? WHERE id = ?", changed)
 
 

@@ -186,9 +186,9 @@ class Needs(FrozenModel):
         """Return what a plan needs."""
         offload = plan.request.offload
         possible = [
-            one.peak_bytes
-            for one in plan.strategies
-            if one.lacks is None and one.strategy.lossless and offload in {AUTO, one.strategy.offload}
+            forecast.peak_bytes
+            for forecast in plan.strategies
+            if forecast.lacks is None and forecast.strategy.lossless and offload in {AUTO, forecast.strategy.offload}
         ]
         return cls(
             model=plan.model_directory.name,
@@ -268,7 +268,7 @@ def read_row(row: Mapping[str, Any]) -> JobRecord:
         try:
             return JobRecord.model_validate(row)
         except ValidationError as error:
-            columns = list(dict.fromkeys(str(one["loc"][0]) for one in error.errors(include_url=False)))
+            columns = list(dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_url=False)))
     name = row["id"] if isinstance(row["id"], str) and row["id"].isalnum() else f"number {row['number']}"
     raise StoreError("queue.job_unreadable", job=name[:40], columns=columns)
 

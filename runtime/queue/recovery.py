@@ -37,20 +37,20 @@ _WAITS = frozenset({"WaitsForDisk", "WaitsForGpus"})
 logger = logging.getLogger(__name__)
 
 
-def recover(store: JobStore, own: str) -> Sequence[str]:
+def recover(store: JobStore, own_app: str) -> Sequence[str]:
     """Find the jobs whose process died, update their state, and return their ids.
 
     A job whose video is complete is done: its process died just before it stored that. Others are interrupted.
 
     Args:
-        own: the calling app; supervisors settle the jobs of their own workers.
+        own_app: the calling app; supervisors settle the jobs of their own workers.
     """
     if store.path is None:
         return []
-    alive: dict[str, bool] = {own: True}
-    found = []
+    alive: dict[str, bool] = {own_app: True}
+    ids = []
     registry = WorkerRegistry(store.database)
-    for app in registry.apps() - {own}:
+    for app in registry.apps() - {own_app}:
         if not is_alive(store.path, app):
             registry.remove_app(app)
     for job in store.order.jobs(states=["running"]):
@@ -63,9 +63,9 @@ def recover(store: JobStore, own: str) -> Sequence[str]:
             state = store.interrupt(job.id, job.instance, _finished(job))
             if state is not None:
                 logger.info("job %s: its process died; %s", job.id, state)
-                found.append(job.id)
+                ids.append(job.id)
             _sweep(job)
-    return found
+    return ids
 
 
 def put_back(store: JobStore, worker: str) -> None:
@@ -114,7 +114,7 @@ def settle_worker(
         work["begun"] = work["begun"] and counted
         death = {"event": "WorkerDied", "how": how.model_dump(), "out_of_memory": out_of_memory, **work}
         deaths = _without_progress([*events, death])
-        fails = work["begun"] and sum(one["begun"] for one in deaths) >= most
+        fails = work["begun"] and sum(entry["begun"] for entry in deaths) >= most
         if job.kind != "task" and not fails and len(deaths) < _MOST_DEATHS:
             if store.restart(job.id, worker, death):
                 logger.warning("job %s: its worker died (%s); it is queued again", job.id, how)
@@ -150,8 +150,8 @@ def _without_progress(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[s
 
 def _count(values: Mapping[str, Any], name: str) -> int:
     """Return a number of a stored event; 0 if it cannot be read."""
-    found = values.get(name)
-    return found if isinstance(found, int) else 0
+    value = values.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def _current_work(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -204,10 +204,10 @@ def _in_pytorch(plan: ExecutionPlan, component: str, reason: Fact) -> ExecutionP
 
 
 def _with_less_memory(plan: ExecutionPlan, spec: ModelSpec, stage: Stage, component: str) -> ExecutionPlan:
-    found = next_strategy(plan, spec, component, "RAM", lossy=plan.request.on_out_of_memory == "any")
-    if found is None or not found.permitted:
+    fallback = next_strategy(plan, spec, component, "RAM", lossy=plan.request.on_out_of_memory == "any")
+    if fallback is None or not fallback.permitted:
         return plan
-    return _with_warning(found.plan, found.event(stage, component, "RAM", 0.0).fact)
+    return _with_warning(fallback.plan, fallback.event(stage, component, "RAM", 0.0).fact)
 
 
 def _with_warning(plan: ExecutionPlan, warning: Fact) -> ExecutionPlan:

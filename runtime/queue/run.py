@@ -130,7 +130,7 @@ class Run:
         cancel: set on a request; by default a new token.
         stopping: when this process stops: the job is paused, a build or task cancelled. Without it, `settle` does not
             wait for a store that cannot be written.
-        wanted: for an idle build: whether other work wants its place.
+        is_wanted: for an idle build: whether other work wants its place.
         listener: called with each event, the terminal one too, and with warnings about the store.
 
     Attributes:
@@ -144,7 +144,7 @@ class Run:
         *,
         cancel: Cancel | None = None,
         stopping: threading.Event | None = None,
-        wanted: Callable[[], bool] | None = None,
+        is_wanted: Callable[[], bool] | None = None,
         listener: Callable[[Event], None] = lambda _: None,
     ) -> None:
         self.record = record
@@ -153,7 +153,7 @@ class Run:
         self.outcome: Outcome | None = None
         self._poller, self._store = poller, poller.store
         self._stopping = stopping
-        self._wanted, self._polls_wanted = wanted, 0
+        self._is_wanted, self._polls_wanted = is_wanted, 0
         self._listener = listener
         self._outbox: deque[Event | Mapping[str, Any] | Outcome] = deque()
         self._failing = False
@@ -271,10 +271,10 @@ class Run:
         """
         if self._stopping is not None and self._stopping.is_set():
             self.stop()
-        if self._wanted is not None:
+        if self._is_wanted is not None:
             with contextlib.suppress(StoreError):  # polled again soon
                 # Several times in a row, because another worker may take the work.
-                self._polls_wanted = self._polls_wanted + 1 if self._wanted() else 0
+                self._polls_wanted = self._polls_wanted + 1 if self._is_wanted() else 0
                 if self._polls_wanted >= _POLLS_TO_YIELD or self.cancel.pausing:
                     self.cancel.pause()
                     self.cancel.request()

@@ -83,14 +83,14 @@ def measure(store: JobStore, owner: str | None, ages: Sequence[int] = (), now: f
     """
     there = store.list(owner=owner)
     videos = {job.id: video_bytes(job) for job in there}
-    kept = {job.id: checkpoint_bytes(store, job.id) for job in there}
+    checkpoints = {job.id: checkpoint_bytes(store, job.id) for job in there}
     gone = store.list(owner=owner, deleted=True)
     old = {days: [videos[job.id] for job in there if _is_older(job, days, now)] for days in ages}
     return DiskUsage(
         videos=sum(size > 0 for size in videos.values()),
         video_bytes=sum(videos.values()),
-        checkpoint_bytes=sum(kept.values()),
-        finished_bytes=sum(kept[job.id] for job in there if job.state == "done"),
+        checkpoint_bytes=sum(checkpoints.values()),
+        finished_bytes=sum(checkpoints[job.id] for job in there if job.state == "done"),
         deleted=len(gone),
         deleted_bytes=sum(video_bytes(job) + checkpoint_bytes(store, job.id) for job in gone),
         image_bytes=_image_bytes(store, [*there, *gone]),
@@ -116,8 +116,8 @@ def checkpoint_bytes(store: JobStore, job_id: str) -> int:
     sizes = {}
     for path in _checkpoints(store, job_id):
         with contextlib.suppress(OSError):
-            found = path.stat()
-            sizes[found.st_ino or path] = found.st_size
+            stat = path.stat()
+            sizes[stat.st_ino or path] = stat.st_size
     return sum(sizes.values())
 
 

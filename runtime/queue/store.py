@@ -146,7 +146,7 @@ class JobStore:
         with self.database.reading() as connection:
             rows = connection.execute("SELECT * FROM jobs WHERE unreadable IS NOT NULL ORDER BY number").fetchall()
         problems = read_all(rows)[1].values()
-        names = [f"{one.data['job']} ({', '.join(one.data['columns'])})" for one in problems]
+        names = [f"{problem.data['job']} ({', '.join(problem.data['columns'])})" for problem in problems]
         return Fact("queue.jobs_unreadable", {"count": len(names), "jobs": names}) if names else None
 
     def check(self, most: int = -1) -> None:
@@ -203,7 +203,8 @@ class JobStore:
         batch = secrets.token_hex(4) if len(planned) > 1 else None
         with self.database.writing() as connection:
             return [
-                _insert(connection, "video", {**_video(*one, owner), "owner": owner, "batch": batch}) for one in planned
+                _insert(connection, "video", {**_video(*video, owner), "owner": owner, "batch": batch})
+                for video in planned
             ]
 
     def add_once(
@@ -226,15 +227,15 @@ class JobStore:
             StoreError: if the submission's key belongs to another request, or its video was deleted.
         """
         with self.database.writing() as connection:
-            known = None if submission is None else _submitted(connection, owner, submission)
-            if known is not None:
-                return known
-            own = "FROM jobs WHERE kind = 'video' AND owner IS ?"
-            query = f"SELECT count(*) {own} AND state IN ('queued', 'running')"
+            record = None if submission is None else _submitted(connection, owner, submission)
+            if record is not None:
+                return record
+            source = "FROM jobs WHERE kind = 'video' AND owner IS ?"
+            query = f"SELECT count(*) {source} AND state IN ('queued', 'running')"
             (count,) = connection.execute(query, (owner,)).fetchone()
             # Those of the future were added before the clock was set back.
             now = time.time()
-            query = f"SELECT created {own} AND created > ? AND created <= ? ORDER BY created"
+            query = f"SELECT created {source} AND created > ? AND created <= ? ORDER BY created"
             times = connection.execute(query, (owner, now - _HOUR_SECONDS, now))
             admit(int(count), [row["created"] for row in times])
             job = _insert(connection, "video", {**_video(request, plan, owner), "owner": owner})
@@ -286,14 +287,14 @@ class JobStore:
         }
         values |= {"idle": 1, "engines": ids, "gpu": gpu}
         with self.database.writing() as connection:
-            known = connection.execute(
+            row = connection.execute(
                 "SELECT 1 FROM jobs WHERE kind = 'build' AND idle AND engines = ? AND (state IN ('queued', 'running') "
                 f"OR (ended > ? AND (state != 'done' OR {_NOTHING_BUILT}))) LIMIT 1",
                 (ids, time.time() - _NOT_AGAIN_SECONDS),
             ).fetchone()
-            if known is None:
+            if row is None:
                 _insert(connection, "build", values)
-            return known is None
+            return row is None
 
     def get(self, job_id: str) -> JobRecord:
         """Return one job.
@@ -311,15 +312,15 @@ class JobStore:
             StoreError: if there is none, or more than one.
         """
         with self.database.reading() as connection:
-            found = connection.execute(
+            rows = connection.execute(
                 "SELECT * FROM jobs WHERE kind = 'video' AND id LIKE ? ESCAPE '\\' LIMIT 3",
                 (_starts_with(beginning),),
             ).fetchall()
-        if not found or not beginning:
+        if not rows or not beginning:
             raise StoreError("queue.no_such_job", job=beginning[:40])
-        if len(found) > 1:
+        if len(rows) > 1:
             raise StoreError("queue.ambiguous_job", beginning=beginning)
-        return read_row(dict(found[0]))
+        return read_row(dict(rows[0]))
 
     def existing_ids(self, ids: Collection[str]) -> set[str]:
         """Return the ids that belong to a job, those that were set aside included."""
@@ -392,8 +393,8 @@ class JobStore:
             "ORDER BY ended DESC LIMIT ?"
         )
         with self.database.reading() as connection:
-            found = connection.execute(query, (time.time() - seconds, owner, limit))
-            return {row["id"]: row["state"] for row in found}
+            rows = connection.execute(query, (time.time() - seconds, owner, limit))
+            return {row["id"]: row["state"] for row in rows}
 
     def ended(self) -> Sequence[Ended]:
         """Return the ended videos of all owners, newest first, without deleted and starred ones."""
@@ -485,9 +486,9 @@ class JobStore:
             if row["pending_control"] == "cancel":
                 end_job(connection, job_id, Cancelled())
             else:
-                held = row["pending_control"] == "pause"
-                add_event(connection, job_id, {"event": "PutBack", "held": held})
-                update_row(connection, job_id, state="queued", held=int(held), pending_control="", instance=None)
+                paused = row["pending_control"] == "pause"
+                add_event(connection, job_id, {"event": "PutBack", "held": paused})
+                update_row(connection, job_id, state="queued", held=int(paused), pending_control="", instance=None)
             return True
 
     def states(self, ids: Collection[str]) -> dict[str, Seen]:
@@ -517,8 +518,8 @@ class JobStore:
             if row["state"] != "running" or row["instance"] != instance:
                 return False
             add_event(connection, job_id, death)
-            held = int(row["pending_control"] == "pause")
-            update_row(connection, job_id, state="queued", held=held, pending_control="", instance=None, live=None)
+            paused = int(row["pending_control"] == "pause")
+            update_row(connection, job_id, state="queued", held=paused, pending_control="", instance=None, live=None)
             return True
 
     def interrupt(self, job_id: str, instance: str, saved: VideoSaved | None) -> State | None:
@@ -560,28 +561,28 @@ class JobStore:
             _edit(connection, job_id, request, plan)
             return read_job(connection, job_id)
 
-    def hold(self, ids: Iterable[str], held: bool) -> None:
+    def hold(self, ids: Iterable[str], paused: bool) -> None:
         """Pause or continue jobs: queued ones are skipped while held, running ones stop after their step."""
         with self.database.writing() as connection:
-            for one in ids:
-                state = find_row(connection, one)["state"]
+            for job_id in ids:
+                state = find_row(connection, job_id)["state"]
                 if state == "queued":
-                    update_row(connection, one, held=int(held))
+                    update_row(connection, job_id, held=int(paused))
                 elif state == "running":
                     connection.execute(
                         "UPDATE jobs SET pending_control = ? WHERE id = ? AND pending_control != 'cancel'",
-                        ("pause" if held else "", one),
+                        ("pause" if paused else "", job_id),
                     )
 
     def request_cancel(self, ids: Iterable[str]) -> None:
         """Cancel jobs: queued ones end at once, running ones soon; ended ones are ignored."""
         with self.database.writing() as connection:
-            for one in ids:
-                state = find_row(connection, one)["state"]
+            for job_id in ids:
+                state = find_row(connection, job_id)["state"]
                 if state == "queued":
-                    end_job(connection, one, Cancelled())
+                    end_job(connection, job_id, Cancelled())
                 elif state == "running":
-                    update_row(connection, one, pending_control="cancel")
+                    update_row(connection, job_id, pending_control="cancel")
 
     def finish_early(self, job_id: str) -> None:
         """End a video that is made in sections after the current section, or a paused one with those that it has.
@@ -642,9 +643,9 @@ class JobStore:
 
     def star(self, ids: Iterable[str], starred: bool) -> None:
         with self.database.writing() as connection:
-            for one in ids:
-                find_row(connection, one)
-                update_row(connection, one, starred=int(starred))
+            for job_id in ids:
+                find_row(connection, job_id)
+                update_row(connection, job_id, starred=int(starred))
 
     def purge(self, older_than: float, ids: Collection[str] | None = None) -> Sequence[JobRecord]:
         """Remove deleted jobs permanently; return them, so that their files can be removed.
@@ -658,8 +659,8 @@ class JobStore:
         if ids is not None:
             where, values = f"deleted IS NOT NULL AND {AMONG}", (listed(ids),)
         with self.database.writing() as connection:
-            found = connection.execute(f"SELECT * FROM jobs WHERE {where} AND unreadable IS NULL", values).fetchall()
-            jobs, problems = read_all(found)
+            rows = connection.execute(f"SELECT * FROM jobs WHERE {where} AND unreadable IS NULL", values).fetchall()
+            jobs, problems = read_all(rows)
             connection.executemany("DELETE FROM jobs WHERE number = ?", [(number,) for number in jobs])
         self._rows.set_aside(problems)
         return list(jobs.values())
@@ -755,11 +756,11 @@ def _edit(connection: sqlite3.Connection, job_id: str, request: GenerationReques
     update_row(connection, job_id, **_video(request, plan, owner), begun=0, result=None)
 
 
-def _check_resumable(job: JobRecord, *others: State) -> None:
-    """Raise `StoreError` unless a job can be resumed, or is in one of the `others` states."""
+def _check_resumable(job: JobRecord, *states: State) -> None:
+    """Raise `StoreError` unless a job can be resumed, or is in one of `states`."""
     if job.deleted is not None:
         raise StoreError("queue.job_deleted", job=job.id)
-    if job.kind == "video" and (job.state in (*RESUMABLE, *others) or job.continues):
+    if job.kind == "video" and (job.state in (*RESUMABLE, *states) or job.continues):
         return
     if job.state == "queued":
         raise StoreError("queue.job_queued", job=job.id)

@@ -84,18 +84,18 @@ def scrub(value: Any, texts: Sequence[str], folders: Sequence[str]) -> Any:
         else None
     )
 
-    def clean(one: Any) -> Any:
-        if isinstance(one, str):
+    def clean(node: Any) -> Any:
+        if isinstance(node, str):
             for text in whole:
-                one = text.sub(_REDACTED, one)
-            return one if path is None else path.sub(f"{_REDACTED}{os.sep}", one)
-        if isinstance(one, Mapping):
-            if one.keys() == {"code", "data"}:
-                one = {**one, "data": {key: item for key, item in one["data"].items() if key not in _PRIVATE_DATA}}
-            return {key: clean(item) for key, item in one.items()}
-        if isinstance(one, list | tuple):
-            return [clean(item) for item in one]
-        return one
+                node = text.sub(_REDACTED, node)
+            return node if path is None else path.sub(f"{_REDACTED}{os.sep}", node)
+        if isinstance(node, Mapping):
+            if node.keys() == {"code", "data"}:
+                node = {**node, "data": {key: item for key, item in node["data"].items() if key not in _PRIVATE_DATA}}
+            return {key: clean(item) for key, item in node.items()}
+        if isinstance(node, list | tuple):
+            return [clean(item) for item in node]
+        return node
 
     return clean(value)
 

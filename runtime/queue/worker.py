@@ -174,8 +174,8 @@ class Worker:
                 if record is None:
                     self._stopping.wait(_POLL_SECONDS)
                     continue
-                wanted = self._is_wanted if record.idle else None
-                with Run(record, self._poller, stopping=self._stopping, wanted=wanted) as run:
+                is_wanted = self._is_wanted if record.idle else None
+                with Run(record, self._poller, stopping=self._stopping, is_wanted=is_wanted) as run:
                     if record.kind == "video":
                         outcome = videos.execute(run)
                         self._exit_if_device_is_lost(run, outcome)
@@ -228,9 +228,9 @@ class Worker:
             return {}
         import torch
 
-        held = self._residency.group_manager.reserved_bytes()
-        own = self._config.gpu
-        return held | {own: torch.cuda.memory_reserved(own) + held.get(own, 0)}
+        reserved_bytes = self._residency.group_manager.reserved_bytes()
+        gpu = self._config.gpu
+        return reserved_bytes | {gpu: torch.cuda.memory_reserved(gpu) + reserved_bytes.get(gpu, 0)}
 
     def _machine(self) -> Machine:
         instance = self._config.instance
@@ -271,8 +271,8 @@ class Worker:
         if plan.gpus > 1:
             if len(gpus) < plan.gpus:
                 self._gather(work, plan.gpus)
-            others = registry.return_spare(instance, plan.gpus)[1:]
-            spec, plan = self._replanner.plan(record, self._machine(), gpu, others, deaths, check)
+            more_gpus = registry.return_spare(instance, plan.gpus)[1:]
+            spec, plan = self._replanner.plan(record, self._machine(), gpu, more_gpus, deaths, check)
         elif len(gpus) > 1:
             self._free()
             registry.release(instance)
@@ -324,18 +324,18 @@ class Worker:
         return self._residency
 
 
-def memory_for_new_job(seen: Machine, workers: Iterable[WorkerEntry], gpu: int) -> Machine:
+def memory_for_new_job(machine: Machine, workers: Iterable[WorkerEntry], gpu: int) -> Machine:
     """Return the machine with the memory that a new job on a GPU gets: memory of its worker is reused or freed.
 
     Args:
         workers: all workers of this app.
     """
-    gpus, ram = list(seen.gpus), 0
+    gpus, ram = list(machine.gpus), 0
     for worker in workers:
         if worker.gpu == gpu:
             with contextlib.suppress(psutil.Error):  # it ended
                 ram = psutil.Process(worker.pid).memory_info().rss
-        for index, held in worker.held.items() if gpus else ():
-            free = min(gpus[index].free_bytes + held, gpus[index].total_bytes)
+        for index, reserved_bytes in worker.held.items() if gpus else ():
+            free = min(gpus[index].free_bytes + reserved_bytes, gpus[index].total_bytes)
             gpus[index] = replace(gpus[index], free_bytes=free)
-    return replace(seen, gpus=tuple(gpus), ram_free_bytes=min(seen.ram_free_bytes + ram, seen.ram_bytes))
+    return replace(machine, gpus=tuple(gpus), ram_free_bytes=min(machine.ram_free_bytes + ram, machine.ram_bytes))

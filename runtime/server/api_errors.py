@@ -90,8 +90,8 @@ def refused(status: int, code: str, param: str | None = None, /, **data: object)
 
 def status_of(error: TandemError) -> int:
     """Return the HTTP status of an error."""
-    found = next((status for kind, status in _CLASSES.items() if isinstance(error, kind)), 422)
-    return _STATUSES.get(error.code, found)
+    default = next((status for kind, status in _CLASSES.items() if isinstance(error, kind)), 422)
+    return _STATUSES.get(error.code, default)
 
 
 def body_of(fact: Fact, status: int, param: str | None, redact: Callable[[str], str]) -> ErrorBody:

@@ -89,12 +89,12 @@ class ApiKeys:
         """Return the keys; `None` if none was ever added. Changes by other processes are seen at once."""
         with self._lock:
             try:
-                found = self._path.stat()
+                stat = self._path.stat()
             except FileNotFoundError:
                 return None
             except OSError as error:
                 raise SettingsError("server.api_keys_unreadable", file=self._path) from error
-            identity = (found.st_ino, found.st_mtime_ns, found.st_size)
+            identity = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if identity != self._read[0]:
                 self._read = (identity, self._from_file())
             return self._read[1]
@@ -129,10 +129,10 @@ class ApiKeys:
         """
         with self._changing():
             keys = self.keys() or ()
-            left = [key for key in keys if key.name != name]
-            if len(left) == len(keys):
+            remaining = [key for key in keys if key.name != name]
+            if len(remaining) == len(keys):
                 raise SettingsError("server.api_key_unknown", name=shortened(name), known=[key.name for key in keys])
-            self._write(left)
+            self._write(remaining)
 
     def _changing(self) -> Any:
         return held(self._path.with_suffix(".lock"), seconds=_LOCK_SECONDS)

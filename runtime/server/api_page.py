@@ -24,7 +24,7 @@ def _kind(schema: Mapping[str, Any]) -> Markup:
         name = str(schema["$ref"]).rpartition("/")[2]
         texts.append(Markup('<a href="#{0}">{0}</a>').format(name))
     elif "enum" in schema:
-        texts.append(Markup(", ").join(Markup("<code>{}</code>").format(json.dumps(one)) for one in schema["enum"]))
+        texts.append(Markup(", ").join(Markup("<code>{}</code>").format(json.dumps(value)) for value in schema["enum"]))
     elif "const" in schema:
         texts.append(Markup("<code>{}</code>").format(json.dumps(schema["const"])))
     elif "anyOf" in schema:

@@ -51,8 +51,8 @@ class ConditionalMiddleware:
             status = message.get("status")
             if status in _SENT and is_unchanged(Headers(scope=scope), Headers(raw=message["headers"])):
                 replaced = True
-                kept = [(name, value) for name, value in message["headers"] if name.lower() in _KEPT]
-                await send({**message, "status": HTTPStatus.NOT_MODIFIED.value, "headers": kept})
+                fields = [(name, value) for name, value in message["headers"] if name.lower() in _KEPT]
+                await send({**message, "status": HTTPStatus.NOT_MODIFIED.value, "headers": fields})
                 await send({"type": "http.response.body", "body": b""})
             elif status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._unsatisfiable is not None:
                 replaced = True
@@ -68,14 +68,14 @@ class ConditionalMiddleware:
             await self._app(scope, receive, conditional)
 
 
-def is_unchanged(asked: Headers, sent: Headers) -> bool:
+def is_unchanged(request: Headers, sent: Headers) -> bool:
     """Return whether the headers of a request say that the client has what is sent; see RFC 9110, 13.2.2."""
-    if tags := asked.getlist("if-none-match"):
+    if tags := request.getlist("if-none-match"):
         tag = _TAG.fullmatch(sent.get("etag", ""))
         text = ",".join(tags)
         return text.strip() == "*" or (tag is not None and tag[1] in _TAG.findall(text))
     try:
-        since = parsedate_to_datetime(asked["if-modified-since"])
+        since = parsedate_to_datetime(request["if-modified-since"])
         return parsedate_to_datetime(sent["last-modified"]) <= since
     except (KeyError, ValueError, TypeError):  # none, not a date, or without a time zone
         return False

@@ -110,14 +110,14 @@ class PageServer:
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.001)
-        for one in self._sockets:
-            one.listen(_QUEUE)  # asyncio has set it to the number of connections that it accepts at once
+        for listener in self._sockets:
+            listener.listen(_QUEUE)  # asyncio has set it to the number of connections that it accepts at once
 
     def close(self) -> None:
         """Stop serving. Requests that run have a second to end; other connections are closed at once."""
         if self._server is None or self._thread is None:
-            for one in self._sockets:
-                one.close()
+            for listener in self._sockets:
+                listener.close()
             return
         self._server.should_exit = True
         errors = logging.getLogger("uvicorn.error")
@@ -138,19 +138,19 @@ def listen(host: str, port: int) -> list[socket.socket]:
     Raises:
         OSError: if the host is unknown or the port is taken.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = dict.fromkeys((family, address) for family, _, _, _, address in infos)
     with contextlib.ExitStack() as opened:
         sockets = []
         for family, address in addresses:
             try:
-                one = socket.create_server(cast(Any, address), family=family)
+                listener = socket.create_server(cast(Any, address), family=family)
             except OSError as error:
                 # "localhost" may have an IPv6 address although the machine has no IPv6.
                 if error.errno == errno.EADDRNOTAVAIL and len(addresses) > 1:
                     continue
                 raise
-            sockets.append(opened.enter_context(one))
+            sockets.append(opened.enter_context(listener))
         if not sockets:
             raise OSError(errno.EADDRNOTAVAIL, f"no address of {host} is available")
         opened.pop_all()
@@ -164,12 +164,12 @@ class _Connection(H11Protocol):
         others: the open connections of the page; this one is added while it is open.
     """
 
-    def __init__(self, limits: ConnectionLimits, others: "list[_Connection]", *args: Any, **named: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, connections: "list[_Connection]", *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.logged_in = False
         self.app_state = {**self.app_state, _STATE_KEY: self}
         self._limits = limits
-        self._others = others
+        self._all_connections = connections
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited: object = None
         self._since = 0.0
@@ -182,21 +182,21 @@ class _Connection(H11Protocol):
     def set_login(self, logged_in: bool) -> None:
         """Record whether the latest request has a login, and make room for it among those that have one."""
         self.logged_in = logged_in
-        users = [one for one in self._others if one.logged_in]
+        users = [connection for connection in self._all_connections if connection.logged_in]
         if len(users) > self._limits.users:
-            _longest([one for one in users if one is not self])._abort()
+            _longest([connection for connection in users if connection is not self])._abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Make room for a new connection."""
         super().connection_made(transport)
         # asyncio does it only for sockets with a protocol number, which those of `socket.create_server` lack. Without
         # it, the second part of each answer of a kept connection waits for the client's delayed acknowledgment.
-        if (one := transport.get_extra_info("socket")) is not None:
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._others.append(self)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._all_connections.append(self)
         self._await_request()
-        strangers = [one for one in self._others if not one.logged_in]
-        if len(strangers) > self._limits.strangers or len(self._others) > self._limits.connections:
+        strangers = [connection for connection in self._all_connections if not connection.logged_in]
+        if len(strangers) > self._limits.strangers or len(self._all_connections) > self._limits.connections:
             _longest(strangers)._abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -249,10 +249,10 @@ class _Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if self in self._others:
-            self._others.remove(self)
+        if self in self._all_connections:
+            self._all_connections.remove(self)
 
 
 def _longest(connections: list[_Connection]) -> _Connection:
     """Return the one that has waited longest for its client; if none waits, the one with the oldest request."""
-    return min(connections, key=lambda one: (not one.waits, one._since))
+    return min(connections, key=lambda connection: (not connection.waits, connection._since))

@@ -94,8 +94,8 @@ def access(method: str, path: str, *, visitors: bool = False) -> Access | None:
     if method in {"GET", "HEAD"}:
         if _PUBLIC.fullmatch(path):
             return "public"
-        own = _VISITOR_READ if visitors else _OWNER_READ
-        return "login" if _READ.fullmatch(path) or own.fullmatch(path) else None
+        pattern = _VISITOR_READ if visitors else _OWNER_READ
+        return "login" if _READ.fullmatch(path) or pattern.fullmatch(path) else None
     if method == "POST":
         if path.rstrip("/") == LOGIN:
             return "public"
@@ -223,15 +223,15 @@ def check_values(values: object) -> None:
         RefusedError: otherwise.
     """
     waiting: list[tuple[object, int]] = [(values, 0)]
-    seen = 0
+    count = 0
     while waiting:
         value, depth = waiting.pop()
-        seen += 1
-        if seen > _MAX_VALUES or depth > _MAX_DEPTH:
+        count += 1
+        if count > _MAX_VALUES or depth > _MAX_DEPTH:
             raise RefusedError("server.call_too_large")
         if isinstance(value, dict):
             if "path" in value or "url" in value:
                 raise RefusedError("server.call_files")
-            waiting += [(one, depth + 1) for one in value.values()]
+            waiting += [(item, depth + 1) for item in value.values()]
         elif isinstance(value, list):
-            waiting += [(one, depth + 1) for one in value]
+            waiting += [(item, depth + 1) for item in value]

@@ -77,7 +77,7 @@ class ImageQueue:
     @contextmanager
     def _waiting(self, user: str, size: int) -> Iterator[_User]:
         waiting = self._users.setdefault(user, _User())
-        everyone = [other.sizes for other in self._users.values()]
+        everyone = [entry.sizes for entry in self._users.values()]
         try:
             if (
                 len(waiting.sizes) >= _MOST

@@ -43,7 +43,7 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
 
     queue = ImageQueue()
 
-    async def kept(request: Request, data: bytes, name: str) -> ImageUse:
+    async def keep_upload(request: Request, data: bytes, name: str) -> ImageUse:
         visitor = request.user.display_name
         try:
             return await queue.run(request, visitor, len(data), partial(keep, data, plain_name(name), visitor))
@@ -55,7 +55,7 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
 
     async def image(request: Request) -> Response:
         """Keep the image that is the request's body."""
-        use = await kept(request, await request.body(), unquote(request.path_params["name"]))
+        use = await keep_upload(request, await request.body(), unquote(request.path_params["name"]))
         values: dict[str, Any] = {"image": use.reference, "width": use.width, "height": use.height}
         return JSONResponse(values, headers=_PRIVATE)
 
@@ -66,7 +66,7 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
                 file = form.get("files")
                 if not isinstance(file, UploadFile):
                     raise RefusedError("server.form_without_file")
-                use = await kept(request, await file.read(), file.filename or NAMELESS)
+                use = await keep_upload(request, await file.read(), file.filename or NAMELESS)
         except (HTTPException, ValueError, AssertionError) as error:  # of the form's syntax, or with more parts
             if isinstance(error, RefusedError):
                 raise

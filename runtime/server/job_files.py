@@ -93,10 +93,10 @@ def is_single_range(value: bytes) -> bool:
 
     Among the others are ranges that end before they start, which RFC 9110 (14.1.1) calls invalid.
     """
-    found = _RANGE.fullmatch(value.strip())
-    if found is None or not (found[1] or found[2]):
+    match = _RANGE.fullmatch(value.strip())
+    if match is None or not (match[1] or match[2]):
         return False
-    return not (found[1] and found[2]) or int(found[1]) <= int(found[2])
+    return not (match[1] and match[2]) or int(match[1]) <= int(match[2])
 
 
 def etag_of(content: bytes) -> str:

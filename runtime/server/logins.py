@@ -18,12 +18,12 @@ _IPV6_NETWORK = 64
 
 def login_check(auth: tuple[str, str]) -> Callable[[str, str], bool]:
     """Return the function that checks a login. Its time depends on neither the user nor the password that is right."""
-    expected = tuple(one.encode("utf-8", "surrogatepass") for one in auth)
+    expected = tuple(text.encode("utf-8", "surrogatepass") for text in auth)
 
     def check(user: str, password: str) -> bool:
-        given = tuple(one.encode("utf-8", "surrogatepass") for one in (user, password))
+        attempt = tuple(text.encode("utf-8", "surrogatepass") for text in (user, password))
         # Both are compared in any case.
-        return all([secrets.compare_digest(one, right) for one, right in zip(given, expected, strict=True)])
+        return all([secrets.compare_digest(actual, right) for actual, right in zip(attempt, expected, strict=True)])
 
     return check
 
@@ -47,12 +47,12 @@ def forwarded_address(forwarded_for: str) -> str | None:
 def network_of(address: str) -> str:
     """Return an address as the limits count it: IPv6 by network."""
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return address
-    if found.version == 4:  # noqa: PLR2004
-        return str(found)
-    return str(ipaddress.ip_network((found, _IPV6_NETWORK), strict=False))
+    if ip.version == 4:  # noqa: PLR2004
+        return str(ip)
+    return str(ipaddress.ip_network((ip, _IPV6_NETWORK), strict=False))
 
 
 class LoginLimits:
@@ -74,11 +74,11 @@ class LoginLimits:
         """
         while self._wrong and now - self._wrong[0][0] >= _MINUTE:
             self._wrong.popleft()
-        own = sum(one == address for _, one in self._wrong) if address is not None else 0
-        if own >= _PER_ADDRESS:
+        attempts = sum(source == address for _, source in self._wrong) if address is not None else 0
+        if attempts >= _PER_ADDRESS:
             return False
         if len(self._wrong) >= _OVERALL:
-            if own or now - self._let_through < _NEXT_SECONDS:
+            if attempts or now - self._let_through < _NEXT_SECONDS:
                 return False
             self._let_through = now
         self._wrong.append((now, address))

@@ -120,9 +120,9 @@ class _Now(Collector):
         )
         memory.add_metric(["ram", "total"], machine.ram_bytes)
         memory.add_metric(["ram", "free"], machine.ram_free_bytes)
-        for number, one in enumerate(machine.gpus):
-            memory.add_metric([f"cuda:{number}", "total"], one.total_bytes)
-            memory.add_metric([f"cuda:{number}", "free"], one.free_bytes)
+        for number, device in enumerate(machine.gpus):
+            memory.add_metric([f"cuda:{number}", "total"], device.total_bytes)
+            memory.add_metric([f"cuda:{number}", "free"], device.free_bytes)
         yield memory
         resident = GaugeMetricFamily("tandem_worker_memory_bytes", "Resident memory of the workers.", labels=["gpu"])
         for gpu, pid in self._worker.worker_pids().items():

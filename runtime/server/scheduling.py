@@ -102,10 +102,10 @@ class Usage:
 
     def used(self, now: float) -> dict[str | None, float]:
         """Return the use of each owner; those who have used next to nothing are forgotten."""
-        found = {owner: self._decayed(owner, now) for owner in self._used}
-        for owner in [owner for owner, seconds in found.items() if seconds < 1.0]:
-            del self._used[owner], found[owner]
-        return found
+        usage = {owner: self._decayed(owner, now) for owner in self._used}
+        for owner in [owner for owner, seconds in usage.items() if seconds < 1.0]:
+            del self._used[owner], usage[owner]
+        return usage
 
     def _decayed(self, owner: str | None, now: float) -> float:
         seconds, at = self._used.get(owner, (0.0, now))
@@ -153,12 +153,12 @@ def assign(
         if not fleet.idle & group.fits:
             continue
         tag, index = group.jobs[0]
-        found = fleet.find(waiting[index], group, remaining)
-        if found is not None:
-            if heap and tag + found.delay > heap[0][0]:
-                heappush(heap, (tag + found.delay, number))
+        choice = fleet.find(waiting[index], group, remaining)
+        if choice is not None:
+            if heap and tag + choice.delay > heap[0][0]:
+                heappush(heap, (tag + choice.delay, number))
                 continue
-            assigned.append((waiting[index].id, fleet.take(found)))
+            assigned.append((waiting[index].id, fleet.take(choice)))
         heappop(group.jobs)
         remaining[group.fits] -= 1
         if group.jobs:
@@ -241,34 +241,36 @@ class _Fleet:
         idle: the kinds that have an idle worker.
     """
 
-    def __init__(self, workers: Sequence[IdleWorker], busy: Sequence[IdleWorker], wanted: Mapping[str, int]) -> None:
+    def __init__(
+        self, workers: Sequence[IdleWorker], busy: Sequence[IdleWorker], job_counts: Mapping[str, int]
+    ) -> None:
         self._workers = (workers, busy)
         self._kinds: dict[tuple[int, str, float], int] = {}
         self._total: Counter[int] = Counter()
         self._idle: Counter[int] = Counter()
         most: dict[int, int] = {}
-        for one in (*workers, *busy):
-            kind = self._kind(one)
+        for worker in (*workers, *busy):
+            kind = self._kind(worker)
             self._total[kind] += 1
-            most[kind] = max(most.get(kind, 0), one.free_bytes)
+            most[kind] = max(most.get(kind, 0), worker.free_bytes)
         self._levels = {
             gpus: _levels({kind: most[kind] for (has, _, _), kind in self._kinds.items() if has >= gpus})
             for gpus in {gpus for gpus, _, _ in self._kinds}
         }
         pools: dict[tuple[int, str | None, frozenset[str], frozenset[str]], _Pool] = {}
         loaded: Counter[str | None] = Counter()
-        for one in workers:
-            kind = self._kind(one)
+        for worker in workers:
+            kind = self._kind(worker)
             self._idle[kind] += 1
-            loaded[one.loaded] += 1
-            pool = pools.setdefault((kind, one.loaded, one.models, one.engines), _Pool(kind, one, []))
-            pool.workers.append((one.free_bytes, one.id, one))
+            loaded[worker.loaded] += 1
+            pool = pools.setdefault((kind, worker.loaded, worker.models, worker.engines), _Pool(kind, worker, []))
+            pool.workers.append((worker.free_bytes, worker.id, worker))
         for pool in pools.values():
             pool.workers.sort()
         self._pools = list(pools.values())
         self.idle = sum(1 << kind for kind in self._idle)
         # How much each loaded model is wanted: jobs for each idle worker that has it.
-        self._wanted = {model: wanted.get(model, 0) / count for model, count in loaded.items() if model is not None}
+        self._demand = {model: job_counts.get(model, 0) / count for model, count in loaded.items() if model is not None}
         self._places: dict[str, list[int]] | None = None
 
     def _kind(self, worker: IdleWorker) -> int:
@@ -294,45 +296,45 @@ class _Fleet:
             group.route = self._route(group)
         elif not all(pool.workers for pool in group.route):
             group.route = [pool for pool in group.route if pool.workers]
-        kept = self._kept(group, remaining)
-        found = self._first(job, [pool for pool in group.route if not kept >> pool.kind & 1], job.avoid)
-        if found is not None:
-            return found._replace(delay=-WARM_SECONDS if found.pool.first.loaded == job.model else 0.0)
-        found = self._first(job, group.route, job.avoid)
-        if found is None and job.avoid and not self._others(job, group.fits):
-            found = self._first(job, group.route, frozenset())
-        return found
+        reserved = self._kept(group, remaining)
+        choice = self._first(job, [pool for pool in group.route if not reserved >> pool.kind & 1], job.avoid)
+        if choice is not None:
+            return choice._replace(delay=-WARM_SECONDS if choice.pool.first.loaded == job.model else 0.0)
+        choice = self._first(job, group.route, job.avoid)
+        if choice is None and job.avoid and not self._others(job, group.fits):
+            choice = self._first(job, group.route, frozenset())
+        return choice
 
-    def take(self, found: _Found) -> str:
+    def take(self, choice: _Found) -> str:
         """Remove a worker from the idle ones and return its id."""
-        _, name, _ = found.pool.workers.pop(found.place)
-        self._idle[found.pool.kind] -= 1
-        if not self._idle[found.pool.kind]:
-            self.idle &= ~(1 << found.pool.kind)
+        _, name, _ = choice.pool.workers.pop(choice.place)
+        self._idle[choice.pool.kind] -= 1
+        if not self._idle[choice.pool.kind]:
+            self.idle &= ~(1 << choice.pool.kind)
         return name
 
     def _kept(self, group: _Group, remaining: Mapping[int, int]) -> int:
         """Return the kinds whose idle workers more demanding jobs wait for."""
-        kept = 0
+        reserved = 0
         for fits in group.inside:
-            for kind in _bits(fits & self.idle & ~kept) if remaining[fits] else ():
-                wanted = sum(remaining[other] for other in group.inside if other >> kind & 1)
-                kept |= (wanted >= self._idle[kind]) << kind
-        return kept
+            for kind in _bits(fits & self.idle & ~reserved) if remaining[fits] else ():
+                waiting = sum(remaining[more_fits] for more_fits in group.inside if more_fits >> kind & 1)
+                reserved |= (waiting >= self._idle[kind]) << kind
+        return reserved
 
     def _route(self, group: _Group) -> list[_Pool]:
         """Return the pools that can run a group, best first."""
 
         def order(pool: _Pool) -> tuple[bool, bool, bool, int, float, float]:
-            one = pool.first
+            worker = pool.first
             return (
-                one.loaded != group.model,
-                group.model not in one.models and one.loaded != group.model,
-                not group.engines <= one.engines,
-                one.gpus,
-                -one.speed,
+                worker.loaded != group.model,
+                group.model not in worker.models and worker.loaded != group.model,
+                not group.engines <= worker.engines,
+                worker.gpus,
+                -worker.speed,
                 # Models that fewer jobs wait for are removed first.
-                -1.0 if one.loaded is None else self._wanted[one.loaded],
+                -1.0 if worker.loaded is None else self._demand[worker.loaded],
             )
 
         return sorted((pool for pool in self._pools if pool.workers and group.fits >> pool.kind & 1), key=order)
@@ -341,8 +343,8 @@ class _Fleet:
         """Return the worker with the least memory that is enough, in the first pool that has one."""
         for pool in pools:
             for place in range(bisect_left(pool.workers, (job.bytes_per_gpu,)), len(pool.workers)):
-                one = pool.workers[place][2]
-                if one.id not in avoid and one.node not in avoid:
+                worker = pool.workers[place][2]
+                if worker.id not in avoid and worker.node not in avoid:
                     return _Found(pool, place, RESERVED_SECONDS)
         return None
 
@@ -350,9 +352,9 @@ class _Fleet:
         """Return whether a worker that a job need not avoid can run it, now or later."""
         if self._places is None:
             self._places = defaultdict(list)
-            for number, one in enumerate(worker for workers in self._workers for worker in workers):
-                self._places[one.id].append(number)
-                self._places[one.node].append(number)
+            for number, candidate in enumerate(worker for workers in self._workers for worker in workers):
+                self._places[candidate.id].append(number)
+                self._places[candidate.node].append(number)
         idle, busy = self._workers
         avoided = {number for name in job.avoid for number in self._places.get(name, ())}
         kinds = [self._kind(idle[number] if number < len(idle) else busy[number - len(idle)]) for number in avoided]

@@ -188,17 +188,17 @@ class CrossSiteMiddleware:
         if site is not None and site not in _OWN_SITE and not navigates:
             raise RefusedError("server.other_site", 403)
         names = self._host_names()
-        own: set[tuple[str, str, int | None] | None] = set()
+        origins: set[tuple[str, str, int | None] | None] = set()
         # Programs may leave it out with HTTP/1.0, as health checks do; browsers send it.
         if host is not None or scope["http_version"] != "1.0":
             if _HOST.fullmatch(host or "") is None:
                 raise RefusedError("server.host_invalid", 400)
             if names is not None and _host_name(host or "") not in names:
                 raise RefusedError("server.host_other", 403)
-            own.add(_origin(f"{scope['scheme']}://{host}"))
+            origins.add(_origin(f"{scope['scheme']}://{host}"))
         if self._visitors is not None:
-            own.add(_origin(self._visitors.link))
-        if origin is None or _origin(origin) in own - {None}:
+            origins.add(_origin(self._visitors.link))
+        if origin is None or _origin(origin) in origins - {None}:
             return
         # Elsewhere than on loopback, a proxy may end TLS or change the port; there browsers send Sec-Fetch-Site.
         if names is not None or (site is None and not navigates):
@@ -337,7 +337,9 @@ class ValidationMiddleware:
             functions = private.functions(app)
             # Gradio fails with status 500 if a call to a queued function bypasses the queue.
             queued = path != gradio_requests.RUN
-            inputs = {number: len(one.defaults) for number, one in functions.items() if one.queued == queued}
+            inputs = {
+                number: len(function.defaults) for number, function in functions.items() if function.queued == queued
+            }
             if path == gradio_requests.GENERATE:
                 api = private.function_number(app, "generate")
                 call = gradio_requests.read_call(body, inputs, api, functions[api].defaults)
@@ -373,8 +375,8 @@ class ValidationMiddleware:
         app, path = scope["app"], scope["path"]
         session = None
         if path == gradio_requests.STREAM:
-            given = parse_qs(query.decode("latin-1")).get("session_hash", [""])
-            session = gradio_requests.read_session(given[0])
+            sessions = parse_qs(query.decode("latin-1")).get("session_hash", [""])
+            session = gradio_requests.read_session(sessions[0])
             if not private.has_session(app, session):
                 raise RefusedError("server.no_session", 404)
             scope["query_string"] = f"session_hash={session}".encode()

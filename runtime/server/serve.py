@@ -139,11 +139,11 @@ def join_command(settings: Settings) -> str:
 
 def _own_address() -> str:
     """Return the address of this machine in its network; its name if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             # Sends nothing; the address is reserved for documentation.
-            one.connect(("192.0.2.1", 9))
-            return str(one.getsockname()[0])
+            sock.connect(("192.0.2.1", 9))
+            return str(sock.getsockname()[0])
         except OSError:
             return socket.gethostname()
 
@@ -228,12 +228,12 @@ def check_address(host: str, port: int) -> None:
         )[0]
     except (OSError, UnicodeError) as error:
         raise MachineError("ui.host_unknown", host=host) from error
-    with socket.socket(family, kind, protocol) as one:
+    with socket.socket(family, kind, protocol) as sock:
         # On Windows this option would take a port that another program listens on; on Unix it only skips TIME_WAIT.
         if os.name == "posix":
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind(address)
+            sock.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise MachineError("ui.host_not_local", host=host) from error
@@ -244,5 +244,5 @@ def check_address(host: str, port: int) -> None:
 
 def port_taken(port: int) -> MachineError:
     """Return the error for a port that another program listens on."""
-    other = port + 1 if port < 65_535 else port - 1  # noqa: PLR2004 - the last port
-    return MachineError("ui.port_taken", port=port, other=other)
+    alternative = port + 1 if port < 65_535 else port - 1  # noqa: PLR2004 - the last port
+    return MachineError("ui.port_taken", port=port, other=alternative)

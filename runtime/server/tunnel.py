@@ -145,7 +145,7 @@ def _read_link(process: "subprocess.Popen[str]") -> str:
     """Return the link that the program prints; a thread keeps reading its output so that it never blocks."""
     lines: list[str] = []
     link: list[str] = []
-    found = threading.Event()
+    ready = threading.Event()
 
     def read() -> None:
         assert process.stdout is not None
@@ -154,14 +154,14 @@ def _read_link(process: "subprocess.Popen[str]") -> str:
                 match = _LINK.search(line)
                 if match is not None:
                     link[:] = [match[1]]
-                    found.set()
+                    ready.set()
                 lines[:] = [*lines, line.strip()][-_LINES_KEPT:]
                 if "login to server failed" in line:
                     break
-        found.set()
+        ready.set()
 
     threading.Thread(target=read, name="tunnel", daemon=True).start()
-    found.wait(_LINK_SECONDS)
+    ready.wait(_LINK_SECONDS)
     if link:
         return link[0]
     _stop(process)

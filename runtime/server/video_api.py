@@ -205,11 +205,11 @@ class VideoApi:
         """List the videos of the caller."""
         number = None if after is None else self._record(after, request).number
         owner = _owner(_caller(request))
-        found = self._store.list(owner=owner, limit=limit + 1, after=number, oldest_first=order == "asc")
-        data = [self._video(record) for record in found[:limit]]
+        records = self._store.list(owner=owner, limit=limit + 1, after=number, oldest_first=order == "asc")
+        data = [self._video(record) for record in records[:limit]]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
-        more, kept = len(found) > limit, self._worker.retention
-        return _json(VideoList(data=data, first_id=first, last_id=last, has_more=more, retention=kept))
+        more, retention = len(records) > limit, self._worker.retention
+        return _json(VideoList(data=data, first_id=first, last_id=last, has_more=more, retention=retention))
 
     def retrieve(self, request: Request, video_id: VideoId) -> Response:
         """Return a video."""
@@ -360,8 +360,8 @@ class VideoApi:
             except StoreError as error:
                 if error.code != "queue.no_such_job":
                     raise
-        own = record is not None and record.kind == "video" and record.owner == _owner(_caller(request))
-        if record is None or not own or record.deleted is not None:
+        is_callers = record is not None and record.kind == "video" and record.owner == _owner(_caller(request))
+        if record is None or not is_callers or record.deleted is not None:
             raise refused(404, "server.api_no_video", "video_id", video=shortened(video_id))
         return record
 
@@ -395,8 +395,10 @@ class VideoApi:
 
     def _name_of(self, model: str) -> str:
         spec = self._models.get(model)
-        found = next((one for one in tuple(self._models.values()) if str(one.location) == model), spec)
-        return Path(model).name if found is None else found.name
+        match = next(
+            (candidate for candidate in tuple(self._models.values()) if str(candidate.location) == model), spec
+        )
+        return Path(model).name if match is None else match.name
 
 
 class ApiMiddleware:
@@ -412,8 +414,8 @@ class ApiMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
-        own = scope["type"] == "http" and serves(scope["path"])
-        await (self._api if own else self._app)(scope, receive, send)
+        is_api = scope["type"] == "http" and serves(scope["path"])
+        await (self._api if is_api else self._app)(scope, receive, send)
 
 
 class KeyMiddleware:
@@ -445,14 +447,14 @@ class KeyMiddleware:
         await self._app({**scope, "state": state}, receive, send)
 
     def _find(self, scope: Scope) -> ApiKey | None:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        headers = [value for name, value in scope["headers"] if name == b"authorization"]
         path = scope["path"].rstrip("/")
         cluster = path.startswith(CLUSTER)
         joins = cluster and path != CLUSTER
         if self._keys.keys() is None and self._open and not joins:
             return None
         challenge = {"WWW-Authenticate": "Bearer"}
-        scheme, _, secret = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
+        scheme, _, secret = headers[0].decode("latin-1").partition(" ") if len(headers) == 1 else ("", "", "")
         if scheme.lower() != "bearer" or not secret.strip():
             error = refused(401, "server.api_key_missing")
         elif cluster:
@@ -522,8 +524,8 @@ def _owner(caller: ApiKey | None) -> str | None:
 
 
 def _model(spec: ModelSpec) -> Model:
-    own = (spec.defaults.width, spec.defaults.height)
-    sizes = [f"{width}x{height}" for width, height in dict.fromkeys((own, *spec.sizes))]
+    default_size = (spec.defaults.width, spec.defaults.height)
+    sizes = [f"{width}x{height}" for width, height in dict.fromkeys((default_size, *spec.sizes))]
     return Model(id=spec.name, owned_by="tandem", title=spec.title, sizes=sizes)
 
 
@@ -557,9 +559,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     template = f"{_SCHEMAS}{{model}}"
     schemas = schema["components"]["schemas"]
-    for made in (video_requests.json_schema(template), video_requests.form_schema(template)):
-        schemas |= made.pop("$defs", {})
-        schemas[made["title"]] = made
+    for definition in (video_requests.json_schema(template), video_requests.form_schema(template)):
+        schemas |= definition.pop("$defs", {})
+        schemas[definition["title"]] = definition
     schemas |= {
         video_events.VideoProgress.__name__: video_events.VideoProgress.model_json_schema(ref_template=template)
     }

@@ -95,10 +95,10 @@ class VideoFeeds:
     """
 
     def __init__(
-        self, worker: JobQueue, shown: Callable[[JobRecord, Job], Video], redact: Callable[[str], str]
+        self, worker: JobQueue, describe: Callable[[JobRecord, Job], Video], redact: Callable[[str], str]
     ) -> None:
         self._worker = worker
-        self._shown = shown
+        self._describe = describe
         self._redact = redact
         self._feeds: dict[str, _Feed] = {}
 
@@ -159,15 +159,15 @@ class VideoFeeds:
 
     async def _read(self, job: Job, feed: _Feed) -> None:
         """Update a feed until its video ends or no stream follows it."""
-        seen: object = None
+        last_key: object = None
         preview: bytes | None = None
         try:
             while not feed.last and feed.followers:
                 count = job.changes.count
                 now, progress = time.monotonic(), job.progress
                 key = (progress, job.state, job.held, int(now / _TICK_SECONDS))
-                if key != seen:
-                    seen = key
+                if key != last_key:
+                    last_key = key
                     if progress.preview is not None and progress.preview != preview:
                         preview = progress.preview
                         data = {
@@ -201,7 +201,7 @@ class VideoFeeds:
             return "", _event("error", ErrorAnswer(error=body_of(error.fact, 503, None, self._redact)))
         if record.deleted is not None:
             return "", _event("error", ErrorAnswer(error=_no_video(job.id)))
-        video = self._shown(record, job)
+        video = self._describe(record, job)
         if video.status in {"completed", "failed"}:
             return "", _event(f"video.{video.status}", video)
         return _event("video.progress", _progress(video, job, self._worker, now)), ""
@@ -210,7 +210,7 @@ class VideoFeeds:
 def _progress(video: Video, job: Job, worker: JobQueue, now: float) -> VideoProgress:
     progress = job.progress.at(now)
     queued = video.status == "queued"
-    left = None if queued else progress.seconds_left
+    seconds = None if queued else progress.seconds_left
     clip = job.clip
     return VideoProgress(
         **dict(video),
@@ -218,7 +218,7 @@ def _progress(video: Video, job: Job, worker: JobQueue, now: float) -> VideoProg
         step=progress.step,
         frame=progress.frames,
         clip=None if clip is None else f"/v1/videos/{job.id}/content?variant=clip&count={clip[0]}",
-        seconds_left=None if left is None else round(left, 1),
+        seconds_left=None if seconds is None else round(seconds, 1),
         ahead=worker.count_ahead(job) if queued else None,
     )
 

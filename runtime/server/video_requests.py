@@ -77,7 +77,7 @@ def json_schema(reference: str) -> dict[str, Any]:
     for name in _IMAGES:
         described = {key: properties[name][key] for key in ("title", "description")}
         properties[name] = {**described, "anyOf": [image], "default": None}
-    own = {
+    extra = {
         "size": {
             "title": "Size",
             "description": "Width and height, instead of those fields.",
@@ -86,10 +86,10 @@ def json_schema(reference: str) -> dict[str, Any]:
         },
         _REFERENCE: {"title": "Input reference", "description": "The same as image.", "anyOf": [image]},
     }
-    for name, described in (properties | own).items():
+    for name, described in (properties | extra).items():
         if name not in schema["required"]:
             _accept(described, {"type": "null"}, *[_NUMBER] * isinstance(FIELDS.get(name), Number))
-    return {**schema, "title": "CreateVideo", "properties": {**properties, **own}, "additionalProperties": False}
+    return {**schema, "title": "CreateVideo", "properties": {**properties, **extra}, "additionalProperties": False}
 
 
 def _accept(described: dict[str, Any], *also: dict[str, str]) -> None:
@@ -97,7 +97,7 @@ def _accept(described: dict[str, Any], *also: dict[str, str]) -> None:
     kinds = described.pop("anyOf", None)
     if kinds is None:
         kinds = [{key: described.pop(key) for key in ("type", "enum") if key in described}]
-    described["anyOf"] = [*kinds, *(one for one in also if one not in kinds)]
+    described["anyOf"] = [*kinds, *(kind for kind in also if kind not in kinds)]
 
 
 def form_schema(reference: str) -> dict[str, Any]:
@@ -170,13 +170,13 @@ def set_values(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: of fields, by name; unknown names are kept.
     """
-    found = {}
+    fields = {}
     for name, value in values.items():
         optional = name in (*FIELDS, *_OWN) and name != "prompt"
         if value is not None or not optional:
             declared = FIELDS.get(name)
-            found[name] = declared.parse(value) if isinstance(declared, Number) and isinstance(value, str) else value
-    return found
+            fields[name] = declared.parse(value) if isinstance(declared, Number) and isinstance(value, str) else value
+    return fields
 
 
 def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> GenerationRequest:
@@ -196,9 +196,9 @@ def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> Generati
             cut(unknown, 40), "server.api_field_unknown", name=shortened(unknown), known=known_fields()
         )
     if "size" in values:
-        taken = next((name for name in ("width", "height") if name in fields), None)
-        if taken is not None:
-            raise InvalidRequestError("size", "server.api_excludes", name="size", other=taken)
+        conflict = next((name for name in ("width", "height") if name in fields), None)
+        if conflict is not None:
+            raise InvalidRequestError("size", "server.api_excludes", name="size", other=conflict)
         fields["width"], fields["height"] = _size(values["size"])
     for name in _IMAGES:
         if fields.get(name) is not None:
@@ -334,16 +334,16 @@ def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -
 def _add_image(images: dict[str, Image], name: str, image: Image) -> None:
     field = "image" if name == _REFERENCE else name
     if field in images:
-        other = "image" if name == _REFERENCE else _REFERENCE
-        raise InvalidRequestError(name, "server.api_excludes", name=name, other=other)
+        alias = "image" if name == _REFERENCE else _REFERENCE
+        raise InvalidRequestError(name, "server.api_excludes", name=name, other=alias)
     images[field] = image
 
 
 def _size(value: object) -> tuple[int, int]:
-    found = read_size(value) if isinstance(value, str) else None
-    if found is None or max(found) > MAX_SIDE:
+    size = read_size(value) if isinstance(value, str) else None
+    if size is None or max(size) > MAX_SIDE:
         raise InvalidRequestError("size", "server.api_size", value=shortened(value))
-    return found
+    return size
 
 
 def _replay(body: bytes) -> Any:

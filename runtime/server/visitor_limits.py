@@ -74,11 +74,11 @@ class Limits:
 
 def limits_of(settings: Settings, spec: ModelSpec) -> Limits:
     """Return the limits for a model: those in the settings, or the model's defaults where a setting is missing."""
-    own = (spec.defaults.width, spec.defaults.height)
+    default_size = (spec.defaults.width, spec.defaults.height)
     return Limits(
         frames=settings.share_frames or spec.defaults.frames,
         steps=settings.share_steps or spec.defaults.steps,
-        sizes=(settings.share_size,) if settings.share_size else tuple(dict.fromkeys((*spec.sizes, own))),
+        sizes=(settings.share_size,) if settings.share_size else tuple(dict.fromkeys((*spec.sizes, default_size))),
         waiting=settings.share_queue,
         waiting_all=settings.share_queue_all,
         per_hour=settings.share_rate,
@@ -115,14 +115,14 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
     Args:
         spec: with the images of the request, whose proportions the size has if the limits allow it.
     """
-    own = defaults_within(spec, limits)
+    defaults = defaults_within(spec, limits)
     if spec.image is not None:
         width, height = _size_of_image(request, spec, spec.image, limits)
-        own |= {"width": width, "height": height}
+        defaults |= {"width": width, "height": height}
     if request.seconds != AUTO:
         fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
         request = request.replace(frames=frames_for(request, spec, fps), seconds=AUTO)
-    filled = {name: value for name, value in own.items() if getattr(request, name) == AUTO}
+    filled = {name: value for name, value in defaults.items() if getattr(request, name) == AUTO}
     reset = {
         name: info.get_default(call_default_factory=True)
         for name, info in GenerationRequest.model_fields.items()
@@ -152,9 +152,9 @@ def check_request(request: GenerationRequest, limits: Limits) -> None:
         InvalidRequestError: if it is not; names the field.
     """
     for name, most in (("frames", limits.frames), ("steps", limits.steps)):
-        asked = getattr(request, name)
-        if asked > most:
-            raise InvalidRequestError(name, "server.visitor_maximum", value=asked, maximum=most)
+        value = getattr(request, name)
+        if value > most:
+            raise InvalidRequestError(name, "server.visitor_maximum", value=value, maximum=most)
     width, height = int(request.width), int(request.height)
     if not allows_size((width, height), limits):
         raise InvalidRequestError("width", "server.visitor_size", width=width, height=height, maximum=_largest(limits))
@@ -180,17 +180,17 @@ def check_queue(limits: Limits, own_waiting: int, all_waiting: int, submitted: S
         raise LimitError("server.visitor_rate", maximum=limits.per_hour, minutes=minutes)
 
 
-def check_uploads(own: Sequence[float], all_bytes: int, now: float) -> None:
+def check_uploads(times: Sequence[float], all_bytes: int, now: float) -> None:
     """Check that a visitor may upload another image now.
 
     Args:
-        own: times of this visitor's earlier uploads in seconds, ascending, on the clock of `now`.
+        times: of this visitor's earlier uploads in seconds, ascending, on the clock of `now`.
         all_bytes: what all visitors have uploaded in the last hour.
 
     Raises:
         LimitError: if a limit is reached.
     """
-    recent = [at for at in own if now - at < HOUR_SECONDS]
+    recent = [at for at in times if now - at < HOUR_SECONDS]
     if len(recent) >= MOST_IMAGES:
         minutes = max(1, round((recent[-MOST_IMAGES] + HOUR_SECONDS - now) / _MINUTE_SECONDS))
         raise LimitError("server.visitor_images", maximum=MOST_IMAGES, minutes=minutes)
@@ -234,9 +234,9 @@ def _largest(limits: Limits) -> str:
         for index, size in enumerate(limits.sizes)
         if not any(
             # Of two sizes that differ in orientation only, the first is kept.
-            _fits(size, other) and (not _fits(other, size) or other_index < index)
-            for other_index, other in enumerate(limits.sizes)
-            if other != size
+            _fits(size, candidate) and (not _fits(candidate, size) or place < index)
+            for place, candidate in enumerate(limits.sizes)
+            if candidate != size
         )
     ]
     return " or ".join(f"{width}×{height}" for width, height in sizes)

@@ -115,17 +115,17 @@ class Visitors:
         with self._lock:
             while self._uploads and now - self._uploads[0][0] >= HOUR_SECONDS:
                 self._uploads.popleft()
-            own = [at for at, name, _ in self._uploads if name == visitor]
-            check_uploads(own, sum(size for _, _, size in self._uploads), now)
+            times = [at for at, name, _ in self._uploads if name == visitor]
+            check_uploads(times, sum(size for _, _, size in self._uploads), now)
             self._uploads.append((now, visitor, len(data)))
         use = keep_image(data, name, "image", self._settings.cache_dir, check=check)
         with self._lock:
             images = self._images.setdefault(visitor, OrderedDict())
             images[use.digest] = None
             self._images.move_to_end(visitor)
-            for kept, most in ((images, MOST_IMAGES), (self._images, _MAX_SESSIONS)):
-                while len(kept) > most:
-                    kept.popitem(last=False)
+            for entries, most in ((images, MOST_IMAGES), (self._images, _MAX_SESSIONS)):
+                while len(entries) > most:
+                    entries.popitem(last=False)
         return use
 
     def _check_images(self, request: GenerationRequest, visitor: str) -> None:
@@ -135,11 +135,11 @@ class Visitors:
             InvalidRequestError: for a path, or another image.
         """
         with self._lock:
-            own = set(self._images.get(visitor, ()))
+            digests = set(self._images.get(visitor, ()))
         for field in ("image", "last_image"):
             file = getattr(request, field)
             reference = None if file is None else parse_reference(file)
-            if file is not None and (reference is None or reference.digest not in own):
+            if file is not None and (reference is None or reference.digest not in digests):
                 raise InvalidRequestError(field, "server.visitor_image_unknown")
 
     def job(self, job_id: object, visitor: str) -> Job | None:
@@ -210,7 +210,7 @@ def cancel_orphaned(store: JobStore) -> None:
     if path is None:
         return
     owners = store.order.owners(states=["queued"])
-    apps = {owner: found[1] for owner in {*owners.values()} if (found := _VISITOR.fullmatch(owner)) is not None}
+    apps = {owner: match[1] for owner in {*owners.values()} if (match := _VISITOR.fullmatch(owner)) is not None}
     ended = {app for app in {*apps.values()} if not is_alive(path, app)}
     store.request_cancel([job for job, owner in owners.items() if apps.get(owner) in ended])
 

@@ -49,12 +49,12 @@ class Watchers:
             session: of a page; its earlier watch ends.
         """
         watch = Watch(session)
-        own = self._users.setdefault(user, [])
-        own.append(watch)
-        for earlier in [one for one in own if session and one.session == session and one is not watch]:
+        watches = self._users.setdefault(user, [])
+        watches.append(watch)
+        for earlier in [entry for entry in watches if session and entry.session == session and entry is not watch]:
             self._end(user, earlier)
-        if len(own) > self._each:
-            self._end(user, own[0], self._each)
+        if len(watches) > self._each:
+            self._end(user, watches[0], self._each)
         if sum(map(len, self._users.values())) > self._most:
             largest = max(self._users, key=lambda name: len(self._users[name]))
             self._end(largest, self._users[largest][0], self._most)

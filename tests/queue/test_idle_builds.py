@@ -197,7 +197,7 @@ def test_a_build_makes_room_after_three_polls_in_a_row(store: JobStore) -> None:
     assert store.add_idle_build(*BUILD, {"e1"})
     record, poller, wanted = store.order.claim("aa.0"), ControlPoller(store), [True, True, False, True, True]
     assert record is not None
-    with Run(record, poller, wanted=lambda: wanted.pop(0) if wanted else True) as run:
+    with Run(record, poller, is_wanted=lambda: wanted.pop(0) if wanted else True) as run:
         for _ in range(5):
             poller.poll()
             assert not run.cancel.requested

@@ -24,9 +24,9 @@ def make_key(cache_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
     Raises:
         SettingsError: if it is no key, or cannot be read or written.
     """
-    given = environ.get(VARIABLE, "").strip()
-    if given:
-        return _checked(given, VARIABLE)
+    key = environ.get(VARIABLE, "").strip()
+    if key:
+        return _checked(key, VARIABLE)
     path = cache_dir / NAME
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -45,9 +45,9 @@ def given_key(cache_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
     Raises:
         SettingsError: if there is none, or it is no key.
     """
-    given = environ.get(VARIABLE, "").strip()
-    if given:
-        return _checked(given, VARIABLE)
+    key = environ.get(VARIABLE, "").strip()
+    if key:
+        return _checked(key, VARIABLE)
     if not (cache_dir / NAME).exists():
         raise SettingsError("server.cluster_key_missing", variable=VARIABLE)
     return _read(cache_dir / NAME)

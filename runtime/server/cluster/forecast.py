@@ -53,23 +53,23 @@ def forecast(
     charged = dict(used)
     free = [(max(ends.get(name, 0.0), 0.0), name) for name in fleet]
     heapify(free)
-    found: list[Expected] = []
-    while free and jobs and len(found) < most:
+    expected: list[Expected] = []
+    while free and jobs and len(expected) < most:
         at = free[0][0]
         idle = []
         while free and free[0][0] <= at:
             idle.append(heappop(free)[1])
         pairs = list(zip(jobs, [name for name in idle if name in in_order], strict=False))
-        taken = {job_id for job_id, _ in pairs}
-        left = [job for job in jobs.values() if job.id not in taken]
+        paired_ids = {job_id for job_id, _ in pairs}
+        remaining = [job for job in jobs.values() if job.id not in paired_ids]
         choosing = [fleet[name] for name in idle if name not in in_order]
-        others = [fleet[name] for _, name in free if name not in in_order]
-        pairs += assign(left, choosing, charged, now + at, others)
+        busy = [fleet[name] for _, name in free if name not in in_order]
+        pairs += assign(remaining, choosing, charged, now + at, busy)
         for job_id, name in pairs:
             job, worker = jobs.pop(job_id), fleet[name]
             why: Why = "loaded" if worker.loaded == job.model else "stored" if job.model in worker.models else "sent"
-            found.append(Expected(job_id, name, at, why))
+            expected.append(Expected(job_id, name, at, why))
             charged[job.owner] = charged.get(job.owner, 0.0) + job.weight
             fleet[name] = worker._replace(loaded=job.model, models=worker.models | {job.model})
             heappush(free, (at + job.seconds / worker.speed, name))
-    return found[:most]
+    return expected[:most]

@@ -126,7 +126,7 @@ class ClusterHead:
     def view(self) -> ClusterView:
         """Return the machines, what runs where, and where waiting videos will run."""
         counts = self.store.order.counts()
-        queued = sum(counts.get(("video", one), 0) for one in ("queued", "paused"))
+        queued = sum(counts.get(("video", state), 0) for state in ("queued", "paused"))
         running = self.store.order.jobs(states=["running"], kinds=VIDEOS)
         first = self.store.order.jobs(states=["queued"], kinds=VIDEOS, limit=MOST_PAUSED)
         paused = [job.id for job in first if job.held]
@@ -145,16 +145,16 @@ class ClusterHead:
 
         The query has the machine's name as "host", and its versions. It does not join with others.
         """
-        own, theirs = versions(), dict(request.query_params)
+        head_versions, theirs = versions(), dict(request.query_params)
         host = cut(theirs.get("host", ""), _LONGEST_NAME)
-        problem = refusal(own, theirs)
+        problem = refusal(head_versions, theirs)
         if host and problem is not None:
             with self._lock:
                 self._refused.pop(host, None)
                 self._refused[host] = Problem(host=host, fact=problem)
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
-        return {"port": self.port, "session": self.jobs.instance, "versions": own}
+        return {"port": self.port, "session": self.jobs.instance, "versions": head_versions}
 
     def machine(self) -> Machine | None:
         """Return the machine with the most memory, for which new requests are planned; `None` without nodes."""
@@ -200,7 +200,7 @@ class ClusterHead:
         """Return whether Ray counts a node as alive."""
         import ray
 
-        return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())  # type: ignore[no-untyped-call]
+        return any(entry["NodeID"] == node and entry["Alive"] for entry in ray.nodes())  # type: ignore[no-untyped-call]
 
     def memory_kills(self, node: str) -> MemoryKills | None:
         """Return a node's count of processes killed for lack of memory; `None` if it does not answer."""
@@ -208,11 +208,11 @@ class ClusterHead:
 
         counting: Any = ray.remote(memory_kills).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node))
         try:
-            found: MemoryKills = ray.get(counting.remote(), timeout=_COUNT_SECONDS)
+            kills: MemoryKills = ray.get(counting.remote(), timeout=_COUNT_SECONDS)
         except ray.exceptions.RayError as error:
             logger.warning("Node %s does not count killed processes: %s", node[:8], type(error).__name__)
             return None
-        return found
+        return kills
 
     def kill(self, node: str, actor: Any, pid: int) -> None:
         """Kill a worker that does not answer, without waiting for it: a stopped process does not end by itself."""
@@ -236,14 +236,14 @@ class ClusterHead:
         """Start the workers that nodes lack, without waiting for them."""
         import ray
 
-        self._starting = [one for one in self._starting if not self._has_started(one)]
+        self._starting = [start for start in self._starting if not self._has_started(start)]
         for node in ray.nodes():  # type: ignore[no-untyped-call]
             resources = node["Resources"]
             self._know(node["NodeID"], node["NodeManagerHostname"], node["Alive"], joined=NODE in resources)
             if not node["Alive"] or NODE not in resources:
                 continue
             with self._lock:
-                nodes = [one.node for one in self._workers.values()] + [one.node for one in self._starting]
+                nodes = [proxy.node for proxy in self._workers.values()] + [start.node for start in self._starting]
                 running = nodes.count(node["NodeID"])
                 wait = self._retry_at.get(node["NodeID"], 0.0) > time.monotonic()
             for _ in range(0 if wait else int(resources[WORKERS]) - running):
@@ -253,11 +253,11 @@ class ClusterHead:
     def _publish(self) -> None:
         """Store the problems of machines for the command `jobs`, if they have changed."""
         with self._lock:
-            found = [
-                Problem(host=one.host, fact=one.problem) for one in self._nodes.values() if one.problem is not None
+            machines = [
+                Problem(host=node.host, fact=node.problem) for node in self._nodes.values() if node.problem is not None
             ]
-            found += self._refused.values()
-        problems = Problems(head=self.jobs.instance, machines=tuple(found))
+            machines += self._refused.values()
+        problems = Problems(head=self.jobs.instance, machines=tuple(machines))
         if problems != self._problems:
             self._problems = problems
             problems.write(self.settings.cache_dir)
@@ -267,9 +267,11 @@ class ClusterHead:
         with self._lock:
             if alive and joined:
                 if node not in self._nodes:
-                    lost = [one.id for one in self._nodes.values() if not one.alive and one.host == host]
-                    for other in lost[:1]:
-                        del self._nodes[other]
+                    lost = [
+                        machine.id for machine in self._nodes.values() if not machine.alive and machine.host == host
+                    ]
+                    for lost_node in lost[:1]:
+                        del self._nodes[lost_node]
                     self._refused.pop(host, None)
                 before = self._nodes.get(node)
                 self._nodes[node] = RayNode(node, host, True, before.problem if before else None)
@@ -293,31 +295,31 @@ class ClusterHead:
         )
         self._starting.append(_Starting(node, actor, actor.describe.remote(), time.monotonic()))
 
-    def _has_started(self, one: "_Starting") -> bool:
+    def _has_started(self, start: "_Starting") -> bool:
         """Return whether a worker's start has ended: it has joined, or failed and is tried again."""
         import ray
 
-        seconds = time.monotonic() - one.since
-        ready, _ = ray.wait([one.described], timeout=0)
+        seconds = time.monotonic() - start.since
+        ready, _ = ray.wait([start.described], timeout=0)
         if not ready and seconds < _START_SECONDS:
             slow = why_not_started(None, seconds)
             if slow is not None:  # until then, the last failure is shown
-                self._report(one.node, slow)
+                self._report(start.node, slow)
             return False
         try:
-            described: Described = ray.get(one.described, timeout=0)
+            described: Described = ray.get(start.described, timeout=0)
         except Exception as error:
             late = isinstance(error, ray.exceptions.GetTimeoutError)
             problem = why_not_started(None if late else error, seconds)
-            logger.warning("A worker of node %s does not start: %s", one.node[:8], problem)
-            self._report(one.node, problem)
-            ray.kill(one.actor)
+            logger.warning("A worker of node %s does not start: %s", start.node[:8], problem)
+            self._report(start.node, problem)
+            ray.kill(start.actor)
             with self._lock:
-                self._retry_at[one.node] = time.monotonic() + _RETRY_SECONDS
+                self._retry_at[start.node] = time.monotonic() + _RETRY_SECONDS
             return True
-        proxy = _Proxy(self, f"{self.jobs.instance}.node{next(self._numbers)}", one.node, one.actor, described)
+        proxy = _Proxy(self, f"{self.jobs.instance}.node{next(self._numbers)}", start.node, start.actor, described)
         logger.info("worker %s joins on %s", proxy.id, described.host)
-        self._report(one.node, None)
+        self._report(start.node, None)
         with self._lock:
             self._workers[proxy.id] = proxy
         proxy.thread.start()
@@ -341,8 +343,8 @@ class ClusterHead:
         now = time.time()
         offers = self._offers(proxies)
         jobs = {job.id: job for job in self.placement.jobs(waiting, offers)}
-        free = [one for one in offers if one.id in idle]
-        busy = [one for one in offers if one.id not in idle]
+        free = [offer for offer in offers if offer.id in idle]
+        busy = [offer for offer in offers if offer.id not in idle]
         for job_id, worker in assign(list(jobs.values()), free, self.placement.used(now), now, busy):
             record = self.store.order.claim_job(job_id, worker)
             if record is not None:
@@ -550,9 +552,9 @@ class _Proxy:
         if isinstance(event, Planned):
             self._loaded = job.model
             # Replaced, not changed: another thread reads it.
-            others = {key: one for key, one in self._fallbacks.items() if one.model != self._loaded}
-            found = fallbacks_in(event.plan, record.plan, record.id)
-            self._fallbacks = others | {(one.model, one.component): one for one in found}
+            remaining = {key: entry for key, entry in self._fallbacks.items() if entry.model != self._loaded}
+            new_fallbacks = fallbacks_in(event.plan, record.plan, record.id)
+            self._fallbacks = remaining | {(entry.model, entry.component): entry for entry in new_fallbacks}
         elif isinstance(event, FellBack):
             fallback = Fallback(
                 model=self._loaded or "",

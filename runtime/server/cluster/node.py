@@ -78,9 +78,9 @@ def ask(address: str, key: str) -> dict[str, Any]:
     """
     host, port = _parts_of(address)
     # With the name and the versions of this machine, so that the head can show why it does not join.
-    own = urllib.parse.urlencode({"host": socket.gethostname(), **versions()})
+    query = urllib.parse.urlencode({"host": socket.gethostname(), **versions()})
     request = urllib.request.Request(
-        f"http://{host}:{port}/v1/cluster/join?{own}", headers={"Authorization": f"Bearer {key}"}
+        f"http://{host}:{port}/v1/cluster/join?{query}", headers={"Authorization": f"Bearer {key}"}
     )
     # The key is for the head only, not for a proxy of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -107,10 +107,10 @@ def _parts_of(address: str) -> tuple[str, str]:
     Raises:
         MachineError: if it has another form.
     """
-    found = _ADDRESS.fullmatch(address.strip())
-    if found is None:
+    match = _ADDRESS.fullmatch(address.strip())
+    if match is None:
         raise MachineError("server.cluster_address", address=address[:80])
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def check_versions(answer: Mapping[str, Any]) -> None:
@@ -119,10 +119,10 @@ def check_versions(answer: Mapping[str, Any]) -> None:
     Raises:
         MachineError: if not.
     """
-    for name, own in versions().items():
+    for name, version in versions().items():
         theirs = str(answer["versions"].get(name, "?"))[:40]
-        if theirs != own:
-            raise MachineError("server.cluster_version", name=name, theirs=theirs, own=own)
+        if theirs != version:
+            raise MachineError("server.cluster_version", name=name, theirs=theirs, own=version)
 
 
 def _start(address: str, key: str, answer: Mapping[str, Any], count: int, gpus: int) -> RayProcess:

@@ -125,9 +125,9 @@ class NodeWorker:
         self._cancels: dict[str, Cancel] = {}
         self._lock, self._loading, self._turn = (threading.Lock() for _ in range(3))
         self._home = self._cache / _FOLDER / f"worker-{os.getpid()}"
-        for left in (self._cache / _FOLDER).glob("worker-*"):
-            if not Path(f"/proc/{left.name.partition('-')[2]}").exists():
-                shutil.rmtree(left, ignore_errors=True)
+        for folder in (self._cache / _FOLDER).glob("worker-*"):
+            if not Path(f"/proc/{folder.name.partition('-')[2]}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
         threading.Thread(target=self._load_libraries, name="preload", daemon=True).start()
 
     def describe(self) -> Described:
@@ -135,9 +135,9 @@ class NodeWorker:
         models: frozenset[str] = frozenset()
         engines: frozenset[str] = frozenset()
         with contextlib.suppress(TandemError):  # without what cannot be read
-            found = frozenset(record.id for record in self._engines.store.index())
+            engine_ids = frozenset(record.id for record in self._engines.store.index())
             bundles = (path.name for path in (self._weights / transfer.BUNDLES).glob("*"))
-            models, engines = frozenset((*folders(self._weights), *bundles)), found
+            models, engines = frozenset((*folders(self._weights), *bundles)), engine_ids
         return Described(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -156,10 +156,10 @@ class NodeWorker:
         Raises:
             ModelError: if another model with this name is here.
         """
-        found = {}
+        offsets = {}
         folder = self._folder(kind, name)
         shipped = EMBEDDED / name if kind == "model" else None
-        there = next((one for one in (shipped, self._weights / name) if one is not None and one.is_dir()), None)
+        there = next((root for root in (shipped, self._weights / name) if root is not None and root.is_dir()), None)
         for entry in entries:
             self._check(kind, entry.name)
         base = there if kind == "model" and there is not None else folder
@@ -167,15 +167,17 @@ class NodeWorker:
         same: Mapping[FileEntry, Path] = {}
         with contextlib.suppress(OSError):
             # Files of another size need not be read.
-            here = {one.name: path for one, path in paths.items() if path.is_file() and path.stat().st_size == one.size}
+            here = {
+                file.name: path for file, path in paths.items() if path.is_file() and path.stat().st_size == file.size
+            }
             same = transfer.entries(here, None if kind in {"image", "job"} else self._cache)
         for entry, path in paths.items():
             if entry in same:
                 continue
             if kind == "model" and there is not None:
                 raise ModelError("server.cluster_other_model", model=name, file=entry.name, host=socket.gethostname())
-            found[entry.name] = transfer.received(path)
-        return found
+            offsets[entry.name] = transfer.received(path)
+        return offsets
 
     def receive(self, kind: str, name: str, file: str, offset: int, data: bytes) -> None:
         """Write one part of a file."""
@@ -202,15 +204,15 @@ class NodeWorker:
         """
         there = {record.id for record in self._engines.store.index()}
         spec = find(self._name(model), self._weights)
-        wanted = []
+        engine_ids = []
         for record in records:
             with contextlib.suppress(TandemError, OSError, ValueError):  # without what cannot be compared
                 self._engines.device_of(record)
                 # What a file on the head is named does not matter.
                 same = replace(record, model=spec.name)
                 if record.id not in there and not self._engines.why_stale(same, [spec]):
-                    wanted.append(record.id)
-        return wanted
+                    engine_ids.append(record.id)
+        return engine_ids
 
     def install_engine(self, engine_id: str) -> None:
         """Add an engine whose files were all received to the library.
@@ -277,10 +279,10 @@ class NodeWorker:
         """Return the request of a job with the names that model and LoRAs have here."""
         request = {**order.record.request, "model": self._name(order.model)}
         if order.loras:
-            folder, asked = self._folder("lora", "loras"), request["loras"]
+            folder, requested = self._folder("lora", "loras"), request["loras"]
             request["loras"] = [
-                {**one, "file": str(folder / name), "expert": expert}
-                for one, (name, expert) in zip(asked, order.loras, strict=True)
+                {**lora, "file": str(folder / name), "expert": expert}
+                for lora, (name, expert) in zip(requested, order.loras, strict=True)
             ]
         return request
 
@@ -338,7 +340,7 @@ class _SentWork:
         self.record, self.folder = record, folder
         self.cancel = Cancel()
         self.waiting: queue.Queue[Sent | None] = queue.Queue(_MOST_WAITING)
-        self._seen, self._playable = transfer.changed({}, folder)[1], 0
+        self._stamps, self._playable = transfer.changed({}, folder)[1], 0
 
     def emit(self, event: Event) -> None:
         """Send an event, after the files that it is about."""
@@ -360,13 +362,13 @@ class _SentWork:
 
     def _send_files(self) -> None:
         """Send the files that have changed since the last call, and the names of all."""
-        before = self._seen
-        files, self._seen = transfer.changed(before, self.folder)
+        before = self._stamps
+        files, self._stamps = transfer.changed(before, self.folder)
         for name, path in files.items():
             with contextlib.suppress(FileNotFoundError):  # an older clip
                 self._send(name, path)
-        if before.keys() != self._seen.keys() or files:
-            self.waiting.put(("files", sorted(self._seen)))
+        if before.keys() != self._stamps.keys() or files:
+            self.waiting.put(("files", sorted(self._stamps)))
 
     def _send(self, name: str, path: Path) -> None:
         total, offset = hashlib.sha256(), 0

@@ -31,11 +31,11 @@ class Placement:
         """
         with self._lock:
             avoid = dict(self._avoid)
-        found = []
+        jobs = []
         for job in waiting:
             needs = job.needs
-            most = max((one.free_bytes for one in workers if one.gpus >= needs.gpus), default=0)
-            found.append(
+            most = max((worker.free_bytes for worker in workers if worker.gpus >= needs.gpus), default=0)
+            jobs.append(
                 WaitingJob(
                     id=job.id,
                     owner=job.owner,
@@ -48,7 +48,7 @@ class Placement:
                     avoid=avoid.get(job.id, frozenset()),
                 )
             )
-        return found
+        return jobs
 
     def used(self, now: float) -> dict[str | None, float]:
         """See `Usage.used`."""

@@ -42,22 +42,25 @@ class Problems(FrozenModel):
 def problems_of(cache_dir: Path, store_path: Path | None) -> Sequence[Problem]:
     """Return the problems of the cluster whose head runs with this cache folder; none without a head."""
     try:
-        found = Problems.model_validate_json((cache_dir / _FILE).read_bytes())
+        problems = Problems.model_validate_json((cache_dir / _FILE).read_bytes())
     except (OSError, ValidationError):  # there is none, or another version wrote it
         return ()
-    return found.machines if store_path is not None and is_alive(store_path, found.head) else ()
+    return problems.machines if store_path is not None and is_alive(store_path, problems.head) else ()
 
 
-def refusal(own: Mapping[str, str], theirs: Mapping[str, str]) -> Fact | None:
+def refusal(head_versions: Mapping[str, str], theirs: Mapping[str, str]) -> Fact | None:
     """Return why a machine may not join: its versions are not those of the head; `None` if it may.
 
     Args:
         theirs: by the same names; what it does not name is not compared.
     """
-    other = {name: theirs[name] for name in own if theirs.get(name, own[name]) != own[name]}
-    if not other:
+    differences = {
+        name: theirs[name] for name in head_versions if theirs.get(name, head_versions[name]) != head_versions[name]
+    }
+    if not differences:
         return None
-    found = ", ".join(f"{name} {cut(version, _LONGEST)}" for name, version in other.items())
+    text = ", ".join(f"{name} {cut(version, _LONGEST)}" for name, version in differences.items())
     return Fact(
-        "server.cluster_refused", {"found": found, "wanted": ", ".join(f"{name} {own[name]}" for name in other)}
+        "server.cluster_refused",
+        {"found": text, "wanted": ", ".join(f"{name} {head_versions[name]}" for name in differences)},
     )

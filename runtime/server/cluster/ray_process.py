@@ -146,5 +146,5 @@ class RayProcess:
 
 
 def _python_path() -> list[str]:
-    given = os.environ.get("PYTHONPATH", "")
-    return given.split(os.pathsep) if given else []
+    path = os.environ.get("PYTHONPATH", "")
+    return path.split(os.pathsep) if path else []

@@ -219,12 +219,12 @@ class RemoteExecutor:
             failed: whether it is to stop because this machine cannot receive it.
         """
         now = time.monotonic()
-        for request, wanted in (
+        for request, requested in (
             ("cancel", run.cancel.requested or failed),
             ("pause", run.cancel.pausing),
             ("finish", run.cancel.finishing),
         ):
-            if wanted and now - self._forwarded.get(request, -_AGAIN_SECONDS) >= _AGAIN_SECONDS:
+            if requested and now - self._forwarded.get(request, -_AGAIN_SECONDS) >= _AGAIN_SECONDS:
                 self._forwarded[request] = now
                 self._connection.begin("control", run.id, request)
                 if request == "cancel" and self._cancelled_at is None:
@@ -239,7 +239,7 @@ class _Receiver:
         self._folder = store.folder(record.id)
         self._begun: set[Path] = set()
         self._has_video = False
-        self._left = _MOST_EVENT_BYTES
+        self._bytes_left = _MOST_EVENT_BYTES
 
     def event(self, event: Any) -> Event:
         """Return an event to store.
@@ -268,8 +268,8 @@ class _Receiver:
     def _bounded(self, event: _SomeEvent) -> _SomeEvent:
         size = len(event.model_dump_json())  # without a preview, which replaces the one before
         preview = event.preview if isinstance(event, StepDone | FramesDecoded) else None
-        self._left -= size
-        if size + len(preview or b"") > _LARGEST_EVENT_BYTES or self._left < 0:
+        self._bytes_left -= size
+        if size + len(preview or b"") > _LARGEST_EVENT_BYTES or self._bytes_left < 0:
             raise self._refused()
         return event
 
@@ -295,15 +295,15 @@ class _Receiver:
             return
         # The parts of an older run are other files.
         target = self._target(name)
-        own = target.with_name(f".{target.name}.{self._record.lease}")
-        self._begun.add(own)
+        part_file = target.with_name(f".{target.name}.{self._record.lease}")
+        self._begun.add(part_file)
         try:
             if kind == "part":
-                transfer.append(own, value[1], value[2])
+                transfer.append(part_file, value[1], value[2])
                 return
-            transfer.complete(own, value[1])
+            transfer.complete(part_file, value[1])
             with self._holding():
-                own.replace(target)
+                part_file.replace(target)
             self._has_video = self._has_video or name == transfer.VIDEO
         except OSError as error:
             raise cannot_write(target, error) from error
@@ -335,16 +335,16 @@ def _on_head(event: Event, record: JobRecord) -> Event:
     """Return an event of a node with the paths of the head."""
     if not isinstance(event, Planned):
         return event
-    own = record.plan
-    if own is None:
+    planned = record.plan
+    if planned is None:
         return Planned(plan=event.plan.replace(output=record.output))
     plan = event.plan.replace(
         output=record.output,
-        request=own.request,
-        model=own.model,
-        model_directory=own.model_directory,
-        image=own.image,
-        last_image=own.last_image,
-        loras=own.loras,
+        request=planned.request,
+        model=planned.model,
+        model_directory=planned.model_directory,
+        image=planned.image,
+        last_image=planned.last_image,
+        loras=planned.loras,
     )
     return Planned(plan=plan)

@@ -76,8 +76,8 @@ class Sender:
                 model = self._send_model(spec)
                 loras = self._entries({f"{use.digest[:16]}/{use.path.name}": use.path for use in spec.loras})
                 self._send("lora", "loras", loras)
-                images = [one for one in (spec.image, spec.last_image) if one is not None]
-                self._send("image", "images", transfer.entries({one.digest: one.path for one in images}, None))
+                images = [image for image in (spec.image, spec.last_image) if image is not None]
+                self._send("image", "images", transfer.entries({image.digest: image.path for image in images}, None))
                 self._send_engines(spec, model)
             self._send("job", record.id, transfer.entries(transfer.job_files(store.folder(record.id)), None))
         except OSError as error:
@@ -99,24 +99,24 @@ class Sender:
         else:
             files = transfer.bundle_files(spec)
             self._send("bundle", name, self._entries(files))
-            name = next(f"{transfer.BUNDLES}/{name}/{one}" for one, path in files.items() if path == spec.location)
+            name = next(f"{transfer.BUNDLES}/{name}/{file}" for file, path in files.items() if path == spec.location)
         self.models |= {spec.location.name}
         return name
 
     def _send_engines(self, spec: ModelSpec, model: str) -> None:
         """Send the engines that the node would build in the same way; without them it uses PyTorch."""
         offered = {record.id: record for record in self._library.index() if _may_serve(record, spec)}
-        asked = (model, frozenset(offered))
-        if not offered or asked in self._offered:
+        offer = (model, frozenset(offered))
+        if not offered or offer in self._offered:
             return
-        self._offered.add(asked)
+        self._offered.add(offer)
         for name in self._call("wanted_engines", model, list(offered.values())):
             record = offered[name]
             try:
                 with self._library.using(name) as folder:
                     files = {
-                        FileEntry(name=one.name, size=one.bytes, digest=one.sha256): folder / one.name
-                        for one in record.files
+                        FileEntry(name=file.name, size=file.bytes, digest=file.sha256): folder / file.name
+                        for file in record.files
                     }
                     files |= self._entries({manifest.NAME: folder / manifest.NAME})
                     self._send("engine", name, files)
@@ -144,8 +144,8 @@ class Sender:
                 offset += len(data)
                 if len(pending) >= _MOST_PENDING:  # one is written while the next one is sent
                     self._remote.end(pending.pop(0))
-            for one in pending:
-                self._remote.end(one)
+            for call in pending:
+                self._remote.end(call)
             self._call("complete", kind, name, entry.name, entry.digest)
         return bool(missing)
 

@@ -71,12 +71,12 @@ def bundle_files(spec: ModelSpec) -> dict[str, Path]:
     apart = len({path.parent for path in transformers.values()}) > 1
     components = model_files(spec.directory)
     # The configuration of a VAE tells sizes that its weights do not.
-    found = {name: path for name, path in components.items() if name.partition("/")[0] not in transformers}
+    files = {name: path for name, path in components.items() if name.partition("/")[0] not in transformers}
     for name, path in single.items():
         file = path.name if name in transformers else f"{folder_of(name)}.{path.name}"
         place = path.parent if name in transformers else spec.location.parent
-        found[f"{place.name}/{file}" if apart else file] = path
-    return found
+        files[f"{place.name}/{file}" if apart else file] = path
+    return files
 
 
 def check_model_name(name: str) -> None:
@@ -117,8 +117,8 @@ def job_files(folder: Path | None) -> dict[str, Path]:
     """Return the checkpoints, sections and clips in a job's folder, by the names that they are sent with."""
     if folder is None or not folder.is_dir():
         return {}
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if _JOB_FILE.fullmatch(name)}
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in files.items() if _JOB_FILE.fullmatch(name)}
 
 
 def check_job_name(name: str) -> None:
@@ -195,6 +195,6 @@ def changed(before: Mapping[str, tuple[int, int]], folder: Path) -> tuple[dict[s
     now = {}
     for name, path in files.items():
         with suppress(FileNotFoundError):
-            found = path.stat()
-            now[name] = (found.st_size, found.st_mtime_ns)
+            stat = path.stat()
+            now[name] = (stat.st_size, stat.st_mtime_ns)
     return {name: files[name] for name in now if before.get(name) != now[name]}, now

@@ -219,13 +219,15 @@ def fallbacks_in(plan: ExecutionPlan, planned: ExecutionPlan | None, job: str) -
         plan: made where the video runs.
         planned: made by the head.
     """
-    found = []
+    fallbacks = []
     for name, part in plan.components.items():
         before = PYTORCH if planned is None or name not in planned.components else planned.components[name].backend
         backend = str(plan.request.backend(name)) if plan.fell_back(name) else before
         if part.backend == PYTORCH and backend != PYTORCH and part.reasons:
-            found.append(Fallback(model=plan.model, component=name, backend=backend, reason=part.reasons[0], job=job))
-    return found
+            fallbacks.append(
+                Fallback(model=plan.model, component=name, backend=backend, reason=part.reasons[0], job=job)
+            )
+    return fallbacks
 
 
 def cluster_view(
@@ -254,21 +256,21 @@ def cluster_view(
     host, machine = socket.gethostname(), jobs.own_machine
     names = _names([RayNode(HEAD, host, True), *nodes])
     progress = {record.id: _progress(jobs, record.id) for record in running}
-    own = _own_workers(jobs, running, progress)
-    views = [_node(HEAD, names[HEAD], "ready", [machine], own, head=True)]
+    own_workers = _own_workers(jobs, running, progress)
+    views = [_node(HEAD, names[HEAD], "ready", [machine], own_workers, head=True)]
     for node in nodes:
-        here = [one for one in working if one.offer.node == node.id]
+        here = [node_worker for node_worker in working if node_worker.offer.node == node.id]
         state: NodeState = "lost" if not node.alive else "ready" if here else "starting"
-        workers = [_worker(one, progress) for one in here] if node.alive else []
-        view = _node(node.id, names[node.id], state, [one.described.machine for one in here], workers)
+        workers = [_worker(node_worker, progress) for node_worker in here] if node.alive else []
+        view = _node(node.id, names[node.id], state, [node_worker.described.machine for node_worker in here], workers)
         views.append(view.model_copy(update={"problem": node.problem if node.alive else None}))
-    for one in refused:
-        view = _node(f"refused-{one.host}", one.host, "refused", (), ())
-        views.append(view.model_copy(update={"problem": one.fact}))
-    offers = [one.offer for one in working] + [_own_offer(worker, machine) for worker in own]
+    for problem in refused:
+        view = _node(f"refused-{problem.host}", problem.host, "refused", (), ())
+        views.append(view.model_copy(update={"problem": problem.fact}))
+    offers = [node_worker.offer for node_worker in working] + [_own_offer(worker, machine) for worker in own_workers]
     busy = [worker for view in views for worker in view.workers if worker.job is not None]
     ends = {worker.id: _seconds_left(worker.progress) for worker in busy}
-    in_order = [worker.id for worker in own]
+    in_order = [worker.id for worker in own_workers]
     expected = forecast(waiting, offers, ends, used, time.time(), _MOST_SHOWN, in_order)
     places = {offer.id: (offer.node, names[offer.node]) for offer in offers}
     queue = [*_expected(waiting, expected, places), *_unplaced(waiting, expected, offers)]
@@ -307,17 +309,17 @@ def _node(
     )
 
 
-def _worker(one: Working, progress: Mapping[str, JobProgress | None]) -> WorkerView:
-    job = None if one.job is None else one.job.id
+def _worker(worker: Working, progress: Mapping[str, JobProgress | None]) -> WorkerView:
+    job = None if worker.job is None else worker.job.id
     return WorkerView(
-        id=one.offer.id,
-        pid=one.described.pid,
-        gpus=tuple(gpu.name for gpu in one.described.machine.gpus),
+        id=worker.offer.id,
+        pid=worker.described.pid,
+        gpus=tuple(gpu.name for gpu in worker.described.machine.gpus),
         job=job,
         progress=None if job is None else progress.get(job),
-        jobs_done=one.done,
-        model=one.offer.loaded,
-        fallbacks=one.fallbacks,
+        jobs_done=worker.done,
+        model=worker.offer.loaded,
+        fallbacks=worker.fallbacks,
     )
 
 
@@ -335,7 +337,7 @@ def _own_workers(
             WorkerView(
                 id=name,
                 pid=pids.get(gpu),
-                gpus=tuple(one.name for one in machine.gpus[gpu : gpu + 1]),
+                gpus=tuple(device.name for device in machine.gpus[gpu : gpu + 1]),
                 job=None if record is None else record.id,
                 progress=None if record is None else progress.get(record.id),
                 jobs_done=None,
@@ -360,13 +362,13 @@ def _progress(jobs: JobQueue, job_id: str) -> JobProgress | None:
     if job is None:
         return None
     progress = job.progress.at(time.monotonic())
-    left = progress.seconds_left
+    seconds = progress.seconds_left
     return JobProgress(
         percent=round(100 * progress.fraction),
         stage=progress.title,
         step=progress.step,
         steps=progress.steps,
-        seconds_left=None if left is None else round(left, 1),
+        seconds_left=None if seconds is None else round(seconds, 1),
     )
 
 
@@ -379,20 +381,20 @@ def _expected(
 ) -> Iterator[QueuedView]:
     """Yield the videos that the scheduler is expected to send to a worker."""
     models = {job.id: job.model for job in waiting}
-    for one in expected:
-        node, name = places[one.worker]
+    for entry in expected:
+        node, name = places[entry.worker]
         # The head has the models: others get them from there.
-        why: Why = "stored" if node == HEAD and one.why == "sent" else one.why
-        reason = Fact(_PLACES[why], {"model": models[one.job], "host": name})
-        seconds = round(one.seconds, 1)
-        yield QueuedView(job=one.job, worker=one.worker, node=node, name=name, seconds=seconds, reason=reason)
+        why: Why = "stored" if node == HEAD and entry.why == "sent" else entry.why
+        reason = Fact(_PLACES[why], {"model": models[entry.job], "host": name})
+        seconds = round(entry.seconds, 1)
+        yield QueuedView(job=entry.job, worker=entry.worker, node=node, name=name, seconds=seconds, reason=reason)
 
 
 def _unplaced(
     waiting: Sequence[WaitingJob], expected: Sequence[Expected], offers: Sequence[IdleWorker]
 ) -> Iterator[QueuedView]:
     """Yield the other videos: those that fit no worker, and those that run later."""
-    placed = {one.job for one in expected}
+    placed = {entry.job for entry in expected}
     most = max((offer.gpus for offer in offers), default=0)
     for job in waiting:
         if job.id in placed:
