@@ -31,7 +31,7 @@ from runtime.engines.build import BuildRequest, verify_engine
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.store import EngineStore
-from runtime.execution import engine_components
+from runtime.execution import engine_failures
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.loras import with_loras
@@ -352,7 +352,7 @@ def test_an_engine_that_breaks_the_device_ends_the_job(bench: Bench, monkeypatch
     plan = bench.plan()
     break_after(monkeypatch, "transformer", 3, breaking)
     # What a real one is like, tests/gpu shows.
-    monkeypatch.setattr(engine_components, "cuda_failure", lambda _: torch.AcceleratorError("CUDA error"))
+    monkeypatch.setattr(engine_failures, "cuda_failure", lambda _: torch.AcceleratorError("CUDA error"))
     open_engines = EngineService.open
 
     def open_as_on_gpu(*args: Any) -> OpenEngines:
