@@ -157,7 +157,7 @@ def without_builds(plan: ExecutionPlan) -> ExecutionPlan:
         for name, part in plan.components.items()
     }
     request = plan.request.replace(build="missing") if plan.request.build == "always" else plan.request
-    return plan.replace(components=parts, asked=request)
+    return plan.replace(components=parts, request=request)
 
 
 def clip_difference(plan: ExecutionPlan, reference: ExecutionPlan) -> str | None:

@@ -166,6 +166,6 @@ def test_a_spec_without_the_requests_images_is_an_internal_error(field: str, tin
 def test_plans_of_earlier_versions_have_no_image(tiny: Tiny) -> None:
     stored = json.loads(plan(tiny("wan2.1"), None).model_dump_json())
     for name in ("image", "last_image", "image_fit", "image_position"):
-        del stored[name], stored["asked"][name]
+        del stored[name], stored["request"][name]
     read = ExecutionPlan.model_validate_json(json.dumps(stored))
     assert (read.images, read.image_fit, read.image_position) == ({}, "crop", 50.0)
