@@ -3,7 +3,6 @@
     {"format": 2, "id": …, "key": {…}, "files": [{"name", "bytes", "sha256"}, …], …}   the fields of `EngineRecord`
 
 A file that is missing, cut short, of an unknown format or invalid gives a record with a `problem`, never an exception.
-Format 1, which stated `detail` and `problem` as text and no LoRAs before there were any, is migrated.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -227,20 +225,7 @@ def _parse(data: bytes) -> EngineRecord | Fact:
     if not isinstance(values, dict) or "format" not in values:
         return Fact("engine.manifest_foreign")
     number = values.pop("format")
-    if number == 1 and number is not True:
-        values = _migrated(values)
-    elif number != _FORMAT:
+    if number != _FORMAT:
         return Fact("engine.manifest_format", {"format": str(number)[:20], "expected": _FORMAT})
     record = _RECORD.validate_json(json.dumps(values))
     return replace(record, file_bytes=sum(file.bytes for file in record.files))
-
-
-def _migrated(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of format 1 as those of format 2: text becomes a fact, and an error of null is left out."""
-
-    def fact(text: object) -> object:
-        return Fact("engine.stored_text", {"text": text}).model_dump() if isinstance(text, str) else text
-
-    changed: dict[str, Any] = {name: fact(values[name]) for name in ("detail", "problem") if name in values}
-    migrated: dict[str, Any] = {"loras": [], **values, **changed}
-    return {name: value for name, value in migrated.items() if name != "error" or value is not None}

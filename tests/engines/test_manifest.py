@@ -205,21 +205,6 @@ def test_data_files_are_part_of_the_engine(folder: Path) -> None:
     assert manifest.check_hashes(folder, record) == Fact("engine.file_changed", {"file": "engine.onnx.data"})
 
 
-def test_format_1_is_migrated(folder: Path) -> None:
-    path = folder / manifest.NAME
-    values = json.loads(path.read_text()) | {"format": 1, "detail": "right", "problem": "odd", "error": None}
-    del values["loras"]
-    path.write_text(json.dumps(values))
-    record = manifest.read(folder)
-    assert (record.id, record.key) == (folder.name, key())
-    assert record.detail == Fact("engine.stored_text", {"text": "right"})
-    assert record.problem == Fact("engine.stored_text", {"text": "odd"})
-    assert math.isnan(record.error)
-    assert record.loras == ()
-    manifest.write(folder, record)
-    assert same(manifest.read(folder), record)
-
-
 @pytest.mark.parametrize(
     ("swap", "most_read", "loaded"),
     [("replaced", 4, b"good"), ("replaced", 0, b"good"), ("written", 4, b"good"), ("written", 0, b"evil")],

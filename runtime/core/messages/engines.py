@@ -54,7 +54,6 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "engine.compared_restored": Message("{compared} {edge} reconstructed, {error:.0%} off."),
     "engine.not_compared_yet": Message("Not compared with PyTorch yet."),
-    "engine.stored_text": Message("{text}"),
     "engine.export_compared": Message("Relative error {error:.0e} in ONNX Runtime, {tolerance:.0e} allowed."),
     # Reasons why there is no engine for a plan.
     "engine.none_yet": Message("There is none yet."),
