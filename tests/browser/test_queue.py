@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from runtime.pipeline.files import checkpoint_step
 from tests.app_server import make_cache, serving
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
@@ -234,7 +235,7 @@ def test_a_job_resumes_after_the_app_was_killed(open_page: OpenPage, tmp_path_fa
         start(page)
         job = page.get_attribute("#status .status", "data-job")
         # Between both experts every job is saved, however slow the disk is.
-        until((cache / "jobs" / str(job) / "checkpoint.safetensors").exists)
+        until(lambda: checkpoint_step(cache / "jobs" / str(job)))
         first.process.kill()
         first.process.wait()
     with serving(cache) as second:
