@@ -30,7 +30,7 @@ class PyTorchImageModel:
     """A vision model of transformers.
 
     Args:
-        module: its weights may lie elsewhere until it is called.
+        module: the model; offloading may keep its weights on another device until it is called.
         device: where it computes.
         embed: calls the module with pixels and returns the embeddings.
     """

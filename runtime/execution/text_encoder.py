@@ -93,7 +93,7 @@ class PyTorchTextModel:
     """A text encoder of transformers, such as `UMT5EncoderModel`, called for its last hidden state.
 
     Args:
-        module: its weights may lie elsewhere until it is called.
+        module: the model; offloading may keep its weights on another device until it is called.
         device: where it computes.
     """
 

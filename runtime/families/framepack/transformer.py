@@ -75,7 +75,7 @@ class PyTorchSectionDenoiser(hunyuan_video.PyTorchDenoiser):
     """A `diffusers.HunyuanVideoFramepackTransformer3DModel`; see `execution.components.SectionDenoiser`.
 
     Args:
-        module: its weights may lie elsewhere until it is called.
+        module: the model; offloading may keep its weights on another device until it is called.
     """
 
     _forward = staticmethod(predict)

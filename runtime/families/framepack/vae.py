@@ -21,7 +21,7 @@ class PyTorchImageLatents:
     """A `diffusers.AutoencoderKLHunyuanVideo` without its decoder, which encodes one image at a time.
 
     Args:
-        module: its weights may lie elsewhere until it is called.
+        module: the model; offloading may keep its weights on another device until it is called.
         device: where it computes.
     """
 
