@@ -266,7 +266,7 @@ class PartFiles(NamedTuple):
 
 
 class FileSigns(NamedTuple):
-    """Names of tensors by which a component in a single file is recognised, without prefixes; see `FILE_PREFIXES`.
+    """Names of tensors by which a component in a single file is recognised, without the prefixes that programs add.
 
     Attributes:
         has: all are in the file.
@@ -279,13 +279,6 @@ class FileSigns(NamedTuple):
     def fit(self, names: Collection[str]) -> bool:
         """Whether a file with these tensors is such a component."""
         return all(name in names for name in self.has) and not any(name in names for name in self.lacks)
-
-
-# That programs put before the names of a component's tensors.
-FILE_PREFIXES = (
-    *("model.diffusion_model.", "model.model.", "diffusion_model.", "model."),
-    *("text_model.", "vision_model.", "visual."),
-)
 
 
 class Family(Protocol):
@@ -331,17 +324,17 @@ class Family(Protocol):
     def check(self, directory: Path, title: str) -> None:
         """Check the configurations of a folder whose weights may be missing; see `registry.check_folder`."""
 
-    def known_spec(self, known: KnownModel, weights_dir: Path) -> ModelSpec:
+    def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
 
     def assemble(
-        self, directory: Path, name: str, files: Mapping[str, WeightFiles], known: KnownModel | None
+        self, directory: Path, name: str, files: Mapping[str, WeightFiles], model: KnownModel | None
     ) -> ModelSpec:
         """Return the spec of a model whose transformers, and maybe others, are in single files, by component.
 
         Args:
             directory: the folder with its other components.
-            known: the published model with these transformers, if there is one.
+            model: the published model with these transformers, if there is one.
 
         Raises:
             ModelError: if the folder is incomplete, damaged, or of a model that they do not fit.

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from runtime.core.errors import ModelError, TandemError
 from runtime.models.registry import (
     FAMILIES,
-    FILE_PREFIXES,
     KnownModel,
     check_companions,
     check_loadable,
@@ -25,13 +24,7 @@ from runtime.models.registry import (
     published_models,
 )
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
-from runtime.models.stored_weights import (
-    FileTensor,
-    StoredWeight,
-    WeightFiles,
-    file_tensors,
-    stored_weights,
-)
+from runtime.models.stored_weights import FileTensor, StoredWeight, WeightFiles, file_tensors, stored_weights
 from runtime.models.tensor_files import unreadable
 
 # The folder of LoRAs in the weights folder.
@@ -39,6 +32,11 @@ LORAS = "loras"
 SUFFIXES = frozenset({".safetensors", ".gguf", ".sft"})
 # Of Wan's own text encoder and VAEs, which are pickled.
 PICKLED = ".pth"
+# Prefixes that programs add to the names of a component's tensors.
+_PREFIXES = (
+    *("model.diffusion_model.", "model.model.", "diffusion_model.", "model."),
+    *("text_model.", "vision_model.", "visual."),
+)
 # A buffer of whole numbers in files of older transformers.
 _POSITIONS = ".position_ids"
 Expert = Literal["high", "low"]
@@ -206,7 +204,7 @@ def needs_folder(path: Path) -> ModelError | None:
     """
     names = set()
     for name in file_tensors(path):
-        prefix = next((prefix for prefix in FILE_PREFIXES if name.startswith(prefix)), "")
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
         names.add(name.removeprefix(prefix))
     # A model that was made of another one has tensors more.
     fits = [

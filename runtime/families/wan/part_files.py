@@ -56,7 +56,7 @@ _TEXT_ENCODER_DEFAULTS = {
     "feed_forward_proj": "gated-gelu",
 }
 
-# CLIP's vision model: transformers' defaults, what files have beside it, and a prefix of transformers before release 5.
+# CLIP's vision model: defaults of transformers' configuration.
 _IMAGE_ENCODER_DEFAULTS = {
     "hidden_size": 768,
     "image_size": 224,
@@ -65,6 +65,7 @@ _IMAGE_ENCODER_DEFAULTS = {
     "num_hidden_layers": 12,
     "patch_size": 32,
 }
+# Tensors of files that are not part of the vision model, and the prefix that transformers before release 5 wrote.
 _BESIDE_IMAGE_ENCODER = ("visual_projection.weight", "logit_scale")
 _VISION = "vision_model."
 

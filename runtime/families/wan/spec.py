@@ -8,7 +8,7 @@ folder, or else taken from the model cards: https://huggingface.co/Wan-AI.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -341,24 +341,28 @@ def _vae_config(
     shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """See `part_files.vae_config`; invalid configurations of installed models are passed over."""
-    valid = []
-    for config in candidates:
-        with suppress(ValueError):
-            vae_spec(config)
-            valid.append(config)
-    return part_files.vae_config(shapes, valid)
+    return part_files.vae_config(shapes, _valid(candidates, vae_spec))
 
 
 def _image_encoder_config(
     shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """See `part_files.image_encoder_config`; invalid configurations of installed models are passed over."""
+    return part_files.image_encoder_config(
+        shapes, _valid(candidates, lambda config: _IMAGE_ENCODER.validate_python(dict(config)))
+    )
+
+
+def _valid(
+    configs: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], object]
+) -> list[Mapping[str, Any]]:
+    """Return the configurations for which `read` raises no `ValueError`."""
     valid = []
-    for config in candidates:
+    for config in configs:
         with suppress(ValueError):
-            _IMAGE_ENCODER.validate_python(dict(config))
+            read(config)
             valid.append(config)
-    return part_files.image_encoder_config(shapes, valid)
+    return valid
 
 
 class WanFamily(Family):
