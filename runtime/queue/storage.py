@@ -112,13 +112,8 @@ def video_bytes(job: JobRecord) -> int:
 
 
 def checkpoint_bytes(store: JobStore, job_id: str) -> int:
-    """Return the size of a job's checkpoints and finished sections; hard links count once."""
-    sizes = {}
-    for path in _checkpoints(store, job_id):
-        with contextlib.suppress(OSError):
-            stat = path.stat()
-            sizes[stat.st_ino or path] = stat.st_size
-    return sum(sizes.values())
+    """Return the size of a job's checkpoints and finished sections."""
+    return sum(map(_size, _checkpoints(store, job_id)))
 
 
 def remove_finished_checkpoints(store: JobStore, owner: str | None) -> int:

@@ -287,8 +287,6 @@ class Task(TaskProgress):
             case {"event": "TaskFound", "facts": [*facts]}:
                 with contextlib.suppress(ValidationError):
                     self.found = tuple(str(Fact.model_validate(fact)) for fact in facts)
-            case {"event": "TaskFound", "lines": [*lines]}:  # of a version before
-                self.found = tuple(map(str, lines))
             case {"event": "Ended", "fact": {"code": str(code), "data": dict(data)}}:
                 self.result = Fact(code, data)
             case {"event": "WorkerDied" | "PutBack"}:

@@ -280,7 +280,6 @@ class HistoryPanel(JobsPanel):
             reasons="" if saved is None else job_view.backend_reasons(saved),
             resume_line=resume_line,
             titles=FILTERS,
-            backends=BACKENDS,
         )
 
     def _comparison(self, pair: Sequence[str]) -> str:

@@ -225,7 +225,7 @@ def test_live_progress_that_cannot_be_read_is_left_out(live: str, path: Path, ca
     assert store.order.claim("a") is not None
     damage(cache_dir / "jobs.sqlite", build.id, "live", live)
     store.log.append(build.id, {"event": "TaskProgress", "fact": "?"})
-    store.log.append(build.id, {"event": "TaskFound", "lines": 5})
+    store.log.append(build.id, {"event": "TaskFound", "facts": 5})
     task = Task(store.get(build.id), store)
     task.refresh()
     assert (task.state, task.line, task.share) == ("running", "", None)

@@ -281,7 +281,9 @@ def test_findings_are_escaped(tmp_path: Path) -> None:
     store, work = JobStore(None), InspectEngine(path=Path("x"), model="tiny")
     added = store.add_work("task", sentence("Inspect x"), tmp_path, work.model_dump(mode="json"))
     store.order.claim("00000000.0")
-    store.log.append(added.id, {"event": "TaskFound", "lines": ["takes <b>x</b> (1, 2)"]})
+    store.log.append(
+        added.id, {"event": "TaskFound", "facts": [sentence("takes <b>x</b> (1, 2)").model_dump(mode="json")]}
+    )
     task = Task(added, store)
     task.refresh()
     assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in tasks_html([(task, 0)])
