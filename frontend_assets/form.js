@@ -5,7 +5,7 @@
   const tandem = window.tandem;
   const CUSTOM = "custom", ADVANCED = "tandem.advanced";
   const TYPING_MS = 700;   // a word that is being typed is not reported before this rest
-  const MOST_WORDS = 12, LONGEST_WORD = 30;   // in the list of unknown words
+  const MOST_WORDS = 12, LONGEST_WORD = 30, MOST_OFFERED = 8;   // in the list of unknown words
   const WORD = /[\p{L}\p{N}\p{M}]+/gu;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
@@ -68,6 +68,7 @@
     for (const radio of $$("input", presets ?? document.createElement("i"))) {
       if (radio.checked !== (radio.value === presets.dataset.chosen)) radio.checked = !radio.checked;
     }
+    tandem.showChips(value);
   };
   const write = (node, text) => { if (node && node.textContent !== text) node.textContent = text; };
 
@@ -140,15 +141,30 @@
   const articles = (text) => text.replace(/\b(an?)(?=\s+(\p{L}))/giu, (article, _, next) =>
     /[aeiou]/i.test(next) ? `${article[0]}n` : article[0]);
   const prompt = () => $("#field-prompt textarea");
+  // The seed of an example belongs to its prompt: with other words it is random again.
+  let exampleShown = null;
+  document.addEventListener("input", ({ target }) => {
+    if (target !== prompt() || !exampleShown || target.value === exampleShown.prompt) return;
+    if (String(value("seed")) === String(exampleShown.seed)) apply({ seed: "" });
+    exampleShown = null;
+  });
+  // Presses Generate once the form has the example's prompt.
+  tandem.generateSoon = () => setTimeout(() => {
+    if (prompt().value === exampleShown?.prompt) $("#generate")?.click(); else if (exampleShown) tandem.generateSoon();
+  }, 50);
   document.addEventListener("click", ({ target }) => {
-    const suggestion = target.closest("[data-suggestion]"), word = target.closest("[data-word]");
-    if (suggestion) {
-      const { prompt, seed } = JSON.parse(suggestion.dataset.suggestion);
-      apply({ prompt, seed: seed === undefined ? "" : String(seed) });
+    const example = target.closest("[data-suggestion], [data-make]"), word = target.closest("[data-word]");
+    if (example) {
+      exampleShown = JSON.parse(example.dataset.suggestion ?? example.dataset.make);
+      apply({ prompt: exampleShown.prompt, seed: String(exampleShown.seed) });
+      if (example.dataset.make) tandem.generateSoon();
     }
     if (word) apply({ prompt: articles(withWord(prompt().value, word.dataset.word, word.closest("[data-group]"))) });
+    const instead = target.closest("[data-replace]");
+    if (instead) apply({ prompt: articles(prompt().value.replace(instead.dataset.replace, instead.textContent)) });
     if (target.closest("[data-get-models]")) tandem.goTo("Models");
     if (target.closest("#advanced")) toggle(!isOpen());
+    if (target.closest("[data-close-advanced]")) { toggle(false); $("#advanced").focus(); }
     if (target.id === "reset") {
       const request = { ...JSON.parse(target.dataset.request), prompt: value("prompt"), model: value("model") };
       tandem.fill(request, "all", "Defaults of the model:");
@@ -197,12 +213,29 @@
     const words = [...new Set(found.map(([word]) => word))];
     const rest = words.length - MOST_WORDS;
     const listed = words.slice(0, MOST_WORDS).map((word) => word.length > LONGEST_WORD ? `${word.slice(0, LONGEST_WORD)}…` : word);
-    write($("#suggestions .unknown"), words.length
+    write($("#unknown-words .unknown"), words.length
       ? `${$("#card .model").dataset.title} does not know: ${listed.join(", ")}${rest > 0 ? ` and ${rest} more` : ""}.` : "");
+    offerWords(words);
+  };
+  // The largest group of words has the things: one of them can take the place of the first unknown word.
+  const offerWords = ([word]) => {
+    const row = $("#unknown-words .chips");
+    const groups = $$("#card [data-group]").sort((one, other) => other.children.length - one.children.length);
+    const hidden = !word || !groups.length;
+    if (row.hidden !== hidden) row.hidden = hidden;
+    if (hidden || row.dataset.of === word) return;
+    row.dataset.of = word;
+    row.replaceChildren(...$$("button", groups[0]).slice(0, MOST_OFFERED).map((known, at) => {
+      const chip = document.createElement("button");
+      Object.assign(chip, { type: "button", className: "chip", textContent: known.dataset.word, tabIndex: at ? -1 : 0 });
+      chip.dataset.replace = word;
+      chip.setAttribute("aria-label", `${known.dataset.word} instead of ${word}`);
+      return chip;
+    }));
   };
   document.addEventListener("input", ({ target }) => { if (target === prompt()) markWords(); });
 
-  // Advanced: a panel as wide as the page, below the columns.
+  // Advanced: a drawer beside the stage.
   const isOpen = () => $("#settings").classList.contains("open");
   const toggle = (open, move = true) => {
     const settings = $("#settings");
@@ -211,6 +244,7 @@
     tandem.write("sessionStorage", ADVANCED, open ? "open" : "");
     tandem.tidy();
     if (open && move) settings.scrollIntoView({ block: "nearest" });
+    document.body.classList.toggle("drawer", open);
   };
   let restored = false;
 
@@ -224,7 +258,9 @@
   const reveal = (name) => {
     if (name === "width" || name === "height") { custom.size = true; tandem.showForm(); }
     if (name === "frames") { custom.length = true; tandem.showForm(); }
-    if (fieldOf(name)?.closest("#settings")) toggle(true, false);
+    const field = fieldOf(name);
+    if (field?.closest("#settings")) toggle(true, false);
+    else if (field) tandem.openPopover(field);
   };
   tandem.unmark = () => {
     if (!marked) return;
@@ -257,16 +293,7 @@
     else if (!field && marked && marked.input.closest("#columns") && !$("#status .status[data-state=failed]")) tandem.unmark();
   };
 
-  // On a narrow window the model is below prompt and picture, also for the tab key.
-  const narrow = matchMedia("(max-width: 60rem)");
-  const placeModel = () => {
-    const model = $("#model"), place = $(narrow.matches ? "#basics" : "#compose");
-    if (place && model.parentNode !== place) place.prepend(model);
-  };
-  narrow.addEventListener("change", placeModel);
-
   tandem.tidyForm = () => {
-    placeModel();
     if (!restored && $("#settings")) {
       restored = true;
       if (tandem.read("sessionStorage", ADVANCED)) toggle(true, false);

@@ -79,11 +79,12 @@
     if (!line) return;
     write(line, text);
     line.classList.toggle("bad", bad);
+    if (bad) tandem.openPopover(line);
   };
   const show = () => {
     if (tandem.panels?.tab() !== "Make") tandem.goTo?.("Make");
     for (const dialog of $$("dialog[open]")) dialog.close();
-    setTimeout(() => section()?.scrollIntoView({ block: "nearest" }), 0);
+    setTimeout(() => { if (section()) tandem.openPopover(section()); }, 0);
   };
   const refuse = async () => {
     show();

@@ -4,7 +4,7 @@
   "use strict";
   const WORDS = ["prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
-  const FORM_PARTS = "#compose, #basics, #settings";
+  const FORM_PARTS = "#compose, #settings";
   const FOCUS_MS = 2000;     // how long a field that got the focus is kept in view
   const CHECK_MS = 4000;     // how often the connection is checked
   const REST_MS = 30;        // delay from a change of the form to the plan preview
@@ -129,14 +129,6 @@
     }
   };
 
-  // The stage's height decides where it sticks while the settings scroll.
-  const sizes = new ResizeObserver(([{ target }]) => {
-    target.style.setProperty("--stage-height", `${target.offsetHeight}px`);
-  });
-  // Messages are above the bar in narrow windows.
-  const bars = new ResizeObserver(([{ target }]) => {
-    document.body.style.setProperty("--bar-height", `${target.offsetHeight}px`);
-  });
   // A field that just got the focus stays in view when the server's answers change the parts around it, unless the user
   // scrolls.
   let focusedAt = 0;
@@ -145,6 +137,11 @@
   const around = new ResizeObserver(() => {
     const field = document.activeElement;
     if (Date.now() - focusedAt < FOCUS_MS && field.closest(FORM_PARTS)) field.scrollIntoView({ block: "nearest" });
+  });
+  // What is between the header and the columns, such as the bar of a share link, takes a part of the window's height.
+  const above = new ResizeObserver(() => {
+    const high = [...document.querySelectorAll("#sharing, #limits")].reduce((sum, bar) => sum + bar.offsetHeight + 18, 0);
+    document.body.style.setProperty("--more-head", `${high}px`);
   });
   let stage = null;
 
@@ -182,9 +179,8 @@
     if (video && reducedMotion.matches) { video.removeAttribute("autoplay"); video.pause(); }
     if (!stage && $("#stage")) {
       stage = $("#stage");
-      sizes.observe(stage);
-      bars.observe($("#bar"));
-      for (const part of document.querySelectorAll(`#bar, ${FORM_PARTS}`)) around.observe(part);
+      for (const part of document.querySelectorAll(FORM_PARTS)) around.observe(part);
+      for (const bar of document.querySelectorAll("#sharing, #limits")) above.observe(bar);
     }
     keepFocus();
     applyTheme();

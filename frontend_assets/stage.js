@@ -1,9 +1,7 @@
-// The stage: which video it shows, the size of the picture, long prompts.
+// The stage: which video it shows, long prompts, and the choice of two videos to compare.
 (() => {
   "use strict";
   const tandem = window.tandem;
-  const ENLARGED = "tandem.enlarged";
-  const SCALE = 2;   // small videos are shown at twice their size, see stage.css
   const $ = (selector) => document.querySelector(selector);
 
   // Shows one video, even while another runs; an empty id shows that there is none.
@@ -13,20 +11,7 @@
     $("#picture").scrollIntoView({ block: "nearest" });
   };
 
-  const enlarged = () => tandem.read("localStorage", ENLARGED) === "yes";
-  const observed = new ResizeObserver(() => tidy());
   const tidy = () => {
-    const mat = $("#picture .mat"), button = $("#picture .enlarge");
-    if (mat && button) {
-      if (!mat.dataset.observed) { mat.dataset.observed = "yes"; observed.observe(mat); }
-      const [width, height] = ["--width", "--height"].map((name) => SCALE * parseFloat(mat.style.getPropertyValue(name)));
-      const small = width < 0.9 * mat.clientWidth && height < 0.9 * mat.clientHeight;
-      const shown = Boolean($("#picture :is(video, .preview:not([hidden]))"));
-      const text = enlarged() ? "Original size" : "Enlarge";
-      if (button.hidden !== !(small && shown)) button.hidden = !(small && shown);
-      if (button.textContent !== text) button.textContent = text;
-      if (document.body.classList.contains("enlarged") !== enlarged()) document.body.classList.toggle("enlarged", enlarged());
-    }
     // A long prompt is cut after a few lines, with a button that shows the rest.
     for (const text of document.querySelectorAll(".clamp")) {
       const more = text.nextElementSibling;
@@ -41,6 +26,7 @@
         if (current) clip.setAttribute("aria-current", "true"); else clip.removeAttribute("aria-current");
       }
     }
+    tandem.tidyTransport();
     tidyCompare();
   };
   tandem.tidyStage = tidy;
@@ -89,10 +75,6 @@
   }, true);
 
   document.addEventListener("click", (event) => {
-    if (event.target.closest("#picture .enlarge")) {
-      tandem.write("localStorage", ENLARGED, enlarged() ? "no" : "yes");
-      tidy();
-    }
     const more = event.target.closest(".show-all");
     if (more) {
       const whole = more.previousElementSibling.classList.toggle("whole");

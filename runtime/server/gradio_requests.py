@@ -54,7 +54,7 @@ _NAME = r"[A-Za-z0-9_@-][A-Za-z0-9_.@-]{0,199}"
 _PUBLIC = re.compile(
     r"/|/theme\.css|/gradio_api/theme\.css|/favicon\.ico|/robots\.txt|/manifest\.json"
     r"|/gradio_api/(?:app_id|login_check|startup-events)/?"
-    rf"|/(?:assets|static|svelte)(?:/{_NAME}){{1,6}}|{OWN}fonts/[a-z0-9-]{{1,32}}\.woff2"
+    rf"|/(?:assets|static|svelte)(?:/{_NAME}){{1,6}}|{OWN}fonts/[a-z0-9-]{{1,32}}\.woff2|{OWN}examples/[a-z]{{1,32}}\.webp"
 )
 _READ = re.compile(
     rf"/config/?|/gradio_api/info/?|/gradio_api/openapi\.json|/gradio_api/user/?|{STREAM}"

@@ -80,33 +80,43 @@ class Form:
     others: dict[str, Any]
 
 
-def prompt_section(
-    models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]], *, panels: bool
-) -> Form:
-    """Create the model's card, the prompt, the suggestions, and the places of images.
+def prompt_section(values: Mapping[str, Mapping[str, Any]]) -> Form:
+    """Create the prompt, the line on words that the model does not know, and the chips, which open `popovers`.
 
     Args:
         values: the properties of what depends on the model, see `model_values`.
-        panels: whether the page has the panels, which download models.
     """
-    with gr.Column(elem_id="model"):
-        card = gr.HTML(**values["card"], elem_id="card", apply_default_css=False)
-        choices = model_choices(models)
-        model = fields.control("model", choices=choices, value=chosen, info=None, visible=len(models) > 1)
-        if panels:
-            gr.HTML(render("get_models.html"), elem_id="get-models", apply_default_css=False)
     prompt = gr.Textbox(
         label=FIELDS["prompt"].label,
         **values["prompt"],
         placeholder="a red boat sails to the right on a calm sea at sunset",
-        lines=2,
+        lines=4,
         max_lines=8,
         elem_id="field-prompt",
     )
-    suggestions = render("suggestions.html", suggestions=theme.examples())
-    gr.HTML(suggestions, elem_id="suggestions", apply_default_css=False)
-    images = gr.HTML(**values["images"], elem_id="images", apply_default_css=False)
-    controls: dict[str, Any] = {"model": model, "prompt": prompt}
+    gr.HTML(render("unknown_words.html"), elem_id="unknown-words", apply_default_css=False)
+    gr.HTML(render("chips.html"), elem_id="chips", apply_default_css=False)
+    return Form({"prompt": prompt}, {})
+
+
+def popovers(
+    models: Mapping[str, ModelSpec], chosen: str, values: Mapping[str, Mapping[str, Any]], *, panels: bool
+) -> Form:
+    """Create what the chips open: model, images, size, length, presets and seed. All react without the server.
+
+    Args:
+        values: the properties of what depends on the model, see `model_values`.
+        panels: whether the page has the panels, which download models and know what presets cost.
+    """
+    controls: dict[str, Any] = {}
+    with _popover("model"):
+        card = gr.HTML(**values["card"], elem_id="card", apply_default_css=False)
+        choices = model_choices(models)
+        controls["model"] = fields.control("model", choices=choices, value=chosen, info=None, visible=len(models) > 1)
+        if panels:
+            gr.HTML(render("get_models.html"), elem_id="get-models", apply_default_css=False)
+    with _popover("images"):
+        images = gr.HTML(**values["images"], elem_id="images", apply_default_css=False)
     # The script draws them; see images.js.
     for name in (name for name, declared in FIELDS.items() if declared.group == "image"):
         stored: dict[str, Any] = {"visible": "hidden", "label": FIELDS[name].label, "elem_id": f"stored-{name}"}
@@ -114,38 +124,35 @@ def prompt_section(
         number = isinstance(FIELDS[name], Number)
         controls[name] = gr.Number(default, **stored) if number else gr.Textbox(default or "", **stored)
     controls[SIZE_FROM] = gr.Textbox("", visible="hidden", label="Size from", elem_id=f"stored-{SIZE_FROM}")
-    return Form(controls, {"card": card, "images": images})
-
-
-def video_section(values: Mapping[str, Mapping[str, Any]], *, panels: bool) -> Form:
-    """Create presets, size, length, playback speed and seed; all react in the browser, without the server.
-
-    Args:
-        values: the properties of what depends on the model, see `model_values`.
-        panels: whether the page has the panels, which know what presets cost.
-    """
-    controls: dict[str, Any] = {}
-    if panels:
-        gr.HTML(render("plan_part.html", part="presets"), elem_id="presets", apply_default_css=False)
-    sizes = gr.HTML(**values["sizes"], elem_id="size", apply_default_css=False)
-    with gr.Row(elem_id="sides", elem_classes="pair"):
-        for name in ("width", "height"):
-            controls[name] = fields.control(name, **values[name])
-    lengths = gr.HTML(**values["lengths"], elem_id="length", apply_default_css=False)
-    with gr.Column(elem_id="custom-length"):
-        controls["frames"] = fields.control("frames", **values["frames"])
+    with _popover("size"):
+        sizes = gr.HTML(**values["sizes"], elem_id="size", apply_default_css=False)
+        with gr.Row(elem_id="sides", elem_classes="pair"):
+            for name in ("width", "height"):
+                controls[name] = fields.control(name, **values[name])
+    with _popover("length"):
+        lengths = gr.HTML(**values["lengths"], elem_id="length", apply_default_css=False)
+        with gr.Column(elem_id="custom-length"):
+            controls["frames"] = fields.control("frames", **values["frames"])
+        controls["fps"] = fields.control("fps", **values["fps"], info="A faster playback shortens the video.")
     # For restored settings and programs; the page offers lengths in seconds that the model was made for.
     controls["seconds"] = gr.Textbox("", visible="hidden", label=FIELDS["seconds"].label, elem_id="stored-seconds")
-    with gr.Row(elem_id="playback", elem_classes="pair"):
-        controls["fps"] = fields.control("fps", **values["fps"], info="Changes no frames.")
+    if panels:
+        with _popover("quality"):
+            gr.HTML(render("plan_part.html", part="presets"), elem_id="presets", apply_default_css=False)
+    with _popover("seed"):
         controls["seed"] = fields.control("seed", info="Empty: a new one each time.")
-    # The page keeps its own prompt.
-    gr.HTML(
-        render("make_actions.html", defaults=GenerationRequest(prompt="any").to_json()),
-        elem_id="actions-more",
-        apply_default_css=False,
-    )
-    return Form(controls, {"sizes": sizes, "lengths": lengths})
+    return Form(controls, {"card": card, "images": images, "sizes": sizes, "lengths": lengths})
+
+
+def _popover(name: str) -> gr.Column:
+    """Return a column that a chip opens; `popovers.js` makes it a popover of the browser's."""
+    return gr.Column(elem_id=f"pop-{name}", elem_classes="popover")
+
+
+def file_section() -> None:
+    """Create what fills the form from a video, and what resets it. The page keeps its own prompt."""
+    defaults = GenerationRequest(prompt="any").to_json()
+    gr.HTML(render("make_actions.html", defaults=defaults), elem_id="actions-more", apply_default_css=False)
 
 
 def sampling_section(values: Mapping[str, Mapping[str, Any]]) -> Form:

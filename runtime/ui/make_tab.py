@@ -18,7 +18,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.watchers import MOST_WATCHERS, Watchers
-from runtime.ui import form, image_places, job_view, restored
+from runtime.ui import form, image_places, job_view, restored, theme
 from runtime.ui.form import LOCAL, SERVED, WATCHING, Form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.job_view import Audience
@@ -59,26 +59,29 @@ def add_make(
     values = handlers.model_values(models[chosen])
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="compose"):
-            words = form.prompt_section(models, chosen, values, panels=panels)
-        # Next to the prompt in the order of the tab key; the style puts it at the foot of the window.
-        with gr.Row(elem_id="bar"):
-            with gr.Row(elem_id="actions"):
-                generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
-                cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
-            if panels:
-                gr.HTML(render("bar.html"), elem_id="forecast", apply_default_css=False)
+            words = form.prompt_section(values)
+            with gr.Column(elem_id="bar"):
+                if panels:
+                    gr.HTML(render("forecast.html"), elem_id="forecast", apply_default_css=False)
+                with gr.Row(elem_id="actions"):
+                    generate = gr.Button("Generate", variant="primary", size="lg", elem_id="generate")
+                    if panels:
+                        gr.HTML(render("queue_next.html"), elem_id="queue-next", apply_default_css=False)
+                    cancel = gr.Button("Cancel", size="lg", elem_id="cancel", visible=False)
         with gr.Column(elem_id="stage"):
+            gr.HTML(render("examples.html", examples=theme.examples()), elem_id="examples", apply_default_css=False)
             picture = gr.HTML(job_view.picture_html(None, "idle", handlers.icon), elem_id="picture")
             status = gr.HTML(job_view.status_html(job_view.IDLE, panels=panels), elem_id="status")
+            gr.HTML(render("transport.html"), elem_id="transport", apply_default_css=False)
             facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
             if panels:
                 gr.HTML(render("results.html"), elem_id="recent", apply_default_css=False)
-        with gr.Column(elem_id="basics"):
-            video = form.video_section(values, panels=panels)
-            refused = gr.HTML(render("restored.html", refused=None, at=0), elem_id="refused", apply_default_css=False)
         with gr.Column(elem_id="settings"):
+            form.file_section()
+            refused = gr.HTML(render("restored.html", refused=None, at=0), elem_id="refused", apply_default_css=False)
             more = advanced(values)
-    created = form.joined([words, video, more])
+    chosen_by_chips = form.popovers(models, chosen, values, panels=panels)
+    created = form.joined([words, chosen_by_chips, more])
     # The job that this page shows: on the server for Cancel, and in the browser tab for reloads.
     watched = gr.State(None)
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")

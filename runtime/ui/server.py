@@ -86,7 +86,7 @@ def start(
     collect_garbage_as_usual()
     server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
     url = address_of(host, port)
-    routes = [theme.fonts(), theme.manifest(), *site.routes]
+    routes = [*theme.files(), theme.manifest(), *site.routes]
     try:
         with private.served_by(server, url, logins):
             site.page.launch(

@@ -21,7 +21,7 @@ ASSETS = Path(__file__).parents[2] / "frontend_assets"
 ICON = ASSETS / "icon.svg"
 # In this order; the later ones use the first.
 _SCRIPTS = (
-    "page.js", "form.js", "stage.js", "panels.js", "gallery.js", "queue.js", "images.js", "restore.js", "compare.js",
+    "page.js", "form.js", "popovers.js", "stage.js", "transport.js", "panels.js", "gallery.js", "queue.js", "images.js", "restore.js", "compare.js",
     "menus.js", "models.js", "loras.js",
 )  # fmt: skip
 _STYLES = ("style.css", "form.css", "stage.css", "panels.css", "engines.css")
@@ -38,9 +38,12 @@ def theme() -> gr.themes.Base:
     return gr.themes.Base(font=_SANS, font_mono=_MONO).set(**values["both"], **values["light"], **dark)
 
 
-def fonts() -> Mount:
-    """Return the route of the font files that `style.css` names; no login is needed for them."""
-    return Mount(f"{OWN}fonts", StaticFiles(directory=ASSETS / "fonts"))
+def files() -> list[Mount]:
+    """Return the routes of the font files that `style.css` names, and of the examples' clips.
+
+    The login page needs the fonts: no login is needed for either.
+    """
+    return [Mount(f"{OWN}{name}", StaticFiles(directory=ASSETS / name)) for name in ("fonts", "examples")]
 
 
 def manifest() -> Route:
@@ -69,7 +72,7 @@ def icon_svg() -> str:
 
 
 def examples() -> list[dict[str, Any]]:
-    """Return the suggestions: title and prompt, and the seed of one whose clip was looked at."""
+    """Return the examples: title, prompt, seed, and the file of the clip that they gave."""
     return list(json.loads(_text("examples.json")))
 
 

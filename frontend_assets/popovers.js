@@ -1,0 +1,77 @@
+// The chips below the prompt: each shows what is chosen, and opens the controls of it.
+(() => {
+  "use strict";
+  const tandem = window.tandem;
+  const GAP = 6;   // pixels between a chip and what it opens
+  const $ = (selector, parent = document) => parent.querySelector(selector);
+  const chipOf = (popover) => $(`#chips [popovertarget="${popover.id}"]`);
+
+  // Below the chip or, if there is more room, above it; in a narrow window as wide as the window.
+  const place = (popover) => {
+    const opener = chipOf(popover);  // hidden for a model without images: a refusal is shown there too
+    const chip = (opener.hidden ? $("#chips") : opener).getBoundingClientRect(), { offsetWidth: wide, offsetHeight: high } = popover;
+    const below = innerHeight - chip.bottom - 2 * GAP, above = chip.top - 2 * GAP;
+    const under = high <= below || below >= above;
+    popover.style.maxHeight = `${under ? below : above}px`;
+    popover.style.left = `${Math.max(GAP, Math.min(chip.left, innerWidth - wide - GAP))}px`;
+    popover.style.top = `${under ? chip.bottom + GAP : Math.max(GAP, chip.top - GAP - Math.min(high, above))}px`;
+  };
+  const around = new ResizeObserver((entries) => {
+    for (const { target } of entries) if (target.matches(":popover-open")) { target.style.maxHeight = ""; place(target); }
+  });
+  addEventListener("resize", () => { const open = $(".popover:popover-open"); if (open) place(open); });
+
+  // Gradio creates the elements and may draw them again.
+  const prepare = () => {
+    for (const popover of document.querySelectorAll(".popover:not([popover])")) {
+      popover.setAttribute("popover", "auto");
+      popover.setAttribute("role", "dialog");
+      popover.setAttribute("aria-label", chipOf(popover).dataset.title);
+      popover.addEventListener("toggle", ({ newState }) => {
+        if (newState === "open") place(popover);
+        chipOf(popover).setAttribute("aria-expanded", String(newState === "open"));
+      });
+      around.observe(popover);
+    }
+  };
+  tandem.openPopover = (node) => {
+    const popover = node.closest(".popover");
+    if (popover?.hasAttribute("popover") && !popover.matches(":popover-open")) popover.showPopover();
+  };
+
+  const write = (chip, text, about = text) => {
+    if (chip.textContent !== text) chip.textContent = text;
+    const name = `${chip.dataset.title}: ${about}`;
+    if (chip.getAttribute("aria-label") !== name) chip.setAttribute("aria-label", name);
+  };
+  const picture = (chip, address) => {
+    const image = address ? `url("${address}")` : "";
+    chip.classList.toggle("pictured", Boolean(image));
+    if (chip.dataset.picture !== address) { chip.dataset.picture = address; chip.style.backgroundImage = image; }
+  };
+  const tileText = (name) => {
+    const tile = $(`input[name=${name}]:checked`)?.parentNode;
+    return { title: $("span", tile ?? document)?.textContent ?? "", note: tile && $("small", tile)?.textContent || "" };
+  };
+  tandem.showChips = (value) => {
+    prepare();
+    const model = $("#card .model")?.dataset.title ?? "", image = $("#images [data-place]");
+    const size = `${value("width")} × ${value("height")}`, { title } = tileText("size");
+    const named = /:/.test(title) ? title : size, seed = value("seed");
+    const texts = {
+      model: [model],
+      images: value("image") ? ["Image", "chosen"] : ["+ Image", "none"],
+      size: [named, named === size ? size : `${named}, ${size}`],
+      length: [`${(value("frames") / value("fps")).toFixed(1)} s`],
+      quality: [$("#presets input:checked ~ span")?.textContent ?? "Custom"],
+      seed: seed === "" || seed === null ? ["Seed: random", "random"] : [`Seed: ${seed}`, String(seed)],
+    };
+    for (const [name, [text, about]] of Object.entries(texts)) {
+      const chip = $(`[data-chip=${name}]`);
+      const lacks = !$(`#pop-${name}`) || (name === "images" && !image) || (name === "quality" && !$("#presets fieldset"));
+      if (chip.hidden !== lacks) chip.hidden = lacks;
+      write(chip, text, about);
+      if (name === "images") picture(chip, value("image") ? $("#images [data-place=image] .seen img")?.src : "");
+    }
+  };
+})();

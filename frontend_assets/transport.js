@@ -1,0 +1,89 @@
+// The row below the picture: play, position, original size, full screen; and the blurred frame behind the video.
+(() => {
+  "use strict";
+  const tandem = window.tandem;
+  const ACTUAL = "tandem.actual-size";
+  const BACKDROP = [48, 28], DRAW_MS = 250;
+  const FRAME_SECONDS = 1 / 16, JUMP_SECONDS = 1;
+  const $ = (selector) => document.querySelector(selector);
+  const video = () => $("#picture video");
+  const row = () => $("#transport .transport");
+  const clock = (seconds) => `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
+  const set = (node, name, text) => { if (node.getAttribute(name) !== text) node.setAttribute(name, text); };
+
+  let dragging = false;
+  const show = () => {
+    const playing = video(), line = row();
+    if (!line) return;
+    const actual = tandem.read("localStorage", ACTUAL) === "yes";
+    if (document.body.classList.contains("actual") !== actual) document.body.classList.toggle("actual", actual);
+    set($("#transport [data-actual]"), "aria-pressed", String(actual));
+    if (line.hidden !== !playing) line.hidden = !playing;
+    if (!playing) return;
+    const button = $("#transport [data-play]"), text = playing.paused ? "Play" : "Pause";
+    set(button, "aria-label", text);
+    const seconds = Number.isFinite(playing.duration) ? playing.duration : 0;
+    const bar = $("#transport input");
+    set(bar, "max", String(seconds || 1));
+    if (!dragging) bar.value = playing.currentTime;
+    set(bar, "aria-valuetext", `${playing.currentTime.toFixed(1)} of ${seconds.toFixed(1)} seconds`);
+    const time = `${clock(playing.currentTime)} / ${clock(seconds)}`;
+    if ($("#transport .time").textContent !== time) $("#transport .time").textContent = time;
+  };
+  tandem.tidyTransport = show;
+  for (const name of ["play", "pause", "loadedmetadata", "seeked", "emptied"]) {
+    document.addEventListener(name, ({ target }) => { if (target === video()) show(); }, true);
+  }
+  const tick = () => {
+    const playing = video();
+    if (playing && !playing.paused && !document.hidden) show();
+    requestAnimationFrame(tick);
+  };
+  requestAnimationFrame(tick);
+
+  // The picture's own frame, blurred by the style, fills what its shape leaves.
+  const draw = () => {
+    const canvas = $("#picture .backdrop"), shown = video() ?? $("#picture .preview:not([hidden])");
+    if (!canvas || document.hidden) return;
+    if (canvas.width !== BACKDROP[0]) [canvas.width, canvas.height] = BACKDROP;
+    const context = canvas.getContext("2d");
+    if (!shown) { context.clearRect(0, 0, ...BACKDROP); return; }
+    try { context.drawImage(shown, 0, 0, ...BACKDROP); } catch { /* not decoded yet */ }
+  };
+  setInterval(draw, DRAW_MS);
+
+  const toggle = () => { const playing = video(); if (playing?.paused) playing.play(); else playing?.pause(); };
+  const seek = (by) => {
+    const playing = video();
+    if (!playing || !playing.duration) return;
+    playing.currentTime = Math.min(Math.max(playing.currentTime + by, 0), playing.duration - FRAME_SECONDS / 2);
+  };
+  const full = () => {
+    if (document.fullscreenElement) document.exitFullscreen(); else $("#picture .mat")?.requestFullscreen?.();
+  };
+  document.addEventListener("click", ({ target }) => {
+    if (target.closest("#transport [data-play]") || target.matches("#picture video")) toggle();
+    if (target.closest("#transport [data-full]")) full();
+    if (target.closest("#transport [data-actual]")) {
+      tandem.write("localStorage", ACTUAL, document.body.classList.contains("actual") ? "no" : "yes");
+      show();
+    }
+  });
+  document.addEventListener("dblclick", ({ target }) => { if (target.matches("#picture video")) full(); });
+  document.addEventListener("input", ({ target }) => {
+    if (!target.matches("#transport input")) return;
+    dragging = true;
+    video().currentTime = target.value;
+  });
+  document.addEventListener("change", ({ target }) => { if (target.matches("#transport input")) dragging = false; });
+  // Keys of video editors, wherever no text is typed.
+  const KEYS = { k: toggle, f: full, j: () => seek(-JUMP_SECONDS), l: () => seek(JUMP_SECONDS),
+    ",": () => seek(-FRAME_SECONDS), ".": () => seek(FRAME_SECONDS) };
+  document.addEventListener("keydown", (event) => {
+    const run = KEYS[event.key.toLowerCase()];
+    if (!run || event.ctrlKey || event.metaKey || event.altKey || !video() || !video().offsetParent) return;
+    if (event.target.closest("textarea, select, [contenteditable], input:not([type=range])") || $("dialog[open]")) return;
+    event.preventDefault();
+    run();
+  });
+})();
