@@ -121,8 +121,7 @@
     const found = answer?.ok ? await answer.json().catch(() => null) : null;
     if (newest[field] !== turn) return;
     if (!found) {
-      const reason = answer && !answer.ok ? await answer.text().catch(() => "") : "";
-      note(reason || `“${file.name}” cannot be sent. Try again.`, true);
+      note(await tandem.refusal(answer) || `“${file.name}” cannot be sent. Try again.`, true);
       return;
     }
     const url = await pictureOf(file);

@@ -39,6 +39,11 @@
     stored: () => read("localStorage", FORM) || "",
     startKeeping: (values) => { tandem.values = values; tandem.restored = true; tandem.showForm(); previewSoon(); },
     use: (request) => { tandem.used = JSON.parse(request); tandem.uncustomized(); },
+    // The text of a refused request: plain, or Gradio's JSON.
+    refusal: async (answer) => {
+      const text = await answer?.text().catch(() => "") ?? "";
+      try { return JSON.parse(text).detail ?? text; } catch { return text; }
+    },
     notice: null,   // shown in the browser tab's title until the page is visible
     percent: null,  // of a job that Make does not show
     tidy: () => observe(),
@@ -58,11 +63,7 @@
     if (!document.body) return;
     if (document.body.classList.contains("dark") !== dark()) document.body.classList.toggle("dark", dark());
     const button = $("#theme");
-    const text = dark() ? "Light" : "Dark";
-    if (button && button.textContent !== text) {
-      button.textContent = text;
-      button.setAttribute("aria-label", `Switch to ${text.toLowerCase()} colors`);
-    }
+    if (button && button.getAttribute("aria-pressed") !== String(dark())) button.setAttribute("aria-pressed", String(dark()));
   };
   system.addEventListener("change", applyTheme);
   applyTheme();

@@ -54,7 +54,7 @@
         receive(panel, call, reply);
       }
       else if (call.action !== "refresh") {
-        notify(answer ? await answer.text() : "Tandem did not answer. Try again.", { error: true, panel });
+        notify(answer ? await tandem.refusal(answer) : "Tandem did not answer. Try again.", { error: true, panel });
       }
     } catch (error) { console.error(error); }
     queue.busy = false;
@@ -390,25 +390,13 @@
     tandem.chimes = (tandem.chimes ?? 0) + 1;
   };
   for (const touch of ["pointerdown", "keydown"]) document.addEventListener(touch, wake, { once: true });
-  const sound = () => {
-    const theme = $("#theme");
-    if (!theme) return;
-    let made = $("#sound");
-    if (!made) {
-      made = document.createElement("button");
-      made.type = "button";
-      made.id = "sound";
-      made.className = "button";
-      made.title = "Plays a soft sound when a video is done";
-      made.addEventListener("click", () => {
-        write("localStorage", SOUND, sounding() ? "off" : "on");
-        if (sounding()) chime(true);
-        sound();
-      });
-      theme.before(made);
-    }
-    made.textContent = sounding() ? "Sound on" : "Sound off";
-  };
+  const showSound = () => $("#sound")?.setAttribute("aria-pressed", String(sounding()));
+  document.addEventListener("click", ({ target }) => {
+    if (!target.closest("#sound")) return;
+    write("localStorage", SOUND, sounding() ? "off" : "on");
+    if (sounding()) chime(true);
+    showSound();
+  });
 
   tandem.panels = { view, request, notify, announce, raise, goTo, tab };
 
@@ -417,7 +405,7 @@
     const ready = setInterval(() => {
       if (!$("#theme") || !$("#tabs, #generate")) return;
       clearInterval(ready);
-      sound();
+      showSound();
       states();
     }, 100);
     setInterval(() => { if (!document.hidden) refresh(); }, POLL_MS);

@@ -161,14 +161,15 @@ def _add_image_questions(handlers: "Handlers") -> None:
     )
 
 
-def header(icon: str, fields: Iterable[str], preset: str = "") -> str:
+def header(icon: str, fields: Iterable[str], preset: str = "", *, panels: bool = True) -> str:
     """Return the page's header.
 
     Args:
         fields: the names of the form's controls in order, for the script that stores their values.
         preset: the launch flags' backends, see `form.preset_name`.
+        panels: whether the page has the panels, which notice that a job has ended.
     """
-    return render("header.html", icon=icon, fields=" ".join(fields), preset=preset)
+    return render("header.html", icon=icon, fields=" ".join(fields), preset=preset, panels=panels)
 
 
 class Handlers:

@@ -50,7 +50,7 @@ def build(
             api_name="generate",
             **form.STREAMED,
         )
-        gr.HTML(header(icon, form.BASIC_NAMES), elem_id="top")
+        gr.HTML(header(icon, form.BASIC_NAMES, panels=False), elem_id="top")
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
         add_make(page, handlers, chosen, form.sampling_section, {"limits": limits})

@@ -10,7 +10,7 @@ MESSAGES: Mapping[str, Message] = {
     "ui.videos_ahead": Message("{count:n video} ahead."),
     "ui.tasks_ahead": Message("{count:n task} ahead."),
     "ui.ends_after_section": Message("The video ends after this section."),
-    "ui.nothing_saved": Message("Nothing was saved."),
+    "ui.nothing_saved": Message("No video was saved."),
     "ui.sections_kept": Message("Its finished sections are kept."),
     "ui.video_ready": Message("The video is ready."),
     "ui.video_unfinished": Message("The video has {made} of {of:n section}."),
