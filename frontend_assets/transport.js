@@ -80,9 +80,11 @@
   const KEYS = { k: toggle, f: full, j: () => seek(-JUMP_SECONDS), l: () => seek(JUMP_SECONDS),
     ",": () => seek(-FRAME_SECONDS), ".": () => seek(FRAME_SECONDS) };
   document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || $("dialog[open]")) return;
+    if (event.target.closest("textarea, select, [contenteditable], input:not([type=range], [type=radio], [type=checkbox])")) return;
+    if (event.key === "?") { $("#keys").togglePopover(); return; }
     const run = KEYS[event.key.toLowerCase()];
-    if (!run || event.ctrlKey || event.metaKey || event.altKey || !video() || !video().offsetParent) return;
-    if (event.target.closest("textarea, select, [contenteditable], input:not([type=range])") || $("dialog[open]")) return;
+    if (!run || !video()?.offsetParent) return;
     event.preventDefault();
     run();
   });
