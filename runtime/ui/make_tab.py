@@ -60,6 +60,7 @@ def add_make(
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="compose"):
             words = form.prompt_section(values)
+            refused = gr.HTML(render("restored.html", refused=None, at=0), elem_id="refused", apply_default_css=False)
             with gr.Column(elem_id="bar"):
                 if panels:
                     gr.HTML(render("forecast.html"), elem_id="forecast", apply_default_css=False)
@@ -78,7 +79,6 @@ def add_make(
                 gr.HTML(render("results.html"), elem_id="recent", apply_default_css=False)
         with gr.Column(elem_id="settings"):
             form.file_section()
-            refused = gr.HTML(render("restored.html", refused=None, at=0), elem_id="refused", apply_default_css=False)
             more = advanced(values)
     chosen_by_chips = form.popovers(models, chosen, values, panels=panels)
     created = form.joined([words, chosen_by_chips, more])
