@@ -342,6 +342,16 @@ def models_list() -> Outcome:
     return show_models()
 
 
+@_command(models_app, "show")
+def models_show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `models list`, or a model's folder.")],
+) -> Outcome:
+    """Show what a model makes, and what it needs in general and on this machine."""
+    from runtime.cli.models import show_model
+
+    return show_model(name)
+
+
 @_command(models_app, "download")
 def models_download(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `models list`, or OWNER/REPOSITORY.")],

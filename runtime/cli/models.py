@@ -1,4 +1,4 @@
-"""`models list`, `download` and `verify`: print the result and return it for `--json`."""
+"""`models list`, `show`, `download` and `verify`: print the result and return it for `--json`."""
 
 import shlex
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from runtime.core import settings
 from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact, cut, render
-from runtime.core.units import byte_size
+from runtime.core.units import byte_size, memory_size
 from runtime.machine.probe import probe
 from runtime.models.catalogue import (
     decoders,
@@ -21,6 +21,7 @@ from runtime.models.catalogue import (
     folders,
     from_file,
     is_part,
+    look_up,
     named,
     not_downloaded,
     published,
@@ -47,6 +48,7 @@ def show_models() -> dict[str, Any]:
     machine = probe()
     history = HistoryFile(loaded.cache_dir, machine).read()
     listed = []
+    rows: list[tuple[str, ...]] = []
     specs: list[ModelSpec] = []
     parts: list[dict[str, Any]] = []
     for name, folder in folders(loaded.weights_dir).items():
@@ -68,15 +70,42 @@ def show_models() -> dict[str, Any]:
     for spec in (*specs, *not_downloaded(loaded.weights_dir)):
         need = needs(spec, machine, history)
         listed.append(_model(spec, need))
-        for line in describe(spec, need):
-            terminal.result(line)
+        rows.append(_summary_row(spec, need))
     frame_decoders = decoders(loaded.weights_dir)
     for spec in frame_decoders:
-        terminal.result(
-            f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, "
-            f"{byte_size(stored_bytes(spec))}, decodes latents"
-        )
+        rows.append((spec.name, spec.title, byte_size(stored_bytes(spec)), "yes", "", "decodes latents"))
+    terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine"), rows)
+    terminal.line(f"Details of one: `{program()} models show NAME`.")
     return {"models": listed, "parts": parts, "decoders": [_decoder(spec) for spec in frame_decoders]}
+
+
+def show_model(name: str) -> dict[str, Any]:
+    """Print and return what one model is, makes and needs.
+
+    Raises:
+        TandemError: if there is no such model, or it cannot be used.
+    """
+    loaded = settings.load()
+    spec, machine = look_up(name, loaded.weights_dir), probe()
+    if spec.only_decodes:
+        title = f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights"
+        terminal.result(f"{title}, {byte_size(stored_bytes(spec))}, decodes latents")
+        return _decoder(spec)
+    need = needs(spec, machine, HistoryFile(loaded.cache_dir, machine).read())
+    for line in describe(spec, need):
+        terminal.result(line)
+    return _model(spec, need)
+
+
+def _summary_row(spec: ModelSpec, need: Needs) -> tuple[str, ...]:
+    """Return a model's row of the table."""
+    installed = "yes" if spec.is_downloaded else "no"
+    if _begun(spec):
+        installed = f"{byte_size(_begun(spec))} of it"
+    size = byte_size(_bytes(spec))
+    least = f"{need.least.gib} GB" if need.least else "none"
+    here = f"runs in {memory_size(need.peak_bytes)}" if need.runs_here else "does not run"
+    return (spec.name, spec.title, size if spec.is_downloaded else f"at most {size}", installed, least, here)
 
 
 def _decoder(spec: ModelSpec) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def test_a_published_model_is_downloaded_listed_planned_and_verified(
     assert models[KNOWN]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert models[KNOWN]["defaults"]["flow_shift"] == 3.0
     assert models["wan2.2-t2v-a14b"]["defaults"]["published_flow_shift"] == 12.0
+    shown, text = answer(["models", "show", "wan2.2-t2v-a14b"], capsys)
+    assert shown == models["wan2.2-t2v-a14b"]
     assert "guidance 4 and 3, shift 12 in the model authors' code, negative prompt the model authors' own" in text
     assert run(["plan", "a boat", "--model", "wan2.1-1.3b", "--width", "64", "--height", "64", "--frames", "5"]) == 0
     capsys.readouterr()
@@ -196,6 +198,8 @@ def test_a_broken_connection_is_reported_with_the_received_bytes(
     listed, text = answer(["models", "list"], capsys)
     models = {model["name"]: model for model in listed["models"]}  # type: ignore[attr-defined]
     assert models["wan2.1-t2v-1.3b"]["begun_bytes"] == came
+    assert f" {byte_size(came)} of it " in text
+    _, text = answer(["models", "show", "wan2.1-t2v-1.3b"], capsys)
     assert re.search(rf" {byte_size(came)} [^`]*`\./install\.sh models download wan2\.1-t2v-1\.3b`", text)
     result, text = answer(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     assert result["fetched_bytes"] == result["bytes"] - came  # type: ignore[operator]

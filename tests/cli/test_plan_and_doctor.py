@@ -120,9 +120,14 @@ def test_published_models_are_listed_and_cannot_generate(
     result, text = answer(["models", "list"], capsys)
     here = {model["name"]: model["here"] for model in result["models"]}
     assert here == {"diorama": True} | dict.fromkeys(SHOWN, False)
-    (line,) = [line for line in text.splitlines() if line.startswith("wan2.2-t2v-a14b: ")]
-    assert "34,384.8 M " in line and "137.5 GB" in line
-    assert line.endswith("`./install.sh models download wan2.2-t2v-a14b`")
+    (row,) = [line for line in text.splitlines() if line.startswith("wan2.2-t2v-a14b ")]
+    assert "137.5 GB" in row
+    shown, text = answer(["models", "show", "A14B"], capsys)
+    assert shown == next(model for model in result["models"] if model["name"] == "wan2.2-t2v-a14b")
+    line = text.splitlines()[0]
+    assert "34,384.8 M " in line and line.endswith("`./install.sh models download wan2.2-t2v-a14b`")
+    refused, _ = answer(["models", "show", "none"], capsys, code=2)
+    assert refused["error"]["code"] == "model.unknown"
     result, text = answer(["generate", "a red boat", "--model", "A14B"], capsys, code=2)
     assert result["error"]["code"] == "model.weights_not_downloaded"
     assert "Wan-AI/Wan2.2-T2V-A14B-Diffusers" in result["error"]["remedy"]

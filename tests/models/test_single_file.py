@@ -396,7 +396,9 @@ def test_the_command_line_states_one_line_and_exits_with_2(
     assert len(errors.strip().splitlines()) <= 3
     assert run(["models", "list"]) == 0
     listed = capsys.readouterr().out
-    assert "good.safetensors (" in listed and "bad" in listed
+    assert "good " in listed and "bad" in listed
+    assert run(["models", "show", "good"]) == 0
+    assert "good.safetensors (" in capsys.readouterr().out
     assert run(["models", "list", "--json"]) == 0
     (good,) = [model for model in json.loads(capsys.readouterr().out)["models"] if model["name"] == "good"]
     assert [file["expert"] for file in good["files"].values()] == [None]
