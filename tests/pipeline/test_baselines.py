@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ ADA = replace(
 )
 SIZE = (3, 4, 8)
 PROGRAMS = ("text_encoder", "transformer", "vae_first", "vae_next", "vae_clip", "block_qkv", "block_query")
+IMAGE_PROGRAMS = ("image_encoder", "vae_encoder_first", "vae_encoder_next")
 
 
 @pytest.fixture
@@ -38,14 +40,14 @@ def service(tmp_path: Path) -> EngineService:
 
 def component_of(program: str) -> str:
     """Return the component that a program computes, or parts of."""
-    if program.startswith("vae"):
-        return "vae"
-    return program if program == "text_encoder" else "transformer"
+    components = ("text_encoder", "image_encoder", "vae_encoder", "vae")
+    return next((name for name in components if program.startswith(name)), "transformer")
 
 
 def key_of(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
     """Return the key of an engine for the tests' size."""
     sizes = {"transformer": SIZE, "vae_first": (1, 4, 8), "vae_next": (2, 4, 8), "vae_clip": SIZE}
+    sizes |= {"vae_encoder_first": (1, 4, 8), "vae_encoder_next": (1, 4, 8)}
     builder = BUILDERS["onnxruntime_blocks" if program.startswith("block_") else "onnxruntime"]
     return builder.key(
         spec,
@@ -79,9 +81,9 @@ def fp8_key(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*PROGRAMS, *IMAGE_PROGRAMS])
 def test_every_program_is_measured(tiny: Callable[[str], ModelSpec], service: EngineService, program: str) -> None:
-    spec = tiny("wan2.2-a14b")
+    spec = tiny("wan2.1-flf2v" if program in IMAGE_PROGRAMS else "wan2.2-a14b")
     baseline = baseline_of(spec, program, service)
     part = baseline.plan.components[component_of(program)]
     assert (part.backend, part.engines, part.dtype) == ("pytorch", (), "float32")
@@ -98,7 +100,6 @@ def test_the_plan_is_for_the_engines_size(tiny: Callable[[str], ModelSpec], serv
 
 
 @pytest.mark.slow
-@pytest.mark.compiler
 @pytest.mark.parametrize("program", ["transformer", "block_query"])
 def test_compiled_code_is_measured_apart(
     tiny: Callable[[str], ModelSpec], service: EngineService, program: str, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +107,16 @@ def test_compiled_code_is_measured_apart(
     spec = tiny("wan2.2-a14b")
     baseline = replace(baseline_of(spec, program, service), compiles=True)
     size = key_of(spec, program, service).profiles[0].opt
+    compiling, graphs = torch.compile, []
+
+    def trace(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    # Without Inductor, which takes 20 seconds; tests/execution/test_compilation.py has it.
+    monkeypatch.setattr(torch, "compile", lambda of, *, options, **more: compiling(of, backend=trace, **more))
     assert set(baseline(program, size)) == {"eager", "compiled"}
+    assert graphs
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
@@ -166,15 +176,17 @@ def fail(_: str, __: object) -> dict[str, float]:
     raise RuntimeError("broken")
 
 
+def build(service: EngineService, spec: ModelSpec, baselines: Any) -> EngineRecord:
+    """Build and verify the engine of the text encoder, which takes the least time."""
+    [offer] = [one for one in service.offers(spec)("text_encoder", SIZE, "cpu") if one.builder == "onnxruntime"]
+    return service.build(spec, "text_encoder", offer.engines[0], "cpu", lambda *_: None, Cancel(), baselines=baselines)
+
+
 @pytest.mark.slow
 def test_an_engine_is_not_lost_where_pytorch_cannot_be_measured(
     tiny: Callable[[str], ModelSpec], service: EngineService
 ) -> None:
-    spec = tiny("wan2.2-a14b")
-    [offer] = [one for one in service.offers(spec)("transformer", SIZE, "cpu") if one.builder == "onnxruntime"]
-    record = service.build(
-        spec, "transformer", offer.engines[0], "cpu", lambda *_: None, Cancel(), baselines=lambda *_: fail
-    )
+    record = build(service, tiny("wan2.2-a14b"), lambda *_: fail)
     assert record.verified
     assert record.baselines == {}
     assert record.pytorch_seconds_per_call > 0
@@ -185,21 +197,7 @@ def test_baselines_are_stored_with_engines_built_and_verified(
     tiny: Callable[[str], ModelSpec], service: EngineService
 ) -> None:
     spec = tiny("wan2.2-a14b")
-    [offer] = [one for one in service.offers(spec)("transformer", SIZE, "cpu") if one.builder == "onnxruntime"]
-
-    def build(*, again: bool) -> EngineRecord:
-        return service.build(
-            spec,
-            "transformer",
-            offer.engines[0],
-            "cpu",
-            lambda *_: None,
-            Cancel(),
-            again=again,
-            baselines=Baselines(service),
-        )
-
-    record = build(again=False)
+    record = build(service, spec, Baselines(service))
     assert set(record.baselines) == {"eager"}
     assert record.largest_error > 0
     [verified] = service.verify([record], [spec], lambda *_: None, Cancel(), baselines=Baselines(service))
