@@ -34,10 +34,10 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER, ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from runtime.queue.records import (
     BuildEngines,
     BuildProgress,
@@ -315,7 +315,7 @@ class _Task:
             device,
             self._report,
             self._cancel,
-            baselines=Baselines(self.engines),
+            timers=PyTorchTimerFactory(self.engines),
         )
         self._report_file(done.describe())
         code = "task.imported" if done.compared else "task.imported_unverified"
@@ -325,8 +325,8 @@ class _Task:
         chosen = self.engines.store.choose([work.engine])
         models = [look_up(name, self.weights_dir) for name in work.models]
         self.free()
-        baselines = Baselines(self.engines)
-        (result,) = self.engines.verify(chosen, models, self._report, self._cancel, baselines=baselines)
+        timers = PyTorchTimerFactory(self.engines)
+        (result,) = self.engines.verify(chosen, models, self._report, self._cancel, timers=timers)
         if result.skipped is not None:
             raise EngineError(result.skipped.code, **result.skipped.data)
         if not result.engine.usable:

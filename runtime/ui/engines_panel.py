@@ -22,8 +22,8 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile, serves_any_clip
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile, serves_any_clip
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.queue.job_planning import build_title
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import (

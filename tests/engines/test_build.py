@@ -25,7 +25,7 @@ from runtime.engines.builders import BuildNeeds
 from runtime.engines.builders.inductor import InductorBuilder
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 from tests.engines import child_entries
 from tests.engines.engine_files import add, key, refusal, visible
 from tests.facts import fact

@@ -14,7 +14,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.sessions import open_session
-from runtime.planner.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.planner.choice.engine_index import UNREADABLE_KEY, EngineRecord
 from tests.engines.engine_files import key, put, record, same
 
 

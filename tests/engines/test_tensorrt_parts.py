@@ -21,7 +21,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, UNREADABLE_KEY, EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import SWAPPED, UNREADABLE_KEY, EngineKey, ShapeProfile
 from tests.engines.engine_files import refusal
 from tests.plans import GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published

@@ -17,7 +17,7 @@ from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner import memory_model
-from runtime.planner.engine_offers import EngineOffer, no_offers
+from runtime.planner.choice.engine_offers import EngineOffer, no_offers
 from runtime.planner.history import Run
 from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import PlanningContext, resolve

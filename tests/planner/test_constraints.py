@@ -14,6 +14,8 @@ from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.key_differences import misfit
 from runtime.planner.constraints import (
     NEEDS,
     RULES,
@@ -24,7 +26,6 @@ from runtime.planner.constraints import (
     load_conflict,
     offload_conflict,
 )
-from runtime.planner.engine_index import EngineRecord, ShapeProfile, misfit
 from runtime.planner.forecast import build_seconds
 from tests.engines.engine_files import key, put
 from tests.facts import fact, holds

@@ -11,7 +11,7 @@ import pytest
 from runtime.core.errors import MemoryShortError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.history import Run, history_tag, runs_of
 from tests.planner.test_block_engines import A14B, EXPERTS, FOUR, GPU, H200, blocks, measured, plan, use, whole
 from tests.plans import GIB

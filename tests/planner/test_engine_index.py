@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
-from runtime.planner.engine_index import EngineKey, ShapeProfile, differences, find
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile, find
+from runtime.planner.choice.key_differences import differences
 from tests.engines.engine_files import key, put
 from tests.facts import fact
 

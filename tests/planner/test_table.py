@@ -20,8 +20,8 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
-from runtime.planner.engine_offers import Offers
+from runtime.planner.choice.engine_index import ShapeProfile
+from runtime.planner.choice.engine_offers import Offers
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.engines.engine_files import add
 from tests.facts import fact, facts_in, states

@@ -16,7 +16,7 @@ from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
+from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.presets import presets
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.ui.break_even import BreakEven, break_even_of_record

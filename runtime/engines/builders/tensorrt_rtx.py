@@ -31,7 +31,7 @@ from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec
-from runtime.planner.engine_index import EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

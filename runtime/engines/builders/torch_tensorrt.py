@@ -26,7 +26,7 @@ from runtime.engines.builders.tensorrt import (
     write_timing_cache,
 )
 from runtime.engines.child import Report
-from runtime.planner.engine_index import EngineKey
+from runtime.planner.choice.engine_index import EngineKey
 from runtime.upstream.torch import flattened
 
 if TYPE_CHECKING:

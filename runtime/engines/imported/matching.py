@@ -30,7 +30,7 @@ from runtime.engines.imported.contract import Contract, Port, Span
 from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.models.folder import read_config
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 # The file with contract and adapters in an imported engine's folder.
 ADAPTERS_FILE = "adapters.json"

@@ -23,7 +23,7 @@ from runtime.engines.imported.adapters import (
 from runtime.engines.imported.contract import Contract, Port
 from runtime.engines.imported.matching import Match, find_matches
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 LATENTS = Port("sample", "float16", (1, 16, 9, 60, 104))
 TIME = Port("timestep", "int64", (1,))
