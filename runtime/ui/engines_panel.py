@@ -456,7 +456,7 @@ def _title_of_build(plan: ExecutionPlan, spec: ModelSpec, component: str, backen
     return build_title(plan, spec, list(plan.components) if component == _ALL else [component], backend)
 
 
-def _components_html(preview: Preview | None, problem: str, building: Collection[Fact]) -> str:
+def _components_html(preview: Preview | None, problem: str, building: Collection[Fact | None]) -> str:
     """Return the HTML of the components at the current settings.
 
     Args:
