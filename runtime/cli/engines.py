@@ -278,7 +278,7 @@ def _check_component(spec: ModelSpec, component: str) -> None:
     if component not in spec.component_names:
         raise InvalidRequestError(
             "component",
-            "cli.no_such_component",
+            "model.no_such_component",
             model=spec.title,
             component=shortened(component),
             choices=spec.component_names,

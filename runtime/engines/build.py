@@ -350,7 +350,7 @@ def build_engine(
     with store.building(engine_id, wait):
         existing = store.get(request.key)
         if existing is not None and existing.problem is not None:
-            emit_progress(Fact("engine.replacing_damaged", {"cause": existing.problem}), None)
+            emit_progress(Fact("engine.existing_unusable", {"cause": existing.problem}), None)
         elif existing is not None and (not request.again or existing.built_at >= requested_at):
             return _if_verified(request, existing)
         _check_space(request, store)

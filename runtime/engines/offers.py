@@ -268,7 +268,7 @@ def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec
         elif profile.min[1:] == profile.max[1:]:
             sizes.append(Fact("engine.clip_lengths", {**high.data, "fewest": low.data["frames"]}))
         else:
-            sizes.append(Fact("engine.clip_range", {"low": low, "high": high}))
+            sizes.append(Fact("engine.range", {"low": low, "high": high}))
     return Fact("engine.served_sizes", {"sizes": sizes})
 
 

@@ -226,7 +226,7 @@ def test_engines_give_way_one_at_a_time(gib: int, experts: tuple[float, float], 
         assert bool(part.engines) == (fate == "y"), name
         if fate == "N":
             assert part.reasons[-1] == Fact("planner.engine_memory")
-            assert part.badge == Fact("planner.badge_engine_memory")
+            assert part.badge == Fact("planner.engine_memory")
     # The plan is that of requesting the engines that were kept.
     kept = {name: "tensorrt" if fate == "y" else "pytorch" for name, fate in zip(offers, engines, strict=True)}
     asked = plan([], others=offers, on=on_gpu(gib), backends=kept)

@@ -99,7 +99,7 @@ def test_a_profile_serves_sizes_within_its_range(one: LatentSize, other: LatentS
 
 SMALL, LARGE = (fact("engine.size", frames=21, height=h, width=w) for h, w in ((480, 832), (720, 1280)))
 TINY = {"height": 112, "width": 192}
-RANGE = fact("engine.size_range", low=fact("engine.size", frames=1, **TINY), high=fact("engine.size", frames=9, **TINY))
+RANGE = fact("engine.range", low=fact("engine.size", frames=1, **TINY), high=fact("engine.size", frames=9, **TINY))
 UNSET = fact("engine.option_unset")
 
 
@@ -177,7 +177,7 @@ DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], list[Fact]]] = [
     (
         {"system": "Linux x86_64"},
         {"system": "Windows AMD64"},
-        [fact("engine.differs_system", found="Windows AMD64", here="Linux x86_64")],
+        [fact("engine.differs_device", found="Windows AMD64", here="Linux x86_64")],
     ),
     (
         {"builder": "onnx_tensorrt", "backend": "tensorrt"},

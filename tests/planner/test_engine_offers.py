@@ -16,7 +16,10 @@ from tests.plans import GPU_PACKAGES, gpu, machine
 
 HERE = fact("planner.on_cpu", cause=fact("machine.no_gpu"))
 NONE_YET, OTHER_SIZES = fact("engine.none_yet"), fact("engine.misfit_sizes")
-NEAREST, NO_TENSORRT = fact("engine.nearest_differs", differences=[]), fact("machine.no_tensorrt")
+NEAREST, NO_TENSORRT = (
+    fact("engine.nearest_differs", differences=[]),
+    fact("machine.gpu_package_missing", package="TensorRT"),
+)
 
 
 def use(*, build: bool = False) -> EngineRef:
@@ -130,16 +133,16 @@ def test_badges(subtests: pytest.Subtests) -> None:
         ("auto", "auto", [misfit(ORT)], None, "pytorch", OTHER_SIZES),
         ("auto", "auto", [impossible(ORT)], None, "pytorch", NO_TENSORRT),
         ("auto", "auto", [unmeasured(ORT)], None, "pytorch", fact("planner.not_compared")),
-        ("auto", "auto", [ready(ORT, 0.9)], None, "pytorch", fact("planner.badge_none_faster")),
+        ("auto", "auto", [ready(ORT, 0.9)], None, "pytorch", fact("planner.none_faster")),
         ("auto", "auto", [ready(IND)], EXCLUDED, IND, fact("planner.badge_ready")),
         ("auto", "auto", [], EXCLUDED, "pytorch", EXCLUDED.fact),
         ("auto", "missing", [buildable(IND)], EXCLUDED, IND, builds),
         ("auto", "always", [ready(IND)], None, IND, fact("planner.badge_builds_unknown")),
-        ("pytorch", "auto", [ready(ORT)], None, "pytorch", fact("planner.badge_as_asked")),
+        ("pytorch", "auto", [ready(ORT)], None, "pytorch", fact("planner.as_asked")),
         (TRT, "auto", [ready(TRT)], None, TRT, fact("planner.badge_ready")),
         (TRT, "auto", [buildable(TRT)], None, TRT, builds),
         (TRT, "always", [ready(TRT)], None, TRT, fact("planner.badge_builds_unknown")),
-        (TRT, "never", [buildable(TRT)], None, "pytorch", fact("planner.badge_not_built", backend=TRT)),
+        (TRT, "never", [buildable(TRT)], None, "pytorch", fact("planner.asked_not_built", backend=TRT)),
         (TRT, "never", [misfit(TRT)], None, "pytorch", OTHER_SIZES),
         (TRT, "auto", [impossible(TRT)], None, "pytorch", NO_TENSORRT),
         (TRT, "auto", [no_bfloat16], None, "pytorch", fact("planner.bfloat16", gpu="x")),
@@ -187,7 +190,7 @@ def test_an_engine_is_compared_with_the_path_that_would_run() -> None:
     assert eager.backend == TRT
     assert eager.reasons[0].data["how"].data["pytorch"] == 1.5
     compiled = choose_against([offer], PyTorchPath(compiled=True))
-    assert (compiled.backend, compiled.badge.code) == ("pytorch", "planner.badge_none_faster")
+    assert (compiled.backend, compiled.badge.code) == ("pytorch", "planner.none_faster")
     how = compiled.reasons[-1].data["how"]
     assert (how.data["seconds"], how.data["pytorch"]) == (1.0, 0.8)
     assert how.data["path"].code == "planner.path_compiled"

@@ -71,11 +71,11 @@ def test_calls_that_gradio_cannot_handle_are_refused(subtests: pytest.Subtests) 
     ("values", "code"),
     [
         ({"session_hash": None}, "server.session_name"),
-        ({"fn_index": "1"}, "server.no_event"),
-        ({"fn_index": None}, "server.no_event"),
-        ({"event_id": None}, "server.no_event"),
-        ({"event_id": "../0"}, "server.no_event"),
-        ({"event_id": "0" * 31}, "server.no_event"),
+        ({"fn_index": "1"}, "server.not_found"),
+        ({"fn_index": None}, "server.not_found"),
+        ({"event_id": None}, "server.not_found"),
+        ({"event_id": "../0"}, "server.not_found"),
+        ({"event_id": "0" * 31}, "server.not_found"),
     ],
     ids=str,
 )

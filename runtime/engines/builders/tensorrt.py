@@ -157,7 +157,7 @@ class OnnxTensorRT(TensorRTBuilder):
             torch.cuda.empty_cache()
             if self.prepare is not None:
                 self.prepare(model)
-            report(Fact("engine.building_tensorrt"), 0.0)
+            report(Fact("engine.building_with", {"compiler": "TensorRT"}), 0.0)
             report_line = output_reporter(report)
             with (
                 torch.cuda.device(device),

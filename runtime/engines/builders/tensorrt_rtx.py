@@ -102,7 +102,7 @@ class TensorRTRTX(Builder):
             model = Path(scratch) / "model.onnx"
             report(Fact("engine.exporting_onnx"), None)
             export_onnx(program, enclosing(key.profiles), model)
-            report(Fact("engine.building_tensorrt_rtx"), 0.0)
+            report(Fact("engine.building_with", {"compiler": "TensorRT for RTX"}), 0.0)
             report_line = output_reporter(report)
             with tensorrt_library.listen(report_line) as messages:
                 write_plan(trt, model, sizes, key, folder / self.file_name, messages, report_line)

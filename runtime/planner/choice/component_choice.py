@@ -79,7 +79,8 @@ def choose(
         alternative: what PyTorch would run. Only engines that are faster are chosen for "auto".
     """
     if backend == PYTORCH:
-        return _use_pytorch(Fact("planner.badge_as_asked"), in_pytorch, Fact("planner.as_asked"))
+        as_asked = Fact("planner.as_asked")
+        return _use_pytorch(as_asked, in_pytorch, as_asked)
     if backend == AUTO:
         return _choose_fastest(build, list(offers), in_pytorch, excluded, alternative)
     return _choose_requested(backend, build, [offer for offer in offers if offer.backend == backend], alternative)
@@ -124,7 +125,8 @@ def _choose_fastest(
         return _use_pytorch(_badge_without_engine(offers), in_pytorch, *reasons)
     note = {"backend": best.backend, "how": _speed_note(best, alternative)}
     if alternative.compare(best).speedup < _MIN_SPEEDUP:
-        return _use_pytorch(Fact("planner.badge_none_faster"), in_pytorch, Fact("planner.none_faster", note))
+        none_faster = Fact("planner.none_faster", note)
+        return _use_pytorch(none_faster, in_pytorch, none_faster)
     code = "planner.fastest_measured" if len(measured) > 1 else "planner.faster_measured"
     return _use_engines(best, "never", Fact(code, note))
 
@@ -162,8 +164,8 @@ def _choose_requested(backend: str, build: str, offers: list[EngineOffer], alter
             return _use_pytorch(unsupported, unsupported)
         return _use_pytorch(problem, Fact("planner.asked_unavailable", {"backend": backend, "cause": problem}))
     if build == "never":
-        badge = buildable.misfit or Fact("planner.badge_not_built", {"backend": backend})
-        return _use_pytorch(badge, Fact("planner.asked_not_built", {"backend": backend, "cause": buildable.missing}))
+        not_built = Fact("planner.asked_not_built", {"backend": backend, "cause": buildable.missing})
+        return _use_pytorch(buildable.misfit or not_built, not_built)
     how = _build_note(buildable, build, alternative)
     return _use_engines(buildable, build, Fact("planner.asked_engine", {"backend": backend, "how": how}))
 

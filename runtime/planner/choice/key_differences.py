@@ -101,7 +101,7 @@ def _differing_machine(target: EngineKey, existing: EngineKey) -> Iterator[Fact]
     if target.device != existing.device:
         yield device_difference(existing.device, target.device)
     if target.system != existing.system:
-        yield Fact("engine.differs_system", {"found": existing.system, "here": target.system})
+        yield Fact("engine.differs_device", {"found": existing.system, "here": target.system})
 
 
 def device_difference(there: str, here: str) -> Fact:
@@ -150,4 +150,4 @@ def _size(profile: ShapeProfile, scale: int) -> Fact:
 
     if profile.min == profile.max:
         return size(profile.min)
-    return Fact("engine.size_range", {"low": size(profile.min), "high": size(profile.max)})
+    return Fact("engine.range", {"low": size(profile.min), "high": size(profile.max)})

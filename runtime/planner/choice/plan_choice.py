@@ -215,9 +215,5 @@ def _drop_engines_that_do_not_fit(
 
 def _in_pytorch(in_pytorch: Fact, *, slows: bool = False) -> Choice:
     """Return the choice of PyTorch because an engine that was not requested does not fit, or slows down the clip."""
-    reason, badge = (
-        (Fact("planner.engine_slows"), Fact("planner.badge_engine_slows"))
-        if slows
-        else (Fact("planner.engine_memory"), Fact("planner.badge_engine_memory"))
-    )
-    return Choice(PYTORCH, (), (in_pytorch, reason), badge)
+    reason = Fact("planner.engine_slows") if slows else Fact("planner.engine_memory")
+    return Choice(PYTORCH, (), (in_pytorch, reason), reason)
