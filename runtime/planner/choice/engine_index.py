@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import inf, nan
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
@@ -108,21 +108,8 @@ class EngineKey:
 
     def digest(self) -> str:
         """Return the engine's id: the first 16 hexadecimal digits of the SHA-256 of the key."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the key as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: object) -> "EngineKey":
-        """Parse the result of `to_json`.
-
-        Raises:
-            ValueError: if a value is missing, unknown or of another type.
-        """
-        return TypeAdapter(cls).validate_json(json.dumps(value))
 
 
 # The key of an engine whose manifest cannot be read; never equal to a wanted key.

@@ -66,7 +66,7 @@ def choose_engines(
     measured = any(offer.ready and offer.seconds for name in plain for offer in offered(name))
     # If memory does not suffice without engines, they are compared with eager PyTorch.
     pytorch = _PyTorchPlan(plain, decide, _attempted(plain, {}, decide) if measured else None)
-    choices = _choices(request, spec, machine, settings, in_pytorch, offered, pytorch)
+    choices = _choose_each(request, spec, machine, settings, in_pytorch, offered, pytorch)
     automatic = [name for name, choice in choices.items() if choice.engines and request.backend(name) == AUTO]
     return _drop_engines_that_do_not_fit(choices, automatic, in_pytorch, pytorch)
 
@@ -80,7 +80,7 @@ def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], 
 
 
 class _PyTorchPlan:
-    """What engines are compared with.
+    """The plan in PyTorch alone, with which engines are compared.
 
     Args:
         plain: the choice of PyTorch for every component.
@@ -99,11 +99,9 @@ class _PyTorchPlan:
         return PyTorchAlternative(self.paths.get(name, EAGER_PATH), partial(self.compare, name))
 
     def decide(self, choices: Mapping[str, Choice]) -> PlanForecast:
-        """Decide the memory strategy for backends."""
         return self._decide(choices, self.paths)
 
     def attempt(self, choices: Mapping[str, Choice]) -> PlanForecast | None:
-        """Return the plan of backends, `None` if there is none."""
         return _attempted(choices, self.paths, self._decide)
 
     def compare(self, name: str, offer: EngineOffer) -> Comparison:
@@ -136,7 +134,7 @@ def _parts(planned: PlanForecast, name: str) -> tuple[ForecastInputs, MemoryStra
     return planned.inputs, chosen.strategy, name, chosen.speed
 
 
-def _choices(
+def _choose_each(
     request: GenerationRequest,
     spec: ModelSpec,
     machine: Machine,
