@@ -236,7 +236,7 @@ def test_an_invalid_settings_file_is_refused(
         ("{", "file_invalid"),
         ("[]", "unknown"),
         ('{"prot": 1}', "unknown"),
-        ('{"port": "x"}', "not_a_port"),
+        ('{"port": "x"}', "not_a_count"),
         ('{"host": 7}', "empty"),
         ("\xff", "file_invalid"),
     ):
