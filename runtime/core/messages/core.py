@@ -35,7 +35,7 @@ MESSAGES: Mapping[str, Message] = {
     # Request fields.
     "request.not_an_object": Message("The request is not an object.", "Give the fields by name."),
     "request.unknown_field": Message("Unknown field {name}.", "The fields are: {known:list}."),
-    "request.prompt_empty": Message("There is no prompt.", _DESCRIBE),
+    "request.prompt_empty": Message("The prompt is empty.", _DESCRIBE),
     "request.not_text": Message("{field:setting} is not text.", "Give a sentence."),
     "request.text_too_long": Message(
         "{field:setting} has {characters:,} characters; the limit is {most:,}.", "Shorten the text."
