@@ -13,12 +13,11 @@ from runtime.core.cancel import Cancel
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.execution.pytorch_baseline import PyTorchBaseline
 from runtime.families.wan import transformer
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
-from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+from runtime.pipeline.pytorch_timer import PyTorchTimer, PyTorchTimerFactory
+from runtime.planner.choice.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import GPU_PACKAGES, gpu, machine
 
@@ -60,9 +59,9 @@ def key_of(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
     )
 
 
-def baseline_of(spec: ModelSpec, program: str, service: EngineService) -> PyTorchBaseline:
+def baseline_of(spec: ModelSpec, program: str, service: EngineService) -> PyTorchTimer:
     """Return what measures PyTorch instead of an engine."""
-    found = Baselines(service)(spec, component_of(program), key_of(spec, program, service), "cpu")
+    found = PyTorchTimerFactory(service)(spec, component_of(program), key_of(spec, program, service), "cpu")
     assert found is not None
     return found
 
@@ -142,7 +141,7 @@ def test_a_size_that_pytorch_cannot_make_has_no_baseline(
 ) -> None:
     spec = tiny("wan2.2-a14b")
     key = replace(key_of(spec, "transformer", service), profiles=(ShapeProfile.fixed((3, 4000, 8)),))
-    assert Baselines(service)(spec, "transformer", key, "cpu") is None
+    assert PyTorchTimerFactory(service)(spec, "transformer", key, "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -155,10 +154,10 @@ def test_fp8_engines_have_a_baseline_only_where_pytorch_runs_fp8(
 ) -> None:
     spec, service = tiny("wan2.2-a14b"), replace(service, machine=ADA)
     key = fp8_key(spec, "block_qkv", service)
-    baseline = Baselines(service)(spec, "transformer", key, "cuda:0")
+    baseline = PyTorchTimerFactory(service)(spec, "transformer", key, "cuda:0")
     assert baseline is not None
     assert baseline.plan.components["transformer"].quantization == "fp8"
-    assert Baselines(replace(service, machine=lacking))(spec, "transformer", key, "cuda:0") is None
+    assert PyTorchTimerFactory(replace(service, machine=lacking))(spec, "transformer", key, "cuda:0") is None
 
 
 @pytest.mark.slow
@@ -176,10 +175,10 @@ def fail(_: str, __: object) -> dict[str, float]:
     raise RuntimeError("broken")
 
 
-def build(service: EngineService, spec: ModelSpec, baselines: Any) -> EngineRecord:
+def build(service: EngineService, spec: ModelSpec, timers: Any) -> EngineRecord:
     """Build and verify the engine of the text encoder, which takes the least time."""
     [offer] = [one for one in service.offers(spec)("text_encoder", SIZE, "cpu") if one.builder == "onnxruntime"]
-    return service.build(spec, "text_encoder", offer.engines[0], "cpu", lambda *_: None, Cancel(), baselines=baselines)
+    return service.build(spec, "text_encoder", offer.engines[0], "cpu", lambda *_: None, Cancel(), timers=timers)
 
 
 @pytest.mark.slow
@@ -197,10 +196,10 @@ def test_baselines_are_stored_with_engines_built_and_verified(
     tiny: Callable[[str], ModelSpec], service: EngineService
 ) -> None:
     spec = tiny("wan2.2-a14b")
-    record = build(service, spec, Baselines(service))
+    record = build(service, spec, PyTorchTimerFactory(service))
     assert set(record.baselines) == {"eager"}
     assert record.largest_error > 0
-    [verified] = service.verify([record], [spec], lambda *_: None, Cancel(), baselines=Baselines(service))
+    [verified] = service.verify([record], [spec], lambda *_: None, Cancel(), timers=PyTorchTimerFactory(service))
     assert set(verified.engine.baselines) == {"eager"}
     assert verified.engine.baselines != record.baselines
     assert service.store.get(record.key) == verified.engine

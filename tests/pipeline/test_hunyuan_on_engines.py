@@ -26,7 +26,7 @@ from runtime.machine.probe import probe
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec, component_of
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.engine_library import EngineLibrary
 from tests.families.framepack_models import pipeline

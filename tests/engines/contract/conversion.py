@@ -17,7 +17,7 @@ import torch
 
 from runtime.engines.programs import load_program
 from runtime.models.registry import read_spec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 PROFILES = {
     "text_encoder": ShapeProfile.fixed((1, 1, 1)),

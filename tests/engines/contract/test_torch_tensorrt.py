@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from runtime.engines.builders.torch_tensorrt import TorchTensorRT, arguments, input_arguments
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import UNREADABLE_KEY, EngineKey, ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import gpu, machine
 

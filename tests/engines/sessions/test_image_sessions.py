@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime.engines.verify import verify
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import INDUCTOR, PROFILES, Build, relative
 
 CASES = [
