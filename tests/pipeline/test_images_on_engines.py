@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.plan import ExecutionPlan
