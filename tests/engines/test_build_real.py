@@ -22,7 +22,6 @@ from runtime.machine.probe import cpp_compiler, probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.engine_index import ShapeProfile, find
 from tests.engines.engine_files import visible
-from tests.tiny_models import SHALLOW
 
 
 def ignore(fact: Fact, fraction: float | None) -> None:
@@ -34,7 +33,7 @@ def test_a_real_engine_from_build_to_deletion(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "2")
-    spec, machine, size = tiny(SHALLOW), probe(), (1, 4, 4)
+    spec, machine, size = tiny("wan2.1"), probe(), (1, 4, 4)
     key = BUILDERS["onnxruntime"].key(
         spec,
         "transformer",

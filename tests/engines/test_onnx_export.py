@@ -15,13 +15,13 @@ from runtime.engines.verify import verify
 from runtime.models.spec import ModelSpec, component_of
 from runtime.planner.engine_index import ShapeProfile
 from tests.engines.conftest import DECODER_STEPS, PROFILES, Build
-from tests.tiny_models import SHALLOW, SHALLOW_TI2V
+from tests.tiny_models import SHALLOW
 
 CASES = [
-    (SHALLOW, "text_encoder", PROFILES["text_encoder"]),
+    ("wan2.1", "text_encoder", PROFILES["text_encoder"]),
     (SHALLOW, "vae_next", DECODER_STEPS),
     *(
-        pytest.param(SHALLOW_TI2V, name, PROFILES[name], marks=pytest.mark.slow)
+        pytest.param("wan2.2-ti2v-5b", name, PROFILES[name], marks=pytest.mark.slow)
         for name in ("transformer", "vae_first", "vae_next")
     ),
 ]
@@ -57,7 +57,7 @@ def test_large_weights_are_in_a_separate_file_and_export_prints_nothing(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(onnx_export, "_MAX_INLINE_BYTES", 1000)
-    program = load_program(tiny(SHALLOW), "text_encoder", "text_encoder", device="cpu", dtype="float32")
+    program = load_program(tiny("wan2.1"), "text_encoder", "text_encoder", device="cpu", dtype="float32")
     path = tmp_path / "model.onnx"
     capfd.readouterr()
     export_onnx(program, PROFILES["text_encoder"], path)
