@@ -248,6 +248,7 @@ def test_block_engines_are_built_verified_and_measured(
 ) -> None:
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "2")
     spec = tiny("wan2.2-a14b")
+    spec = replace(spec, defaults=replace(spec.defaults, width=64, height=64, frames=9))
     service = EngineService(EngineStore(tmp_path / "engines", 1 << 40), probe(), tmp_path)
     [offer] = [
         one for one in service.offers(spec)("transformer", (3, 4, 8), "cpu") if one.builder == "onnxruntime_blocks"
