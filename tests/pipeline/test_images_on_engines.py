@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.planner.choice.engine_index import EngineRecord
 
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.plan import ExecutionPlan
@@ -20,6 +19,7 @@ from runtime.machine.probe import probe
 from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.engine_library import EngineLibrary
 from tests.image_files import picture
