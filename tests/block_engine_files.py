@@ -11,7 +11,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner.engine_index import EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile
 from tests.conftest import shared_folder
 from tests.engine_library import EngineLibrary
 

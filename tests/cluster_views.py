@@ -13,7 +13,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.server.cluster.node_worker import Described
-from runtime.server.cluster.views import ClusterView, Fallback, RayNode, Working, cluster_view
+from runtime.server.cluster.views import ClusterView, Fallback, RayNode, VideoQueue, Working, cluster_view
 from runtime.server.scheduling import IdleWorker, WaitingJob
 from tests.planner.test_table import here
 from tests.plans import GIB, no_engines
@@ -101,4 +101,4 @@ def sample_view(queue: JobQueue, prompt: str = "a red boat at sunset") -> Cluste
         working("head.node2", beta, RTX, models=frozenset()),
     ]
     may_run = [waiting(jobs[1]), waiting(jobs[2]), waiting(jobs[3], gpus=2), waiting(jobs[4], gib=100)]
-    return cluster_view(queue, [running], NODES, workers, may_run, [jobs[5].id], 5, {})
+    return cluster_view(queue, VideoQueue([running], may_run, [jobs[5].id], 5), NODES, workers)

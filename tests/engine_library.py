@@ -19,7 +19,7 @@ from runtime.engines.key_parts import tokens_of
 from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, EngineKey, EngineRecord
+from runtime.planner.choice.engine_index import SWAPPED, EngineKey, EngineRecord
 from tests.engines import engine_files
 
 

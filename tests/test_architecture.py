@@ -46,7 +46,7 @@ WITHOUT_TORCH = (
     "runtime.models.hub.download",
     "runtime.machine.doctor",
     "runtime.planner.constraints",
-    "runtime.planner.engine_offers",
+    "runtime.planner.choice.engine_offers",
     "runtime.engines.builders.inductor",
     "runtime.engines.builders.onnxruntime",
     "runtime.engines.builders.tensorrt",

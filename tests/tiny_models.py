@@ -1,6 +1,7 @@
 """Build tiny models of each architecture with random weights, in diffusers' format, in about a second."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -58,8 +59,10 @@ ARCHITECTURES = ("wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b")
 VAES = ("wan2.1", "wan2.2-ti2v-5b")
 # Those that a job treats differently: in a job, Wan2.1 is Wan2.2-A14B with one expert.
 IN_JOBS = ("wan2.2-a14b", "wan2.2-ti2v-5b")
-# Wan2.2-A14B with one block in each transformer and half of the VAE's levels: its engines are built in half the time.
+# With one block in each transformer and half of the VAE's levels: engines are built in half the time.
 SHALLOW = "wan2.2-a14b-shallow"
+SHALLOW_TI2V = "wan2.2-ti2v-5b-shallow"
+SHALLOW_FLF2V = "wan2.1-flf2v-shallow"
 # That make no video without an image.
 IMAGE_ARCHITECTURES = ("wan2.2-i2v-a14b", "wan2.1-i2v", "wan2.1-flf2v")
 
@@ -73,16 +76,18 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     if architecture in HUNYUAN_ARCHITECTURES:
         hunyuan_pipeline(guidance_embeds=architecture == "hunyuan-video").save_pretrained(directory)
         return directory
+    shallow = architecture in {SHALLOW, SHALLOW_TI2V, SHALLOW_FLF2V}
+    architecture = architecture.removesuffix("-shallow")
     if architecture in IMAGE_ARCHITECTURES:
-        _image_pipeline(architecture).save_pretrained(directory)
+        _image_pipeline(architecture, shallow=shallow).save_pretrained(directory)
         return directory
     large_vae = architecture == "wan2.2-ti2v-5b"
-    two_experts = architecture in {"wan2.2-a14b", SHALLOW}
-    layers = 1 if architecture == SHALLOW else 2
+    two_experts = architecture == "wan2.2-a14b"
+    layers = 1 if shallow else 2
     pipeline = WanPipeline(
         tokenizer=tokenizer(),
         text_encoder=_text_encoder(),
-        vae=_vae_ti2v() if large_vae else _shallow_vae() if architecture == SHALLOW else _vae(),
+        vae=_vae_ti2v(shallow=shallow) if large_vae else _shallow_vae() if shallow else _vae(),
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
         ),
@@ -95,9 +100,13 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def _image_pipeline(architecture: str) -> WanImageToVideoPipeline:
+def _image_pipeline(architecture: str, *, shallow: bool) -> WanImageToVideoPipeline:
     two_experts, clip = architecture == "wan2.2-i2v-a14b", architecture != "wan2.2-i2v-a14b"
-    more = {"image_dim": 24, "added_kv_proj_dim": 24} if clip else {}
+    vae = _shallow_vae() if shallow else _vae()
+    # Those of the noise, of the image, and of the mask: one for each frame that a latent frame holds.
+    channels = 2 * 16 + vae.config.scale_factor_temporal
+    more = {"num_layers": 1} if shallow else {}
+    more |= {"image_dim": 24, "added_kv_proj_dim": 24} if clip else {}
     more |= {"pos_embed_seq_len": 2 * 5} if architecture == "wan2.1-flf2v" else {}
     return WanImageToVideoPipeline(
         tokenizer=tokenizer(),
@@ -106,12 +115,12 @@ def _image_pipeline(architecture: str) -> WanImageToVideoPipeline:
         image_processor=CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
         if clip
         else None,
-        vae=_vae(),
+        vae=vae,
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
         ),
-        transformer=_transformer(36, out_channels=16, **more),
-        transformer_2=_transformer(36, out_channels=16) if two_experts else None,
+        transformer=_transformer(channels, out_channels=16, **more),
+        transformer_2=_transformer(channels, out_channels=16, **more) if two_experts else None,
         boundary_ratio=0.9 if two_experts else None,
     )
 
@@ -170,20 +179,28 @@ def _shallow_vae() -> AutoencoderKLWan:
     ).eval()
 
 
-def _vae_ti2v() -> AutoencoderKLWan:
+def _vae_ti2v(*, shallow: bool) -> AutoencoderKLWan:
+    sizes: dict[str, Any] = {"dim_mult": [1, 2, 2, 2], "scale_factor_spatial": 16}
+    if shallow:
+        # The last level of a residual encoder has the width of the one before.
+        sizes = {
+            "dim_mult": [1, 1],
+            "temperal_downsample": [True],
+            "scale_factor_spatial": 4,
+            "scale_factor_temporal": 2,
+        }
     return AutoencoderKLWan(
         base_dim=4,
         decoder_base_dim=8,
         z_dim=48,
-        dim_mult=[1, 2, 2, 2],
         num_res_blocks=1,
         is_residual=True,
         in_channels=12,
         out_channels=12,
         patch_size=2,
-        scale_factor_spatial=16,
         latents_mean=[0.1] * 48,
         latents_std=[1.5] * 48,
+        **sizes,
     ).eval()
 
 

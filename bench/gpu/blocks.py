@@ -55,9 +55,9 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from runtime.pipeline.run import run_job
-from runtime.planner.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
@@ -138,8 +138,8 @@ class Setup:
                 device=self.device,
                 cache_dir=HOME,
             )
-            baseline = Baselines(self.service)(spec, "transformer", key, self.device)
-            request = BuildRequest(spec=spec, component="transformer", key=key, device=self.device, baseline=baseline)
+            timer = PyTorchTimerFactory(self.service)(spec, "transformer", key, self.device)
+            request = BuildRequest(spec=spec, component="transformer", key=key, device=self.device, timer=timer)
             found = self.store.get(key)
             started = time.perf_counter()
             record = found or build_engine(request, self.store, lambda *_: None, Cancel(), build_child_opset17.run_job)

@@ -16,7 +16,7 @@ from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.components import Denoiser
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu.errors import relative_error
 from tests.plans import Alone

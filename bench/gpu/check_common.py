@@ -30,7 +30,7 @@ from runtime.machine.probe import Machine
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
-from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import wide_models
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))

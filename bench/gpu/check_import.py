@@ -43,7 +43,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error

@@ -27,7 +27,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline import section_stages
 from runtime.pipeline.blank_video import Detector
 from runtime.pipeline.run import run_job
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.resolve import PlanningContext, resolve
 
 # 320×192: TensorRT 8.6 computes the VAE without tensor cores, and measures each kernel at the largest size.

@@ -37,7 +37,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import VAE_ENCODER, ModelSpec
-from runtime.planner.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6, wide_models
 from tests.gpu.errors import relative_error
 

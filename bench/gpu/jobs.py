@@ -233,7 +233,7 @@ def job(spec: ModelSpec, way: tuple[str, str, float | None], arguments: argparse
             by_section.append(allocated(arguments.device))
 
     with Residency() as residency, measured(arguments.device) as found:
-        run_job(plan, spec, emit, Cancel(), residency, captured)
+        run_job(plan, spec, emit, Cancel(), residency, history=captured)
     end = events[-1]
     context = baseline_bytes(arguments.device)
     forecast: dict[str, int] = {}

@@ -101,7 +101,7 @@ def check_result(values: Any, schema: int, called: str) -> Mapping[str, Any]:
         )
     needed = {"machine", "tandem", "versions", "configurations"}
     if not all(isinstance(values.get(name), dict | list) for name in needed):
-        raise InvalidRequestError("file", "bench.incomplete", file=called)
+        raise InvalidRequestError("file", "bench.not_a_result", file=called)
     return values
 
 
@@ -129,7 +129,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
             differences += _differences(entry, counterpart)
         left_out += [f"{name}: only in the second." for name in counterparts]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidRequestError("file", "bench.incomplete", file="A result") from error
+        raise InvalidRequestError("file", "bench.not_a_result", file="A result") from error
     if not differences:
         if not left_out:
             raise InvalidRequestError("file", "bench.results_empty")

@@ -8,7 +8,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan
 from runtime.core.request import ALL, GenerationRequest
-from runtime.planner.engine_offers import EngineOffer, Offers
+from runtime.planner.choice.engine_offers import EngineOffer, Offers
 
 _LONGEST_NAME = 40
 # Share of the free memory that configurations may use together: allocators keep some of the memory they free.

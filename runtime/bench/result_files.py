@@ -87,7 +87,7 @@ def read_json(name: str) -> Any:
     except OSError as error:
         raise InvalidRequestError("file", "bench.not_read", file=name, error=error.strerror or str(error)) from error
     except ValueError as error:
-        raise InvalidRequestError("file", "bench.not_json", file=name) from error
+        raise InvalidRequestError("file", "bench.not_a_result", file=name) from error
 
 
 def describe_environment(machine: Machine) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from runtime.models.catalogue import check_makes_videos, decoders, find, folders
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, build_frame_engines, frame_latents, wanted_engines
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
+from runtime.planner.choice.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
 from runtime.planner.resolve import PlanningContext, resolve
 
 
@@ -138,7 +138,7 @@ def verify(ids: Sequence[str]) -> dict[str, Any]:
         terminal.line(str(Fact("cli.no_engines")))
     rows = []
     with cancel_on_signals() as cancel:
-        for result in service.verify(chosen, _models(), _progress(), cancel, baselines=Baselines(service)):
+        for result in service.verify(chosen, _models(), _progress(), cancel, timers=PyTorchTimerFactory(service)):
             record = result.engine
             if result.skipped is not None:
                 verdict = f"not verified. {render(result.skipped).what} {render(result.skipped).remedy}"
@@ -239,7 +239,7 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
     with cancel_on_signals() as cancel:
         device = device_here(machine)
         done = import_engine(
-            source.path, spec, component, service, device, _progress(), cancel, baselines=Baselines(service)
+            source.path, spec, component, service, device, _progress(), cancel, timers=PyTorchTimerFactory(service)
         )
     for fact in done.describe():
         terminal.result(str(fact))
@@ -278,7 +278,7 @@ def _check_component(spec: ModelSpec, component: str) -> None:
     if component not in spec.component_names:
         raise InvalidRequestError(
             "component",
-            "cli.no_such_component",
+            "model.no_such_component",
             model=spec.title,
             component=shortened(component),
             choices=spec.component_names,

@@ -151,7 +151,7 @@ def show_doctor() -> dict[str, Any]:
     machine = probe(loaded.engines_dir)
     findings = [
         *examine(machine, loaded.cache_dir, loaded.engines_dir),
-        check("ffmpeg", lambda: Fact("doctor.ffmpeg", {"path": find_ffmpeg()})),
+        check("ffmpeg", lambda: Fact("doctor.path", {"path": find_ffmpeg()})),
         *_models(loaded.weights_dir),
     ]
     rows = [finding.to_json() for finding in findings]

@@ -41,14 +41,12 @@ MODEL_UNUSABLE = frozenset(
     for name in (
         "component_incomplete",
         "component_unloadable",
-        "image_processor_unloadable",
+        "part_unloadable",
         "scale_missing",
         "scale_not_finite",
         "scheduler_unknown",
-        "scheduler_unloadable",
         "tensor_missing",
         "tokenizer_missing",
-        "tokenizer_unloadable",
     )
 )
 # Texts of plain RuntimeErrors of CUDA and its libraries, which have no type of their own.

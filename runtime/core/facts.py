@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from string import Formatter
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.core.environment import installer, program
 from runtime.core.messages import MESSAGES
@@ -82,17 +82,6 @@ def _read_sentences(value: Any) -> Any:
     return [sentence(item) if isinstance(item, str) else item for item in value]
 
 
-def _read_title(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return Fact.model_validate_json(value)
-    except ValidationError:
-        return sentence(value)
-
-
-# A fact in a column of the job store, as JSON. Earlier versions stored a sentence, which is read as a fact.
-StoredFact = Annotated[Fact, BeforeValidator(_read_title)]
 # Facts as they are stored. Earlier versions stored sentences, also in MP4 files; they are read as facts.
 Warnings = Annotated[tuple[Fact, ...], BeforeValidator(_read_sentences)]
 

@@ -487,7 +487,7 @@ class GenerationRequest(FrozenModel):
                 unknown = facts.shortened(name)
                 raise InvalidRequestError(unknown, "request.unknown_field", name=unknown, known=list(cls.model_fields))
         if "prompt" not in values:
-            raise InvalidRequestError("prompt", "request.prompt_missing")
+            raise InvalidRequestError("prompt", "request.prompt_empty")
         return values
 
     def backend(self, component: str) -> str:

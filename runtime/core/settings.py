@@ -87,7 +87,7 @@ _Side = Annotated[int, Field(strict=True, ge=1, le=9_999)]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]
 # The code of the error for an invalid value; the other settings are text.
 _INVALID: Mapping[str, str] = {
-    "port": "settings.not_a_port",
+    "port": "settings.not_a_count",
     "auth": "settings.auth_invalid",
     "browser": "settings.not_a_switch",
     "share": "settings.not_a_switch",

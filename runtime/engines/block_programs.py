@@ -13,7 +13,7 @@ from runtime.engines.component_programs import SMALLEST_DYNAMIC, Program
 from runtime.engines.fp8 import Fp8Part
 from runtime.engines.signatures import IOSignature, Shapes, TensorSignature
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 # The named size of the axis that counts tokens.
 TOKENS = "tokens"

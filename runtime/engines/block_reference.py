@@ -29,7 +29,7 @@ from runtime.models.quantization import FP8
 from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_stored
-from runtime.planner.engine_index import EngineKey
+from runtime.planner.choice.engine_index import EngineKey
 
 _BLOCKS = 4
 # Latents as smooth as a picture's have one random value per this many.

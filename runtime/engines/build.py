@@ -29,7 +29,7 @@ from runtime.models import registry
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8
 from runtime.models.spec import FRAME_DECODER, ModelSpec, is_text_encoder, is_transformer
-from runtime.planner.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
+from runtime.planner.choice.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 
 if TYPE_CHECKING:
     from runtime.engines.component_programs import Program
@@ -42,9 +42,9 @@ _SIGKILL = 9
 
 # Measures, in the child, what PyTorch would run instead of an engine: takes the program and the latent size of a call,
 # and returns seconds by "eager" and "compiled", as far as measured. Must be picklable.
-Baseline = Callable[[str, LatentSize], Mapping[str, float]]
-# Plans that for an engine, given its model, component, key and device; `None` if PyTorch cannot run instead.
-Baselines = Callable[[ModelSpec, str, EngineKey, str], Baseline | None]
+Timer = Callable[[str, LatentSize], Mapping[str, float]]
+# Makes the timer for an engine of a model, component, key and device; `None` if PyTorch cannot run instead.
+TimerFactory = Callable[[ModelSpec, str, EngineKey, str], Timer | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class BuildRequest:
         key: of the engine.
         device: a torch device: "cpu" or "cuda:0".
         again: build it even if it exists.
-        baseline: measures what PyTorch would run instead; see `execution.pytorch_baseline`.
+        timer: measures what PyTorch would run instead; see `pipeline.pytorch_timer`.
         cache_dir: a folder for what verifications of the same model share; see `reference.encoded_prompt`.
     """
 
@@ -66,7 +66,7 @@ class BuildRequest:
     key: EngineKey
     device: str
     again: bool = False
-    baseline: Baseline | None = None
+    timer: Timer | None = None
     cache_dir: Path | None = None
 
     @property
@@ -256,16 +256,12 @@ def _seconds(session: "Session", inputs: Mapping[str, Any], device: Any) -> floa
 def _measure(request: BuildRequest, key: EngineKey, report: Report) -> dict[str, Any]:
     """Return the speeds of the program in PyTorch, and of what a plan without engines would run."""
     report(Fact("engine.measuring_pytorch"), None)
-    baseline = request.baseline
-
-    def baselines() -> Mapping[str, float]:
-        return {} if baseline is None else baseline(key.program, key.profiles[0].opt)
-
+    timer = request.timer
     # What fails replaces an earlier measurement too.
     fields: dict[str, Any] = {"pytorch_seconds_per_call": 0.0, "baselines": {}}
     for name, measure in (
         ("pytorch_seconds_per_call", lambda: _program_seconds(request, key)),
-        ("baselines", lambda: dict(baselines())),
+        ("baselines", lambda: dict(timer(key.program, key.profiles[0].opt)) if timer else {}),
     ):
         # PyTorch may need more memory than the engine, or fail: the engine is verified, and its build is not lost.
         try:
@@ -354,7 +350,7 @@ def build_engine(
     with store.building(engine_id, wait):
         existing = store.get(request.key)
         if existing is not None and existing.problem is not None:
-            emit_progress(Fact("engine.replacing_damaged", {"cause": existing.problem}), None)
+            emit_progress(Fact("engine.existing_unusable", {"cause": existing.problem}), None)
         elif existing is not None and (not request.again or existing.built_at >= requested_at):
             return _if_verified(request, existing)
         _check_space(request, store)

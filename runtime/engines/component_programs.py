@@ -11,7 +11,7 @@ from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
 from runtime.models.spec import FRAME_DECODER, ModelSpec, is_text_encoder
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
 
 _INPUTS = {

@@ -15,7 +15,7 @@ from runtime.engines.builders import Builder, builders_for, builders_of
 from runtime.engines.child import Report
 from runtime.engines.service import EngineService
 from runtime.models.spec import FRAME_DECODER, ModelSpec
-from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineKey, EngineRecord, ShapeProfile
 
 # Frames of a full batch.
 BATCH = 8

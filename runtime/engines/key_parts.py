@@ -24,7 +24,7 @@ from runtime.machine.probe import Machine, gpu_index
 from runtime.models.folder import read_config
 from runtime.models.registry import FAMILIES, family_of
 from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
-from runtime.planner.engine_index import EngineKey, is_of_gpu
+from runtime.planner.choice.engine_index import EngineKey, is_of_gpu
 
 # `EngineKey.export_revision` of imported engines: this program did not export them.
 NOT_EXPORTED = 1

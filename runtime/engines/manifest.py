@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from runtime.core.digests import sha256
 from runtime.core.facts import Fact
 from runtime.core.untrusted_files import open_file, parse_json
-from runtime.planner.engine_index import UNREADABLE_KEY, EngineFile, EngineRecord
+from runtime.planner.choice.engine_index import UNREADABLE_KEY, EngineFile, EngineRecord
 
 NAME = "engine.json"
 LOG_NAME = "build.log"

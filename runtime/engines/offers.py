@@ -19,20 +19,19 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.models.vae_groups import GROUP_PROGRAMS, calls_of
-from runtime.planner.constraints import build_conflict
-from runtime.planner.engine_index import (
+from runtime.planner.choice.engine_index import (
     IMPORTED,
-    OTHER_WEIGHTS,
     STEPS,
     SWAPPED,
     EngineKey,
     EngineRecord,
     ShapeProfile,
     find,
-    misfit,
     serves_any_clip,
 )
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_offers import EngineOffer
+from runtime.planner.choice.key_differences import OTHER_WEIGHTS, misfit
+from runtime.planner.constraints import build_conflict
 from runtime.planner.forecast import build_seconds
 
 # The entry of `EngineKey.options` that states whether an imported engine's adapters are exact.
@@ -269,7 +268,7 @@ def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec
         elif profile.min[1:] == profile.max[1:]:
             sizes.append(Fact("engine.clip_lengths", {**high.data, "fewest": low.data["frames"]}))
         else:
-            sizes.append(Fact("engine.clip_range", {"low": low, "high": high}))
+            sizes.append(Fact("engine.range", {"low": low, "high": high}))
     return Fact("engine.served_sizes", {"sizes": sizes})
 
 

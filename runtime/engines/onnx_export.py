@@ -25,7 +25,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.signatures import METADATA_KEY
 from runtime.models.spec import FRAME_DECODER, ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS
-from runtime.planner.engine_index import STEPS, ShapeProfile, serves_any_clip
+from runtime.planner.choice.engine_index import STEPS, ShapeProfile, serves_any_clip
 from runtime.upstream.onnxscript import fast_rewriting
 
 OPSET = 18

@@ -12,7 +12,7 @@ from runtime.core.errors import EngineError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineRef, is_block_program
 from runtime.core.settings import Settings
-from runtime.engines.build import Baselines, BuildRequest, build_engine, verify_engine
+from runtime.engines.build import BuildRequest, TimerFactory, build_engine, verify_engine
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Report
 from runtime.engines.key_parts import (
@@ -27,15 +27,8 @@ from runtime.engines.offers import ModelOffers
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import (
-    IMPORTED,
-    SWAPPED,
-    UNREADABLE_KEY,
-    EngineKey,
-    EngineRecord,
-    device_difference,
-    differences,
-)
+from runtime.planner.choice.engine_index import IMPORTED, SWAPPED, UNREADABLE_KEY, EngineKey, EngineRecord
+from runtime.planner.choice.key_differences import device_difference, differences
 
 if TYPE_CHECKING:
     import torch
@@ -139,12 +132,12 @@ class EngineService:
         cancel: Cancel,
         *,
         again: bool = False,
-        baselines: Baselines | None = None,
+        timers: TimerFactory | None = None,
     ) -> EngineRecord:
         """Build one engine, or return it if it exists; see `build.build_engine` for arguments and errors.
 
         Args:
-            baselines: plans what PyTorch would run instead, to be measured too.
+            timers: makes what measures PyTorch instead of the engine.
 
         Raises:
             EngineError: also if weights or library versions are not those of the plan.
@@ -154,19 +147,19 @@ class EngineService:
         key = self.offers(spec).key(BUILDERS[use.builder], component, use, device)
         if key.digest() != use.id:
             raise EngineError("engine.planned_for_others", engine=use.id)
-        request = replace(self.request(spec, component, key, device, baselines), again=again)
+        request = replace(self.request(spec, component, key, device, timers), again=again)
         return build_engine(request, self.store, emit_progress, cancel)
 
     def request(
-        self, spec: ModelSpec, component: str, key: EngineKey, device: str, baselines: Baselines | None
+        self, spec: ModelSpec, component: str, key: EngineKey, device: str, timers: TimerFactory | None
     ) -> BuildRequest:
-        """Return the request to build or verify an engine; `baselines` as in `build`."""
+        """Return the request to build or verify an engine; `timers` as in `build`."""
         return BuildRequest(
             spec=spec,
             component=component,
             key=key,
             device=device,
-            baseline=baselines and baselines(spec, component, key, device),
+            timer=timers and timers(spec, component, key, device),
             cache_dir=self.cache_dir,
         )
 
@@ -186,14 +179,14 @@ class EngineService:
         emit_progress: Report,
         cancel: Cancel,
         *,
-        baselines: Baselines | None = None,
+        timers: TimerFactory | None = None,
     ) -> Iterator[Verified]:
         """Compare engines with PyTorch one after the other, and store the results.
 
         Args:
             models: the models whose weights they may have.
             emit_progress, cancel: see `build.build_engine`.
-            baselines: see `build`.
+            timers: see `build`.
 
         Raises:
             CancelledError: if cancelled.
@@ -206,7 +199,7 @@ class EngineService:
             try:
                 spec, component = self.owner(record, models)
                 device = self.device_of(record)
-                request = self.request(spec, component, record.key, device, baselines)
+                request = self.request(spec, component, record.key, device, timers)
                 yield Verified(verify_engine(record, request, self.store, emit_progress, cancel))
             except TandemError as error:
                 yield Verified(record, error.fact)

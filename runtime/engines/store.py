@@ -38,15 +38,15 @@ from runtime.core.locks import held, is_held
 from runtime.core.plan import is_block_program
 from runtime.engines import manifest
 from runtime.models.spec import ModelSpec, component_of
-from runtime.planner.engine_index import (
+from runtime.planner.choice.engine_index import (
     SWAPPED,
     UNREADABLE_KEY,
     EngineFile,
     EngineKey,
     EngineRecord,
-    differences,
     serves_any_clip,
 )
+from runtime.planner.choice.key_differences import differences
 from runtime.planner.memory_model import DTYPE_BYTES
 
 _ENGINE = re.compile(r"[0-9a-f]{16}")
@@ -141,7 +141,7 @@ class EngineStore:
         """Return the other engines of the same program with their differences, the most similar first.
 
         Args:
-            scale: see `engine_index.differences`.
+            scale: see `key_differences.differences`.
         """
         pairs = [
             (record, differences(key, record.key, scale))

@@ -21,7 +21,7 @@ from runtime.engines.component_programs import Program
 from runtime.engines.reference import ExactConvolutions, full_float32
 from runtime.engines.sessions import Session
 from runtime.models.spec import FRAME_DECODER
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 # From noise to the last details: sampling gives a transformer all of these, and an error may depend on them.
 TIMESTEPS = (999.0, 900.0, 800.0, 500.0, 50.0)

@@ -73,7 +73,7 @@ def _python() -> Finding:
     version = platform.python_version()
     first, last = (".".join(map(str, bound)) for bound in _PYTHONS)
     if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
-        return Finding("Python", "ok", Fact("doctor.python", {"version": version}))
+        return Finding("Python", "ok", Fact("doctor.version", {"version": version}))
     data = {"version": version, "first": first, "last": last}
     return Finding("Python", "problem", Fact("doctor.python_unsupported", data))
 
@@ -158,7 +158,7 @@ def _folder(name: str, folder: Path, state_if_full: State, code_if_full: str) ->
 def _compiler(machine: Machine) -> Finding:
     problem = compiler_problem(machine)
     if problem is None:
-        return Finding("C++ compiler", "ok", Fact("doctor.compiler", {"path": machine.compiler}))
+        return Finding("C++ compiler", "ok", Fact("doctor.path", {"path": machine.compiler}))
     return Finding("C++ compiler", "note", Fact("doctor.no_compiler", {"cause": problem}))
 
 
@@ -183,7 +183,7 @@ def _installed(package: Package, version: str, machine: Machine) -> Finding:
     mismatch = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else _mismatch(package, machine)
     if mismatch is not None:
         return Finding(package.title, "note", mismatch)
-    return Finding(package.title, "ok", Fact("doctor.package", {"version": version}))
+    return Finding(package.title, "ok", Fact("doctor.version", {"version": version}))
 
 
 def _mismatch(package: Package, machine: Machine) -> Fact | None:

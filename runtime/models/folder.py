@@ -118,7 +118,7 @@ def _read_object(path: Path) -> dict[str, Any]:
             raise lfs_pointer(path) from error
         raise ModelError("model.file_not_json", file=file) from error
     if not isinstance(value, dict):
-        raise ModelError("model.file_not_object", file=file)
+        raise ModelError("model.file_not_json", file=file)
     return value
 
 
@@ -237,7 +237,7 @@ def check_tokenizers(directory: Path, encoders: Collection[str], title: str) -> 
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelError("model.tokenizer_missing", model=title, folder=folder, files=list(_TOKENIZER_FILES))
         if not _is_tokenizer(folder):
-            raise ModelError("model.tokenizer_unloadable", model=title)
+            raise ModelError("model.part_unloadable", part="tokenizer", model=title)
 
 
 def _is_tokenizer(folder: Path) -> bool:

@@ -327,7 +327,7 @@ def _path(lora: Lora, folder: Path) -> Path:
     with contextlib.suppress(RuntimeError):  # the home folder of an unknown user
         path = path.expanduser()
     if not _is_file(path):
-        raise ModelError("lora.file_missing", file=lora.file, folder=folder)
+        raise ModelError("lora.unknown", lora=lora.file, folder=folder)
     return path.resolve()
 
 

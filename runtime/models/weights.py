@@ -277,7 +277,7 @@ def load_tokenizer(spec: ModelSpec, component: str = "text_encoder") -> Any:
             trust_remote_code=False,
         )
     except Exception as error:  # errors of the tokenizers package derive from Exception
-        raise ModelError("model.tokenizer_unloadable", model=spec.title) from error
+        raise ModelError("model.part_unloadable", part="tokenizer", model=spec.title) from error
 
 
 def load_image_processor(spec: ModelSpec) -> Any:
@@ -291,7 +291,7 @@ def load_image_processor(spec: ModelSpec) -> Any:
     try:
         return _IMAGE_PROCESSORS[folder].from_pretrained(str(spec.directory), subfolder=folder, local_files_only=True)
     except Exception as error:
-        raise ModelError("model.image_processor_unloadable", model=spec.title) from error
+        raise ModelError("model.part_unloadable", part="image processor", model=spec.title) from error
 
 
 def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
@@ -316,4 +316,4 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     try:
         return cast("Any", scheduler_class).from_config(config)
     except Exception as error:  # each scheduler raises its own errors
-        raise ModelError("model.scheduler_unloadable", model=spec.title) from error
+        raise ModelError("model.part_unloadable", part="scheduler", model=spec.title) from error

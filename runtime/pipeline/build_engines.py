@@ -14,10 +14,10 @@ from runtime.engines.frame_decoders import build_frame_engine, buildable_engines
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.spec import FRAME_DECODER, ModelSpec, is_transformer
-from runtime.pipeline.baseline_plans import Baselines
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
+from runtime.planner.choice.engine_index import EngineRecord
+from runtime.planner.choice.engine_offers import EngineOffer, Offers, admit, refused
 from runtime.planner.constraints import ComponentSettings
-from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import EngineOffer, Offers, admit, refused
 from runtime.planner.forecast import build_seconds
 from runtime.planner.resolve import PlanningContext, resolve
 
@@ -137,7 +137,7 @@ def build_all(
     Raises:
         CancelledError: within a tenth of a second of the request; engines that were built stay.
     """
-    baselines = Baselines(engines)
+    timers = PyTorchTimerFactory(engines)
     for build in builds:
         try:
             rebuild = again(build.use)
@@ -149,7 +149,7 @@ def build_all(
                 emit_progress,
                 cancel,
                 again=rebuild,
-                baselines=baselines,
+                timers=timers,
             )
         except EngineError as error:
             yield BuildResult(build, None, error)

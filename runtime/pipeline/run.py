@@ -6,8 +6,10 @@ The command line, the worker processes and the tests call `run_job`.
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TypedDict
 
 import numpy as np
+from typing_extensions import Unpack
 
 from runtime.core.cancel import Cancel, CancelledError, PausedError
 from runtime.core.errors import BadResultError
@@ -31,16 +33,31 @@ logger = logging.getLogger(__name__)
 _COMPILED_SECONDS = 0.5
 
 
+class JobOptions(TypedDict, total=False):
+    """What a job may have besides its plan.
+
+    Attributes:
+        history: receives the job's timings and memory if it succeeds.
+        checkpoints: where the job's progress is saved and resumed from; kept when the job ends. Without it, the job
+            cannot be resumed.
+        job_id: written into the video's metadata.
+        on_frames: called with frames before they are encoded, (n, height, width, 3) uint8; starts again with the first
+            frame if memory runs out while decoding.
+    """
+
+    history: HistoryFile | None
+    checkpoints: CheckpointFolder | None
+    job_id: str | None
+    on_frames: Callable[[np.ndarray], None] | None
+
+
 def run_job(
     plan: ExecutionPlan,
     spec: ModelSpec,
     emit: Emit,
     cancel: Cancel,
     residency: Residency,
-    history: HistoryFile | None = None,
-    checkpoints: CheckpointFolder | None = None,
-    job_id: str | None = None,
-    on_frames: Callable[[np.ndarray], None] | None = None,
+    **options: Unpack[JobOptions],
 ) -> None:
     """Make the video. The last event is exactly one of `VideoSaved`, `Failed`, `Cancelled` and `Paused`; never raises.
 
@@ -49,20 +66,15 @@ def run_job(
         emit: called with each event, on this thread.
         cancel: checked at each stage, step and chunk, and ten times a second while an engine is built.
         residency: holds loaded components, also between jobs if the plan keeps them.
-        history: receives the job's timings and memory if it succeeds.
-        checkpoints: where the job's progress is saved and resumed from; kept when the job ends. Without it, the job
-            cannot be resumed.
-        job_id: written into the video's metadata.
-        on_frames: called with frames before they are encoded, (n, height, width, 3) uint8; starts again with the first
-            frame if memory runs out while decoding.
     """
+    history = options.get("history")
     try:
         emit(Planned(plan=plan))
         with (
             Metrics(plan.components["transformer"].device, residency) as metrics,
-            RunContext(plan, spec, emit, cancel, residency, metrics, checkpoints) as context,
+            RunContext(plan, spec, emit, cancel, residency, metrics, options.get("checkpoints")) as context,
         ):
-            saved = _generate(context, history, job_id, on_frames)
+            saved = _generate(context, options)
         if history is not None and context.counts_for_history:
             try:
                 _add_to_history(history, plan, context, saved)
@@ -81,13 +93,9 @@ def run_job(
         emit(saved)
 
 
-def _generate(
-    context: RunContext,
-    history: HistoryFile | None,
-    job_id: str | None,
-    on_frames: Callable[[np.ndarray], None] | None,
-) -> VideoSaved:
-    plan = context.plan
+def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
+    plan, history = context.plan, options.get("history")
+    job_id, on_frames = options.get("job_id"), options.get("on_frames")
     check_output(plan.output, plan.width, plan.height, plan.frames, plan.crf)
     sweep(plan.output.parent)
     for warning in context.plan.warnings:

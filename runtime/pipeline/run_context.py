@@ -23,7 +23,6 @@ from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
 from runtime.execution.residency import Residency
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -32,6 +31,7 @@ from runtime.pipeline.checkpoint import (
     scheduler_state,
 )
 from runtime.pipeline.metrics import Metrics
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_schedule
 from runtime.pipeline.section_files import SectionFiles
 from runtime.pipeline.section_sampling import SectionProgress
@@ -408,7 +408,7 @@ class RunContext:
                 partial(self._report_build, name),
                 self.cancel,
                 again=again,
-                baselines=Baselines(engines),
+                timers=PyTorchTimerFactory(engines),
             )
         # Building the next engine may evict others from the library, but not this one.
         self._engines_in_use.enter_context(engines.store.using(use.id))

@@ -119,8 +119,9 @@ class Rule:
 Need = Callable[[Machine], Fact | None]
 
 
-def _package(code: str, *names: str) -> Need:
-    return lambda machine: None if all(machine.version_of(name) for name in names) else Fact(code)
+def _package(code: str, title: str, *names: str) -> Need:
+    missing = Fact(code, {"package": title})
+    return lambda machine: None if all(machine.version_of(name) for name in names) else missing
 
 
 def _capability(least: tuple[int, int], code: str) -> Need:
@@ -129,34 +130,38 @@ def _capability(least: tuple[int, int], code: str) -> Need:
 
 _TENSORRT = (
     cuda_problem,
-    _package("machine.no_tensorrt", "tensorrt"),
+    _package("machine.gpu_package_missing", "TensorRT", "tensorrt"),
     _capability(TENSORRT_CAPABILITY, "machine.tensorrt_without_gpu"),
 )
 
-_TENSORRT_RTX = (cuda_problem, tensorrt_rtx_problem, _package("machine.no_tensorrt_rtx", "tensorrt-rtx"))
-_BITSANDBYTES = (cuda_problem, _package("machine.no_bitsandbytes", "bitsandbytes"))
+_TENSORRT_RTX = (
+    cuda_problem,
+    tensorrt_rtx_problem,
+    _package("machine.gpu_package_missing", "TensorRT for RTX", "tensorrt-rtx"),
+)
+_BITSANDBYTES = (cuda_problem, _package("machine.gpu_package_missing", "bitsandbytes", "bitsandbytes"))
 NEEDS: Mapping[str, tuple[Need, ...]] = MappingProxyType(
     {
         "tensorrt": _TENSORRT,
         "torch_tensorrt": (
             *_TENSORRT,
-            _package("machine.no_torch_tensorrt", "torch-tensorrt"),
+            _package("machine.gpu_package_missing", "torch-tensorrt", "torch-tensorrt"),
             torch_tensorrt_problem,
         ),
         "tensorrt_rtx": _TENSORRT_RTX,
         "tensorrt_rtx_components": (*_TENSORRT_RTX, _capability(BF16_CAPABILITY, "machine.tensorrt_rtx_blocks_only")),
         "tensorrt_rtx_fp8": (*_TENSORRT_RTX, _capability(FP8_CAPABILITY, "machine.gpu_without_fp8")),
         "inductor": (
-            lambda machine: None if machine.torch_version else Fact("machine.no_torch"),
+            lambda machine: None if machine.torch_version else Fact("machine.package_missing", {"package": "PyTorch"}),
             compiler_problem,
         ),
-        "onnxruntime": (_package("machine.no_onnxruntime", "onnx", "onnxscript", "onnxruntime"),),
+        "onnxruntime": (_package("machine.package_missing", "ONNX Runtime", "onnx", "onnxscript", "onnxruntime"),),
         "bnb-8bit": _BITSANDBYTES,
         "bnb-4bit": _BITSANDBYTES,
         "fp8": (
             cuda_problem,
             _capability(FP8_CAPABILITY, "machine.gpu_without_fp8"),
-            _package("machine.no_torchao", "torchao"),
+            _package("machine.gpu_package_missing", "torchao", "torchao"),
         ),
         "model": (cuda_problem,),
         "group": (cuda_problem,),

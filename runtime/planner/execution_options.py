@@ -112,7 +112,7 @@ def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
     """
     requested, dtype = inputs.request.attention, _dtype(inputs)
     if requested == "native":
-        return requested, Fact("planner.attention_native_asked")
+        return requested, Fact("planner.attention_asked", {"attention": requested})
     if requested != AUTO:
         against = constraints.attention_conflict(requested, inputs.machine)
         if against is not None:

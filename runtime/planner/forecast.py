@@ -2,7 +2,7 @@
 
 What was measured on this machine counts first: by earlier jobs (`planner.history`), then for latency when engines were
 built, on engines and in PyTorch. Otherwise memory is that of `planner.memory_model`, and latency is the number of
-operations over the device's rate, with a range. Engines are chosen by the same latency (`planner.engine_choice`).
+operations over the device's rate, with a range. Engines are chosen by the same latency (`planner.choice`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ from runtime.models.spec import (
     is_transformer,
 )
 from runtime.planner import constraints, history, memory_model, placement
-from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import EngineOffer, PyTorchPath
+from runtime.planner.choice.engine_index import EngineRecord
+from runtime.planner.choice.engine_offers import EngineOffer, PyTorchPath
 from runtime.planner.history import History
 from runtime.planner.memory_model import DTYPE_BYTES, Workload, call_flops, weights_bytes
 

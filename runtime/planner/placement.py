@@ -16,7 +16,7 @@ from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints
-from runtime.planner.engine_offers import EngineOffer, refused
+from runtime.planner.choice.engine_offers import EngineOffer, refused
 
 # PSNR of the shipped model's frames against those decoded in float32, in dB, both rounded to 8 bits.
 VAE_PSNR: Mapping[str, int] = {"bfloat16": 56, "float16": 67}

@@ -15,7 +15,7 @@ from runtime.core.request import GenerationRequest
 from runtime.core.units import memory_size
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_offers import Offers, no_offers
+from runtime.planner.choice.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.resolve import PlanningContext, resolve
 

@@ -4,7 +4,7 @@ A pure function of request, model, machine, engines and history: no torch, no di
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,11 +19,12 @@ from runtime.core.step_cache import MAGCACHE, NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
-from runtime.planner.engine_choice import Planned, choose_engines
-from runtime.planner.engine_offers import Choice, EngineOffer, Offers, PyTorchPath, no_offers
+from runtime.planner.choice.component_choice import Choice
+from runtime.planner.choice.engine_offers import ComponentOffers, EngineOffer, Offers, PyTorchPath, no_offers
+from runtime.planner.choice.idle_builds import plan_without_waiting
+from runtime.planner.choice.plan_choice import PlanForecast, choose_engines
 from runtime.planner.forecast import ForecastInputs, level
 from runtime.planner.history import History, calls_of
-from runtime.planner.idle_builds import plan_without_waiting
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.placement import place
 from runtime.planner.strategies import decide
@@ -207,9 +208,9 @@ class _Placed:
     free_bytes: int
     split: Split | None
     offload: str
-    offered: Callable[[str], Sequence[EngineOffer]]
+    offered: ComponentOffers
 
-    def decide(self, choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> Planned:
+    def decide(self, choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> PlanForecast:
         """Return the forecasts and the strategy with these engines."""
         settings = self.settings
         decodes = self.split is not None and self.split.decode and not choices["vae"].engines
@@ -240,7 +241,7 @@ class _Placed:
         inputs = replace(inputs, workload=workload, base=base)
         clip_data = {"width": settings.width, "height": settings.height, "frames": settings.frames}
         described = Fact("planner.clip", {"model": self.spec.title, **clip_data})
-        return Planned(inputs, decide(inputs, self.offload, self.request.quantization, described))
+        return PlanForecast(inputs, decide(inputs, self.offload, self.request.quantization, described))
 
 
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
@@ -294,7 +295,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
 
 
 def _plan(
-    settings: _Settings, choices: Mapping[str, Choice], planned: Planned, output: Path, warnings: tuple[Fact, ...]
+    settings: _Settings, choices: Mapping[str, Choice], planned: PlanForecast, output: Path, warnings: tuple[Fact, ...]
 ) -> ExecutionPlan:
     """Return the plan with the chosen engines and strategy.
 

@@ -19,7 +19,7 @@ from runtime.core.tiles import times_decoded
 from runtime.models.quantization import FP8
 from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints, execution_options, forecast, memory_model
-from runtime.planner.engine_offers import refused
+from runtime.planner.choice.engine_offers import refused
 from runtime.planner.execution_options import with_less_memory
 from runtime.planner.forecast import ForecastInputs
 from runtime.planner.memory_model import Workload

@@ -34,10 +34,10 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER, ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from runtime.queue.records import (
     BuildEngines,
     BuildProgress,
@@ -52,10 +52,10 @@ from runtime.queue.records import (
 from runtime.queue.run import Outcome, PutBack, Run, TaskEnded, Work, outcome_of
 
 if TYPE_CHECKING:  # these import torch
-    import numpy as np
+    from typing_extensions import Unpack
 
     from runtime.execution.residency import Residency
-    from runtime.pipeline.checkpoint import CheckpointFolder
+    from runtime.pipeline.run import JobOptions
 
 _POLL_SECONDS = 0.1
 # Videos wait while less than this is free on their disk: one after another would be computed and then not saved.
@@ -103,7 +103,8 @@ class VideoExecutor:
         checkpoints = None if work.folder is None else CheckpointFolder(work.folder, self.files)
         if record.finish:
             work.cancel.finish_early()
-        outcome = make_video(plan, spec, work.emit, work.cancel, residency, self.history, checkpoints, record.id)
+        options: JobOptions = {"history": self.history, "checkpoints": checkpoints, "job_id": record.id}
+        outcome = make_video(plan, spec, work.emit, work.cancel, residency, **options)
         if checkpoints is not None and isinstance(outcome, VideoSaved) and not outcome.continues:
             checkpoints.clear()
         return outcome
@@ -115,10 +116,7 @@ def make_video(
     emit: Callable[[Event], None],
     cancel: Cancel,
     residency: "Residency",
-    history: HistoryFile | None = None,
-    checkpoints: "CheckpointFolder | None" = None,
-    job_id: str | None = None,
-    on_frames: "Callable[[np.ndarray], None] | None" = None,
+    **options: "Unpack[JobOptions]",
 ) -> TerminalEvent | PutBack:
     """Run a job in this thread and return how it ended; see `pipeline.run.run_job`.
 
@@ -136,7 +134,7 @@ def make_video(
         else:
             emit(event)
 
-    run_job(plan, spec, follow, cancel, residency, history, checkpoints, job_id, on_frames)
+    run_job(plan, spec, follow, cancel, residency, **options)
     return outcome
 
 
@@ -315,7 +313,7 @@ class _Task:
             device,
             self._report,
             self._cancel,
-            baselines=Baselines(self.engines),
+            timers=PyTorchTimerFactory(self.engines),
         )
         self._report_file(done.describe())
         code = "task.imported" if done.compared else "task.imported_unverified"
@@ -325,8 +323,8 @@ class _Task:
         chosen = self.engines.store.choose([work.engine])
         models = [look_up(name, self.weights_dir) for name in work.models]
         self.free()
-        baselines = Baselines(self.engines)
-        (result,) = self.engines.verify(chosen, models, self._report, self._cancel, baselines=baselines)
+        timers = PyTorchTimerFactory(self.engines)
+        (result,) = self.engines.verify(chosen, models, self._report, self._cancel, timers=timers)
         if result.skipped is not None:
             raise EngineError(result.skipped.code, **result.skipped.data)
         if not result.engine.usable:

@@ -192,14 +192,19 @@ class JobQueue:
         check(plan)
         return self.store.add_once(request, plan, owner=owner, admit=admit, submission=submission)
 
-    def submit_all(self, requests: Sequence[GenerationRequest], owner: str | None = None) -> list[JobRecord]:
+    def submit_all(
+        self, requests: Sequence[GenerationRequest], owner: str | None = None, *, held: bool = False
+    ) -> list[JobRecord]:
         """Plan requests and queue them in order; several are one batch.
+
+        Args:
+            held: whether they are paused.
 
         Raises:
             TandemError: if one of them cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self.store.add_all([(request, self._plan(request)) for request in requests], owner=owner)
+        return self.store.add_all([(request, self._plan(request)) for request in requests], owner=owner, held=held)
 
     def edit(self, job_id: str, request: GenerationRequest) -> Job:
         """Change the request of a queued job; it keeps its place.

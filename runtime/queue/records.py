@@ -7,12 +7,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import ConfigDict, Field, Json, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, Json, TypeAdapter, ValidationError
 
 from runtime.core import events
 from runtime.core.errors import StoreError, first_line
 from runtime.core.events import Event, Failed, Planned, Stage, VideoSaved
-from runtime.core.facts import Fact, StoredFact
+from runtime.core.facts import Fact
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
@@ -44,7 +44,7 @@ class JobRecord(FrozenModel):
         number: increases with each job and orders the history, independent of the clock.
         id: 8 hexadecimal digits.
         kind: "video", "build" (of engines) or "task" (other work on the engine library).
-        titled: what a build or task does; empty for videos. `title` is its text.
+        titled: what a build or task does; `None` for videos. `title` is its text.
         position: its place in the queue.
         part: the only component that a build is for; `None` for all.
         state: see `State`; a queued job that is `held` is paused.
@@ -72,7 +72,7 @@ class JobRecord(FrozenModel):
     number: int
     id: str = Field(pattern=r"^[0-9a-f]{8}$")
     kind: Kind
-    titled: StoredFact = Field(alias="title")
+    titled: Annotated[Json[Fact] | None, BeforeValidator(lambda text: text or None)] = Field(alias="title")
     position: int
     part: str | None
     state: State
@@ -101,7 +101,7 @@ class JobRecord(FrozenModel):
     @property
     def title(self) -> str:
         """What a build or task does, in the words of the command line; empty for videos."""
-        return str(self.titled)
+        return "" if self.titled is None else str(self.titled)
 
     @property
     def open(self) -> bool:

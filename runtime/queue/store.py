@@ -197,13 +197,23 @@ class JobStore:
             )
 
     def add_all(
-        self, planned: Sequence[tuple[GenerationRequest, ExecutionPlan]], *, owner: str | None = None
+        self,
+        planned: Sequence[tuple[GenerationRequest, ExecutionPlan]],
+        *,
+        owner: str | None = None,
+        held: bool = False,
     ) -> list[JobRecord]:
-        """Add videos to the end of the queue, all or none; several are one batch."""
+        """Add videos to the end of the queue, all or none; several are one batch.
+
+        Args:
+            held: whether they are paused.
+        """
         batch = secrets.token_hex(4) if len(planned) > 1 else None
         with self.database.writing() as connection:
             return [
-                _insert(connection, "video", {**_video(*video, owner), "owner": owner, "batch": batch})
+                _insert(
+                    connection, "video", {**_video(*video, owner), "owner": owner, "batch": batch, "held": int(held)}
+                )
                 for video in planned
             ]
 

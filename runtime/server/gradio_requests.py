@@ -146,7 +146,7 @@ def read_call(
     call = read_object(body)
     number = call.get("fn_index") if api is None else api
     if isinstance(number, bool) or not isinstance(number, int) or number not in inputs:
-        raise RefusedError("server.no_function")
+        raise RefusedError("server.not_found", kind="function")
     data = call.get("data")
     if api is not None and isinstance(data, list) and data:
         data = call["data"] = [*data, *defaults[len(data) :]]
@@ -157,7 +157,7 @@ def read_call(
     if call.get("session_hash") is not None:
         read_session(call["session_hash"])
     elif api is None:
-        raise RefusedError("server.no_session_name")
+        raise RefusedError("server.session_name")
     if call.get("batched") not in (None, False) or call.get("oauth_token") is not None:
         raise RefusedError("server.call_unsupported")
     for name, kind in (("event_id", str), ("trigger_id", int), ("simple_format", bool)):
@@ -182,7 +182,7 @@ def read_reset(body: bytes) -> None:
         RefusedError: if it names no event.
     """
     if not isinstance(read_object(body).get("event_id"), str):
-        raise RefusedError("server.no_event")
+        raise RefusedError("server.not_found", kind="event")
 
 
 def read_cancel(body: bytes) -> dict[str, Any]:
@@ -195,9 +195,9 @@ def read_cancel(body: bytes) -> dict[str, Any]:
     read_session(call.get("session_hash"))
     number, event = call.get("fn_index"), call.get("event_id")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(event, str):
-        raise RefusedError("server.no_event")
+        raise RefusedError("server.not_found", kind="event")
     if _EVENT.fullmatch(event) is None:
-        raise RefusedError("server.no_event")
+        raise RefusedError("server.not_found", kind="event")
     return call
 
 

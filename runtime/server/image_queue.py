@@ -85,7 +85,7 @@ class ImageQueue:
                 or sum(waiting.sizes) + size > _MOST_BYTES
                 or sum(map(sum, everyone)) + size > _MOST_BYTES_ALL
             ):
-                raise LimitError("server.api_uploads")
+                raise LimitError("server.uploads_busy")
             waiting.sizes.append(size)
             try:
                 yield waiting

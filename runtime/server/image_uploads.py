@@ -48,7 +48,7 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
         try:
             return await queue.run(request, visitor, len(data), partial(keep, data, plain_name(name), visitor))
         except ClientDisconnect as error:
-            raise RefusedError("server.request_broken_off", 400) from error
+            raise RefusedError("server.request_incomplete", 400) from error
         except TandemError as error:
             status = 429 if isinstance(error, LimitError) else 422
             raise RefusedError(error.fact, status, text=redact(f"{error.what} {error.remedy}".strip())) from error
@@ -65,7 +65,7 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
             async with request.form(max_files=1, max_fields=0) as form:
                 file = form.get("files")
                 if not isinstance(file, UploadFile):
-                    raise RefusedError("server.form_without_file")
+                    raise RefusedError("server.form_not_one_file")
                 use = await keep_upload(request, await file.read(), file.filename or NAMELESS)
         except (HTTPException, ValueError, AssertionError) as error:  # of the form's syntax, or with more parts
             if isinstance(error, RefusedError):

@@ -378,14 +378,14 @@ class ValidationMiddleware:
             sessions = parse_qs(query.decode("latin-1")).get("session_hash", [""])
             session = gradio_requests.read_session(sessions[0])
             if not private.has_session(app, session):
-                raise RefusedError("server.no_session", 404)
+                raise RefusedError("server.not_found", 404, kind="session")
             scope["query_string"] = f"session_hash={session}".encode()
         elif path.startswith(gradio_requests.HEARTBEAT):
             session = path.removeprefix(gradio_requests.HEARTBEAT)
         elif path.startswith(f"{gradio_requests.GENERATE}/"):
             event = path.removeprefix(f"{gradio_requests.GENERATE}/")
             if not private.has_event(app, event):
-                raise RefusedError("server.no_event", 404)
+                raise RefusedError("server.not_found", 404, kind="event")
         self._check_session(scope, session)
 
     def _check_session(self, scope: Scope, session: Any) -> None:
@@ -408,10 +408,10 @@ async def _read_body(receive: Receive, most: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RefusedError("server.request_broken_off", 400)
+            raise RefusedError("server.request_incomplete", 400)
         body += message.get("body", b"")
         if len(body) > most:
-            raise RefusedError("server.request_too_long", 413, most=most)
+            raise RefusedError("server.body_too_large", 413, maximum=most)
         if not message.get("more_body", False):
             return bytes(body)
 

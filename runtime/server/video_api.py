@@ -321,7 +321,7 @@ class VideoApi:
         try:
             return await self._images.run(request, _owner(_caller(request)) or "", size, keep)
         except ClientDisconnect as error:
-            raise refused(400, "server.api_incomplete") from error
+            raise refused(400, "server.request_incomplete") from error
 
     def _requested(self, values: Mapping[str, Any], copies: Mapping[str, str]) -> GenerationRequest:
         model = self._key_of(values.get("model", self._settings.model))

@@ -152,7 +152,7 @@ def _error(record: JobRecord, redact: Callable[[str], str]) -> ErrorBody | None:
     if record.state == "cancelled":
         return body_of(Fact("server.api_cancelled"), 400, None, redact)
     if record.state == "interrupted":
-        return body_of(Fact("server.api_interrupted"), 500, None, redact)
+        return body_of(Fact("server.interrupted"), 500, None, redact)
     if record.state != "failed":
         return None
     if record.failure is None or record.failure.internal:

@@ -116,7 +116,7 @@ class BodyReader:
     """Reads bodies within limits. For one event loop."""
 
     def __init__(self) -> None:
-        self._uploads = UploadLimit(_MOST_UPLOADS, _MOST_UPLOADS_ALL, lambda: refused(429, "server.api_uploads"))
+        self._uploads = UploadLimit(_MOST_UPLOADS, _MOST_UPLOADS_ALL, lambda: refused(429, "server.uploads_busy"))
 
     async def read(self, request: Request, user: str) -> tuple[dict[str, Any], dict[str, Image]]:
         """Return the values of a request's fields, and its images by field. The values are not validated.
@@ -143,7 +143,7 @@ class BodyReader:
         """Read a body; the large ones of few requests at once, since each takes its size of memory."""
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
-            raise refused(413, "server.api_too_large", maximum=most)
+            raise refused(413, "server.body_too_large", maximum=most)
         stream, body = request.stream(), bytearray()
 
         async def read(limit: int) -> bool:
@@ -154,13 +154,13 @@ class BodyReader:
                     if len(body) > limit:
                         return False
             except ClientDisconnect as error:
-                raise refused(400, "server.api_incomplete") from error
+                raise refused(400, "server.request_incomplete") from error
             return True
 
         if not await read(MAX_BODY_BYTES):
             with self._uploads.receiving(user):
                 if len(body) > most or not await read(most):
-                    raise refused(413, "server.api_too_large", maximum=most)
+                    raise refused(413, "server.body_too_large", maximum=most)
         return bytes(body)
 
 
@@ -193,7 +193,7 @@ def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> Generati
     unknown = next((name for name in fields if name not in FIELDS), None)
     if unknown is not None:
         raise InvalidRequestError(
-            cut(unknown, 40), "server.api_field_unknown", name=shortened(unknown), known=known_fields()
+            cut(unknown, 40), "request.unknown_field", name=shortened(unknown), known=known_fields()
         )
     if "size" in values:
         conflict = next((name for name in ("width", "height") if name in fields), None)
@@ -229,7 +229,7 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
     except ValueError as error:
         raise refused(400, "server.api_not_json", problem=cut(str(error).partition("\n")[0], 100)) from error
     if not isinstance(values, dict):
-        raise refused(400, "server.api_not_an_object")
+        raise refused(400, "server.not_an_object")
     images: dict[str, Image] = {}
     for name in (*_IMAGES, _REFERENCE):
         match values.get(name):
@@ -324,7 +324,7 @@ def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -
                 return
     elif inner is not None:
         key = f"{name}[{inner}]"
-        raise InvalidRequestError(key, "server.api_field_unknown", name=shortened(key), known=known_fields())
+        raise InvalidRequestError(key, "request.unknown_field", name=shortened(key), known=known_fields())
     elif name not in values:
         values[name] = text if text or isinstance(declared, Prompt) or name not in (*FIELDS, *_OWN) else None
         return
@@ -342,7 +342,7 @@ def _add_image(images: dict[str, Image], name: str, image: Image) -> None:
 def _size(value: object) -> tuple[int, int]:
     size = read_size(value) if isinstance(value, str) else None
     if size is None or max(size) > MAX_SIDE:
-        raise InvalidRequestError("size", "server.api_size", value=shortened(value))
+        raise InvalidRequestError("size", "settings.not_a_size", source="size", value=shortened(value))
     return size
 
 

@@ -6,8 +6,8 @@ from math import ceil
 
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.offers import engine_calls
-from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_index import EngineRecord
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.history import calls_of_plan
 from runtime.ui import formatting
 from runtime.ui.plan_preview import Preview

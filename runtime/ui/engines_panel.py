@@ -22,8 +22,8 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile, serves_any_clip
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, ShapeProfile, serves_any_clip
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.queue.job_planning import build_title
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import (
@@ -456,7 +456,7 @@ def _title_of_build(plan: ExecutionPlan, spec: ModelSpec, component: str, backen
     return build_title(plan, spec, list(plan.components) if component == _ALL else [component], backend)
 
 
-def _components_html(preview: Preview | None, problem: str, building: Collection[Fact]) -> str:
+def _components_html(preview: Preview | None, problem: str, building: Collection[Fact | None]) -> str:
     """Return the HTML of the components at the current settings.
 
     Args:

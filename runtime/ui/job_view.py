@@ -349,7 +349,7 @@ def _facts(job: Job, progress: Progress, address: str, audience: Audience) -> st
 
 def _interrupted(job: Job) -> Fact:
     # Visitors have no command line.
-    return Fact("ui.interrupted" if job.owner is None else "ui.visitor_interrupted", {"job": job.id})
+    return Fact("ui.interrupted" if job.owner is None else "server.interrupted", {"job": job.id})
 
 
 def running_line(progress: Progress) -> Line:

@@ -123,11 +123,12 @@ class JobsPanel:
         return {"message": f"Resumed: {title(job)}.", "watch": job.id}
 
     def _add_again(self, job: JobRecord, count: int) -> Reply:
-        """Queue a job's request with new seeds."""
+        """Queue a job's request with new seeds; copies of a paused job are paused."""
         if job.kind != "video" or job.owner != self._owner:  # the owner may cancel visitors' jobs, but not copy them
             raise unknown_action()
         request = GenerationRequest.model_validate({**job.request, "seed": AUTO})
-        added = self._worker.submit_all(combined(request, [], [AUTO] * count), self._owner)
+        held = job.state == "queued" and job.held
+        added = self._worker.submit_all(combined(request, [], [AUTO] * count), self._owner, held=held)
         return {"message": f"Added to the queue: {counted(len(added), 'video')}.", "watch": added[0].id}
 
     def _resume_status(self, record: JobRecord) -> ResumeStatus:

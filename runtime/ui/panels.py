@@ -66,7 +66,7 @@ def routes(panels: Mapping[str, Panel]) -> list[BaseRoute]:
     async def answer(request: Request) -> Response:
         panel = panels.get(request.path_params["name"])
         if panel is None:
-            raise RefusedError("server.no_panel", 404)
+            raise RefusedError("server.not_found", 404, kind="panel")
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise RefusedError("server.content_type", 415)
         call = read_call(await request.body())

@@ -21,8 +21,8 @@ from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec, is_transformer
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.constraints import choice_conflict
-from runtime.planner.engine_offers import EngineOffer
 from runtime.planner.placement import VAE_PSNR, usable_gpus
 from runtime.planner.presets import BEST, Preset, presets
 from runtime.queue.store import JobStore

@@ -21,8 +21,8 @@ from runtime.machine.probe import Machine
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec, folder_of
-from runtime.planner.engine_index import EngineRecord
-from runtime.planner.engine_offers import Offers, no_offers
+from runtime.planner.choice.engine_index import EngineRecord
+from runtime.planner.choice.engine_offers import Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.requirements import Fit, fit
 from runtime.planner.resolve import PlanningContext, resolve

@@ -104,8 +104,8 @@ def test_other_versions_are_compared_and_listed() -> None:
         ({}, "bench.not_a_result", {}),
         ({"kind": "video"}, "bench.not_a_result", {}),
         (result(schema=2), "bench.other_schema", {"schema": "2", "readable": 1}),
-        ({name: value for name, value in result().items() if name != "machine"}, "bench.incomplete", {}),
-        (result() | {"configurations": 3}, "bench.incomplete", {}),
+        ({name: value for name, value in result().items() if name != "machine"}, "bench.not_a_result", {}),
+        (result() | {"configurations": 3}, "bench.not_a_result", {}),
     ],
 )
 def test_other_files_are_refused(values: Any, code: str, data: dict[str, Any]) -> None:
@@ -127,4 +127,4 @@ def test_other_files_are_refused(values: Any, code: str, data: dict[str, Any]) -
 def test_damaged_results_are_refused(damaged: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         compare(result(configuration("a")), result() | {"configurations": [damaged]})
-    assert refused.value.code == "bench.incomplete"
+    assert refused.value.code == "bench.not_a_result"

@@ -23,7 +23,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.resolve import PlanningContext, resolve
 from tests import published_specs
 from tests.plans import GIB, gpu, machine, tiny_plan

@@ -334,12 +334,9 @@ def test_checkpoints_are_removed_after_confirmation(open_page: OpenPage, server:
     page.wait_for_selector("#history-storage [data-action=remove-checkpoints]", state="detached")
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, {"width": 320, "height": 640}], ids=["1280", "320"])
-def test_comparison_and_storage_are_used_by_keyboard(
-    open_page: OpenPage, server: Server, viewport: dict[str, int]
-) -> None:
-    page = open_page(viewport)
-    prompt = f"{viewport['width']} keys on the sea"  # the tests share one history
+def test_comparison_and_storage_are_used_by_keyboard(open_page: OpenPage, server: Server) -> None:
+    page = open_page({"width": 320, "height": 640})
+    prompt = "keys on the sea"
     ids = [make(page, prompt, seed=one) for one in (1, 2)]
     leave_checkpoint(server, ids[0])
     go(page, "History")

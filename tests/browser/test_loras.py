@@ -16,8 +16,7 @@ FIELD = "#field-loras textarea"
 SMALL = {"width": 320, "height": 640}
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, SMALL], ids=["1280", "320"])
-def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server, viewport: dict[str, int]) -> None:
+def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server) -> None:
     folder = server.cache_dir / "weights" / "loras"
     spec = read_spec(server.cache_dir / "weights" / MODEL, MODEL)
     (folder / "styles").mkdir(parents=True, exist_ok=True)
@@ -25,7 +24,7 @@ def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server, vie
         save(folder / f"{name}.safetensors", peft(factors(spec.transformer)))
     (folder / "broken.safetensors").write_bytes(b"x" * 100)
     try:
-        page = open_page(viewport)
+        page = open_page()
         advance(page)
         row = "[data-lora='styles/ink']"
         page.wait_for_selector(row)
@@ -64,7 +63,9 @@ def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server, vie
         page.wait_for_selector("[data-lora=broken] input[type=checkbox]:disabled")
         assert page.inner_text("[data-lora=broken]").count("broken") == 2  # its name, and its file in the reason
         assert page.evaluate(UNNAMED_INPUTS) == []
-        assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        for viewport in (DESKTOP, SMALL):
+            page.set_viewport_size(viewport)
+            assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
         page.fill(FIELD, "")
         page.wait_for_function("() => window.tandem.values.includes('')")

@@ -73,19 +73,20 @@ def test_a_download_is_confirmed_paused_resumed_and_removed(
     assert page.complaints == []
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, SMALL], ids=["1280", "320"])
-def test_a_model_is_used_and_deleted_by_keyboard(open_page: OpenPage, server: Server, viewport: dict[str, int]) -> None:
+def test_a_model_is_used_and_deleted_by_keyboard(open_page: OpenPage, server: Server) -> None:
     weights = server.cache_dir / "weights"
     shutil.copytree(weights / MODEL, weights / "Second")
     (weights / "Broken").mkdir(exist_ok=True)
     card = "#models-installed [data-model=Second]"
-    page = open_page(viewport)
+    page = open_page()
     go(page)
     page.wait_for_selector(card)
     assert "Runs here" in page.inner_text(card)
     assert "no readable Broken/model_index.json" in page.inner_text("#models-installed [data-model=Broken]")
-    assert page.evaluate(CUT_OFF) == []
     assert page.evaluate(UNNAMED_INPUTS) == []
+    for viewport in (DESKTOP, SMALL):
+        page.set_viewport_size(viewport)
+        assert page.evaluate(CUT_OFF) == []
 
     page.focus(f"{card} [data-action=use]")
     page.keyboard.press("Enter")
@@ -102,7 +103,9 @@ def test_a_model_is_used_and_deleted_by_keyboard(open_page: OpenPage, server: Se
     page.wait_for_selector(f"{card} details[open]")
     assert page.evaluate("() => document.activeElement.dataset.action") == "verify"
     assert "has no hashes" in page.get_attribute(f"{card} [data-action=verify]", "aria-label")
-    assert page.evaluate(CUT_OFF) == []
+    for viewport in (DESKTOP, SMALL):
+        page.set_viewport_size(viewport)
+        assert page.evaluate(CUT_OFF) == []
     page.keyboard.press("Escape")
     page.wait_for_selector(f"{card} details:not([open])")
     assert page.evaluate("() => document.activeElement.tagName") == "SUMMARY"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.app_server import Server, make_cache, serving
+from tests.app_server import Server
 from tests.browser.conftest import (
     DESKTOP,
     PHONE,
@@ -249,11 +249,8 @@ def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_pag
     assert page.complaints == []
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["1280", "390"])
-def test_the_video_on_the_stage_is_compared_with_a_recent_one_by_keyboard(
-    open_page: OpenPage, viewport: dict[str, int]
-) -> None:
-    page = open_page(viewport)
+def test_the_video_on_the_stage_is_compared_with_a_recent_one_by_keyboard(open_page: OpenPage) -> None:
+    page = open_page()
     made = []
     for prompt in ("a red boat", "a blue ball", "a kite"):
         ask(page, prompt)
@@ -261,24 +258,26 @@ def test_the_video_on_the_stage_is_compared_with_a_recent_one_by_keyboard(
         wait_for_state(page, "done")
         made.append(page.get_attribute("#status .status", "data-job"))
         page.wait_for_selector(f'#recent [data-show="{made[-1]}"][data-done]')
-    page.focus("#facts [data-compare-with]")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#pick:has-text('Select the video to compare with.')")
-    # Escape ends the choice; the next press begins it again, with the focus on the strip.
-    page.keyboard.press("Escape")
-    page.wait_for_function("() => !document.querySelector('#pick').textContent")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#facts [data-compare-with][aria-pressed=true]")
-    assert page.evaluate("() => document.activeElement.dataset.show") == made[1]
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(f'#comparison[open] [data-compare="{made[0]} {made[2]}"]')
-    assert page.inner_text("#comparison tbody tr >> nth=0").split("\n")[0].startswith("Prompt")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("() => document.querySelector('[data-frame]').textContent.startsWith('2 /')")
-    page.keyboard.press("Escape")
-    page.wait_for_selector("#comparison:not([open])", state="attached")
-    assert page.get_attribute("#facts [data-compare-with]", "aria-pressed") == "false"
+    for viewport in (DESKTOP, PHONE):
+        page.set_viewport_size(viewport)
+        page.focus("#facts [data-compare-with]")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#pick:has-text('Select the video to compare with.')")
+        # Escape ends the choice; the next press begins it again, with the focus on the strip.
+        page.keyboard.press("Escape")
+        page.wait_for_function("() => !document.querySelector('#pick').textContent")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#facts [data-compare-with][aria-pressed=true]")
+        assert page.evaluate("() => document.activeElement.dataset.show") == made[1]
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f'#comparison[open] [data-compare="{made[0]} {made[2]}"]')
+        assert page.inner_text("#comparison tbody tr >> nth=0").split("\n")[0].startswith("Prompt")
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("() => document.querySelector('[data-frame]').textContent.startsWith('2 /')")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#comparison:not([open])", state="attached")
+        assert page.get_attribute("#facts [data-compare-with]", "aria-pressed") == "false"
     assert state(page) == "done" and page.complaints == []
 
 
@@ -634,14 +633,16 @@ def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) ->
     assert page.evaluate(places) == before
 
 
-def test_the_size_can_be_chosen_without_scrolling(open_page: OpenPage, tmp_path: Path) -> None:
+def test_the_size_can_be_chosen_without_scrolling(open_page: OpenPage) -> None:
     # The shipped model with all its words, and the list of models.
-    with serving(make_cache(tmp_path), "--model", "diorama") as other:
-        page = open_page(url=other.url)
-        page.wait_for_selector("#presets .tile")
-        assert page.is_visible("#field-model") and page.is_visible("#card h2:text('Diorama')")
-        size, bar = page.locator("#size").bounding_box(), page.locator("#bar").bounding_box()
-        assert size["y"] + size["height"] <= bar["y"] + 1
+    page = open_page()
+    choose_diorama(page)
+    page.wait_for_selector("#size input[value='192x112']")
+    page.wait_for_selector("#presets .tile")
+    assert page.is_visible("#field-model") and page.is_visible("#card h2:text('Diorama')")
+    page.evaluate("() => scrollTo(0, 0)")
+    size, bar = page.locator("#size").bounding_box(), page.locator("#bar").bounding_box()
+    assert size["y"] + size["height"] <= bar["y"] + 1
 
 
 def test_a_message_on_a_phone_is_above_the_bar(open_page: OpenPage) -> None:
@@ -651,48 +652,49 @@ def test_a_message_on_a_phone_is_above_the_bar(open_page: OpenPage) -> None:
     assert message["y"] + message["height"] <= bar["y"]
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, {"width": 1920, "height": 1080}], ids=["1280", "1920"])
-def test_the_actions_of_a_video_are_in_view(open_page: OpenPage, viewport: dict[str, int]) -> None:
-    page = open_page(viewport)
+def test_the_actions_of_a_video_are_in_view(open_page: OpenPage) -> None:
+    page = open_page()
     ask(page, "a red boat")
     start(page)
     wait_for_state(page, "done")
     page.wait_for_selector("#facts .actions")
-    page.evaluate("() => scrollTo(0, 0)")
-    box = page.locator("#facts .actions").bounding_box()
-    assert box["y"] + box["height"] <= viewport["height"]
+    for viewport in (DESKTOP, {"width": 1920, "height": 1080}):
+        page.set_viewport_size(viewport)
+        page.evaluate("() => scrollTo(0, 0)")
+        box = page.locator("#facts .actions").bounding_box()
+        assert box["y"] + box["height"] <= viewport["height"]
 
 
-@pytest.mark.parametrize("viewport", [PHONE, SMALL], ids=["390", "320"])
-def test_on_a_phone_the_prompt_comes_first_and_the_picture_right_below(
-    open_page: OpenPage, viewport: dict[str, int]
-) -> None:
-    page = open_page(viewport)
+def test_on_a_phone_the_prompt_comes_first_and_the_picture_right_below(open_page: OpenPage) -> None:
+    page = open_page(PHONE)
     ask(page)
     start(page)
     wait_for_state(page, "done")
     page.reload()
     ready(page)
     page.wait_for_selector("#picture video")
-    prompt, picture, card = (page.locator(one).bounding_box() for one in ("#field-prompt", "#picture", "#card"))
-    assert prompt["y"] + prompt["height"] < picture["y"] < card["y"]
-    # The tab key has the same order, and Delete is not alone in a row.
-    sections = "#compose, #bar, #stage, #model, #basics"
-    page.focus("#field-prompt textarea")
-    visited = ["compose"]
-    while visited[-1] != "basics" and len(visited) < 60:
-        page.keyboard.press("Tab")
-        visited.append(page.evaluate("(sections) => document.activeElement.closest(sections)?.id", sections))
-    assert list(dict.fromkeys(visited)) == ["compose", "bar", "stage", "model", "basics"], visited
-    last, delete = (page.locator("#facts .actions .button:visible").nth(n).bounding_box() for n in (-2, -1))
-    assert last["y"] == delete["y"]
-    assert picture["y"] + 60 < page.locator("#bar").bounding_box()["y"]
-    # Another video of the strip, below, brings the picture into view.
-    page.locator("#recent [data-show]").first.scroll_into_view_if_needed()
-    page.locator("#recent [data-show]").first.click()
-    page.wait_for_function(
-        "() => { const box = document.querySelector('#picture').getBoundingClientRect(); return box.top >= 0 }"
-    )
+    for viewport in (PHONE, SMALL):
+        page.set_viewport_size(viewport)
+        page.evaluate("() => scrollTo(0, 0)")
+        prompt, picture, card = (page.locator(one).bounding_box() for one in ("#field-prompt", "#picture", "#card"))
+        assert prompt["y"] + prompt["height"] < picture["y"] < card["y"]
+        # The tab key has the same order, and Delete is not alone in a row.
+        sections = "#compose, #bar, #stage, #model, #basics"
+        page.focus("#field-prompt textarea")
+        visited = ["compose"]
+        while visited[-1] != "basics" and len(visited) < 60:
+            page.keyboard.press("Tab")
+            visited.append(page.evaluate("(sections) => document.activeElement.closest(sections)?.id", sections))
+        assert list(dict.fromkeys(visited)) == ["compose", "bar", "stage", "model", "basics"], visited
+        last, delete = (page.locator("#facts .actions .button:visible").nth(n).bounding_box() for n in (-2, -1))
+        assert last["y"] == delete["y"]
+        assert picture["y"] + 60 < page.locator("#bar").bounding_box()["y"]
+        # Another video of the strip, below, brings the picture into view.
+        page.locator("#recent [data-show]").first.scroll_into_view_if_needed()
+        page.locator("#recent [data-show]").first.click()
+        page.wait_for_function(
+            "() => { const box = document.querySelector('#picture').getBoundingClientRect(); return box.top >= 0 }"
+        )
 
 
 def test_the_form_folds_away_on_a_phone_while_a_job_runs(open_page: OpenPage) -> None:

@@ -193,7 +193,7 @@ def test_damaged_model_folders_are_refused(
         _bad_config: ("model.config_invalid", {"model": "model"}),
         _no_scheduler: ("model.file_missing", {"file": "scheduler/scheduler_config.json"}),
         _swapped_weights: ("model.component_incomplete", {"component": "transformer", "missing": 69}),
-        _bad_tokenizer: ("model.tokenizer_unloadable", {"model": "model"}),
+        _bad_tokenizer: ("model.part_unloadable", {"model": "model"}),
     }
     folder, out = tmp_path / "model", tmp_path / "x.mp4"
     size = ["--width", "64", "--height", "32", "--frames", "5", "--steps", "2"]
@@ -212,8 +212,8 @@ def test_settings_of_the_environment_are_refused_by_their_variable(
     cache_dir: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for name, value, code in (
-        ("TANDEM_PORT", "99999999", "settings.not_a_port"),
-        ("TANDEM_PORT", "nan", "settings.not_a_port"),
+        ("TANDEM_PORT", "99999999", "settings.not_a_count"),
+        ("TANDEM_PORT", "nan", "settings.not_a_count"),
         ("TANDEM_AUTH", "nobody", "settings.auth_invalid"),
         ("TANDEM_HOST", "0.0.0.0", "settings.host_without_password"),
         ("TANDEM_BROWSER", "perhaps", "settings.not_a_switch"),
@@ -236,7 +236,7 @@ def test_an_invalid_settings_file_is_refused(
         ("{", "file_invalid"),
         ("[]", "unknown"),
         ('{"prot": 1}', "unknown"),
-        ('{"port": "x"}', "not_a_port"),
+        ('{"port": "x"}', "not_a_count"),
         ('{"host": 7}', "empty"),
         ("\xff", "file_invalid"),
     ):
@@ -291,7 +291,7 @@ def test_loras_are_refused_by_their_rules(
     damaged = {"code": "model.file_damaged", "data": {"file": "loras/cut.safetensors", "size": 21324}}
     cases: list[tuple[list[str], str, dict[str, Any]]] = [
         (["--lora", "no-such"], "lora.unknown", {"lora": "no-such", "folder": str(folder)}),
-        (["--lora", "/no/such.safetensors"], "lora.file_missing", {"file": "/no/such.safetensors"}),
+        (["--lora", "/no/such.safetensors"], "lora.unknown", {"lora": "/no/such.safetensors"}),
         (["--lora", "high=mixed"], "lora.other_size", {"lora": "mixed", "shape": "24×24", "expected": "192×192"}),
         (["--lora", "cut"], "lora.damaged", {"lora": "cut.safetensors", "cause": damaged}),
     ]

@@ -84,8 +84,8 @@ def test_files_that_cannot_be_compared_are_refused_in_either_place(
     good.write_text(json.dumps(result(configuration("a"))))
     for content, code in (
         (None, "not_read"),
-        ("", "not_json"),
-        ("[" * 100_000, "not_json"),
+        ("", "not_a_result"),
+        ("[" * 100_000, "not_a_result"),
         ("[]", "not_a_result"),
         ('{"kind": "bench", "schema": 99}', "other_schema"),
         (json.dumps(result(configuration("b"))), "nothing_to_compare"),

@@ -148,7 +148,7 @@ def test_bad_input_is_refused(cache_dir: Path, capsys: pytest.CaptureFixture[str
         (["build", "--quantization", "fp8"], "planner.quantization_needs_gpu", {"cause": no_gpu}),
         (["build", "--width", "190"], "planner.not_a_multiple", {"field": "width", "able": [176, 192]}),
         (["build", "--backend", "vae"], "request.not_a_backend", {"field": "backends", "value": "'vae'"}),
-        (["export", "--component", "eyes"], "cli.no_such_component", {"component": "'eyes'"}),
+        (["export", "--component", "eyes"], "model.no_such_component", {"component": "'eyes'"}),
         (["export", "--out", " "], "cli.folder_unreadable", {"field": "out"}),
         (["export", "--out", "/proc/none/x"], "cli.folder_not_created", {"folder": "/proc/none/x"}),
     ]

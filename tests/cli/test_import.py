@@ -77,7 +77,7 @@ def test_bad_input_is_refused(
         ([text], "engine.import_text", {"file": "text.plan"}),
         ([str(tmp_path / "empty.onnx")], "engine.import_empty", {"file": "empty.onnx"}),
         ([str(tmp_path / "plan.plan")], "engine.import_not_a_plan", {"file": "plan.plan"}),
-        ([text, "--component", "eyes"], "cli.no_such_component", {"component": "'eyes'"}),
+        ([text, "--component", "eyes"], "model.no_such_component", {"component": "'eyes'"}),
         ([text, "--model", "no-such"], "model.unknown", {"name": "no-such"}),
         ([text, "--no-such-flag"], "cli.usage", {"help": "./install.sh engines import --help"}),
     ]

@@ -148,7 +148,7 @@ def test_plan_shows_all_strategies_if_memory_is_short(
     assert "--offload sequential" in text
     assert [strategy["taken"] for strategy in result["plan"]["ladder"]].count(True) == 1
     lacks = {strategy["lacks"] for strategy in result["plan"]["ladder"] if strategy["quantization"] == "bnb-4bit"}
-    lacking = fact("machine.no_bitsandbytes")
+    lacking = fact("machine.gpu_package_missing", package="bitsandbytes")
     assert lacks == {short(lacking)}
     assert str(fact("strategy.unavailable", cause=lacking)) in text
 

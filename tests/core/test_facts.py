@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.errors import TandemError
+from runtime.core.errors import DISK_FULL, MODEL_UNUSABLE, STORE_UNAVAILABLE, TandemError
 from runtime.core.facts import Fact, Words, capitalized, render, short
 from runtime.core.messages import MESSAGES
 from runtime.core.messages.message import Message
@@ -92,6 +92,10 @@ def test_every_code_has_a_message_and_every_message_is_stated_with_its_data() ->
     lacking = [(code, fields_of(MESSAGES[code]).keys() - names - added) for code, names in listed]
     assert len(listed) > 500
     assert not [(code, names) for code, names in lacking if names]
+
+
+def test_groups_of_codes_have_messages() -> None:
+    assert MESSAGES.keys() >= DISK_FULL | MODEL_UNUSABLE | STORE_UNAVAILABLE
 
 
 def test_every_message_is_rendered_in_one_line_each() -> None:

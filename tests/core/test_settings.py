@@ -197,8 +197,8 @@ def test_a_settings_file_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "code"),
     [
-        ({"port": True}, "settings.not_a_port"),
-        ({"port": 7000.5}, "settings.not_a_port"),
+        ({"port": True}, "settings.not_a_count"),
+        ({"port": 7000.5}, "settings.not_a_count"),
         ({"share_queue": True}, "settings.not_a_count"),
         ({"engine_cache_gb": [1]}, "settings.not_gigabytes"),
         ({"browser": "perhaps"}, "settings.not_a_switch"),

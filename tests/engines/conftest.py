@@ -20,7 +20,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions import Session, open_session
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
 from tests.conftest import shared_folder
 from tests.engine_library import EngineLibrary
 

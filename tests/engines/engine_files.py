@@ -13,7 +13,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
-from runtime.planner.engine_index import EngineFile, EngineKey, EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineFile, EngineKey, EngineRecord, ShapeProfile
 
 _KEY = EngineKey(
     program="transformer",

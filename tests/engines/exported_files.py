@@ -126,10 +126,3 @@ def _write(form: nn.Module, inputs: Any, path: Path, names: Sequence[str], outpu
     assert exported is not None
     exported.save(path, external_data=False)
     return path
-
-
-def other_transformer(spec: ModelSpec) -> Any:
-    """Return a transformer of the same architecture with other weights."""
-    torch.manual_seed(7)
-    config = WanTransformer3DModel.load_config(spec.directory / "transformer")
-    return WanTransformer3DModel.from_config(config)

@@ -16,8 +16,8 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import wanted_engines
-from runtime.planner.engine_index import SWAPPED, EngineKey
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_index import SWAPPED, EngineKey
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.engines.engine_files import add, refusal
 from tests.plans import GIB, GPU_PACKAGES, gpu, machine

@@ -25,8 +25,8 @@ from runtime.engines.verify import Comparison, Verification
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
-from runtime.planner.engine_index import EngineKey, ShapeProfile
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile
 from tests.engines import engine_files
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -248,18 +248,19 @@ def test_block_engines_are_built_verified_and_measured(
 ) -> None:
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "2")
     spec = tiny("wan2.2-a14b")
+    spec = replace(spec, defaults=replace(spec.defaults, width=64, height=64, frames=9))
     service = EngineService(EngineStore(tmp_path / "engines", 1 << 40), probe(), tmp_path)
     [offer] = [
         one for one in service.offers(spec)("transformer", (3, 4, 8), "cpu") if one.builder == "onnxruntime_blocks"
     ]
     [use] = [use for use in offer.engines if use.program == program]
     assert use.builder in BUILDERS
-    baselines = Baselines(service)
-    record = service.build(spec, "transformer", use, "cpu", lambda *_: None, Cancel(), baselines=baselines)
+    timers = PyTorchTimerFactory(service)
+    record = service.build(spec, "transformer", use, "cpu", lambda *_: None, Cancel(), timers=timers)
     assert record.usable
     assert 0 < record.error < 1e-5
     assert set(record.baselines) == {"eager"}
     assert min(record.seconds_per_call, record.pytorch_seconds_per_call) > 0
-    [again] = service.verify([record], [spec], lambda *_: None, Cancel(), baselines=baselines)
+    [again] = service.verify([record], [spec], lambda *_: None, Cancel(), timers=timers)
     assert again.engine.usable
     assert again.skipped is None

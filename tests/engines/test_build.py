@@ -25,7 +25,7 @@ from runtime.engines.builders import BuildNeeds
 from runtime.engines.builders.inductor import InductorBuilder
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 from tests.engines import child_entries
 from tests.engines.engine_files import add, key, refusal, visible
 from tests.facts import fact
@@ -86,7 +86,7 @@ def test_damaged_engine_is_rebuilt_and_the_problem_reported(request_: BuildReque
     reported: list[Fact] = []
     record = build_engine(request_, store, lambda fact, _: reported.append(fact), Cancel(), odd("make"))
     cause = Fact("engine.file_other_size", {"file": "engine.pt2", "size": 0, "expected": 600})
-    assert reported[0] == Fact("engine.replacing_damaged", {"cause": cause})
+    assert reported[0] == Fact("engine.existing_unusable", {"cause": cause})
     assert record.usable
 
 

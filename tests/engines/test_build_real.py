@@ -20,7 +20,7 @@ from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import cpp_compiler, probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile, find
+from runtime.planner.choice.engine_index import ShapeProfile, find
 from tests.engines.engine_files import visible
 
 

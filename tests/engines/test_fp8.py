@@ -17,7 +17,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions import onnxruntime as onnxruntime_sessions
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeBlockSession
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import relative
 from tests.engines.contract import wheels
 

@@ -28,7 +28,7 @@ from runtime.engines.programs import load_program
 from runtime.machine.probe import probe
 from runtime.models.registry import FAMILIES, Entry, family_of, read_spec
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from tests.engines.engine_files import refusal
 
 

@@ -16,7 +16,7 @@ from runtime.engines.service import EngineService, Verified
 from runtime.engines.store import EngineStore, Pruned
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 from tests.engines import child_entries
 from tests.engines.engine_files import add, key, refusal, visible
 

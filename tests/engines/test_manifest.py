@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.sessions import open_session
-from runtime.planner.engine_index import UNREADABLE_KEY, EngineRecord
+from runtime.planner.choice.engine_index import UNREADABLE_KEY, EngineRecord
 from tests.engines.engine_files import key, put, record, same
 
 
@@ -81,10 +81,10 @@ def test_a_fact_with_data_of_another_type_is_a_problem(folder: Path, data: Any) 
 
 def test_another_engines_key_is_a_problem(folder: Path) -> None:
     other = key(versions=(("torch", "2.14.0"),))
-    record = spoil(folder, key=other.to_json())
+    record = spoil(folder, key=asdict(other))
     assert record.problem == Fact("engine.manifest_changed")
     assert record.key == UNREADABLE_KEY
-    record = spoil(folder, key=other.to_json(), id=other.digest())
+    record = spoil(folder, key=asdict(other), id=other.digest())
     assert record.problem == Fact("engine.manifest_changed")
 
 

@@ -13,7 +13,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
 from runtime.models.spec import ModelSpec, component_of
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import DECODER_STEPS, PROFILES, Build
 from tests.tiny_models import SHALLOW
 

@@ -9,7 +9,7 @@ from runtime.engines.component_programs import TEXT_PADDING, Program, cut_text
 from runtime.engines.programs import load_program
 from runtime.engines.signatures import IOSignature
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, relative
 from tests.engines.engine_files import refusal
 

@@ -23,7 +23,7 @@ from runtime.models.catalogue import find
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_stored
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests import lora_files
 from tests.hostile_files import HOSTILE
 from tests.planner.test_live_bytes import Counted

@@ -15,7 +15,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, ShapeProfile
 from tests.engines.engine_files import record
 
 HERE = probe()
@@ -49,7 +49,7 @@ def test_current_engine_is_not_stale(fresh: EngineRecord, spec: ModelSpec) -> No
         ({"weights": "0" * 64}, "engine.differs_weights", {}),
         ({"versions": (("torch", "1.0"),)}, "engine.differs_version", {"package": "PyTorch", "found": "1.0"}),
         ({"export_revision": 1}, "engine.differs_export", {}),
-        ({"system": "Plan9 vax"}, "engine.differs_system", {"found": "Plan9 vax"}),
+        ({"system": "Plan9 vax"}, "engine.differs_device", {"found": "Plan9 vax"}),
         ({"device": GPU}, "engine.differs_device", {"found": GPU}),
         ({"builder": "forge"}, "engine.stale_without_builder", {"builder": "forge"}),
     ],
@@ -95,7 +95,7 @@ def test_current_imported_engine_is_not_stale(imported: EngineRecord, spec: Mode
         ({"architecture": "0" * 64}, "engine.differs_architecture", {}),
         ({"versions": (("onnxruntime", "1.2.3"),)}, "engine.differs_missing_package", {"found": "1.2.3"}),
         ({"versions": (("tensorrt", "8.6.1"),)}, "engine.differs_missing_package", {"package": "TensorRT"}),
-        ({"system": "Plan9 vax"}, "engine.differs_system", {"found": "Plan9 vax"}),
+        ({"system": "Plan9 vax"}, "engine.differs_device", {"found": "Plan9 vax"}),
         ({"device": GPU}, "engine.differs_device", {"found": GPU}),
         (
             {"device": f"{device_text(HERE, 'cpu')} avx9999"},

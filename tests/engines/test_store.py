@@ -23,7 +23,7 @@ from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore, engine_sets
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
 from tests.engines.engine_files import add, key, put, refusal, visible
 from tests.waiting import until
 

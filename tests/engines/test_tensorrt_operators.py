@@ -18,7 +18,7 @@ from runtime.engines.tensorrt_operators import FRAME_DECODER_OPERATORS
 from runtime.engines.verify import verify
 from runtime.models.registry import read_spec
 from runtime.models.spec import FRAME_DECODER
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.families.dcae import decoders
 
 USUAL = ("DepthToSpace", "Resize", "Expand")

@@ -21,7 +21,7 @@ from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTSession, read_names
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, UNREADABLE_KEY, EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import SWAPPED, UNREADABLE_KEY, EngineKey, ShapeProfile
 from tests.engines.engine_files import refusal
 from tests.plans import GPU_PACKAGES, gpu, machine
 from tests.published_specs import spec as published
@@ -66,10 +66,14 @@ def test_reason_why_a_builder_is_unavailable(name: str, where: Machine, why: Fac
 
 def test_missing_or_incompatible_package_is_named() -> None:
     without = replace(WITH_GPU, packages=())
-    assert BUILDERS["onnx_tensorrt"].unavailable(without) == Fact("machine.no_tensorrt")
+    assert BUILDERS["onnx_tensorrt"].unavailable(without) == Fact(
+        "machine.gpu_package_missing", {"package": "TensorRT"}
+    )
     with_one = replace(WITH_GPU, packages=(("tensorrt", "11.0.0.114"),))
     assert BUILDERS["onnx_tensorrt"].unavailable(with_one) is None
-    assert BUILDERS["torch_tensorrt"].unavailable(with_one) == Fact("machine.no_torch_tensorrt")
+    assert BUILDERS["torch_tensorrt"].unavailable(with_one) == Fact(
+        "machine.gpu_package_missing", {"package": "torch-tensorrt"}
+    )
     unfit = replace(with_one, packages=(*with_one.packages, ("torch-tensorrt", "2.11.0")))
     assert BUILDERS["torch_tensorrt"].unavailable(unfit) == Fact(
         "machine.torch_tensorrt_mismatch", {"installed": "2.11.0", "torch": "2.13.0"}

@@ -29,7 +29,8 @@ from runtime.engines.sessions.tensorrt_rtx import TensorRTRTXSession
 from runtime.machine.probe import Machine
 from runtime.models import spec as spec_module
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile, differences
+from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
+from runtime.planner.choice.key_differences import differences
 from tests.conftest import build_once
 from tests.engines.contract import wheels
 from tests.plans import GPU_PACKAGES, gpu, machine

@@ -18,7 +18,7 @@ from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import TIMESTEPS, TOLERANCES, Verification, cases_of, compare, verify
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec, component_of
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import PROFILES, Build
 from tests.tiny_models import SHALLOW
 

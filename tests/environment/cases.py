@@ -20,6 +20,8 @@ _UNUSABLE_EVEN_FOR_PYTHON = frozenset(
         *("PYTHONIOENCODING", "PYTHONEXECUTABLE", "PYTHONPLATLIBDIR"),
     }
 )
+# With these, Python compiles all files of PyTorch and Gradio again in each run: fifteen seconds.
+_SLOW = frozenset({"PYTHONPYCACHEPREFIX"})
 # What a program needs of the environment.
 _UNAVOIDABLE = ("PATH", "SystemRoot")
 
@@ -400,7 +402,9 @@ RUNS: Mapping[str, Callable[[Path, Mapping[str, str]], str]] = {
 
 def runs_with(name: str) -> list[str]:
     """Return what can run with a variable: without the installer, Python itself ends for some."""
-    return ["install"] if name in _UNUSABLE_EVEN_FOR_PYTHON else list(RUNS)
+    if name in _UNUSABLE_EVEN_FOR_PYTHON:
+        return ["install"]
+    return ["install", "plan"] if name in _SLOW else list(RUNS)
 
 
 def broken(run: str, cache_dir: Path, names: Sequence[str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ def test_variables_of_other_programs_stop_nothing(run: str, cache: Path) -> None
 
 @pytest.mark.slow
 def test_nothing_but_the_cache_folder_needs_to_be_set(cache: Path, subtests: pytest.Subtests) -> None:
-    for run in ("plan", "app", "generate"):
+    for run in ("app", "generate"):
         with subtests.test(msg=run):
             assert RUNS[run](cache, {}) == "works"
 

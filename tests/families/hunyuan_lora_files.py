@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -172,18 +172,20 @@ def sums(plain: Tensors, tensors: Tensors, weight: float = 1.0) -> Tensors:
     return found
 
 
-def fused_by_peft(spec: ModelSpec, tensors: Tensors, folder: Path, weight: float = 1.0) -> Tensors:
-    """Return the transformer's weights with factors that have diffusers' names, as diffusers' loader fuses them.
+def fused_by_peft(spec: ModelSpec, loras: Sequence[Tensors], folder: Path, weight: float) -> list[Tensors]:
+    """Return the transformer's weights with each LoRA, which has diffusers' names, as diffusers' loader fuses it.
 
     The test is skipped where peft, which the loader needs, cannot be fetched.
     """
     package = wheels.unpacked(PEFT)
-    # Some factors are the same tensor, which a file cannot have.
-    apart = {name: tensor.clone() for name, tensor in tensors.items()}
-    file, output = save(folder / "for_peft.safetensors", apart), folder / "by_peft.safetensors"
-    arguments = (spec.directory, spec.family, file, weight, output)
+    files = []
+    for number, tensors in enumerate(loras):
+        # Some factors are the same tensor, which a file cannot have.
+        apart = {name: tensor.clone() for name, tensor in tensors.items()}
+        files.append(save(folder / f"for_peft_{number}.safetensors", apart))
+    arguments = (spec.directory, spec.family, weight, *files)
     wheels.run("tests.families.fuse_with_peft", *arguments, packages=[package], libraries=folder)
-    return load_file(output)
+    return [load_file(file.with_suffix(".fused")) for file in files]
 
 
 def check_equal(got: Tensors, wanted: Tensors) -> None:

@@ -180,10 +180,13 @@ def round_of(attack: Attack, clients: dict[str, Any], examples: int, seed: int) 
 
 
 def every_route(attack: Attack) -> None:
-    """Send malformed requests to each route of both pages; few without a login, which is refused first."""
+    """Send malformed requests to each route of both pages.
+
+    Few without a login, which is refused first, and to those of the owner's page that the visitors' page has, too.
+    """
+    shared = attack.faces["visitor"].routes.methods.keys()
     for face in attack.faces.values():
-        few = 4 if face.name == "stranger" else None
-        for path, request in face.routes.malformed(few):
+        for path, request in face.routes.malformed(few=() if face.name == "visitor" else shared):
             attack.ask(face, f"route {path}", request.method, request.target, dict(request.headers), request.body)
     attack.check_server()
 

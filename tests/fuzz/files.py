@@ -260,7 +260,7 @@ def _serve(connection: Connection, folder: Path, kinds: Mapping[str, Make]) -> N
     """Read the files of each example that arrives, in a process of its own."""
     spec = read_spec(folder / "tiny", "tiny")
     places = Places(folder, spec, tiny_plan(spec, folder / "x.mp4"))
-    for make in KINDS.values():  # imports what reading needs
+    for make in kinds.values():  # imports what reading needs
         _empty(places.example)
         make(places, random.Random(0), [])()
     before = _start_measuring()

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ _BODIES = (
     b"", b"{", b"\xff\xfe\0", b"[" * 20_000, b'{"data":' * 5000, b"x" * 300_000, b'{"a": "\0\x1b"}', b"a=b&c=%ED%A0%80",
 )  # fmt: skip
 _TYPES = (b"application/json", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain; charset=x")
+# Of each method of a route.
+_FEW = 4
 _OTHER_METHODS = ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "POST", "GET")
 
 
@@ -56,11 +58,11 @@ class Routes:
         found = json.loads((cache / f"routes-{port}.json").read_text(encoding="utf-8"))
         return cls(found["routes"], found["panels"])
 
-    def malformed(self, most: int | None = None) -> Iterator[tuple[str, Request]]:
+    def malformed(self, few: Collection[str] = ()) -> Iterator[tuple[str, Request]]:
         """Yield malformed requests for each route, with its path; those of one route differ in all their parts.
 
         Args:
-            most: maximum number for each method of a route.
+            few: paths of routes with only a few of them.
         """
         for path, methods in sorted(self.methods.items()):
             wrong = next(one for one in _OTHER_METHODS if one not in methods)
@@ -69,7 +71,7 @@ class Routes:
                 parts = _PARTS if _PARAMETER.search(path) else ("",)
                 count = max(len(bodies), len(parts), len(_QUERIES)) if method != wrong else 3
                 every = zip(*map(itertools.cycle, (parts, _QUERIES, bodies, _TYPES)), strict=False)
-                for part, query, body, kind in itertools.islice(every, count if most is None else min(count, most)):
+                for part, query, body, kind in itertools.islice(every, min(count, _FEW) if path in few else count):
                     target = part.join(_PARAMETER.split(path)) + query
                     headers = {b"Content-Type": kind} if body else {}
                     yield path, Request(method.encode(), target.encode(), headers, body)

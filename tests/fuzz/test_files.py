@@ -31,7 +31,7 @@ def _faulty(places: Places, chance: random.Random, changes: list[Change]) -> Cal
     marker = places.folder / "marker"
 
     def read() -> None:
-        match changes[0].kind:
+        match changes[0].kind if changes else "nothing":
             case "waits":
                 os.mkfifo(places.example / "fifo")
                 (places.example / "fifo").read_bytes()

@@ -13,7 +13,7 @@ from runtime.engines.onnx_export import check_structure, export_onnx
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.gpu import opset17
 from tests.gpu.errors import relative_error
 from tests.gpu.opset17 import float32_nodes, to_opset_17

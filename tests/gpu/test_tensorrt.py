@@ -26,7 +26,7 @@ from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSess
 from runtime.engines.verify import verify
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error
 from tests.gpu.opset17 import to_opset_17

@@ -16,8 +16,8 @@ from runtime.execution.memory import release_cached_memory
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
-from runtime.planner.engine_index import ShapeProfile
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.test_block_reference import PARTS, Part, key_of, part_of
 from tests.gpu import wide_models
 from tests.pipeline.test_baselines import PROGRAMS, component_of
@@ -84,7 +84,7 @@ def test_pytorch_is_measured_eager_and_compiled(tiny: Callable[[str], ModelSpec]
     spec = tiny("wan2.2-a14b")
     service = EngineService(EngineStore(tmp_path / "engines", 1 << 40), probe(), tmp_path)
     key = component_key(spec, program, service)
-    baseline = Baselines(service)(spec, component_of(program), key, DEVICE)
+    baseline = PyTorchTimerFactory(service)(spec, component_of(program), key, DEVICE)
     assert baseline is not None
     found = baseline(program, key.profiles[0].opt)
     assert set(found) == ({"eager"} if program == "text_encoder" else {"eager", "compiled"})

@@ -43,7 +43,7 @@ def findings(on: Machine, folder: Path, engines: Path | None = None) -> dict[str
         (BARE, "CPU", "ok", "doctor.cpu", {"cores": 2, "system": "Linux x86_64"}),
         (BARE, "Memory", "ok", "doctor.memory_and_swap", {"swap": 32 * GIB, "swap_free": 32 * GIB}),
         (machine(ram_free_gib=1, packages=()), "Memory", "problem", "doctor.memory_low", {"least": 2 * GIB}),
-        (BARE, "C++ compiler", "ok", "doctor.compiler", {"path": BARE.compiler}),
+        (BARE, "C++ compiler", "ok", "doctor.path", {"path": BARE.compiler}),
         (
             replace(BARE, compiler=None),
             "C++ compiler",
@@ -58,7 +58,7 @@ def findings(on: Machine, folder: Path, engines: Path | None = None) -> dict[str
             "doctor.no_compiler",
             {"cause": Fact("machine.no_compiler_macos")},
         ),
-        (machine(packages=(("onnxruntime", "1.24.1"),)), "ONNX Runtime", "ok", "doctor.package", {"version": "1.24.1"}),
+        (machine(packages=(("onnxruntime", "1.24.1"),)), "ONNX Runtime", "ok", "doctor.version", {"version": "1.24.1"}),
         (
             BARE,
             "ONNX Runtime",
@@ -107,9 +107,9 @@ def test_an_installed_package_that_cannot_be_imported_is_to_be_reinstalled(tmp_p
 
 def test_an_error_of_a_check_is_a_problem() -> None:
     def fail() -> Fact:
-        raise MachineError("machine.no_torch")
+        raise MachineError("machine.package_missing", package="PyTorch")
 
-    assert check("x", fail) == Finding("x", "problem", Fact("machine.no_torch"))
+    assert check("x", fail) == Finding("x", "problem", Fact("machine.package_missing", {"package": "PyTorch"}))
     assert check("x", lambda: Fact("doctor.no_gpu")).state == "ok"
 
 

@@ -193,7 +193,7 @@ def test_a_hub_without_ranges_sends_the_file_from_its_start(how: str, hub: Loopb
 
 @pytest.mark.parametrize("path", [VAE, SMALL])
 @pytest.mark.parametrize(
-    ("how", "code"), [("wrong", "hub.file_hash"), ("longer", "hub.file_longer"), ("short", "hub.file_shorter")]
+    ("how", "code"), [("wrong", "hub.file_hash"), ("longer", "hub.file_other_size"), ("short", "hub.file_other_size")]
 )
 def test_wrong_content_is_fetched_once_more_and_then_refused(
     how: str, code: str, path: str, hub: LoopbackHub, weights: Path

@@ -241,12 +241,12 @@ def test_a_damaged_tokenizer_is_refused_before_anything_is_loaded(folder: Path, 
     }.items():
         with subtests.test(name):
             path.write_bytes(content)
-            assert refusal(folder).code == "model.tokenizer_unloadable"
+            assert refusal(folder).code == "model.part_unloadable"
     path.write_bytes(large)
     read_spec(folder, "model")
     path.unlink()
     (folder / "tokenizer" / "spiece.model").write_bytes(b"")
-    assert refusal(folder).code == "model.tokenizer_unloadable"
+    assert refusal(folder).code == "model.part_unloadable"
 
 
 def test_a_tensor_that_only_the_index_names_is_missing(tiny: Tiny, folder: Path) -> None:

@@ -128,7 +128,7 @@ DAMAGES: dict[str, tuple[bytes, str]] = {
     "twice": (b'{"a": 1, "a": 2}', "model.file_not_json"),
     "surrogate": (b'{"a": "\\ud800"}', "model.file_not_json"),
     "long number": (b'{"a": 1' + b"0" * 5_000 + b"}", "model.file_not_json"),
-    "a list": (b"[]", "model.file_not_object"),
+    "a list": (b"[]", "model.file_not_json"),
     "not UTF-8": (b"\xff\xfe{}", "model.file_not_json"),
 }
 
@@ -208,7 +208,7 @@ def test_a_scheduler_that_diffusers_does_not_accept_is_refused(values: dict[str,
     change(folder / SCHEDULER, values | {"use_flow_sigmas": False})
     with pytest.raises(ModelError) as error:
         load_scheduler(spec)
-    assert error.value.code == "model.scheduler_unloadable"
+    assert error.value.code == "model.part_unloadable"
 
 
 def test_deep_and_large_folders_are_read_to_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

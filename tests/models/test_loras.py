@@ -291,7 +291,7 @@ def test_names_resolve_only_inside_the_caches_folder(spec: ModelSpec, tmp_path: 
     for name in ("../../outside", str(tmp_path / "none.safetensors"), "~nobody/x.safetensors", str(tmp_path)):
         with pytest.raises(ModelError) as missing:
             with_loras(spec, [Lora(name)], tmp_path / "weights")
-        assert missing.value.code == "lora.file_missing"
+        assert missing.value.code == "lora.unknown"
     with pytest.raises(ModelError) as pickled:
         with_loras(spec, [Lora(str(folder / "pickle.pt"))], tmp_path / "weights")
     assert pickled.value.fact == Fact("lora.not_safetensors", {"lora": "pickle.pt"})

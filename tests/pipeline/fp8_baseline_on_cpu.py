@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.models.catalogue import find
-from runtime.pipeline.baseline_plans import Baselines
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from tests.models.quantize_on_cpu import allow_cpu
 from tests.pipeline.test_baselines import ADA, fp8_key
 
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     spec = find("diorama", folder)
     service = EngineService(EngineStore(folder / "engines", 1 << 40), ADA, folder)
     for program in spec.block_programs:
-        baseline = Baselines(service)(spec, "transformer", fp8_key(spec, program, service), "cuda:0")
+        baseline = PyTorchTimerFactory(service)(spec, "transformer", fp8_key(spec, program, service), "cuda:0")
         assert baseline is not None
         parts = baseline.plan.components
         moved = {**parts, "transformer": parts["transformer"].replace(device="cpu")}

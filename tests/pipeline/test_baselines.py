@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,11 @@ from runtime.core.cancel import Cancel
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.execution.pytorch_baseline import PyTorchBaseline
 from runtime.families.wan import transformer
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
-from runtime.planner.engine_index import EngineKey, EngineRecord, ShapeProfile
+from runtime.pipeline.pytorch_timer import PyTorchTimer, PyTorchTimerFactory
+from runtime.planner.choice.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import GPU_PACKAGES, gpu, machine
 
@@ -29,6 +29,7 @@ ADA = replace(
 )
 SIZE = (3, 4, 8)
 PROGRAMS = ("text_encoder", "transformer", "vae_first", "vae_next", "vae_clip", "block_qkv", "block_query")
+IMAGE_PROGRAMS = ("image_encoder", "vae_encoder_first", "vae_encoder_next")
 
 
 @pytest.fixture
@@ -38,14 +39,14 @@ def service(tmp_path: Path) -> EngineService:
 
 def component_of(program: str) -> str:
     """Return the component that a program computes, or parts of."""
-    if program.startswith("vae"):
-        return "vae"
-    return program if program == "text_encoder" else "transformer"
+    components = ("text_encoder", "image_encoder", "vae_encoder", "vae")
+    return next((name for name in components if program.startswith(name)), "transformer")
 
 
 def key_of(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
     """Return the key of an engine for the tests' size."""
     sizes = {"transformer": SIZE, "vae_first": (1, 4, 8), "vae_next": (2, 4, 8), "vae_clip": SIZE}
+    sizes |= {"vae_encoder_first": (1, 4, 8), "vae_encoder_next": (1, 4, 8)}
     builder = BUILDERS["onnxruntime_blocks" if program.startswith("block_") else "onnxruntime"]
     return builder.key(
         spec,
@@ -58,9 +59,9 @@ def key_of(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
     )
 
 
-def baseline_of(spec: ModelSpec, program: str, service: EngineService) -> PyTorchBaseline:
+def baseline_of(spec: ModelSpec, program: str, service: EngineService) -> PyTorchTimer:
     """Return what measures PyTorch instead of an engine."""
-    found = Baselines(service)(spec, component_of(program), key_of(spec, program, service), "cpu")
+    found = PyTorchTimerFactory(service)(spec, component_of(program), key_of(spec, program, service), "cpu")
     assert found is not None
     return found
 
@@ -79,9 +80,9 @@ def fp8_key(spec: ModelSpec, program: str, service: EngineService) -> EngineKey:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*PROGRAMS, *IMAGE_PROGRAMS])
 def test_every_program_is_measured(tiny: Callable[[str], ModelSpec], service: EngineService, program: str) -> None:
-    spec = tiny("wan2.2-a14b")
+    spec = tiny("wan2.1-flf2v" if program in IMAGE_PROGRAMS else "wan2.2-a14b")
     baseline = baseline_of(spec, program, service)
     part = baseline.plan.components[component_of(program)]
     assert (part.backend, part.engines, part.dtype) == ("pytorch", (), "float32")
@@ -98,7 +99,6 @@ def test_the_plan_is_for_the_engines_size(tiny: Callable[[str], ModelSpec], serv
 
 
 @pytest.mark.slow
-@pytest.mark.compiler
 @pytest.mark.parametrize("program", ["transformer", "block_query"])
 def test_compiled_code_is_measured_apart(
     tiny: Callable[[str], ModelSpec], service: EngineService, program: str, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +106,16 @@ def test_compiled_code_is_measured_apart(
     spec = tiny("wan2.2-a14b")
     baseline = replace(baseline_of(spec, program, service), compiles=True)
     size = key_of(spec, program, service).profiles[0].opt
+    compiling, graphs = torch.compile, []
+
+    def trace(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    # Without Inductor, which takes 20 seconds; tests/execution/test_compilation.py has it.
+    monkeypatch.setattr(torch, "compile", lambda of, *, options, **more: compiling(of, backend=trace, **more))
     assert set(baseline(program, size)) == {"eager", "compiled"}
+    assert graphs
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
@@ -132,7 +141,7 @@ def test_a_size_that_pytorch_cannot_make_has_no_baseline(
 ) -> None:
     spec = tiny("wan2.2-a14b")
     key = replace(key_of(spec, "transformer", service), profiles=(ShapeProfile.fixed((3, 4000, 8)),))
-    assert Baselines(service)(spec, "transformer", key, "cpu") is None
+    assert PyTorchTimerFactory(service)(spec, "transformer", key, "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -145,10 +154,10 @@ def test_fp8_engines_have_a_baseline_only_where_pytorch_runs_fp8(
 ) -> None:
     spec, service = tiny("wan2.2-a14b"), replace(service, machine=ADA)
     key = fp8_key(spec, "block_qkv", service)
-    baseline = Baselines(service)(spec, "transformer", key, "cuda:0")
+    baseline = PyTorchTimerFactory(service)(spec, "transformer", key, "cuda:0")
     assert baseline is not None
     assert baseline.plan.components["transformer"].quantization == "fp8"
-    assert Baselines(replace(service, machine=lacking))(spec, "transformer", key, "cuda:0") is None
+    assert PyTorchTimerFactory(replace(service, machine=lacking))(spec, "transformer", key, "cuda:0") is None
 
 
 @pytest.mark.slow
@@ -166,15 +175,17 @@ def fail(_: str, __: object) -> dict[str, float]:
     raise RuntimeError("broken")
 
 
+def build(service: EngineService, spec: ModelSpec, timers: Any) -> EngineRecord:
+    """Build and verify the engine of the text encoder, which takes the least time."""
+    [offer] = [one for one in service.offers(spec)("text_encoder", SIZE, "cpu") if one.builder == "onnxruntime"]
+    return service.build(spec, "text_encoder", offer.engines[0], "cpu", lambda *_: None, Cancel(), timers=timers)
+
+
 @pytest.mark.slow
 def test_an_engine_is_not_lost_where_pytorch_cannot_be_measured(
     tiny: Callable[[str], ModelSpec], service: EngineService
 ) -> None:
-    spec = tiny("wan2.2-a14b")
-    [offer] = [one for one in service.offers(spec)("transformer", SIZE, "cpu") if one.builder == "onnxruntime"]
-    record = service.build(
-        spec, "transformer", offer.engines[0], "cpu", lambda *_: None, Cancel(), baselines=lambda *_: fail
-    )
+    record = build(service, tiny("wan2.2-a14b"), lambda *_: fail)
     assert record.verified
     assert record.baselines == {}
     assert record.pytorch_seconds_per_call > 0
@@ -185,24 +196,10 @@ def test_baselines_are_stored_with_engines_built_and_verified(
     tiny: Callable[[str], ModelSpec], service: EngineService
 ) -> None:
     spec = tiny("wan2.2-a14b")
-    [offer] = [one for one in service.offers(spec)("transformer", SIZE, "cpu") if one.builder == "onnxruntime"]
-
-    def build(*, again: bool) -> EngineRecord:
-        return service.build(
-            spec,
-            "transformer",
-            offer.engines[0],
-            "cpu",
-            lambda *_: None,
-            Cancel(),
-            again=again,
-            baselines=Baselines(service),
-        )
-
-    record = build(again=False)
+    record = build(service, spec, PyTorchTimerFactory(service))
     assert set(record.baselines) == {"eager"}
     assert record.largest_error > 0
-    [verified] = service.verify([record], [spec], lambda *_: None, Cancel(), baselines=Baselines(service))
+    [verified] = service.verify([record], [spec], lambda *_: None, Cancel(), timers=PyTorchTimerFactory(service))
     assert set(verified.engine.baselines) == {"eager"}
     assert verified.engine.baselines != record.baselines
     assert service.store.get(record.key) == verified.engine

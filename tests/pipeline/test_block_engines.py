@@ -2,8 +2,6 @@
 
 import math
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ from runtime.core.loras import Lora
 from runtime.core.plan import ExecutionPlan, Speed
 from runtime.core.request import GenerationRequest
 from runtime.engines import service as engines_service
+from runtime.engines.builders import onnxruntime
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.engines.store import EngineStore
 from runtime.execution.block_engines import BlockEngines
@@ -34,11 +33,12 @@ from tests.block_engine_files import BUILDER, in_blocks, stock
 from tests.engines.engine_files import refusal
 from tests.execution.test_offload import Reading, reading
 from tests.lora_files import factors, peft
+from tests.pipeline.killing import killed
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
 from tests.plans import Alone, machine, tiny_plan, with_strategy
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import IN_JOBS
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -136,7 +136,7 @@ def not_numbers(outputs: Mapping[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", IN_JOBS)
 def test_every_size_equals_pytorch(
     architecture: str, tiny: Tiny, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, calls: Calls
 ) -> None:
@@ -459,35 +459,6 @@ def test_engines_that_cannot_be_opened(
         assert apart(sample(spec, job.plan, residency), wanted) < 1e-4
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from runtime.core.cancel import Cancel
-from runtime.core.events import CheckpointSaved
-from runtime.core.plan import ExecutionPlan
-from runtime.engines.service import EngineService
-from runtime.engines.store import EngineStore
-from runtime.execution.residency import Residency
-from runtime.machine.probe import probe
-from runtime.models.registry import read_spec
-from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.run import run_job
-
-plan = ExecutionPlan.model_validate_json(sys.stdin.read())
-model, engines, checkpoints = map(Path, sys.argv[1:])
-spec = read_spec(model, "wan2.2-a14b")
-
-
-def emit(event):
-    if isinstance(event, CheckpointSaved) and event.step:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-with Residency(EngineService(EngineStore(engines, 10**10), probe(), None)) as residency:
-    run_job(plan, spec, emit, Cancel(), residency, checkpoints=CheckpointFolder(checkpoints))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_job_resumes_on_engines(
@@ -497,11 +468,7 @@ def test_a_killed_job_resumes_on_engines(
     run(blocks, spec, residency)
     wanted = frames_of(tmp_path / "x.mp4")
     (tmp_path / "x.mp4").unlink()
-    command = [sys.executable, "-c", KILLED, *map(str, (spec.directory, service.store.folder, tmp_path / "job"))]
-    ended = subprocess.run(
-        command, check=False, input=blocks.model_dump_json(), text=True, cwd=Path(__file__).parents[2]
-    )
-    assert ended.returncode == -signal.SIGKILL
+    assert killed(spec, blocks, tmp_path / "job", event="StepDone", count=3, engines=service.store.folder) == -9
     events = run(blocks, spec, residency, tmp_path / "job")
     (resumed,) = [event for event in events if isinstance(event, Resumed)]
     assert 0 < resumed.step < 4
@@ -563,8 +530,12 @@ def test_a_build_that_fails_is_tried_once(
 
 
 @pytest.mark.slow
-def test_a_job_builds_block_engines_once_for_both_experts(spec: ModelSpec, tmp_path: Path) -> None:
+def test_a_job_builds_block_engines_once_for_both_experts(
+    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step cache needs block engines; the planner offers them, and the job builds them."""
+    # Of few tokens: each is measured with calls of as many as it takes.
+    monkeypatch.setattr(onnxruntime, "OnnxRuntimeBlocks", lambda: BUILDER)
     service = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
     asked = {"prompt": "a red boat", "steps": 8, "seed": 3, "fps": 8, "step_cache": "first-block:0.9", **LARGE}
     with Residency(service) as residency:

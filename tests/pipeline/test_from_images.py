@@ -26,7 +26,6 @@ from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.image_files import picture
 from tests.lora_files import factors, peft
-from tests.pipeline.killing import killed
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_parallel import apart
@@ -116,9 +115,7 @@ def by_diffusers(clip: Clip) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "images", "guidance"), [*((*case, 4.0) for case in CASES), (*CASES[2], 1.0), (*CASES[4], 1.0)]
-)
+@pytest.mark.parametrize(("architecture", "images", "guidance"), [*((*case, 4.0) for case in CASES), (*CASES[2], 1.0)])
 def test_latents_equal_wan_image_to_video_pipelines(
     architecture: str, images: int, guidance: float, tiny: Tiny, finished: Make, tmp_path: Path
 ) -> None:
@@ -163,18 +160,6 @@ def test_a_job_resumes_after_the_images_are_gone(
     assert Resumed(step=2, of=4) in events and steps_of(events) == [3, 4]
     encoders = {event.part for event in events if isinstance(event, StageStarted)}
     assert not {"text_encoder", "image_encoder", "vae_encoder"} & encoders
-
-
-@pytest.mark.slow
-def test_a_killed_job_resumes_to_the_same_video(tiny: Tiny, finished: Make, tmp_path: Path) -> None:
-    clip = planned(tiny("wan2.1-i2v"), 1, tmp_path)
-    assert killed(clip.spec, clip.plan, tmp_path / "job", event="StepDone", count=3) == -9
-    events = run(clip.plan, clip.spec, tmp_path / "job")
-    # Not every step of so small a clip is worth a checkpoint.
-    (resumed,) = (event.step for event in events if isinstance(event, Resumed))
-    assert steps_of(events) == list(range(resumed + 1, 5))
-    assert isinstance(events[-1], VideoSaved), events[-1]
-    assert frames_of(clip.plan.output) == finished("wan2.1-i2v", 1).frames
 
 
 def test_a_checkpoint_of_another_image_is_not_used(tiny: Tiny, tmp_path: Path) -> None:
@@ -250,7 +235,9 @@ def residency() -> Iterator[Residency]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "images", "split"), [(*ONCE[0], (2, 1)), *((*case, (1, 2)) for case in ONCE)])
+@pytest.mark.parametrize(
+    ("architecture", "images", "split"), [(*ONCE[0], (2, 1)), (*ONCE[1], (1, 2)), (*ONCE[2], (1, 2))]
+)
 def test_several_processes_make_the_same_video(
     architecture: str,
     images: int,
@@ -270,7 +257,7 @@ def test_several_processes_make_the_same_video(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "images"), ONCE)
+@pytest.mark.parametrize(("architecture", "images"), [ONCE[0], ONCE[2]])
 def test_a_step_cache_starts_from_images(architecture: str, images: int, tiny: Tiny, tmp_path: Path) -> None:
     clip = planned(tiny(architecture), images, tmp_path, steps=8, step_cache="first-block:0.9")
     assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
@@ -285,7 +272,7 @@ def test_a_step_cache_starts_from_images(architecture: str, images: int, tiny: T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "images"), ONCE)
+@pytest.mark.parametrize(("architecture", "images"), [ONCE[0], ONCE[1]])
 def test_a_lora_changes_a_video_from_images(
     architecture: str, images: int, tiny: Tiny, finished: Make, tmp_path: Path
 ) -> None:

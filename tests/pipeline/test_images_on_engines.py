@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.core.events import Event, FellBack, StageStarted, VideoSaved
+from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -19,27 +19,29 @@ from runtime.machine.probe import probe
 from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.resolve import PlanningContext, resolve
+from tests.engine_library import EngineLibrary
 from tests.image_files import picture
 from tests.pipeline.runs import events_of
 from tests.plans import machine
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
+pytestmark = pytest.mark.slow
 
 Infer = Callable[..., dict[str, torch.Tensor]]
-# What videos without images do not have, and the transformer.
-OF_IMAGES = dict.fromkeys(["image_encoder", "vae_encoder", "transformer"], "onnxruntime")
+# What videos without images do not have.
+OF_IMAGES = dict.fromkeys(["image_encoder", "vae_encoder"], "onnxruntime")
 
 
 class Bench:
     """A model with an engine library."""
 
-    def __init__(self, spec: ModelSpec, folder: Path) -> None:
-        self.spec, self.folder = spec, folder
+    def __init__(self, spec: ModelSpec, folder: Path, library: EngineLibrary) -> None:
+        self.spec, self.folder, self.library = spec, folder, library
         self.engines = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
 
-    def run(self, images: int, name: str, **backends: str) -> tuple[ExecutionPlan, list[Event], torch.Tensor]:
-        """Run a job; return its plan, its events and its last latents."""
+    def plan(self, images: int, **backends: str) -> tuple[ModelSpec, ExecutionPlan]:
+        """Plan a clip from images; return it with its model."""
         files = {}
         for field in ("image", "last_image")[:images]:
             path = self.folder / f"{field}.png"
@@ -48,7 +50,18 @@ class Bench:
         fields: dict[str, Any] = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 2, "seed": 3}
         request = GenerationRequest.from_mapping(fields | files | {"backends": backends})
         spec = with_images(self.spec, request, self.folder, self.folder)
-        plan = resolve(request, spec, PlanningContext(machine(), self.folder / "x.mp4", self.engines.offers(spec)))
+        context = PlanningContext(machine(), self.folder / "x.mp4", self.engines.offers(spec))
+        return spec, resolve(request, spec, context)
+
+    def stock(self, images: int, **backends: str) -> list[EngineRecord]:
+        """Add the engines that a job would build."""
+        spec, plan = self.plan(images, **backends)
+        return self.library.stock(self.engines, spec, plan)
+
+    def run(self, images: int, name: str, **backends: str) -> tuple[ExecutionPlan, list[Event], torch.Tensor]:
+        """Run a job that builds nothing; return its plan, its events and its last latents."""
+        spec, plan = self.plan(images, **backends)
+        assert not any(use.build for part in plan.components.values() for use in part.engines)
         checkpoints = CheckpointFolder(self.folder / name)
         with Residency(self.engines) as residency:
             events = events_of(plan, spec, residency, checkpoints=checkpoints)
@@ -58,28 +71,28 @@ class Bench:
         return plan, events, found.sampling.latents
 
 
-def built(events: list[Event]) -> list[str | None]:
-    """Return the components whose engines were built."""
-    return [event.part for event in events if isinstance(event, StageStarted) and event.stage == "build"]
+def fallen(events: list[Event]) -> list[str]:
+    """Return the components that fell back."""
+    return [event.component for event in events if isinstance(event, FellBack)]
 
 
-def close(latents: torch.Tensor, wanted: torch.Tensor, limit: float) -> bool:
-    """Whether latents differ by less than a relative limit."""
-    return bool((latents - wanted).norm() / wanted.norm() < limit)
+def apart(latents: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the relative difference of latents."""
+    return float((latents - wanted).norm() / wanted.norm())
 
 
 def test_a_job_from_two_images_equals_pytorch_and_falls_back(
-    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[[str], ModelSpec], engine_library: EngineLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tiny("wan2.1-flf2v"), tmp_path)
+    bench = Bench(tiny("wan2.1-flf2v"), tmp_path, engine_library)
     _, _, wanted = bench.run(2, "pytorch", all="pytorch")
+    programs = [record.key.program for record in bench.stock(2, **OF_IMAGES)]
+    assert programs == ["image_encoder", "vae_encoder_first", "vae_encoder_next"]
     plan, events, latents = bench.run(2, "engines", **OF_IMAGES)
-    assert built(events) == ["image_encoder", "vae_encoder", "vae_encoder", "transformer"]
-    assert not [event for event in events if isinstance(event, FellBack)]
-    assert {use.program for use in plan.components["vae_encoder"].engines} == {"vae_encoder_first", "vae_encoder_next"}
-    assert all(record.baselines for record in bench.engines.store.index())
+    assert fallen(events) == []
+    assert [use.program for name in OF_IMAGES for use in plan.components[name].engines] == programs
     # The VAE's engines may compute in bfloat16.
-    assert close(latents, wanted, 1e-2)
+    assert apart(latents, wanted) < 1e-2
     infer: Infer = OnnxRuntimeSession.infer
 
     def failing(self: OnnxRuntimeSession, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -89,20 +102,22 @@ def test_a_job_from_two_images_equals_pytorch_and_falls_back(
 
     monkeypatch.setattr(OnnxRuntimeSession, "infer", failing)
     _, events, latents = bench.run(2, "fallback", **OF_IMAGES)
-    assert built(events) == []
-    assert [event.component for event in events if isinstance(event, FellBack)] == ["vae_encoder"]
-    assert close(latents, wanted, 1e-3)
+    assert fallen(events) == ["vae_encoder"]
+    assert apart(latents, wanted) < 1e-3
 
 
-def test_one_engine_makes_videos_from_text_and_from_an_image(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
-    bench = Bench(tiny("wan2.2-ti2v-5b"), tmp_path)
+def test_one_engine_makes_videos_from_text_and_from_an_image(
+    tiny: Callable[[str], ModelSpec], engine_library: EngineLibrary, tmp_path: Path
+) -> None:
+    bench = Bench(tiny("wan2.2-ti2v-5b"), tmp_path, engine_library)
     backends = {"vae_encoder": "onnxruntime", "transformer": "onnxruntime"}
+    assert [record.component for record in bench.stock(0, **backends)] == ["transformer"]
     from_text, events, latents = bench.run(0, "text", **backends)
-    assert built(events) == ["transformer"]
+    assert fallen(events) == []
     assert "vae_encoder" not in from_text.components
-    assert close(latents, bench.run(0, "text-pytorch")[2], 1e-4)
+    assert apart(latents, bench.run(0, "text-pytorch", all="pytorch")[2]) < 1e-4
+    assert [record.component for record in bench.stock(1, **backends)] == ["vae_encoder"]
     from_image, events, latents = bench.run(1, "image", **backends)
-    assert built(events) == ["vae_encoder"]
     assert from_image.components["transformer"].engines[0].id == from_text.components["transformer"].engines[0].id
-    assert not [event for event in events if isinstance(event, FellBack)]
-    assert close(latents, bench.run(1, "image-pytorch")[2], 1e-2)
+    assert fallen(events) == []
+    assert apart(latents, bench.run(1, "image-pytorch", all="pytorch")[2]) < 1e-2

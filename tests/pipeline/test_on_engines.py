@@ -3,7 +3,8 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from runtime.core.events import (
     Failed,
     FellBack,
     StageStarted,
-    StepDone,
     TerminalEvent,
     VideoSaved,
 )
@@ -58,6 +58,7 @@ SIZE = {"width": 64, "height": 32, "frames": 9}
 SAME_NOISE_DB = 30
 COMPONENTS = ["text_encoder", "transformer", "transformer_2", "vae"]
 Infer = Callable[..., dict[str, torch.Tensor]]
+End = Callable[[], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -152,20 +153,19 @@ def bench(stocked: tuple[ModelSpec, Path, list[Event]], tmp_path: Path) -> Bench
     return Bench(spec, EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), folder), tmp_path)
 
 
-def break_after(
-    monkeypatch: pytest.MonkeyPatch, program: str, calls: int, end: Callable[[], dict[str, torch.Tensor]]
-) -> None:
-    """Run real sessions, and call `end` in the call of `program` that follows `calls` of them."""
+def break_after(monkeypatch: pytest.MonkeyPatch, ends: Mapping[tuple[str, int], End]) -> None:
+    """Run real sessions, and end the call of each program that follows a number of its calls."""
     infer: Infer = OnnxRuntimeSession.infer
     marks = {"text_encoder": "input_ids", "transformer": "timestep", "vae_next": "cache_0"}
-    seen = 0
+    calls: Counter[str] = Counter()
 
     def failing(self: OnnxRuntimeSession, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        nonlocal seen
-        if marks[program] in inputs:
-            seen += 1
-            if seen == calls + 1:
-                return end()
+        for program, mark in marks.items():
+            if mark in inputs:
+                calls[program] += 1
+                end = ends.get((program, calls[program] - 1))
+                if end is not None:
+                    return end()
         return infer(self, **inputs)
 
     monkeypatch.setattr(OnnxRuntimeSession, "infer", failing)
@@ -285,19 +285,31 @@ def swap(engine: Path) -> None:
     shutil.copy(others[0], engine)
 
 
-@pytest.mark.parametrize("damage", [flip, empty, cut, forge, remove, swap])
-def test_damage_between_plan_and_job_falls_back_to_pytorch(damage: Callable[[Path], None], bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "damages",
+    [
+        {"text_encoder": flip, "transformer": empty, "transformer_2": cut},
+        {"transformer_2": forge},
+        {"transformer_2": remove},
+        {"transformer_2": swap},
+    ],
+)
+def test_damage_between_plan_and_job_falls_back_to_pytorch(
+    damages: Mapping[str, Callable[[Path], None]], bench: Bench
+) -> None:
     plan = bench.plan(build="never")
-    engine_id = plan.components["transformer_2"].engines[0].id
-    damage(bench.folder / "engines" / engine_id / "engine.onnx")
+    for component, damage in damages.items():
+        damage(bench.folder / "engines" / plan.components[component].engines[0].id / "engine.onnx")
     events = bench.run(plan)
-    (fall,) = fallen(events)
-    assert (fall.component, fall.backend) == ("transformer_2", "onnxruntime")
-    assert backends(events)["transformer_2"] == "pytorch"
-    assert saved(events).plan["components"]["transformer_2"]["reason"] == str(fall.reason)
-    assert saved(events).warnings[-1] == fall.fact
-    # Its damage is recorded: the next plan does not use it.
-    assert bench.plan(build="never").components["transformer_2"].backend == "pytorch"
+    assert [(fall.component, fall.backend) for fall in fallen(events)] == [(name, "onnxruntime") for name in damages]
+    assert saved(events).warnings[-1] == fallen(events)[-1].fact
+    after = bench.plan(build="never").components
+    for fall in fallen(events):
+        assert backends(events)[fall.component] == "pytorch"
+        assert saved(events).plan["components"][fall.component]["reason"] == str(fall.reason)
+        assert fall.fact in saved(events).warnings
+        # Its damage is recorded: the next plan does not use it.
+        assert after[fall.component].backend == "pytorch"
 
 
 def test_a_damaged_engine_is_rebuilt_if_building_is_allowed(bench: Bench) -> None:
@@ -314,43 +326,45 @@ def test_a_damaged_engine_is_rebuilt_if_building_is_allowed(bench: Bench) -> Non
 
 
 # Each component by an error; NaN, which each kind of component finds elsewhere; the other errors in some components.
+# Of eight calls of transformers, the first four are those of the first expert: each expert fails in its last call.
 @pytest.mark.parametrize(
-    ("program", "calls", "component", "end"),
+    "ends",
     [
-        ("text_encoder", 1, "text_encoder", failing),
-        ("text_encoder", 1, "text_encoder", not_numbers),
-        ("text_encoder", 1, "text_encoder", wrapping),
-        ("transformer", 3, "transformer", failing),
-        ("transformer", 3, "transformer", not_numbers),
-        ("transformer", 3, "transformer", starving),
-        ("transformer", 7, "transformer_2", failing),
-        ("transformer", 7, "transformer_2", breaking),
-        ("vae_next", 1, "vae", failing),
-        ("vae_next", 1, "vae", not_numbers),
-        ("vae_next", 1, "vae", starving),
+        {
+            ("text_encoder", 1): failing,
+            ("transformer", 3): failing,
+            ("transformer", 7): failing,
+            ("vae_next", 1): failing,
+        },
+        {("text_encoder", 1): not_numbers, ("transformer", 3): not_numbers, ("vae_next", 1): not_numbers},
+        {
+            ("text_encoder", 1): wrapping,
+            ("transformer", 3): starving,
+            ("transformer", 7): breaking,
+            ("vae_next", 1): starving,
+        },
     ],
+    ids=["fails", "NaN", "memory and others"],
 )
-def test_an_engine_that_fails_while_running(
-    program: str,
-    calls: int,
-    component: str,
-    end: Callable[[], dict[str, torch.Tensor]],
-    bench: Bench,
-    in_pytorch: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_engines_that_fail_while_running(
+    ends: Mapping[tuple[str, int], End], bench: Bench, in_pytorch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_after(monkeypatch, program, calls, end)
+    break_after(monkeypatch, ends)
+    components = {
+        {("transformer", 7): "transformer_2", ("vae_next", 1): "vae"}.get(place, place[0]): end
+        for place, end in ends.items()
+    }
     events = bench.run(bench.plan())
-    (fall,) = fallen(events)
-    assert fall.component == component
-    assert fall.reason.code == REASONS[end]
-    assert backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime") | {component: "pytorch"}
+    assert [(fall.component, fall.reason.code) for fall in fallen(events)] == [
+        (name, REASONS[end]) for name, end in components.items()
+    ]
+    assert backends(events) == dict.fromkeys(COMPONENTS, "onnxruntime") | dict.fromkeys(components, "pytorch")
     assert psnr(in_pytorch, bench.folder / "x.mp4") >= SAME_NOISE_DB
 
 
 def test_an_engine_that_breaks_the_device_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = bench.plan()
-    break_after(monkeypatch, "transformer", 3, breaking)
+    break_after(monkeypatch, {("transformer", 3): breaking})
     # What a real one is like, tests/gpu shows.
     monkeypatch.setattr(engine_failures, "cuda_failure", lambda _: torch.AcceleratorError("CUDA error"))
     open_engines = EngineService.open
@@ -404,25 +418,6 @@ def test_the_first_vae_engine_frees_its_buffers_after_use(bench: Bench, monkeypa
     events = bench.run(plan)
     assert backends(events)["vae"] == "onnxruntime"
     assert called[:2] == ["vae_first", "release"] and set(called[2:]) == {"vae_next"}
-
-
-def test_a_resumed_job_keeps_its_fallback(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        break_after(patched, "transformer", 4, failing)
-        bench.run(bench.plan())
-    shutil.move(bench.folder / "x.mp4", bench.folder / "wanted.mp4")
-    folder = CheckpointFolder(bench.folder / "job")
-    with monkeypatch.context() as patched:
-        break_after(patched, "transformer", 4, failing)
-        first = bench.run(bench.plan(), lambda event: isinstance(event, StepDone) and event.step == 3, folder)
-    assert isinstance(first[-1], Cancelled)
-    (fall,) = fallen(first)
-    # The engine would run again now, and the video would be another one.
-    second = bench.run(bench.plan(), checkpoints=folder)
-    assert [event.step for event in second if isinstance(event, StepDone)] == [4]
-    assert backends(second) == dict.fromkeys(COMPONENTS, "onnxruntime") | {"transformer_2": "pytorch"}
-    assert saved(second).warnings.count(fall.fact) == 1
-    assert frames_of(bench.folder / "x.mp4") == frames_of(bench.folder / "wanted.mp4")
 
 
 def test_a_cancelled_build_leaves_nothing(bench: Bench) -> None:

@@ -76,8 +76,7 @@ def serve(action: Action, number: int, *given: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [TOKENS_SHARED, PASSES_SHARED], ids=["tokens", "passes"])
-@pytest.mark.parametrize("step_cache", ["none", pytest.param("first-block:0.075", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("split", "step_cache"), [(TOKENS_SHARED, "first-block:0.075"), (PASSES_SHARED, "none")])
 def test_two_processes_equal_one(
     split: Split, step_cache: str, spec: ModelSpec, residency: Residency, tmp_path: Path
 ) -> None:
@@ -95,13 +94,12 @@ def test_two_processes_equal_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [TOKENS_SHARED, PASSES_SHARED], ids=["tokens", "passes"])
 @pytest.mark.parametrize(
-    ("action", "code"),
+    ("action", "code", "split"),
     [
-        ("fails", "engine.failed"),
-        ("is not opened", "engine.failed"),
-        ("returns NaN", "execution.engine_not_finite"),
+        ("fails", "engine.failed", PASSES_SHARED),
+        ("is not opened", "engine.failed", TOKENS_SHARED),
+        ("returns NaN", "execution.engine_not_finite", TOKENS_SHARED),
     ],
 )
 def test_a_process_falls_back_alone(

@@ -39,7 +39,7 @@ from runtime.video.mp4 import read_metadata
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan, with_strategy
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import IN_JOBS
 
 Tiny = Callable[[str], ModelSpec]
 STAGES = ("encode", "denoise", "decode", "mux")
@@ -101,7 +101,7 @@ def check_pauses(plan: ExecutionPlan, spec: ModelSpec, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", IN_JOBS)
 def test_a_pause_after_any_step_gives_the_same_video(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny(architecture)
     check_pauses(tiny_plan(spec, tmp_path / "x.mp4"), spec, tmp_path / "job")

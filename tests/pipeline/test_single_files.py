@@ -30,8 +30,8 @@ def run(spec: ModelSpec, output: Path, job: Path | None = None) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ["BF16", "FP8 with scales", "GGUF Q4_0"])
-def test_a_killed_job_of_two_experts_resumes(title: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_killed_job_of_two_experts_resumes(tiny: Tiny, tmp_path: Path) -> None:
+    title = "FP8 with scales"
     weights, plain = tmp_path / "weights", tmp_path / "plain" / "wan2.2-a14b"
     shutil.copytree(tiny("wan2.2-a14b").directory, weights / "base")
     shutil.copytree(weights / "base", plain)
@@ -67,10 +67,10 @@ def test_magcache_reuses_blocks_of_a_single_file(tiny: Tiny, tmp_path: Path) -> 
     assert 0 < cached < plain
 
 
-# Of those that no killed process is tested with, one of each kind.
+# One of each kind.
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ["F16", "FP8", "GGUF Q8_0", "GGUF Q4_K", "fp8", "nvfp4"])
-def test_a_stopped_job_resumes_in_every_format(title: str, tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("title", ["BF16", "GGUF Q4_K", "nvfp4"])
+def test_a_stopped_job_resumes_in_every_kind_of_format(title: str, tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "base")
     module: WanTransformer3DModel = wide_transformer()
     if title in FOLDERS:

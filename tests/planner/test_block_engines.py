@@ -17,7 +17,7 @@ from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize
 from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Gpu, Machine
 from runtime.planner import memory_model
-from runtime.planner.engine_offers import EngineOffer, no_offers
+from runtime.planner.choice.engine_offers import EngineOffer, no_offers
 from runtime.planner.history import Run
 from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import PlanningContext, resolve
@@ -364,7 +364,7 @@ def test_an_engine_that_was_not_requested_gives_way_where_memory_is_short() -> N
     offer = measured(whole(), 0.1, eager=2.5, compiled=1.8)
     made = plan([offer], on=little, backend="auto")
     assert made.components["transformer"].backend == "pytorch"
-    assert made.components["transformer"].badge == Fact("planner.badge_engine_memory")
+    assert made.components["transformer"].badge == Fact("planner.engine_memory")
     assert made.strategy == plan([], on=little, backend="auto").strategy
     with pytest.raises(MemoryShortError):
         plan([offer], on=little, backend="tensorrt")

@@ -14,6 +14,8 @@ from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.key_differences import misfit
 from runtime.planner.constraints import (
     NEEDS,
     RULES,
@@ -24,7 +26,6 @@ from runtime.planner.constraints import (
     load_conflict,
     offload_conflict,
 )
-from runtime.planner.engine_index import EngineRecord, ShapeProfile, misfit
 from runtime.planner.forecast import build_seconds
 from tests.engines.engine_files import key, put
 from tests.facts import fact, holds
@@ -243,13 +244,13 @@ LACKING: list[tuple[str, Machine, Fact]] = [
         replace(TURING, torch_cuda="12.6", gpus=(gpu(capability=(12, 0)),)),
         fact("machine.gpu_too_new", gpu="Test GPU", cuda="12.6"),
     ),
-    ("tensorrt", without(H200, "tensorrt"), fact("machine.no_tensorrt")),
+    ("tensorrt", without(H200, "tensorrt"), fact("machine.gpu_package_missing", package="TensorRT")),
     (
         "tensorrt",
         replace(H200, torch_cuda="12.6", gpus=(gpu(capability=(7, 0)),)),
         fact("machine.tensorrt_without_gpu", gpu="Test GPU"),
     ),
-    ("torch_tensorrt", without(H200, "torch-tensorrt"), fact("machine.no_torch_tensorrt")),
+    ("torch_tensorrt", without(H200, "torch-tensorrt"), fact("machine.gpu_package_missing", package="torch-tensorrt")),
     (
         "torch_tensorrt",
         replace(H200, torch_version="2.11.0"),
@@ -262,18 +263,18 @@ LACKING: list[tuple[str, Machine, Fact]] = [
         replace(AMPERE, gpus=(gpu(capability=(10, 0)),)),
         fact("machine.tensorrt_rtx_without_gpu", capability="10.0"),
     ),
-    ("tensorrt_rtx", without(AMPERE, "tensorrt-rtx"), fact("machine.no_tensorrt_rtx")),
+    ("tensorrt_rtx", without(AMPERE, "tensorrt-rtx"), fact("machine.gpu_package_missing", package="TensorRT for RTX")),
     ("tensorrt_rtx_components", TURING, fact("machine.tensorrt_rtx_blocks_only")),
     ("tensorrt_rtx_fp8", AMPERE, fact("machine.gpu_without_fp8", gpu="Test GPU")),
     ("inductor", replace(CPU, compiler=None), fact("machine.no_compiler")),
     ("inductor", replace(CPU, compiler=None, system="Windows AMD64"), fact("machine.no_compiler_windows")),
-    ("inductor", replace(CPU, torch_version=None), fact("machine.no_torch")),
-    ("onnxruntime", without(CPU, "onnx"), fact("machine.no_onnxruntime")),
-    ("onnxruntime", without(CPU, "onnxruntime"), fact("machine.no_onnxruntime")),
+    ("inductor", replace(CPU, torch_version=None), fact("machine.package_missing", package="PyTorch")),
+    ("onnxruntime", without(CPU, "onnx"), fact("machine.package_missing", package="ONNX Runtime")),
+    ("onnxruntime", without(CPU, "onnxruntime"), fact("machine.package_missing", package="ONNX Runtime")),
     ("bnb-8bit", CPU, NO_GPU),
-    ("bnb-4bit", without(H200, "bitsandbytes"), fact("machine.no_bitsandbytes")),
+    ("bnb-4bit", without(H200, "bitsandbytes"), fact("machine.gpu_package_missing", package="bitsandbytes")),
     ("fp8", AMPERE, fact("machine.gpu_without_fp8", gpu="Test GPU")),
-    ("fp8", without(H200, "torchao"), fact("machine.no_torchao")),
+    ("fp8", without(H200, "torchao"), fact("machine.gpu_package_missing", package="torchao")),
     ("model", CPU, NO_GPU),
     ("group", replace(H200, torch_cuda=None), fact("machine.torch_without_cuda")),
     ("sequential", CPU, NO_GPU),

@@ -11,7 +11,7 @@ import pytest
 from runtime.core.errors import MemoryShortError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.planner.engine_offers import EngineOffer
+from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.history import Run, history_tag, runs_of
 from tests.planner.test_block_engines import A14B, EXPERTS, FOUR, GPU, H200, blocks, measured, plan, use, whole
 from tests.plans import GIB
@@ -226,7 +226,7 @@ def test_engines_give_way_one_at_a_time(gib: int, experts: tuple[float, float], 
         assert bool(part.engines) == (fate == "y"), name
         if fate == "N":
             assert part.reasons[-1] == Fact("planner.engine_memory")
-            assert part.badge == Fact("planner.badge_engine_memory")
+            assert part.badge == Fact("planner.engine_memory")
     # The plan is that of requesting the engines that were kept.
     kept = {name: "tensorrt" if fate == "y" else "pytorch" for name, fate in zip(offers, engines, strict=True)}
     asked = plan([], others=offers, on=on_gpu(gib), backends=kept)

@@ -1,18 +1,19 @@
 """Engine keys, shape profiles, and differences of keys."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
-from runtime.planner.engine_index import EngineKey, ShapeProfile, differences, find
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile, find
+from runtime.planner.choice.key_differences import differences
 from tests.engines.engine_files import key, put
 from tests.facts import fact
 
@@ -33,6 +34,11 @@ CHANGES: dict[str, Any] = {
 }
 
 
+def read_key(value: object) -> EngineKey:
+    """Read a key from JSON values, as those in manifests are read."""
+    return TypeAdapter(EngineKey).validate_json(json.dumps(value))
+
+
 def test_every_field_is_part_of_the_identity() -> None:
     assert set(CHANGES) == {field.name for field in fields(EngineKey)}
     digests = {key(**{name: value}).digest() for name, value in CHANGES.items()}
@@ -41,7 +47,7 @@ def test_every_field_is_part_of_the_identity() -> None:
 
 def test_a_key_survives_json_and_keeps_its_digest() -> None:
     wanted = key(profiles=(ShapeProfile.fixed((1, 2, 3)), ShapeProfile((1, 2, 3), (2, 2, 3), (9, 9, 9))))
-    read = EngineKey.from_json(json.loads(json.dumps(wanted.to_json())))
+    read = read_key(json.loads(json.dumps(asdict(wanted))))
     assert read == wanted
     assert read.digest() == wanted.digest()
 
@@ -61,25 +67,25 @@ def test_a_key_of_other_types_is_refused(subtests: pytest.Subtests) -> None:
     others: list[object] = [None, True, 1.5, [], {}, [1], [["a"]], [{"min": [1, 1, 1]}], "absent"]
     for name, value in product([*CHANGES, "none of them"], others):
         with subtests.test(msg=f"{name}: {value}"):
-            values = json.loads(json.dumps(key().to_json()))
+            values = json.loads(json.dumps(asdict(key())))
             if value == "absent":
                 values.pop(name, None)
                 values.setdefault("more", 1)
             else:
                 values[name] = value
             if name in {"options", "versions", "profiles"} and value == []:
-                assert getattr(EngineKey.from_json(values), name) == ()
+                assert getattr(read_key(values), name) == ()
                 continue
             with pytest.raises(ValidationError):
-                EngineKey.from_json(values)
+                read_key(values)
 
 
 @pytest.mark.parametrize("size", [[0, 1, 1], [1, 1], [1, 1, 1, 1], [1, 1, "1"], [1, 1, True], [3, 1, 1], None])
 def test_an_invalid_profile_is_refused(size: object) -> None:
-    values = json.loads(json.dumps(key().to_json()))
+    values = json.loads(json.dumps(asdict(key())))
     values["profiles"] = [{"min": size, "opt": [2, 2, 2], "max": [2, 2, 2]}]
     with pytest.raises(ValidationError):
-        EngineKey.from_json(values)
+        read_key(values)
 
 
 SIZES = st.tuples(*[st.integers(1, 9)] * 3)
@@ -98,7 +104,7 @@ def test_a_profile_serves_sizes_within_its_range(one: LatentSize, other: LatentS
 
 SMALL, LARGE = (fact("engine.size", frames=21, height=h, width=w) for h, w in ((480, 832), (720, 1280)))
 TINY = {"height": 112, "width": 192}
-RANGE = fact("engine.size_range", low=fact("engine.size", frames=1, **TINY), high=fact("engine.size", frames=9, **TINY))
+RANGE = fact("engine.range", low=fact("engine.size", frames=1, **TINY), high=fact("engine.size", frames=9, **TINY))
 UNSET = fact("engine.option_unset")
 
 
@@ -176,7 +182,7 @@ DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], list[Fact]]] = [
     (
         {"system": "Linux x86_64"},
         {"system": "Windows AMD64"},
-        [fact("engine.differs_system", found="Windows AMD64", here="Linux x86_64")],
+        [fact("engine.differs_device", found="Windows AMD64", here="Linux x86_64")],
     ),
     (
         {"builder": "onnx_tensorrt", "backend": "tensorrt"},

@@ -8,14 +8,18 @@ import pytest
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineRef
 from runtime.core.units import about
+from runtime.planner.choice.component_choice import Choice, PyTorchAlternative, choose
+from runtime.planner.choice.engine_offers import EngineOffer, PyTorchPath, admit
 from runtime.planner.constraints import ComponentSettings, Conflict
-from runtime.planner.engine_offers import EngineOffer, PyTorchPath, admit, choose
 from tests.facts import fact, states
 from tests.plans import GPU_PACKAGES, gpu, machine
 
 HERE = fact("planner.on_cpu", cause=fact("machine.no_gpu"))
 NONE_YET, OTHER_SIZES = fact("engine.none_yet"), fact("engine.misfit_sizes")
-NEAREST, NO_TENSORRT = fact("engine.nearest_differs", differences=[]), fact("machine.no_tensorrt")
+NEAREST, NO_TENSORRT = (
+    fact("engine.nearest_differs", differences=[]),
+    fact("machine.gpu_package_missing", package="TensorRT"),
+)
 
 
 def use(*, build: bool = False) -> EngineRef:
@@ -52,6 +56,11 @@ def impossible(backend: str) -> EngineOffer:
         missing=NONE_YET,
         problem=NO_TENSORRT,
     )
+
+
+def choose_against(offers: list[EngineOffer], path: PyTorchPath, backend: str = "auto") -> Choice:
+    """Choose among offers when PyTorch would run `path`."""
+    return choose(backend, "auto", offers, HERE, alternative=PyTorchAlternative(path))
 
 
 def unmeasured(backend: str) -> EngineOffer:
@@ -124,16 +133,16 @@ def test_badges(subtests: pytest.Subtests) -> None:
         ("auto", "auto", [misfit(ORT)], None, "pytorch", OTHER_SIZES),
         ("auto", "auto", [impossible(ORT)], None, "pytorch", NO_TENSORRT),
         ("auto", "auto", [unmeasured(ORT)], None, "pytorch", fact("planner.not_compared")),
-        ("auto", "auto", [ready(ORT, 0.9)], None, "pytorch", fact("planner.badge_none_faster")),
+        ("auto", "auto", [ready(ORT, 0.9)], None, "pytorch", fact("planner.none_faster")),
         ("auto", "auto", [ready(IND)], EXCLUDED, IND, fact("planner.badge_ready")),
         ("auto", "auto", [], EXCLUDED, "pytorch", EXCLUDED.fact),
         ("auto", "missing", [buildable(IND)], EXCLUDED, IND, builds),
         ("auto", "always", [ready(IND)], None, IND, fact("planner.badge_builds_unknown")),
-        ("pytorch", "auto", [ready(ORT)], None, "pytorch", fact("planner.badge_as_asked")),
+        ("pytorch", "auto", [ready(ORT)], None, "pytorch", fact("planner.as_asked")),
         (TRT, "auto", [ready(TRT)], None, TRT, fact("planner.badge_ready")),
         (TRT, "auto", [buildable(TRT)], None, TRT, builds),
         (TRT, "always", [ready(TRT)], None, TRT, fact("planner.badge_builds_unknown")),
-        (TRT, "never", [buildable(TRT)], None, "pytorch", fact("planner.badge_not_built", backend=TRT)),
+        (TRT, "never", [buildable(TRT)], None, "pytorch", fact("planner.asked_not_built", backend=TRT)),
         (TRT, "never", [misfit(TRT)], None, "pytorch", OTHER_SIZES),
         (TRT, "auto", [impossible(TRT)], None, "pytorch", NO_TENSORRT),
         (TRT, "auto", [no_bfloat16], None, "pytorch", fact("planner.bfloat16", gpu="x")),
@@ -177,11 +186,11 @@ def test_an_offer_without_engines_is_not_ready() -> None:
 def test_an_engine_is_compared_with_the_path_that_would_run() -> None:
     """Slower than compiled PyTorch, faster than eager: the review's case of an engine that was chosen though slower."""
     offer = replace(ready(TRT), baselines={"eager": 1.5, "compiled": 0.8})
-    eager = choose("auto", "auto", [offer], HERE, path=PyTorchPath())
+    eager = choose_against([offer], PyTorchPath())
     assert eager.backend == TRT
     assert eager.reasons[0].data["how"].data["pytorch"] == 1.5
-    compiled = choose("auto", "auto", [offer], HERE, path=PyTorchPath(compiled=True))
-    assert (compiled.backend, compiled.badge.code) == ("pytorch", "planner.badge_none_faster")
+    compiled = choose_against([offer], PyTorchPath(compiled=True))
+    assert (compiled.backend, compiled.badge.code) == ("pytorch", "planner.none_faster")
     how = compiled.reasons[-1].data["how"]
     assert (how.data["seconds"], how.data["pytorch"]) == (1.0, 0.8)
     assert how.data["path"].code == "planner.path_compiled"
@@ -203,7 +212,7 @@ def test_an_engine_is_compared_with_the_path_that_would_run() -> None:
     ],
 )
 def test_choices_without_a_matching_baseline(path: PyTorchPath, backend: str) -> None:
-    chosen = choose("auto", "auto", [ready(TRT)], HERE, path=path)
+    chosen = choose_against([ready(TRT)], path)
     assert chosen.backend == backend
     compared = ready(TRT).compared(path)
     if not compared.pytorch:
@@ -226,9 +235,9 @@ def test_fp8_engines_are_compared_with_pytorch_in_fp8_and_others_with_unquantize
 def test_attention_between_block_engines_counts_on_both_sides() -> None:
     offer = replace(ready(TRT, 1.1), in_blocks=True)
     assert offer.compared(PyTorchPath(attention_seconds=4.0)).speedup == pytest.approx(5.1 / 5.0)
-    assert choose("auto", "auto", [offer], HERE, path=PyTorchPath()).backend == TRT
+    assert choose_against([offer], PyTorchPath()).backend == TRT
     # 10 % of a fifth of a pass is less than timing noise.
-    assert choose("auto", "auto", [offer], HERE, path=PyTorchPath(attention_seconds=4.0)).backend == "pytorch"
+    assert choose_against([offer], PyTorchPath(attention_seconds=4.0)).backend == "pytorch"
 
 
 def test_several_gpus_share_block_engines_too() -> None:
@@ -237,7 +246,7 @@ def test_several_gpus_share_block_engines_too() -> None:
     path = PyTorchPath(attention_seconds=1.0, faster=2.0, as_measured=False, seconds=1.2)
     compared = offer.compared(path)
     assert (compared.engine, compared.pytorch, compared.attention) == (1.0, 1.2, 0.5)
-    chosen = choose("auto", "auto", [offer], HERE, path=path)
+    chosen = choose_against([offer], path)
     assert chosen.backend == TRT
     assert states(chosen.reasons[0], fact("planner.speed_in_blocks", pytorch=1.2, attention=0.5))
     # With the baseline, both sides are shared alike.
@@ -245,7 +254,7 @@ def test_several_gpus_share_block_engines_too() -> None:
 
 
 def test_an_engine_that_could_not_be_compared_is_named_before_settings() -> None:
-    chosen = choose("auto", "auto", [ready(TRT)], HERE, EXCLUDED, PyTorchPath(as_measured=False))
+    chosen = choose("auto", "auto", [ready(TRT)], HERE, EXCLUDED, PyTorchAlternative(PyTorchPath(as_measured=False)))
     assert chosen.reasons[-1].code == "planner.compared_in_other_precision"
     assert chosen.badge == chosen.reasons[-1]
 
@@ -254,7 +263,7 @@ def test_the_fastest_ready_engine_of_a_requested_backend_runs() -> None:
     slow, fast = ready(TRT), replace(ready(TRT), seconds=0.5, in_blocks=True)
     for offers in ([slow, fast], [fast, slow]):
         assert choose(TRT, "auto", offers, HERE).offer is fast
-    assert choose(TRT, "auto", [slow, fast], HERE, path=PyTorchPath(attention_seconds=1.0)).offer is slow
+    assert choose_against([slow, fast], PyTorchPath(attention_seconds=1.0), TRT).offer is slow
     # Those that were not measured come last.
     assert choose(TRT, "auto", [unmeasured(TRT), fast], HERE).offer is fast
 

@@ -17,8 +17,8 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.baseline_plans import Baselines
 from runtime.pipeline.build_engines import wanted_engines
+from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from runtime.planner.memory_model import Workload, stages
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.plans import machine
@@ -100,7 +100,7 @@ def test_engines_are_built_without_an_image(tiny: Tiny, tmp_path: Path, architec
     # PyTorch is measured with the same components.
     for one in named:
         key = engines.offers(spec).key(BUILDERS["onnxruntime"], one.component, one.use, one.device)
-        assert Baselines(engines)(spec, one.component, key, one.device) is not None
+        assert PyTorchTimerFactory(engines)(spec, one.component, key, one.device) is not None
 
 
 def test_keys_tell_models_apart_that_start_differently(tiny: Tiny) -> None:

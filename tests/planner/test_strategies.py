@@ -256,9 +256,9 @@ def test_unavailable_strategies_are_shown_and_not_offered() -> None:
     assert lacks == {"fp8": "machine.gpu_without_fp8", "bnb-8bit": None, "bnb-4bit": None}
     bare = plan(A14B, on(32, 96, quantizers=()))
     assert {one.strategy.flags: one.lacks.code for one in bare.strategies if one.lacks} == {
-        "--quantization fp8": "machine.no_torchao",
-        "--quantization bnb-8bit": "machine.no_bitsandbytes",
-        "--quantization bnb-4bit": "machine.no_bitsandbytes",
+        "--quantization fp8": "machine.gpu_package_missing",
+        "--quantization bnb-8bit": "machine.gpu_package_missing",
+        "--quantization bnb-4bit": "machine.gpu_package_missing",
     }
     # It would fit, and is not offered.
     assert all(one.fits and one.fits_ram for one in bare.strategies if one.strategy.quantization == "bnb-4bit")
@@ -339,7 +339,10 @@ def verdict(fact: Fact) -> str:
             A14B,
             replace(on(140, 12, quantizers=()), ram_bytes=12 * GIB, swap_bytes=0),
             {},
-            {f"unavailable {code}" for code in ("planner.load_ram", "machine.no_torchao", "machine.no_bitsandbytes")},
+            {
+                f"unavailable {code}"
+                for code in ("planner.load_ram", "machine.gpu_package_missing", "machine.gpu_package_missing")
+            },
         ),
     ],
 )

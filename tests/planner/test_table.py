@@ -20,8 +20,8 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
-from runtime.planner.engine_offers import Offers
+from runtime.planner.choice.engine_index import ShapeProfile
+from runtime.planner.choice.engine_offers import Offers
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.engines.engine_files import add
 from tests.facts import fact, facts_in, states
@@ -148,8 +148,8 @@ ROWS = [
     Row(OLD_DRIVER, SHIPPED, {}, "PPPP", fact("machine.driver_too_old", driver="550.54", runs="12.4", needs="13.0")),
     Row(OLD_TORCH, SHIPPED, {}, "PPPP", fact("machine.gpu_too_new", cuda="12.6", gpu="RTX 5090")),
     Row(TORCH_CPU, SHIPPED, {}, "PPPP", fact("machine.torch_without_cuda", torch="2.13.0")),
-    Row(BARE, SHIPPED, {}, "PPPP", "machine.no_onnxruntime"),
-    Row(H200, A14B, PYTORCH, "PPPP", "planner.badge_as_asked"),
+    Row(BARE, SHIPPED, {}, "PPPP", "machine.package_missing"),
+    Row(H200, A14B, PYTORCH, "PPPP", "planner.as_asked"),
     # Missing engines may be built: the backend that is fastest as a rule.
     Row(LAPTOP, SHIPPED, {"build": "missing"}, "TTTP", fact("planner.badge_builds", seconds=45.0)),
     Row(TURING, SHIPPED, {"build": "missing"}, "TTTP", "planner.likely_fastest"),
@@ -158,7 +158,7 @@ ROWS = [
     Row(CPU_16, SHIPPED, {"build": "missing"}, "OOOO", fact("planner.badge_builds", seconds=11.0)),
     Row(APPLE, SHIPPED, {"build": "missing"}, "OOOO", fact("planner.likely_fastest", backend="onnxruntime")),
     Row(NO_COMPILER, SHIPPED, {"build": "missing"}, "OOOO", fact("planner.built_first", seconds=11.0)),
-    Row(BARE, SHIPPED, {"build": "missing"}, "PPPP", "machine.no_onnxruntime"),
+    Row(BARE, SHIPPED, {"build": "missing"}, "PPPP", "machine.package_missing"),
     Row(NO_TENSORRT, SHIPPED, {"build": "missing"}, "IIIP", fact("planner.badge_builds", seconds=45.0)),
     Row(H200, A14B, {"build": "never"}, "PPPP", "planner.badge_no_engine"),
     # TensorRT asked for.
@@ -168,14 +168,14 @@ ROWS = [
     Row(H200, TI2V, TENSORRT, "TTT", fact("planner.badge_builds", seconds=905.0)),
     Row(FOUR, A14B, TENSORRT, "TTTT", fact("planner.badge_builds", seconds=905.0)),
     Row(H200, A14B, {"backends": {"transformer": "tensorrt"}}, "PTPP", "planner.badge_builds"),
-    Row(H200, A14B, TENSORRT | {"build": "never"}, "PPPP", fact("planner.badge_not_built", backend="tensorrt")),
+    Row(H200, A14B, TENSORRT | {"build": "never"}, "PPPP", fact("planner.asked_not_built", backend="tensorrt")),
     Row(CPU_16, SHIPPED, TENSORRT, "PPPP", fact("planner.asked_unavailable", cause=NO_GPU)),
     Row(APPLE, SHIPPED, TENSORRT, "PPPP", "machine.no_gpu"),
     Row(BROKEN, SHIPPED, TENSORRT, "PPPP", "machine.driver_failed"),
     Row(OLD_DRIVER, SHIPPED, TENSORRT, "PPPP", fact("machine.driver_too_old", driver="550.54", least="580")),
     Row(OLD_TORCH, SHIPPED, TENSORRT, "PPPP", "machine.gpu_too_new"),
     Row(TORCH_CPU, SHIPPED, TENSORRT, "PPPP", "machine.torch_without_cuda"),
-    Row(NO_TENSORRT, SMALL, TENSORRT, "PPP", "machine.no_tensorrt"),
+    Row(NO_TENSORRT, SMALL, TENSORRT, "PPP", "machine.gpu_package_missing"),
     # The text encoder's engine holds gigabytes of weights; engines of transformer blocks hold none.
     Row(SMALL_DISK, A14B, TENSORRT, "PTTT", "planner.build_disk"),
     Row(SMALL_DISK, A14B, INDUCTOR, "PPPI", "planner.build_disk"),
@@ -188,7 +188,7 @@ ROWS = [
     Row(here("RTX 2080 Ti", (7, 5), 48), SMALL, INDUCTOR, "PPI", "planner.bfloat16"),
     Row(H100, SMALL, INDUCTOR, "III", fact("planner.asked_engine", backend="inductor")),
     Row(CPU_8, SHIPPED, ONNX, "OOOO", fact("planner.asked_engine", backend="onnxruntime")),
-    Row(BARE, SHIPPED, ONNX, "PPPP", "machine.no_onnxruntime"),
+    Row(BARE, SHIPPED, ONNX, "PPPP", "machine.package_missing"),
     Row(H100, SMALL, ONNX, "PPP", "planner.onnxruntime_without_cuda"),
     Row(CPU_16, SHIPPED, INDUCTOR_AND_ONNX, "IIIO", fact("planner.asked_engine", backend="inductor")),
     # Quantized weights.
@@ -205,12 +205,12 @@ ROWS = [
         A14B,
         {"backends": ALL_BUT_TRANSFORMERS, "quantization": "bnb-4bit"},
         "TPPT",
-        "planner.badge_as_asked",
+        "planner.as_asked",
         {"quantization": "bnb-4bit"},
     ),
     Row(H200, A14B, {"quantization": "none"} | TENSORRT, "TTTT", "planner.asked_engine", {"quantization": "none"}),
-    Row(NO_BNB, A14B, {"quantization": "bnb-4bit"}, MachineError, "machine.no_bitsandbytes"),
-    Row(NO_BNB, A14B, {"quantization": "fp8"}, MachineError, "machine.no_torchao"),
+    Row(NO_BNB, A14B, {"quantization": "bnb-4bit"}, MachineError, "machine.gpu_package_missing"),
+    Row(NO_BNB, A14B, {"quantization": "fp8"}, MachineError, "machine.gpu_package_missing"),
     Row(AMPERE, SHIPPED, {"quantization": "fp8"}, MachineError, fact("machine.gpu_without_fp8", gpu="RTX A4000")),
     Row(TURING, SHIPPED, {"quantization": "fp8"}, MachineError, "machine.gpu_without_fp8"),
     Row(
@@ -286,7 +286,7 @@ ROWS = [
         A14B,
         {"backends": ALL_BUT_TRANSFORMERS, "offload": "group"},
         "TPPT",
-        "planner.badge_as_asked",
+        "planner.as_asked",
         {"offload": "group"},
     ),
     Row(H200, A14B, {"offload": "model", "build": "missing"}, "TTTP", "planner.badge_builds", {"offload": "model"}),

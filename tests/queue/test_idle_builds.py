@@ -71,7 +71,7 @@ def test_a_video_starts_in_pytorch_and_the_next_ones_use_the_engine_while_it_is_
 ) -> None:
     job = queue.submit(small())
     part = job.plan.components["text_encoder"]
-    assert (part.backend, part.badge and part.badge.code) == ("pytorch", "planner.badge_built_later")
+    assert (part.backend, part.badge and part.badge.code) == ("pytorch", "planner.built_later")
     assert len(part.later) == 1 and job.plan.request == small()
     until(lambda: not job.open)
     assert isinstance(job.events[-1], VideoSaved)

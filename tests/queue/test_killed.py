@@ -41,13 +41,10 @@ def moments(names: list[str]) -> list[Moment]:
         return [index for index, other in enumerate(names, 1) if other == name][n - 1]
 
     return [
-        Moment(event=nth("CheckpointSaved") - 1),
         Moment(call="os.rename", count=1),
-        Moment(event=nth("StepDone"), delay=0.001),
         Moment(call="os.link"),
         Moment(event=nth("StepDone", 3), delay=0.003),
         Moment(event=nth("FramesDecoded"), delay=0.002),
-        Moment(call="subprocess.Popen", count=3),
         Moment(event=nth("VideoSaved") - 1, delay=0.03),
     ]
 

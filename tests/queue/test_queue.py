@@ -246,7 +246,7 @@ def test_previews_reach_other_processes_and_the_last_becomes_the_poster(tmp_path
     assert all(event.preview is None for event in job.events if isinstance(event, StepDone))
 
 
-MANY = 80
+MANY = 40
 # Another tab's process: moves, holds, cancels and deletes at random until standard input ends.
 MEDDLER = """
 import random, sys, threading

@@ -46,9 +46,9 @@ def test_calls_that_gradio_cannot_handle_are_refused(subtests: pytest.Subtests) 
     cases: list[tuple[str, dict[str, Any], list[bytes]]] = [
         ("not_json", {}, [b"", b"\xff", b"[" * 100_000]),
         ("not_an_object", {}, [b"[]"]),
-        ("no_function", {}, [body(fn_index=number) for number in (1, True, "0", None)]),
+        ("not_found", {"kind": "function"}, [body(fn_index=number) for number in (1, True, "0", None)]),
         ("call_values", {"count": 2}, [body(data=["a"]), body(data={})]),
-        ("no_session_name", {}, [body(session_hash=None)]),
+        ("session_name", {}, [body(session_hash=None)]),
         ("session_name", {}, [body(session_hash=name) for name in ("../x", 5, "x" * 65)]),
         ("call_unsupported", {}, [body(batched=True), body(batched=[]), body(oauth_token="x")]),
         ("call_type", {"name": "trigger_id"}, [body(trigger_id=float("nan")), body(trigger_id="1")]),
@@ -71,11 +71,11 @@ def test_calls_that_gradio_cannot_handle_are_refused(subtests: pytest.Subtests) 
     ("values", "code"),
     [
         ({"session_hash": None}, "server.session_name"),
-        ({"fn_index": "1"}, "server.no_event"),
-        ({"fn_index": None}, "server.no_event"),
-        ({"event_id": None}, "server.no_event"),
-        ({"event_id": "../0"}, "server.no_event"),
-        ({"event_id": "0" * 31}, "server.no_event"),
+        ({"fn_index": "1"}, "server.not_found"),
+        ({"fn_index": None}, "server.not_found"),
+        ({"event_id": None}, "server.not_found"),
+        ({"event_id": "../0"}, "server.not_found"),
+        ({"event_id": "0" * 31}, "server.not_found"),
     ],
     ids=str,
 )

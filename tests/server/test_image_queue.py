@@ -117,7 +117,7 @@ def test_few_images_wait() -> None:
         for user, size in (("anna", 1), ("ben", 2 * half + 1)):
             with pytest.raises(LimitError) as refused:
                 await start(user, size)
-            assert refused.value.code == "server.api_uploads"
+            assert refused.value.code == "server.uploads_busy"
         held += [start(name, 1) for name in ("ben", "cara")]
         held += [start("dora", 0) for _ in range(image_queue._MOST)]
         await asyncio.sleep(0)
@@ -177,7 +177,7 @@ def is_reading() -> bool:
 
 def post_when_allowed(client: httpx.Client, data: bytes) -> httpx.Response:
     """Post an image, again while two bodies of this key are being received."""
-    while code_of(answer := post(client, data)) == (429, "server.api_uploads"):
+    while code_of(answer := post(client, data)) == (429, "server.uploads_busy"):
         pass
     return answer
 

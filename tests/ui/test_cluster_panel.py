@@ -17,7 +17,7 @@ from runtime.queue.instances import Instance
 from runtime.queue.job_queue import JobQueue
 from runtime.server.cluster.cluster_key import make_key
 from runtime.server.cluster.problems import Problem, Problems, problems_of
-from runtime.server.cluster.views import ClusterView, RayNode, cluster_view
+from runtime.server.cluster.views import ClusterView, RayNode, VideoQueue, cluster_view
 from runtime.ui.cluster_panel import ClusterPanel
 from runtime.ui.formatting import paragraph
 from runtime.ui.panels import Call, respond
@@ -69,7 +69,7 @@ def test_machines_and_queue_are_shown(queue: JobQueue, settings: Settings) -> No
 def test_machines_that_run_nothing_say_why(queue: JobQueue, settings: Settings) -> None:
     refused = Fact("server.cluster_refused", {"found": "Tandem <1>", "wanted": "Tandem 2"})
     failed = RayNode("b" * 12, "beta", True, Fact("server.cluster_start_failed", {"reason": "No module named 'x'"}))
-    view = cluster_view(queue, [], [failed], [], [], [], 0, {}, [Problem(host="<gamma>", fact=refused)])
+    view = cluster_view(queue, VideoQueue(), [failed], refused=[Problem(host="<gamma>", fact=refused)])
     machines = parts(queue, view, settings)["machines"]
     assert failed.problem is not None and escape(paragraph(failed.problem)) in machines
     assert "&lt;gamma&gt;" in machines and '<span class="tag">Refused</span>' in machines

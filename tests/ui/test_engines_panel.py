@@ -16,7 +16,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import cpp_compiler, probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import UNREADABLE_KEY, ShapeProfile
+from runtime.planner.choice.engine_index import UNREADABLE_KEY, ShapeProfile
 from runtime.queue.records import BuildProgress, InspectEngine, PruneEngines
 from runtime.queue.store import JobStore
 from runtime.queue.views import Task

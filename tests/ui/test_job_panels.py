@@ -252,6 +252,16 @@ def test_a_duplicate_follows_its_job_with_a_new_seed(desk: Panels, worker: JobQu
     assert seeds[0] == 1 != seeds[1]
 
 
+def test_a_duplicate_of_a_paused_job_is_paused(desk: Panels, worker: JobQueue) -> None:
+    first, _ = add(worker, "a red boat"), add(worker, "a blue ball")
+    act(desk, "pause-all")
+    act(desk, "duplicate", first)
+    assert [job.held for job in worker.store.order.jobs()] == [True, True, True]
+    act(desk, "unpause", first)
+    act(desk, "duplicate", first)
+    assert [job.held for job in worker.store.order.jobs()] == [False, False, True, True]
+
+
 @pytest.mark.slow
 def test_a_long_queue_is_shown_in_parts(worker: JobQueue, desk: Panels) -> None:
     jobs = worker.submit_all(combined(small(seed=1), [f"boat {n}" for n in range(60)], []))

@@ -16,7 +16,7 @@ from runtime.core.request import GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_offers import EngineOffer, Offers, no_offers
+from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.presets import presets
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.ui.break_even import BreakEven, break_even_of_record
@@ -98,25 +98,29 @@ def spec(tiny: Callable[[str], ModelSpec]) -> ModelSpec:
     [
         ({}, "PyTorch", fact("planner.badge_no_engine"), "plain"),
         ({"here": machine()}, "PyTorch", fact("planner.badge_no_engine"), "plain"),
-        ({"backends": {"vae": "pytorch"}}, "PyTorch", fact("planner.badge_as_asked"), "plain"),
+        ({"backends": {"vae": "pytorch"}}, "PyTorch", fact("planner.as_asked"), "plain"),
         ({"offers": offering(offer("vae"))}, "TensorRT", fact("planner.badge_ready"), "ready"),
         (
             {"offers": offering(offer("vae", build=True, build_seconds=240.0)), "backends": {"vae": "tensorrt"}},
             "PyTorch",
-            fact("planner.badge_built_later", backend="tensorrt"),
+            fact("planner.built_later", backend="tensorrt"),
             "build",
         ),
         (
             {"offers": offering(offer("vae", build=True)), "backends": {"vae": "tensorrt"}, "build": "never"},
             "PyTorch",
-            fact("planner.badge_not_built", backend="tensorrt"),
+            fact("planner.asked_not_built", backend="tensorrt"),
             "instead",
         ),
         (
-            {"offers": offering(offer("vae", problem=Fact("machine.no_tensorrt"), build=True))}
+            {
+                "offers": offering(
+                    offer("vae", problem=Fact("machine.gpu_package_missing", {"package": "TensorRT"}), build=True)
+                )
+            }
             | {"backends": {"vae": "tensorrt"}},
             "PyTorch",
-            fact("machine.no_tensorrt"),
+            fact("machine.gpu_package_missing", package="TensorRT"),
             "instead",
         ),
     ],

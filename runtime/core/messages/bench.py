@@ -20,11 +20,9 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "bench.count_invalid": Message("{field:setting} is {value}.", "Give a whole number from {low} to {high}."),
     "bench.folder_is_file": Message("{field:setting} is {folder}, which is a file.", "Give the name of a folder."),
-    "bench.incomplete": Message("{file} is incomplete.", "Give a bench.json that `{tandem} bench` wrote."),
     "bench.not_a_result": Message(
-        "{file} is not a benchmark result.", "Give a bench.json that `{tandem} bench` wrote."
+        "{file} is not a complete benchmark result.", "Give a bench.json that `{tandem} bench` wrote."
     ),
-    "bench.not_json": Message("{file} is not JSON.", "Give a bench.json that `{tandem} bench` wrote."),
     "bench.not_read": Message("{file} cannot be read: {error}.", "Give a bench.json that `{tandem} bench` wrote."),
     "bench.not_written": Message(
         "{file} cannot be written: {error}.", "Free some space, or give another folder by --out."

@@ -32,7 +32,6 @@ MESSAGES: Mapping[str, Message] = {
     "cli.no_engines": Message("No engines."),
     "cli.no_jobs": Message("No jobs."),
     "cli.no_models_downloaded": Message("No models are downloaded."),
-    "cli.no_such_component": Message("{model} has no component {component}.", "Select one of {choices:list}."),
     "cli.nothing_saved": Message("Cancelled. Nothing was saved."),
     "cli.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give a file name that ends in .mp4."),
     "cli.not_utf8": Message(

@@ -35,7 +35,6 @@ MESSAGES: Mapping[str, Message] = {
     # Request fields.
     "request.not_an_object": Message("The request is not an object.", "Give the fields by name."),
     "request.unknown_field": Message("Unknown field {name}.", "The fields are: {known:list}."),
-    "request.prompt_missing": Message("The prompt is missing.", _DESCRIBE),
     "request.prompt_empty": Message("The prompt is empty.", _DESCRIBE),
     "request.not_text": Message("{field:setting} is not text.", "Give a sentence."),
     "request.text_too_long": Message(
@@ -131,7 +130,6 @@ MESSAGES: Mapping[str, Message] = {
     "settings.not_days": Message("{source} is {value}.", "Give a number of days above 0, up to {most}."),
     "settings.not_a_folder": Message("{source} is {value}, not a folder.", "Give a folder; it is created when needed."),
     "settings.not_a_hub": Message("{source} is {value}, not a hub's address.", "Give an address such as {hub}."),
-    "settings.not_a_port": Message("{source} is {value}, not a port.", "Give a number from 1 to {most}."),
     "settings.not_a_size": Message("{source} is {value}, not a size.", "Give WIDTHxHEIGHT, as in 832x480."),
     "settings.not_a_precision": Message("{source} is {value}.", "Give fp16, bf16 or fp32."),
     "settings.not_a_switch": Message("{source} is {value}.", "Give true or false."),

@@ -16,8 +16,7 @@ MESSAGES: Mapping[str, Message] = {
         "The model has no readable {file}.",
         "Give a folder in diffusers' format, with model_index.json and a folder per component.",
     ),
-    "model.file_not_json": Message("{file} is damaged: it is not JSON.", _COPY),
-    "model.file_not_object": Message("{file} is not a JSON object.", _COPY),
+    "model.file_not_json": Message("{file} is damaged: it is not a JSON object.", _COPY),
     "model.config_invalid": Message("A configuration file in {model} is incomplete or wrong ({detail}).", _COPY),
     "model.name_unreadable": Message(
         "The name of the model folder {folder} cannot be displayed.", "Rename the folder."
@@ -43,6 +42,7 @@ MESSAGES: Mapping[str, Message] = {
     "model.weights_outside": Message(
         "The index of {component} names a weight file outside of its folder.", "Download the model again."
     ),
+    "model.no_such_component": Message("{model} has no component {component}.", "Select one of {choices:list}."),
     "model.family_unstated": Message(
         "The model_index.json of {model} does not name a pipeline.",
         "Choose a folder whose model_index.json names {supported:list}.",

@@ -26,21 +26,18 @@ _MACHINE: Mapping[str, Message] = {
     "machine.gpu_too_new": Message(
         "This PyTorch (CUDA {cuda}) has no kernels for {gpu}.", "Install PyTorch built for CUDA 12.8 or later."
     ),
-    "machine.no_torch": Message("PyTorch is not installed.", _RUN_INSTALLER),
     "machine.no_compiler": Message(_NO_COMPILER, "Install g++ with the system's package manager."),
     "machine.no_compiler_macos": Message(_NO_COMPILER, "Run `xcode-select --install`."),
     "machine.no_compiler_windows": Message(
         _NO_COMPILER,
         "Install the Visual Studio Build Tools with C++, and start Tandem from a Developer Command Prompt.",
     ),
-    "machine.no_onnxruntime": Message("ONNX Runtime is not installed.", _RUN_INSTALLER),
-    "machine.no_tensorrt": Message("TensorRT is not installed.", _RUN_INSTALLER_ON_GPU),
-    "machine.no_torch_tensorrt": Message("torch-tensorrt is not installed.", _RUN_INSTALLER_ON_GPU),
+    "machine.package_missing": Message("{package} is not installed.", _RUN_INSTALLER),
+    "machine.gpu_package_missing": Message("{package} is not installed.", _RUN_INSTALLER_ON_GPU),
     "machine.torch_tensorrt_mismatch": Message(
         "torch-tensorrt {installed} is not compatible with PyTorch {torch}.", _RUN_INSTALLER_ON_GPU
     ),
     "machine.tensorrt_without_gpu": Message("TensorRT does not support {gpu}.", _OTHER_BACKEND),
-    "machine.no_tensorrt_rtx": Message("TensorRT for RTX is not installed.", _RUN_INSTALLER_ON_GPU),
     "machine.tensorrt_rtx_without_gpu": Message(
         "TensorRT for RTX does not support {gpu} (compute capability {capability}), only 7.5, 8.0, 8.6, 8.9, 12.0 and "
         "newer.",
@@ -49,8 +46,6 @@ _MACHINE: Mapping[str, Message] = {
     "machine.tensorrt_rtx_blocks_only": Message(
         "On {gpu}, TensorRT for RTX runs block engines only: it has no float32 or bfloat16 there.", _OTHER_BACKEND
     ),
-    "machine.no_bitsandbytes": Message("bitsandbytes is not installed.", _RUN_INSTALLER_ON_GPU),
-    "machine.no_torchao": Message("torchao is not installed.", _RUN_INSTALLER_ON_GPU),
     "machine.gpu_without_fp8": Message("The {gpu} does not support FP8.", "Use {set[quantization=bnb-8bit]}."),
     "machine.no_triton": Message(
         "Triton is not installed.", "Install the package triton, or use {set[compile=never]}."
@@ -67,7 +62,7 @@ _PACKAGES: Mapping[str, Message] = {
 
 # Table cells: no full stop. `what` is the detail, `remedy` the fix.
 _DOCTOR: Mapping[str, Message] = {
-    "doctor.python": Message("{version}"),
+    "doctor.version": Message("{version}"),
     "doctor.python_unsupported": Message(
         "{version}; Tandem supports {first} to {last}",
         "Install Python {last} and run `{installer} doctor`, or set TANDEM_PYTHON to a supported version.",
@@ -97,17 +92,15 @@ _DOCTOR: Mapping[str, Message] = {
         "{folder}, {free:gib} free: not enough to build engines",
         "Free some space, or set TENSORRT_CACHE_DIR to another disk.",
     ),
-    "doctor.compiler": Message("{path}"),
+    "doctor.path": Message("{path}"),
     "doctor.no_compiler": Message(
         "none: Inductor engines and compiled blocks on a CPU need a compiler", "{cause:remedy}"
     ),
-    "doctor.package": Message("{version}"),
     "doctor.package_unusable": Message(
         "{version}, cannot be imported: {cause:sentence}", "Reinstall it: `{reinstall}`"
     ),
     "doctor.package_missing": Message("not installed: no {use}", "To install it: `{install}`"),
     "doctor.installer_package_missing": Message("not installed: no {use}", _RUN_INSTALLER_ON_GPU),
-    "doctor.ffmpeg": Message("{path}"),
     "doctor.model": Message("{millions:,.1f} million parameters"),
 }
 

@@ -84,8 +84,7 @@ _HUB: Mapping[str, Message] = {
     "hub.file_size": Message("{file} has {size:,} bytes instead of {expected:,}."),
     "hub.file_unreadable": Message("{file} cannot be read ({reason})."),
     "hub.file_hash": Message("{file} does not match its hash."),
-    "hub.file_longer": Message("{file} is longer than {expected:,} bytes."),
-    "hub.file_shorter": Message("{file} is shorter than {expected:,} bytes."),
+    "hub.file_other_size": Message("{file} does not have {expected:,} bytes."),
     "hub.fetching_again": Message("{cause:sentence}; fetching it again."),
     "hub.content_mismatch": Message(
         "{cause:sentence}, twice: the hub does not send the file that it lists.",
@@ -241,9 +240,7 @@ _FILES: Mapping[str, Message] = {
     ),
     "model.scale_not_finite": Message("A scale of {tensor} in {file} is not a finite number.", _AGAIN),
     "model.tensor_missing": Message("The model's files have no {tensor}.", _AGAIN),
-    "model.image_processor_unloadable": Message("The image processor of {model} cannot be loaded.", _AGAIN),
-    "model.tokenizer_unloadable": Message("The tokenizer of {model} cannot be loaded.", _AGAIN),
-    "model.scheduler_unloadable": Message("The scheduler of {model} cannot be loaded.", _AGAIN),
+    "model.part_unloadable": Message("The {part} of {model} cannot be loaded.", _AGAIN),
     "model.scheduler_other": Message(
         "The scheduler of {model}, {scheduler}, is not set up for flow matching, for which the model was trained.",
         "Put the published model's file in place of {file}, or set prediction_type to flow_prediction and "
@@ -283,10 +280,6 @@ _OTHER_LORA = "Choose one that was made for this model."
 _LORA: Mapping[str, Message] = {
     "lora.unknown": Message(
         "There is no LoRA {lora}.", "Put its .safetensors file into {folder}, or give the file's path."
-    ),
-    "lora.file_missing": Message(
-        "There is no LoRA file {file}.",
-        "Give the path of a .safetensors file, or put one into {folder} and give its name.",
     ),
     "lora.not_safetensors": Message(
         "The LoRA {lora} is not a safetensors file; other formats can run code when loaded.",

@@ -247,7 +247,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.vae_rounded_asked": Message(
         "The VAE in {dtype}, as requested: {psnr} dB from float32 in 8 bits for the shipped model."
     ),
-    "planner.as_asked": Message("As requested."),
+    "planner.as_asked": Message("As requested.", badge="as requested"),
     "planner.likely_fastest": Message("{backend:backend}, most likely the fastest here: {how:clause}."),
     "planner.fastest_measured": Message("{backend:backend} is the fastest engine: {how:clause}."),
     "planner.faster_measured": Message("{backend:backend} is faster here: {how:clause}."),
@@ -256,7 +256,9 @@ _REASONS: Mapping[str, Message] = {
         "Its engines compute the parts of each block around attention, for every size, model and LoRA of this "
         "architecture."
     ),
-    "planner.none_faster": Message("No engine is at least 3 % faster than PyTorch; {backend:backend}: {how:clause}."),
+    "planner.none_faster": Message(
+        "No engine is at least 3 % faster than PyTorch; {backend:backend}: {how:clause}.", badge="no engine is faster"
+    ),
     "planner.not_compared": Message(
         "An engine is ready, but was not measured against PyTorch ({path:clause}).",
         "Verify it on the Engines page, or with `{tandem} engines verify`, to measure it.",
@@ -273,7 +275,8 @@ _REASONS: Mapping[str, Message] = {
     "planner.asked_engine": Message("{backend:backend}, as requested: {how:clause}."),
     "planner.asked_unavailable": Message("{backend:backend} was requested, but {cause:clause}. {cause:remedy}"),
     "planner.asked_not_built": Message(
-        "{backend:backend} was requested, but has no engine ({cause:clause}), and none is to be built."
+        "{backend:backend} was requested, but has no engine ({cause:clause}), and none is to be built.",
+        badge="no {backend:backend} engine, and none is to be built",
     ),
     "planner.not_supported": Message(
         "{backend:backend} was requested, but does not run this component.",
@@ -282,7 +285,10 @@ _REASONS: Mapping[str, Message] = {
     "planner.built_again": Message("Built again, as requested."),
     "planner.built_first": Message("Built first, {seconds:about} ({cause:clause})."),
     "planner.built_first_unknown": Message("Built first ({cause:clause})."),
-    "planner.built_later": Message("Its {backend:backend} engine is built when no video waits."),
+    "planner.built_later": Message(
+        "Its {backend:backend} engine is built when no video waits.",
+        badge="{backend:backend} engine is built when idle",
+    ),
     "planner.speed": Message(
         "{precision}, {times:.2f} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
         "{pytorch:latency}, measured here."
@@ -292,28 +298,19 @@ _REASONS: Mapping[str, Message] = {
         "{pytorch:latency}; about {attention:latency} of both is attention, the rest was measured here."
     ),
     "planner.speed_unknown": Message("{precision}, not measured."),
-    "planner.badge_as_asked": Message("As requested.", badge="as requested"),
     "planner.badge_ready": Message("The engine is ready.", badge="engine ready"),
     "planner.badge_builds": Message(
         "The engine is built first, {seconds:about}.", badge="builds first, {seconds:about}"
     ),
     "planner.badge_builds_unknown": Message("The engine is built first.", badge="builds first"),
-    "planner.badge_built_later": Message(
-        "Its {backend:backend} engine is built when no video waits.",
-        badge="{backend:backend} engine is built when idle",
+    "planner.engine_memory": Message(
+        "An engine would be faster, but this clip does not fit into memory with it.", badge="too little memory"
     ),
-    "planner.badge_none_faster": Message("No engine is faster.", badge="no engine is faster"),
-    "planner.badge_engine_memory": Message("Memory does not suffice for its engine.", badge="too little memory"),
-    "planner.engine_memory": Message("An engine would be faster, but this clip does not fit into memory with it."),
-    "planner.badge_engine_slows": Message(
-        "The clip would not be faster with its engine.", badge="the clip is not faster with its engine"
+    "planner.engine_slows": Message(
+        "Its engine is faster, but the clip as a whole would take longer with it.",
+        badge="the clip is not faster with its engine",
     ),
-    "planner.engine_slows": Message("Its engine is faster, but the clip as a whole would take longer with it."),
     "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
-    "planner.badge_not_built": Message(
-        "There is no {backend:backend} engine, and none is to be built.",
-        badge="no {backend:backend} engine, and none is to be built",
-    ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
     "planner.steps_computed": Message(
@@ -335,7 +332,6 @@ _REASONS: Mapping[str, Message] = {
     "planner.only_vae_compiles": Message("Engines compute the transformers; for the VAE: {how:clause}."),
     "planner.not_compiled_in_blocks": Message("Engines compute the blocks; PyTorch compiles nothing."),
     "planner.engines_compute": Message("The transformers run on engines."),
-    "planner.attention_native_asked": Message("PyTorch's own attention, as requested."),
     "planner.attention_asked": Message("{attention:kernel}, as requested."),
     "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),

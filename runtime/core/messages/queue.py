@@ -15,7 +15,7 @@ MESSAGES: Mapping[str, Message] = {
         "Several jobs start with '{beginning}'.", "Give more digits of the id: `{tandem} jobs list` shows them."
     ),
     "queue.job_queued": Message("Job {job} is already queued.", "Wait for it, or cancel it."),
-    "queue.job_running": Message("Job {job} is already running.", "JobHooks it in the web app, or wait until it ends."),
+    "queue.job_running": Message("Job {job} is already running.", "Watch it in the web app, or wait until it ends."),
     "queue.job_running_delete": Message("Job {job} is running.", "Cancel it first."),
     "queue.job_ended": Message(
         "Job {job} has ended.", "Run `{tandem} jobs resume {job}` to continue it, if it can be."

@@ -98,16 +98,10 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_media_type": Message("The content type is {given}.", "Send application/json or multipart/form-data."),
     "server.api_charset": Message("The charset of the form is {given}.", "Send it in UTF-8."),
     "server.api_not_json": Message("The body is not valid JSON: {problem}.", "Send one JSON object."),
-    "server.api_not_an_object": Message("The body is not a JSON object.", "Send one JSON object."),
     "server.api_not_a_form": Message(
         "The body is not a valid form: {problem}.", "Send at most {fields} fields of text and {files} images."
     ),
     "server.api_field_repeated": Message("The field {name} occurs more than once.", "Send it once."),
-    "server.api_field_unknown": Message("Unknown field {name}.", "Use one of: {known:list}."),
-    "server.api_too_large": Message("The body has more than {maximum:bytes}.", "Send a smaller one."),
-    "server.api_incomplete": Message("The request was incomplete.", "Send it again."),
-    "server.api_uploads": Message("Too many uploads at once.", "Try again."),
-    "server.api_size": Message("size is {value}.", "Give WIDTHxHEIGHT, as in 832x480."),
     "server.api_excludes": Message("{name} and {other} exclude each other.", "Send one of them."),
     "server.api_image": Message(
         "{field} is not an image.",
@@ -127,7 +121,7 @@ MESSAGES: Mapping[str, Message] = {
         "{maximum:n video} of this key are queued or running.", "Wait until one is completed, or delete one."
     ),
     "server.api_rate": Message("This key allows {maximum:n video} an hour.", "Try again in {minutes:n minute}."),
-    "server.api_interrupted": Message("Tandem ended while this video was generated.", "Create it again."),
+    "server.interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
     "server.api_cancelled": Message("The video was cancelled.", "Create it again."),
     # The cluster.
     "server.cluster_no_ray": Message(
@@ -211,12 +205,8 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_internal": Message("Internal error.", "The log of the server has the details."),
     # Requests of the page that are refused.
     "server.session_name": Message("The session's name must be 1 to 64 letters, digits, - or _."),
-    "server.no_session_name": Message("The session's name is missing."),
-    "server.no_session": Message("There is no such session."),
     "server.session_of_another": Message("This session is another visitor's."),
-    "server.no_function": Message("There is no such function."),
-    "server.no_event": Message("There is no such event."),
-    "server.no_panel": Message("There is no such panel."),
+    "server.not_found": Message("There is no such {kind}."),
     "server.call_values": Message(
         '"data" must be a list of {count} values, in the order of the endpoint\'s parameters.'
     ),
@@ -229,13 +219,14 @@ MESSAGES: Mapping[str, Message] = {
     "server.call_files": Message("Files are not accepted."),
     "server.panel_call_incomplete": Message("The request is incomplete."),
     "server.not_json": Message("The body is not JSON."),
-    "server.not_an_object": Message("The body is not a JSON object."),
+    "server.not_an_object": Message("The body is not a JSON object.", "Send one JSON object."),
     "server.content_type": Message("The content type must be application/json."),
     "server.form_encoding": Message("Forms must be in UTF-8."),
-    "server.form_without_file": Message("The form has no file."),
     "server.form_not_one_file": Message("The body is not a form with one file."),
-    "server.request_broken_off": Message("The request was incomplete."),
-    "server.request_too_long": Message("The request has more than {most:,} bytes.", "Shorten its texts."),
+    "server.request_incomplete": Message("The request was incomplete.", "Send it again."),
+    "server.body_too_large": Message(
+        "The body has more than {maximum:bytes}.", "Shorten its texts, or send smaller images."
+    ),
     "server.other_site": Message("Requests from other sites are refused."),
     "server.host_invalid": Message("Invalid Host header."),
     "server.host_other": Message("This server only answers to its own host name."),

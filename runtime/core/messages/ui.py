@@ -22,7 +22,6 @@ MESSAGES: Mapping[str, Message] = {
     "ui.interrupted": Message(
         "Tandem ended while this video was generated.", "Resume it: `{tandem} jobs resume {job}`"
     ),
-    "ui.visitor_interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
     # The forecast of a plan.
     "ui.looking_for_engines": Message("Looking for engines…"),
     "ui.does_not_fit": Message("Does not fit"),

@@ -19,8 +19,8 @@ from runtime.engines.key_parts import (
 )
 from runtime.machine.probe import Machine
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, component_of, is_transformer
+from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.constraints import lacking
-from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.memory_model import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from runtime.engines.child import Report
 from runtime.engines.key_parts import cpu_has_bfloat16
 from runtime.machine.probe import Machine, cpp_compiler
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec
-from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.upstream.torch import PackageError, compile_package, inductor_cache, torch_found_in
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION, cpu_has_bfloat16, versions_of
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile
 
 if TYPE_CHECKING:
     from runtime.engines.component_programs import Program

@@ -31,7 +31,7 @@ from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Gpu, Machine, gpu_index
 from runtime.models.spec import FRAME_DECODER, IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.planner import constraints
-from runtime.planner.engine_index import EngineKey, ShapeProfile, serves_any_clip
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile, serves_any_clip
 from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes, encoder_step_bytes
 from runtime.upstream.torch import clear_module
 
@@ -157,7 +157,7 @@ class OnnxTensorRT(TensorRTBuilder):
             torch.cuda.empty_cache()
             if self.prepare is not None:
                 self.prepare(model)
-            report(Fact("engine.building_tensorrt"), 0.0)
+            report(Fact("engine.building_with", {"compiler": "TensorRT"}), 0.0)
             report_line = output_reporter(report)
             with (
                 torch.cuda.device(device),

@@ -31,7 +31,7 @@ from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec
-from runtime.planner.engine_index import EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import EngineKey, ShapeProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ class TensorRTRTX(Builder):
             model = Path(scratch) / "model.onnx"
             report(Fact("engine.exporting_onnx"), None)
             export_onnx(program, enclosing(key.profiles), model)
-            report(Fact("engine.building_tensorrt_rtx"), 0.0)
+            report(Fact("engine.building_with", {"compiler": "TensorRT for RTX"}), 0.0)
             report_line = output_reporter(report)
             with tensorrt_library.listen(report_line) as messages:
                 write_plan(trt, model, sizes, key, folder / self.file_name, messages, report_line)

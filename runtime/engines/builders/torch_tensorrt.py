@@ -26,7 +26,7 @@ from runtime.engines.builders.tensorrt import (
     write_timing_cache,
 )
 from runtime.engines.child import Report
-from runtime.planner.engine_index import EngineKey
+from runtime.planner.choice.engine_index import EngineKey
 from runtime.upstream.torch import flattened
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class TorchTensorRT(TensorRTBuilder):
             torch_tensorrt.Input(**input_arguments(sizes, name, tensor.dtype))
             for name, tensor in zip(program.input_names, example, strict=True)
         ]
-        report(Fact("engine.building_torch_tensorrt"), None)
+        report(Fact("engine.building_with", {"compiler": "torch-tensorrt"}), None)
         cache = timing_cache_path(folder, key.device, trt.__version__)
         device = gpu_of(program)
         with _log_to(report):

@@ -25,9 +25,9 @@ from runtime.core.facts import Fact
 from runtime.core.untrusted_files import open_file
 from runtime.engines import manifest
 from runtime.engines.build import (
-    Baselines,
     Entry,
     InspectJob,
+    TimerFactory,
     VerifyJob,
     failure,
     run_job,
@@ -45,7 +45,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, free_disk_bytes, probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import IMPORTED, EngineKey, EngineRecord
+from runtime.planner.choice.engine_index import IMPORTED, EngineKey, EngineRecord
 
 BACKENDS = {".trt": "tensorrt", ".plan": "tensorrt", ".engine": "tensorrt", ".onnx": "onnxruntime"}
 # Shown before anything in the file is executed.
@@ -249,7 +249,7 @@ def import_engine(
     cancel: Cancel,
     entry: Entry = run_job,
     *,
-    baselines: Baselines | None = None,
+    timers: TimerFactory | None = None,
 ) -> Imported:
     """Copy a file into the library and verify it against a model. This executes the file: ask before.
 
@@ -257,7 +257,7 @@ def import_engine(
         component: the component to replace; None finds the one whose weights the file contains.
         device: a torch device: "cpu" or "cuda:0".
         emit_progress, cancel, entry: see `build.build_engine`.
-        baselines: see `EngineService.build`.
+        timers: see `EngineService.build`.
 
     Raises:
         EngineError: if it cannot be an engine, cannot be opened on this machine, matches no component, or computes
@@ -286,7 +286,7 @@ def import_engine(
             if existing is not None and existing.usable:
                 return Imported(existing, spec, contract, match, compared=True)
             emit_progress(Fact("engine.comparing_with", {"component": match.component, "model": spec.title}), None)
-            request = service.request(spec, match.component, record.key, device, baselines)
+            request = service.request(spec, match.component, record.key, device, timers)
             job, log = VerifyJob(work.folder, work.engine, request), work.engine / manifest.LOG_NAME
             outcome = start_child(entry, job, source.title, work.scratch, log, emit_progress, cancel)
             compared = outcome.result is not None

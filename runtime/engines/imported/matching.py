@@ -30,7 +30,7 @@ from runtime.engines.imported.contract import Contract, Port, Span
 from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.models.folder import read_config
 from runtime.models.spec import ModelSpec, is_transformer
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 # The file with contract and adapters in an imported engine's folder.
 ADAPTERS_FILE = "adapters.json"
@@ -98,10 +98,10 @@ def find_matches(contract: Contract, spec: ModelSpec, component: str | None = No
     target = component or kind
     if target not in spec.component_names:
         raise EngineError(
-            "engine.component_unknown",
+            "model.no_such_component",
             model=spec.title,
             component=str(target)[:40],
-            components=list(spec.component_names),
+            choices=spec.component_names,
         )
     if target.partition("_2")[0] != kind:
         raise _Matcher(contract, spec, target).mismatch("engine.mismatch_kind", kind=kind)

@@ -16,7 +16,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines import manifest
 from runtime.engines.builders import builders_of
-from runtime.planner.engine_index import IMPORTED, EngineRecord
+from runtime.planner.choice.engine_index import IMPORTED, EngineRecord
 
 if TYPE_CHECKING:
     import torch

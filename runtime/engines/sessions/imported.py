@@ -18,7 +18,7 @@ from runtime.engines.manifest import Content
 from runtime.engines.sessions import Session, Weights
 from runtime.engines.sessions.onnxruntime import OUT_OF_MEMORY, load_session, model_of
 from runtime.engines.verify import Case, Verification, compare
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 
 
 class AdaptedSession(Session):

@@ -25,7 +25,7 @@ from runtime.engines.manifest import Content
 from runtime.engines.reference import full_float32
 from runtime.engines.sessions import Session, Weights
 from runtime.engines.signatures import METADATA_KEY, WEIGHTS_KEY, IOSignature
-from runtime.planner.engine_index import SWAPPED, EngineRecord
+from runtime.planner.choice.engine_index import SWAPPED, EngineRecord
 from runtime.upstream.torch import package_runner
 
 _METADATA = "_metadata.json"

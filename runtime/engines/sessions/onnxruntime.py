@@ -14,7 +14,7 @@ from runtime.engines.component_programs import TEXT_PADDING, cut_text
 from runtime.engines.manifest import Content
 from runtime.engines.sessions import BlockSession, Session, Weights
 from runtime.engines.signatures import METADATA_KEY, IOSignature
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",

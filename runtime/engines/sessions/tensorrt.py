@@ -21,7 +21,7 @@ from runtime.core.untrusted_files import read_json
 from runtime.engines import tensorrt_library
 from runtime.engines.manifest import Content
 from runtime.engines.sessions import BlockSession, Session, Weights
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 from runtime.upstream.torch import RECORDING, recording_stream
 
 logger = logging.getLogger(__name__)

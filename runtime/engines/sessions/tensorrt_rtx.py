@@ -19,7 +19,7 @@ from runtime.engines.manifest import Content
 from runtime.engines.onnx_export import TENSOR_NAMES
 from runtime.engines.sessions import Weights
 from runtime.engines.sessions.tensorrt import PlanSession, TensorRTBlockSession, TensorRTSession, uses_cuda_graphs
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 
 CACHE_FILE = "runtime.cache"
 

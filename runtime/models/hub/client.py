@@ -232,7 +232,7 @@ class Hub:
                     for chunk in content:
                         size += len(chunk)
                         if size > file.size:
-                            return Fact("hub.file_longer", {"file": file.path, "expected": file.size})
+                            return Fact("hub.file_other_size", {"file": file.path, "expected": file.size})
                         stream.write(chunk)
                         # A killed process loses only data in transit.
                         stream.flush()
@@ -241,7 +241,7 @@ class Hub:
                 if size < file.size:
                     raise UnavailableError(Fact("hub.disconnected"))
             except _RangeError:
-                return Fact("hub.file_shorter", {"file": file.path, "expected": file.size})
+                return Fact("hub.file_other_size", {"file": file.path, "expected": file.size})
             except UnavailableError as error:
                 failures = 1 if size > furthest else failures + 1
                 furthest = max(furthest, size)

@@ -37,6 +37,7 @@ from runtime.server.cluster.views import (
     ClusterView,
     Fallback,
     RayNode,
+    VideoQueue,
     Working,
     cluster_view,
     fallbacks_in,
@@ -137,8 +138,8 @@ class ClusterHead:
         with self._lock:
             working = [proxy.working(offer) for proxy, offer in zip(proxies.values(), offers, strict=True)]
             nodes, refused = list(self._nodes.values()), list(self._refused.values())
-        used = self.placement.used(time.time())
-        return cluster_view(self.jobs, running, nodes, working, waiting, paused, queued, used, refused)
+        videos = VideoQueue(running, waiting, paused, queued, self.placement.used(time.time()))
+        return cluster_view(self.jobs, videos, nodes, working, refused)
 
     def joining(self, request: Request) -> dict[str, Any]:
         """Return what a machine needs to join: the port of Ray, this start of the head, and the versions.

@@ -39,7 +39,7 @@ from runtime.models.images import images_dir
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
-from runtime.planner.engine_index import EngineRecord
+from runtime.planner.choice.engine_index import EngineRecord
 from runtime.queue.executors import VideoExecutor
 from runtime.queue.job_planning import JobReplanner
 from runtime.queue.records import JobRecord

@@ -13,7 +13,7 @@ from runtime.engines.store import EngineStore
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import stamps
-from runtime.planner.engine_index import SWAPPED, EngineRecord
+from runtime.planner.choice.engine_index import SWAPPED, EngineRecord
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore
 from runtime.server.cluster import transfer

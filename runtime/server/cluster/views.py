@@ -7,7 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from runtime.core.facts import Fact, cut
@@ -230,33 +230,42 @@ def fallbacks_in(plan: ExecutionPlan, planned: ExecutionPlan | None, job: str) -
     return fallbacks
 
 
+@dataclass(frozen=True)
+class VideoQueue:
+    """The videos of a cluster.
+
+    Attributes:
+        waiting: the first that may run, in order.
+        paused: ids of the first paused ones.
+        queued: the number of queued ones.
+        used: see `scheduling.assign`.
+    """
+
+    running: Sequence[JobRecord] = ()
+    waiting: Sequence[WaitingJob] = ()
+    paused: Sequence[str] = ()
+    queued: int = 0
+    used: Mapping[str | None, float] = field(default_factory=dict)
+
+
 def cluster_view(
     jobs: JobQueue,
-    running: Sequence[JobRecord],
-    nodes: Sequence[RayNode],
-    working: Sequence[Working],
-    waiting: Sequence[WaitingJob],
-    paused: Sequence[str],
-    queued: int,
-    used: Mapping[str | None, float],
+    videos: VideoQueue,
+    nodes: Sequence[RayNode] = (),
+    working: Sequence[Working] = (),
     refused: Sequence[Problem] = (),
 ) -> ClusterView:
     """Return what is shown of a cluster.
 
     Args:
-        running: videos.
         nodes: machines that joined.
         working: their workers.
-        waiting: the first videos that may run, in order.
-        paused: ids of the first paused videos.
-        queued: the number of queued videos.
-        used: see `scheduling.assign`.
         refused: machines that may not join.
     """
     host, machine = socket.gethostname(), jobs.own_machine
     names = _names([RayNode(HEAD, host, True), *nodes])
-    progress = {record.id: _progress(jobs, record.id) for record in running}
-    own_workers = _own_workers(jobs, running, progress)
+    progress = {record.id: _progress(jobs, record.id) for record in videos.running}
+    own_workers = _own_workers(jobs, videos.running, progress)
     views = [_node(HEAD, names[HEAD], "ready", [machine], own_workers, head=True)]
     for node in nodes:
         here = [node_worker for node_worker in working if node_worker.offer.node == node.id]
@@ -271,11 +280,11 @@ def cluster_view(
     busy = [worker for view in views for worker in view.workers if worker.job is not None]
     ends = {worker.id: _seconds_left(worker.progress) for worker in busy}
     in_order = [worker.id for worker in own_workers]
-    expected = forecast(waiting, offers, ends, used, time.time(), _MOST_SHOWN, in_order)
+    expected = forecast(videos.waiting, offers, ends, videos.used, time.time(), _MOST_SHOWN, in_order)
     places = {offer.id: (offer.node, names[offer.node]) for offer in offers}
-    queue = [*_expected(waiting, expected, places), *_unplaced(waiting, expected, offers)]
-    queue += [_unknown(job, Fact("server.cluster_place_held")) for job in paused]
-    return ClusterView(nodes=tuple(views), queued=queued, queue=tuple(queue[:_MOST_SHOWN]))
+    queue = [*_expected(videos.waiting, expected, places), *_unplaced(videos.waiting, expected, offers)]
+    queue += [_unknown(job, Fact("server.cluster_place_held")) for job in videos.paused]
+    return ClusterView(nodes=tuple(views), queued=videos.queued, queue=tuple(queue[:_MOST_SHOWN]))
 
 
 def _names(nodes: Sequence[RayNode]) -> dict[str, str]:

@@ -20,7 +20,8 @@ from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import verify
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import SWAPPED, EngineKey, ShapeProfile, differences
+from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
+from runtime.planner.choice.key_differences import differences
 from tests.engines.conftest import PROFILES, Build
 
 SMALL = ShapeProfile.fixed((1, 2, 2))

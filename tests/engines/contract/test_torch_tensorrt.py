@@ -13,9 +13,10 @@ from packaging.requirements import Requirement
 
 from runtime.engines.builders.torch_tensorrt import TorchTensorRT, arguments, input_arguments
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import UNREADABLE_KEY, EngineKey, ShapeProfile
+from runtime.planner.choice.engine_index import UNREADABLE_KEY, EngineKey, ShapeProfile
 from tests.engines.contract import wheels
 from tests.plans import gpu, machine
+from tests.tiny_models import SHALLOW_FLF2V
 
 CONVERT = "convert_exported_program_to_serialized_trt_engine"
 
@@ -86,7 +87,7 @@ def test_every_operation_has_a_converter(wheel: Path, tiny: Callable[[str], Mode
     bindings = wheels.unpacked(f"tensorrt-cu13-bindings=={wheels.pinned('tensorrt')}")
     libraries = wheels.stand_ins(int(wheels.pinned("tensorrt").partition(".")[0]))
     packages = [wheel, bindings, wheels.unpacked("dllist==2.0.0")]
-    spec = tiny("wan2.1-flf2v")
+    spec = tiny(SHALLOW_FLF2V)
     model = spec.directory
     lines = wheels.run("tests.engines.contract.conversion", model, packages=packages, libraries=libraries)
     found = json.loads(lines[-1])

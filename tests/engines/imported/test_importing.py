@@ -38,9 +38,10 @@ from tests.engines.engine_files import visible
 from tests.facts import states
 from tests.lora_files import factors, peft, save
 from tests.plans import machine
+from tests.tiny_models import SHALLOW
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
-CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 9, "steps": 4, "seed": 3, "fps": 8}
+CLIP = {"prompt": "a red boat", "width": 16, "height": 8, "frames": 5, "steps": 4, "seed": 3, "fps": 8}
 
 
 def ignore(fact: Fact, share: float | None) -> None:
@@ -84,13 +85,13 @@ class Library:
 def library(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> Library:
     """Return an empty library."""
     service = EngineService(EngineStore(tmp_path / "engines", 10**10), probe(), tmp_path)
-    return Library(tiny("wan2.2-a14b"), service, tmp_path)
+    return Library(tiny(SHALLOW), service, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def files(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return exported files: half precision, one row more than is read, twice the text, integer timesteps."""
-    spec = tiny("wan2.2-a14b")
+    spec = tiny(SHALLOW)
     return build_once(tmp_path_factory, "exported", lambda folder: export_files(spec, folder))[1]
 
 
@@ -110,7 +111,7 @@ def export_files(spec: ModelSpec, folder: Path) -> dict[str, Path]:
             names=("x", "t", "context"),
         ),
         "cut": exported_files.transformer(spec, folder / "cut.onnx", size=(3, 4, 8), cut=1),
-        "decoder": exported_files.decoder(spec, folder / "decoder.onnx", (4, 4, 8)),
+        "decoder": exported_files.decoder(spec, folder / "decoder.onnx", (3, 4, 8)),
         "text": exported_files.text_encoder(spec, folder / "text.onnx", 600),
     }
 
@@ -123,7 +124,7 @@ def stock(
 
     def fill(folder: Path) -> dict[str, Imported]:
         service = EngineService(EngineStore(folder / "engines", 10**10), probe(), folder)
-        library = Library(tiny("wan2.2-a14b"), service, folder)
+        library = Library(tiny(SHALLOW), service, folder)
         return {name: library.import_file(path) for name, path in files.items()}
 
     return build_once(tmp_path_factory, "imported", fill)
@@ -149,7 +150,7 @@ def test_import_with_all_adapters(library: Library, files: dict[str, Path]) -> N
     assert record.usable
     assert 0 < record.error < record.tolerance == 1e-2
     assert (record.key.builder, record.component) == ("imported", "transformer")
-    assert done.serves == sizes(Fact("engine.clip", {"width": 64, "height": 32, "frames": 9}))
+    assert done.serves == sizes(Fact("engine.clip", {"width": 16, "height": 8, "frames": 5}))
     kinds = [type(adapter).__name__ for adapter in done.match.adapters]
     assert kinds == ["Timestep", "RepeatedText", "UnreadRows", "Types", "Names"]
     assert visible(library.service.store) == [record.id]
@@ -192,10 +193,10 @@ def test_a_job_on_imported_engines(full: Library, imports: dict[str, Imported]) 
     assert part.backend == ("onnxruntime" if fastest >= 1.03 else "pytorch")
 
     # A size that it does not serve is named with the one that it does.
-    part = full.plan(width=96, backends={"transformer": "onnxruntime"}).components["transformer"]
+    part = full.plan(width=24, backends={"transformer": "onnxruntime"}).components["transformer"]
     assert part.backend == "pytorch"
     assert states(part, "engine.missing_but_imported")
-    assert any("64x32" in str(reason) for reason in part.reasons)
+    assert any("16x8" in str(reason) for reason in part.reasons)
 
     # Damaged, it is not built here: PyTorch takes its place.
     engine = full.service.store.path(plan.components["vae"].engines[0].id) / "engine.onnx"
@@ -207,14 +208,14 @@ def test_a_job_on_imported_engines(full: Library, imports: dict[str, Imported]) 
 
 def test_clip_decoder_serves_shorter_clips(full: Library, imports: dict[str, Imported]) -> None:
     done = imports["decoder"]
-    lengths = {"width": 64, "height": 32, "frames": 13, "fewest": 1}
+    lengths = {"width": 16, "height": 8, "frames": 5, "fewest": 1}
     assert done.serves == sizes(Fact("engine.clip_lengths", lengths))
     assert done.engine.error < 1e-5
     latents = torch.randn(1, 16, 2, 4, 8, generator=torch.Generator().manual_seed(0))
     program = load_program(full.spec, "vae", "vae_clip", device="cpu", dtype="float32")
     with open_session(full.service.store.path(done.engine.id), done.engine, device="cpu", weights=dict) as session:
         frames = session.infer(z=latents)["frames"]
-    assert tuple(frames.shape) == (5, 32, 64, 3)
+    assert tuple(frames.shape) == (3, 8, 16, 3)
     torch.testing.assert_close(frames, program.run(z=latents)["frames"], atol=1e-4, rtol=1e-4)
 
 

@@ -23,7 +23,7 @@ from runtime.engines.imported.adapters import (
 from runtime.engines.imported.contract import Contract, Port
 from runtime.engines.imported.matching import Match, find_matches
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 LATENTS = Port("sample", "float16", (1, 16, 9, 60, 104))
 TIME = Port("timestep", "int64", (1,))
@@ -282,7 +282,7 @@ UNKNOWN: list[tuple[str, tuple[Port, ...], str | None, str, dict[str, Any]]] = [
         "no such component",
         (LATENTS, TIME, TEXT, OUT),
         "transformer_2",
-        "component_unknown",
+        "model.no_such_component",
         {"component": "transformer_2"},
     ),
 ]
@@ -296,7 +296,7 @@ def test_unknown_kind_of_engine_is_refused(
 ) -> None:
     with pytest.raises(EngineError) as refused:
         find_matches(contract(*ports), wan, component)
-    assert refused.value.code == f"engine.{code}"
+    assert refused.value.code == (code if "." in code else f"engine.{code}")
     assert refused.value.data.items() >= data.items()
 
 

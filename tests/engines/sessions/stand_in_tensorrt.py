@@ -19,7 +19,7 @@ from runtime.engines import tensorrt_library
 from runtime.engines.block_programs import BlockProgram
 from runtime.engines.component_programs import Program
 from runtime.engines.sessions import tensorrt
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 
 Shape = tuple[int, ...]
 _NAMES = {torch.float32: "FLOAT", torch.float16: "HALF", torch.bfloat16: "BF16", torch.int64: "INT64"}

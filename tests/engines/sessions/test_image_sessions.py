@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from runtime.engines.verify import verify
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import INDUCTOR, PROFILES, Build, relative
+from tests.tiny_models import SHALLOW_FLF2V
 
 CASES = [
-    ("wan2.1-flf2v", "transformer", "transformer"),
+    (SHALLOW_FLF2V, "transformer", "transformer"),
     ("wan2.2-ti2v-5b", "transformer", "transformer"),
-    ("wan2.1-i2v", "image_encoder", "image_encoder"),
-    ("wan2.1-i2v", "vae_encoder", "vae_encoder_next"),
+    (SHALLOW_FLF2V, "image_encoder", "image_encoder"),
+    (SHALLOW_FLF2V, "vae_encoder", "vae_encoder_next"),
     ("wan2.2-ti2v-5b", "vae_encoder", "vae_encoder_first"),
 ]
 
@@ -36,7 +37,7 @@ def test_engines_equal_pytorch(built: Build, builder: str, architecture: str, co
 
 @pytest.mark.slow
 def test_text_is_cut_without_the_tokens_of_images(built: Build) -> None:
-    engine = built("cpu", "wan2.1-flf2v", "transformer", "transformer")
+    engine = built("cpu", SHALLOW_FLF2V, "transformer", "transformer")
     program = engine.program()
     inputs = program.inputs((3, 6, 8))
     with engine.session() as session:

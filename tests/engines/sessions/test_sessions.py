@@ -17,7 +17,7 @@ from runtime.engines.sessions import open_session
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
 from runtime.engines.verify import verify
-from runtime.planner.engine_index import SWAPPED
+from runtime.planner.choice.engine_index import SWAPPED
 from tests.engines.conftest import DECODER_STEPS, INDUCTOR, PROFILES, Build, Built, relative
 from tests.engines.engine_files import refusal
 from tests.tiny_models import SHALLOW

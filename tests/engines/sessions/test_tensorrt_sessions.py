@@ -20,7 +20,7 @@ from runtime.engines.onnx_export import TENSOR_NAMES
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSession
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import ShapeProfile
+from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.engine_files import refusal
 from tests.engines.sessions.stand_in_tensorrt import Context, Engine, Graph, engines
 

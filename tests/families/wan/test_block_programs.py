@@ -17,7 +17,7 @@ from runtime.families.wan.transformer import block_step, install
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
-from runtime.planner.engine_index import SWAPPED, ShapeProfile
+from runtime.planner.choice.engine_index import SWAPPED, ShapeProfile
 from tests.block_engine_files import BUILDER
 from tests.block_engine_files import TOKENS as TOKENS_OF_ENGINES
 from tests.engine_library import EngineLibrary

@@ -24,7 +24,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.planner.engine_index import EngineRecord, ShapeProfile
+from runtime.planner.choice.engine_index import EngineRecord, ShapeProfile
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.records import JobRecord
 from runtime.queue.store import JobStore

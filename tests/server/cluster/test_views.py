@@ -11,7 +11,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.server.cluster.forecast import Expected, forecast
 from runtime.server.cluster.problems import Problem, refusal
 from runtime.server.cluster.ray_process import versions
-from runtime.server.cluster.views import HEAD, RayNode, cluster_view, fallbacks_in, why_not_started
+from runtime.server.cluster.views import HEAD, RayNode, VideoQueue, cluster_view, fallbacks_in, why_not_started
 from tests.cluster_views import H100, NODES, queue_in, run_on, sample_view, waiting, working
 from tests.queue.samples import add_job, sample_plan
 from tests.server.test_scheduling import NOW, job, worker
@@ -77,7 +77,7 @@ def test_the_heads_own_workers_are_shown_if_they_make_videos(queue: JobQueue) ->
     (name,) = queue.video_workers().values()
     running = run_on(queue, add_job(queue.store), name)
     waits = add_job(queue.store)
-    view = cluster_view(queue, [running], [], [], [waiting(waits)], [], 1, {})
+    view = cluster_view(queue, VideoQueue([running], [waiting(waits)], queued=1))
     (head,) = view.nodes
     assert (head.id, head.workers[0].job, head.workers[0].model) == (HEAD, running.id, "diorama")
     assert (view.queue[0].node, view.queue[0].reason.code) == (HEAD, "server.cluster_place_loaded")
@@ -88,7 +88,7 @@ def test_the_heads_own_workers_are_shown_if_they_make_videos(queue: JobQueue) ->
 def test_the_first_of_many_videos_are_shown(queue: JobQueue, nodes: int, code: str) -> None:
     jobs = [add_job(queue.store, f"number {number}") for number in range(30)]
     workers = [working("head.node0", NODES[0], H100, loaded="diorama")] * nodes
-    view = cluster_view(queue, [], NODES[:nodes], workers, [waiting(one) for one in jobs], [], 30, {})
+    view = cluster_view(queue, VideoQueue((), [waiting(one) for one in jobs], queued=30), NODES[:nodes], workers)
     assert (len(view.queue), view.queued) == (20, 30)
     assert {one.reason.code for one in view.queue} == {f"server.cluster_place_{code}"}
 
@@ -140,7 +140,7 @@ def test_a_machine_whose_worker_does_not_start_says_why(queue: JobQueue) -> None
     refused = refusal(versions(), {"Tandem": "0.0.1", "Python": "2.7", "host": "gamma"})
     assert refused is not None and refused.data["found"] == "Tandem 0.0.1, Python 2.7"
     assert refusal(versions(), {**versions(), "host": "gamma"}) is refusal(versions(), {}) is None
-    view = cluster_view(queue, [], nodes, [], [], [], 0, {}, [Problem(host="gamma", fact=refused)])
+    view = cluster_view(queue, VideoQueue(), nodes, refused=[Problem(host="gamma", fact=refused)])
     assert [node.problem for node in view.nodes] == [None, problem, None, refused]
     assert [node.state for node in view.nodes] == ["ready", "starting", "lost", "refused"]
 

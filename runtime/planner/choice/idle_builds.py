@@ -29,5 +29,5 @@ def _postponed(part: ComponentPlan, backend: str, later: tuple[EngineRef, ...]) 
     if part.engines:  # they are used while they are built again
         return part.replace(later=later)
     other_reasons = (reason for reason in part.reasons if reason.code != "planner.asked_not_built")
-    reasons = (Fact("planner.built_later", {"backend": backend}), *other_reasons)
-    return part.replace(later=later, reasons=reasons, badge=Fact("planner.badge_built_later", {"backend": backend}))
+    built_later = Fact("planner.built_later", {"backend": backend})
+    return part.replace(later=later, reasons=(built_later, *other_reasons), badge=built_later)

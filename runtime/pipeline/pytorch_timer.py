@@ -1,23 +1,31 @@
-"""Measures what PyTorch would run instead of an engine.
+"""Measures what PyTorch would run instead of an engine, so that the planner can compare both.
 
 Text encoders, transformers and VAEs are the family's own, as a plan without engines runs them. Instead of a block
-engine, the form that it was exported from is measured, in the plan's dtype.
-
-The child process that builds or verifies an engine calls a `PyTorchBaseline`, which it receives with its job.
+engine, the form that it was exported from is measured, in the plan's dtype. The child process that builds or verifies
+an engine calls a `PyTorchTimer`, which it receives with its job.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import ran_out
+from runtime.core.errors import InvalidRequestError, MachineError, ran_out
 from runtime.core.facts import Fact
-from runtime.core.plan import ComponentPlan, ExecutionPlan, LatentSize, is_block_program
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize, is_block_program
+from runtime.core.request import ALL, GenerationRequest
+from runtime.engines.key_parts import tokens_of
+from runtime.engines.service import EngineService
+from runtime.machine.probe import gpu_index
 from runtime.models.quantization import FP8, compute_dtype, fp8_weight
 from runtime.models.spec import ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
+from runtime.pipeline.history_file import HistoryFile
+from runtime.planner import constraints
+from runtime.planner.choice.engine_index import STEPS, EngineKey, serves_any_clip
+from runtime.planner.resolve import PlanningContext, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +39,7 @@ _TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyTorchBaseline:
+class PyTorchTimer:
     """What PyTorch would run instead of an engine. Picklable; imports torch when it is called.
 
     Attributes:
@@ -266,3 +274,53 @@ class _Measured:
     def on_degraded(self, _: str, field: str, __: Fact) -> None:
         """Record an option that could not be applied."""
         self.degraded.add(field)
+
+
+@dataclass(frozen=True)
+class PyTorchTimerFactory:
+    """Plans PyTorch for engines of a library; see `engines.build.TimerFactory`."""
+
+    engines: EngineService
+
+    def __call__(self, spec: ModelSpec, component: str, key: EngineKey, device: str) -> PyTorchTimer | None:
+        """Return the timer for an engine's size; `None` if PyTorch cannot make such a clip here.
+
+        A frame decoder runs in PyTorch as its program does, which is measured anyway.
+        """
+        if spec.only_decodes:
+            return None
+        spec, machine = replace(spec, loras=(), image=None, last_image=None).for_images(), self.engines.machine
+        values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}
+        if key.precision == FP8:
+            # These engines replace weights that PyTorch would have in FP8.
+            values["quantization"] = FP8
+        cache = self.engines.cache_dir
+        history = () if cache is None else HistoryFile(cache, machine).read()
+        index = 0 if device == "cpu" else gpu_index(device)
+        try:
+            request = GenerationRequest.from_mapping(values | _size(spec, key))
+            plan = resolve(request, spec, PlanningContext(machine, Path("none.mp4"), history=history, gpu=index))
+        except (InvalidRequestError, MachineError):
+            return None
+        on_cpu = plan.components[component].device == "cpu"
+        settings = constraints.ComponentSettings(
+            component="transformer",
+            backend=PYTORCH,
+            offload=plan.strategy.offload,
+            quantization=plan.strategy.quantization,
+        )
+        able = constraints.compile_conflict(settings, machine) is None
+        # On a CPU blocks are compiled only on request, which takes as long as a build.
+        compiles = able and not on_cpu
+        return PyTorchTimer(spec=spec, component=component, plan=plan, compiles=compiles, tokens=tokens_of(key))
+
+
+def _size(spec: ModelSpec, key: EngineKey) -> dict[str, int]:
+    """Return the request's size for an engine; the model's own where the engine serves any."""
+    if serves_any_clip(key.program):
+        return {}
+    frames, height, width = key.profiles[0].opt
+    size = {"width": width * spec.vae.scale_factor_spatial, "height": height * spec.vae.scale_factor_spatial}
+    if key.program in {*STEPS, *GROUP_PROGRAMS}:
+        return size
+    return size | {"frames": (frames - 1) * spec.vae.scale_factor_temporal + 1}

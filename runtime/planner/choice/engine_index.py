@@ -1,16 +1,16 @@
-"""Engine keys (identity), shape profiles, and records (metadata of an engine on disk); differences of two keys.
+"""Engine keys (identity), shape profiles and records (metadata of an engine on disk); finds the record for a key.
 
-Pure: no torch, no disk. `engines.store` reads the records and passes them to the planner.
+`engines.store` reads the records and passes them to the planner.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import inf, nan
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
@@ -23,38 +23,9 @@ from runtime.models.vae_groups import IMAGE_PROGRAM
 SWAPPED = "swapped"
 # `EngineKey.builder` of an engine that was made elsewhere: its weights are those that it was compared with.
 IMPORTED = "imported"
-# The code of the difference between engines of other weights.
-OTHER_WEIGHTS = "engine.differs_weights"
 # The programs that compute one latent frame in a call.
 STEPS = frozenset({"vae_first", "vae_next", "vae_encoder_first", "vae_encoder_next", IMAGE_PROGRAM})
 _DIGEST_LENGTH = 16
-# At most this many of a CPU's instruction sets are named where they differ.
-_MOST_NAMED = 3
-_TITLES: Mapping[str, str] = {
-    "cuda": "CUDA",
-    "inductor": "Inductor",
-    "onnx": "ONNX",
-    "onnxruntime": "ONNX Runtime",
-    "onnxruntime-openvino": "ONNX Runtime with OpenVINO",
-    "openvino": "OpenVINO",
-    "pytorch": "PyTorch",
-    "tensorrt": "TensorRT",
-    "tensorrt_rtx": "TensorRT for RTX",
-    "torch": "PyTorch",
-    "torch_tensorrt": "torch-tensorrt",
-}
-# The fields of a key in the order in which `misfit` names them.
-_MISFITS: Mapping[str, str] = {
-    "device": "engine.misfit_device",
-    "system": "engine.misfit_system",
-    "versions": "engine.misfit_versions",
-    "architecture": "engine.misfit_architecture",
-    "weights": "engine.misfit_weights",
-    "export_revision": "engine.misfit_export",
-    "precision": "engine.misfit_precision",
-    "options": "engine.misfit_options",
-    "profiles": "engine.misfit_sizes",
-}
 _Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -137,21 +108,8 @@ class EngineKey:
 
     def digest(self) -> str:
         """Return the engine's id: the first 16 hexadecimal digits of the SHA-256 of the key."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the key as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: object) -> "EngineKey":
-        """Parse the result of `to_json`.
-
-        Raises:
-            ValueError: if a value is missing, unknown or of another type.
-        """
-        return TypeAdapter(cls).validate_json(json.dumps(value))
 
 
 # The key of an engine whose manifest cannot be read; never equal to a wanted key.
@@ -251,6 +209,11 @@ def serves_any_clip(program: str) -> bool:
     return is_text_encoder(program) or program == IMAGE_ENCODER or is_block_program(program)
 
 
+def is_of_gpu(device: str) -> bool:
+    """Return whether a key's `device` is a GPU; a CPU's is its architecture and instruction sets."""
+    return " sm" in device
+
+
 def find(index: Iterable[EngineRecord], target: EngineKey, latent: LatentSize) -> EngineRecord | None:
     """Return a usable engine for `target`, or one that differs only in its sizes and serves `latent`.
 
@@ -268,126 +231,5 @@ def find(index: Iterable[EngineRecord], target: EngineKey, latent: LatentSize) -
     )
 
 
-def differences(target: EngineKey, existing: EngineKey, scale: int = 1) -> list[Fact]:
-    """Return the differences of an existing engine from the wanted one, a fact each.
-
-    Args:
-        scale: pixels per latent, for heights and widths in pixels.
-    """
-    return [
-        *_differing_identity(target, existing),
-        *_differing_build(target, existing, scale),
-        *_differing_machine(target, existing),
-    ]
-
-
-def misfit(target: EngineKey, existing: EngineKey) -> Fact | None:
-    """Return the most important difference in a few words; `None` if there is none.
-
-    The order is by how hard a difference is to change: GPU, libraries, weights, sizes.
-    """
-    for name, code in _MISFITS.items():
-        if getattr(target, name) != getattr(existing, name):
-            return Fact(code)
-    return None
-
-
-def _differing_identity(target: EngineKey, existing: EngineKey) -> Iterator[Fact]:
-    if target.program != existing.program:
-        yield Fact("engine.differs_program", {"found": existing.program, "wanted": target.program})
-    if target.family != existing.family:
-        yield Fact("engine.differs_family", {"found": existing.family, "wanted": target.family})
-    if target.architecture != existing.architecture:
-        yield Fact("engine.differs_architecture")
-    if target.weights != existing.weights:
-        yield Fact(OTHER_WEIGHTS)
-    if target.export_revision != existing.export_revision:
-        yield Fact("engine.differs_export")
-
-
-def _differing_build(target: EngineKey, existing: EngineKey, scale: int) -> Iterator[Fact]:
-    if target.profiles != existing.profiles:
-        sizes = {"found": _sizes(existing.profiles, scale), "wanted": _sizes(target.profiles, scale)}
-        yield Fact("engine.differs_sizes", sizes)
-    if target.precision != existing.precision:
-        yield Fact("engine.differs_precision", {"found": existing.precision, "wanted": target.precision})
-    if (target.backend, target.builder) != (existing.backend, existing.builder):
-        names = {"found": existing.builder, "backend": _title(existing.backend), "wanted": target.builder}
-        yield Fact("engine.differs_builder", names)
-    for name, new, old in _changed(target.options, existing.options):
-        unset = Fact("engine.option_unset")
-        data = {"option": name.replace("_", " "), "found": old or unset, "wanted": new or unset}
-        yield Fact("engine.differs_option", data)
-
-
-def _differing_machine(target: EngineKey, existing: EngineKey) -> Iterator[Fact]:
-    for name, here, there in _changed(target.versions, existing.versions):
-        package = _title(name)
-        if there is None:
-            yield Fact("engine.differs_new_package", {"package": package, "here": here})
-        elif here is None:
-            yield Fact("engine.differs_missing_package", {"package": package, "found": there})
-        else:
-            yield Fact("engine.differs_version", {"package": package, "found": there, "here": here})
-    if target.device != existing.device:
-        yield device_difference(existing.device, target.device)
-    if target.system != existing.system:
-        yield Fact("engine.differs_system", {"found": existing.system, "here": target.system})
-
-
-def is_of_gpu(device: str) -> bool:
-    """Return whether a key's `device` is a GPU; a CPU's is its architecture and instruction sets."""
-    return " sm" in device
-
-
-def device_difference(there: str, here: str) -> Fact:
-    """Return how a key's `device` differs from this machine's; CPUs differ by instruction sets."""
-    (kind, *instructions), (kind_here, *instructions_here) = there.split() or [""], here.split() or [""]
-    more = [name for name in instructions if name not in instructions_here]
-    fewer = [name for name in instructions_here if name not in instructions]
-    if is_of_gpu(there) or is_of_gpu(here) or kind != kind_here or not (more or fewer):
-        there, here = (device if is_of_gpu(device) else device.partition(" ")[0] for device in (there, here))
-        return Fact("engine.differs_device", {"found": there, "here": here})
-    if not fewer:
-        return Fact("engine.differs_more_instructions", {"more": _some(more)})
-    if not more:
-        return Fact("engine.differs_fewer_instructions", {"fewer": _some(fewer)})
-    return Fact("engine.differs_instructions", {"more": _some(more), "fewer": _some(fewer)})
-
-
-def _some(names: list[str]) -> Fact:
-    more = len(names) - _MOST_NAMED
-    if more > 0:
-        return Fact("engine.names_and_more", {"names": names[:_MOST_NAMED], "more": more})
-    return Fact("engine.names", {"names": names})
-
-
 def _without_profiles(key: EngineKey) -> tuple[object, ...]:
     return tuple(getattr(key, field.name) for field in fields(key) if field.name != "profiles")
-
-
-def _changed(
-    target: tuple[tuple[str, str], ...], existing: tuple[tuple[str, str], ...]
-) -> list[tuple[str, str | None, str | None]]:
-    here, there = dict(target), dict(existing)
-    return [
-        (name, here.get(name), there.get(name)) for name in sorted(here | there) if here.get(name) != there.get(name)
-    ]
-
-
-def _title(name: str) -> str:
-    return _TITLES.get(name, name)
-
-
-def _sizes(profiles: tuple[ShapeProfile, ...], scale: int) -> list[Fact]:
-    return [_size(profile, scale) for profile in profiles] or [Fact("engine.no_size")]
-
-
-def _size(profile: ShapeProfile, scale: int) -> Fact:
-    def size(latent: LatentSize) -> Fact:
-        frames, height, width = latent
-        return Fact("engine.size", {"frames": frames, "height": height * scale, "width": width * scale})
-
-    if profile.min == profile.max:
-        return size(profile.min)
-    return Fact("engine.size_range", {"low": size(profile.min), "high": size(profile.max)})

@@ -1,7 +1,4 @@
-"""Choose engines for the components of a plan: those with which its forecast is faster, as far as they fit into memory.
-
-Pure. `planner.engine_offers` chooses for one component, `planner.forecast` has the seconds that are compared and shown.
-"""
+"""Choose engines for all components of a plan: those with which its forecast is faster, if they fit into memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,23 +13,22 @@ from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner import forecast
-from runtime.planner.constraints import ComponentSettings
-from runtime.planner.engine_offers import (
+from runtime.planner.choice.component_choice import Choice, PyTorchAlternative, choose, on_offer
+from runtime.planner.choice.engine_offers import (
     EAGER_PATH,
-    Choice,
     Comparison,
+    ComponentOffers,
     EngineOffer,
     PyTorchPath,
     admit,
-    choose,
-    on_offer,
     refused,
 )
+from runtime.planner.constraints import ComponentSettings
 from runtime.planner.forecast import ForecastInputs
 from runtime.planner.strategies import Decision
 
 
-class Planned(NamedTuple):
+class PlanForecast(NamedTuple):
     """What a plan of certain backends is forecast from, and its memory strategy."""
 
     inputs: ForecastInputs
@@ -45,8 +41,7 @@ class Planned(NamedTuple):
 
 
 # Decides the memory strategy for backends, given what PyTorch would run instead. Raises `MemoryShortError`.
-Decide = Callable[[Mapping[str, Choice], Mapping[str, PyTorchPath]], Planned]
-Offered = Callable[[str], Sequence[EngineOffer]]
+Decide = Callable[[Mapping[str, Choice], Mapping[str, PyTorchPath]], PlanForecast]
 
 
 def choose_engines(
@@ -55,9 +50,9 @@ def choose_engines(
     machine: Machine,
     settings: ComponentSettings,
     in_pytorch: Fact,
-    offered: Offered,
+    offered: ComponentOffers,
     decide: Decide,
-) -> tuple[dict[str, Choice], Planned]:
+) -> tuple[dict[str, Choice], PlanForecast]:
     """Choose the backend of each component, and the memory strategy.
 
     Args:
@@ -70,13 +65,13 @@ def choose_engines(
     plain = {name: choose(PYTORCH, "never", (), in_pytorch) for name in spec.component_names}
     measured = any(offer.ready and offer.seconds for name in plain for offer in offered(name))
     # If memory does not suffice without engines, they are compared with eager PyTorch.
-    reference = _PyTorchPlan(plain, decide, _attempted(plain, {}, decide) if measured else None)
-    choices = _choices(request, spec, machine, settings, in_pytorch, offered, reference)
+    pytorch = _PyTorchPlan(plain, decide, _attempted(plain, {}, decide) if measured else None)
+    choices = _choose_each(request, spec, machine, settings, in_pytorch, offered, pytorch)
     automatic = [name for name, choice in choices.items() if choice.engines and request.backend(name) == AUTO]
-    return _drop_engines_that_do_not_fit(choices, automatic, in_pytorch, reference)
+    return _drop_engines_that_do_not_fit(choices, automatic, in_pytorch, pytorch)
 
 
-def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], decide: Decide) -> Planned | None:
+def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], decide: Decide) -> PlanForecast | None:
     """Return the plan of backends, `None` if there is none."""
     try:
         return decide(choices, paths)
@@ -85,41 +80,39 @@ def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], 
 
 
 class _PyTorchPlan:
-    """What engines are compared with.
+    """The plan in PyTorch alone, with which engines are compared.
 
     Args:
         plain: the choice of PyTorch for every component.
         planned: the plan of it; `None` if there is none, or no engine to compare.
     """
 
-    def __init__(self, plain: Mapping[str, Choice], decide: Decide, planned: Planned | None) -> None:
+    def __init__(self, plain: Mapping[str, Choice], decide: Decide, planned: PlanForecast | None) -> None:
         self._plain, self._decide, self._planned = plain, decide, planned
-        self._known: dict[tuple[str, str, tuple[str, ...]], Comparison] = {}
+        self._comparisons: dict[tuple[str, str, tuple[str, ...]], Comparison] = {}
         self.paths: Mapping[str, PyTorchPath] = {}
         if planned is not None:
             self.paths = {name: forecast.measured_path(*_parts(planned, name)) for name in plain}
 
-    def path(self, name: str) -> PyTorchPath:
-        """Return what PyTorch would run."""
-        return self.paths.get(name, EAGER_PATH)
+    def alternative(self, name: str) -> PyTorchAlternative:
+        """Return what PyTorch would run instead of a component's engines."""
+        return PyTorchAlternative(self.paths.get(name, EAGER_PATH), partial(self.compare, name))
 
-    def decide(self, choices: Mapping[str, Choice]) -> Planned:
-        """Decide the memory strategy for backends."""
+    def decide(self, choices: Mapping[str, Choice]) -> PlanForecast:
         return self._decide(choices, self.paths)
 
-    def attempt(self, choices: Mapping[str, Choice]) -> Planned | None:
-        """Return the plan of backends, `None` if there is none."""
+    def attempt(self, choices: Mapping[str, Choice]) -> PlanForecast | None:
         return _attempted(choices, self.paths, self._decide)
 
     def compare(self, name: str, offer: EngineOffer) -> Comparison:
         """Compare an offer's engines for a component with PyTorch: by the forecasts of both plans."""
         key = name, offer.builder, tuple(use.id for use in offer.engines)
-        if key not in self._known:
-            self._known[key] = self._compared(name, offer)
-        return self._known[key]
+        if key not in self._comparisons:
+            self._comparisons[key] = self._compared(name, offer)
+        return self._comparisons[key]
 
     def _compared(self, name: str, offer: EngineOffer) -> Comparison:
-        as_built = offer.compared(self.path(name))
+        as_built = offer.compared(self.paths.get(name, EAGER_PATH))
         if self._planned is None or not as_built.engine:
             return as_built
         planned = self.attempt({**self._plain, name: on_offer(offer)})
@@ -135,20 +128,20 @@ class _PyTorchPlan:
         return calls * (compared.pytorch - compared.engine) if compared.speedup else 0.0
 
 
-def _parts(planned: Planned, name: str) -> tuple[ForecastInputs, MemoryStrategy, str, Speed]:
+def _parts(planned: PlanForecast, name: str) -> tuple[ForecastInputs, MemoryStrategy, str, Speed]:
     """Return what the forecast of a component depends on."""
     chosen = planned.decision.chosen
     return planned.inputs, chosen.strategy, name, chosen.speed
 
 
-def _choices(
+def _choose_each(
     request: GenerationRequest,
     spec: ModelSpec,
     machine: Machine,
     settings: ComponentSettings,
     in_pytorch: Fact,
-    offered: Offered,
-    reference: _PyTorchPlan,
+    offered: ComponentOffers,
+    pytorch: _PyTorchPlan,
 ) -> dict[str, Choice]:
     """Choose the backend of each component by itself."""
     chosen = {}
@@ -162,21 +155,13 @@ def _choices(
             if against is not None:
                 raise against.refusal
         admitted, excluded = admit(offered(name), case, machine)
-        chosen[name] = choose(
-            requested,
-            request.build,
-            admitted,
-            in_pytorch,
-            excluded,
-            reference.path(name),
-            partial(reference.compare, name),
-        )
+        chosen[name] = choose(requested, request.build, admitted, in_pytorch, excluded, pytorch.alternative(name))
     return chosen
 
 
 def _drop_engines_that_do_not_fit(
-    choices: Mapping[str, Choice], automatic: Sequence[str], in_pytorch: Fact, reference: _PyTorchPlan
-) -> tuple[dict[str, Choice], Planned]:
+    choices: Mapping[str, Choice], automatic: Sequence[str], in_pytorch: Fact, pytorch: _PyTorchPlan
+) -> tuple[dict[str, Choice], PlanForecast]:
     """Return the choices without engines that do not fit into memory or do not make the clip faster, and their plan.
 
     Engines give way one at a time. If one is enough, it is the one without which the clip is fastest. If none is, it is
@@ -192,7 +177,7 @@ def _drop_engines_that_do_not_fit(
 
     def saved(name: str) -> float:
         offer = choices[name].offer
-        return 0.0 if offer is None else reference.saved(name, offer)
+        return 0.0 if offer is None else pytorch.saved(name, offer)
 
     def freed(name: str) -> tuple[bool, float]:
         offer, seconds = choices[name].offer, saved(name)
@@ -202,14 +187,14 @@ def _drop_engines_that_do_not_fit(
     while True:
         planned = None
         try:
-            planned = reference.decide(chosen)
+            planned = pytorch.decide(chosen)
         except MemoryShortError:
             if not candidates:
                 raise
         better = {}
         for name in candidates:
             if planned is None or saved(name) > 0:
-                alternative = reference.attempt(chosen | {name: _in_pytorch(in_pytorch)})
+                alternative = pytorch.attempt(chosen | {name: _in_pytorch(in_pytorch)})
                 if alternative is not None and (planned is None or alternative.seconds < planned.seconds):
                     better[name] = alternative
         if planned is not None and not better:
@@ -220,7 +205,7 @@ def _drop_engines_that_do_not_fit(
         if planned is None:
             too_large.append(name)
     for name in sorted(too_large, key=saved, reverse=True):
-        again = reference.attempt(chosen | {name: choices[name]})
+        again = pytorch.attempt(chosen | {name: choices[name]})
         if again is not None and (not saved(name) or again.seconds <= planned.seconds):
             chosen[name], planned = choices[name], again
     return chosen, planned
@@ -228,9 +213,5 @@ def _drop_engines_that_do_not_fit(
 
 def _in_pytorch(in_pytorch: Fact, *, slows: bool = False) -> Choice:
     """Return the choice of PyTorch because an engine that was not requested does not fit, or slows down the clip."""
-    reason, badge = (
-        (Fact("planner.engine_slows"), Fact("planner.badge_engine_slows"))
-        if slows
-        else (Fact("planner.engine_memory"), Fact("planner.badge_engine_memory"))
-    )
-    return Choice(PYTORCH, (), (in_pytorch, reason), badge)
+    reason = Fact("planner.engine_slows") if slows else Fact("planner.engine_memory")
+    return Choice(PYTORCH, (), (in_pytorch, reason), reason)
