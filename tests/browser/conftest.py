@@ -36,6 +36,12 @@ SMALL = {"width": 320, "height": 568}
 # The test that runs without `--all`: from a prompt to a video that plays.
 FIRST = "test_a_prompt_becomes_a_playing_video"
 
+# By which chip a field, a row of choices, or a part of the form is opened.
+CHIPS = {
+    "model": "model", "seed": "seed", "width": "size", "height": "size", "frames": "length", "fps": "length",
+    "size": "size", "length": "length", "presets": "quality",
+}  # fmt: skip
+
 OpenPage = Callable[..., Any]
 
 
@@ -188,11 +194,32 @@ def ask(page: Any, prompt: str = "a red boat on the sea", *, long: bool = False,
         page.press("#field-steps input", "Tab")
 
 
+def open_chip(page: Any, name: str) -> None:
+    """Open what a chip below the prompt opens: model, images, size, length, quality or seed."""
+    if not page.is_visible(f"#pop-{name}"):
+        page.click(f"[data-chip={name}]")
+    page.wait_for_selector(f"#pop-{name}", state="visible")
+
+
+def fill_field(page: Any, name: str, value: str) -> None:
+    """Fill in a field that a chip opens, and close what it opened."""
+    open_chip(page, CHIPS[name])
+    page.fill(f"#field-{name} :is(input, textarea)", value)
+    page.keyboard.press("Escape")
+
+
+def tick(page: Any, selector: str) -> None:
+    """Choose a size, length or preset, and close what its chip opened."""
+    open_chip(page, CHIPS[selector[1:].partition(" ")[0]])
+    page.check(selector)
+    page.keyboard.press("Escape")
+
+
 def customize(page: Any, **sides: str) -> None:
     """Choose a custom size or length, and fill in its fields."""
-    page.check(f"#{'length' if 'frames' in sides else 'size'} input[value=custom]")
+    tick(page, f"#{'length' if 'frames' in sides else 'size'} input[value=custom]")
     for name, value in sides.items():
-        page.fill(f"#field-{name} input", value)
+        fill_field(page, name, value)
 
 
 def advance(page: Any) -> None:

@@ -14,8 +14,10 @@ from tests.browser.conftest import (
     advance,
     ask,
     customize,
+    fill_field,
     ready,
     start,
+    tick,
     wait_for_state,
 )
 from tests.browser.test_page import UNNAMED_INPUTS
@@ -73,11 +75,11 @@ def test_a_choice_changes_only_its_own_badge(open_page: OpenPage) -> None:
 def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
-    page.check("#size input[value=custom]")
+    tick(page, "#size input[value=custom]")
     for width in ("32", "33", "48", "49", "65", "64"):
-        page.fill("#field-width input", width)
+        fill_field(page, "width", width)
     page.wait_for_function("() => !document.querySelector('#forecast').innerText.includes('Invalid')")
-    page.fill("#field-width input", "65")
+    fill_field(page, "width", "65")
     page.wait_for_selector("#forecast .forecast:has-text('Invalid setting')")
     # It is no component's fault.
     wait_for_chip(page, "vae", "No plan")
@@ -85,7 +87,7 @@ def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     assert page.is_hidden("#plan-summary .memory")
     # Nothing else of the page complains.
     assert page.get_attribute("#status .status", "data-state") != "failed"
-    page.fill("#field-width input", "64")
+    fill_field(page, "width", "64")
     page.wait_for_selector("#plan-summary .memory", state="visible")
 
 

@@ -11,7 +11,7 @@ import pytest
 from runtime.core.errors import OutputError
 from runtime.video.mp4 import read_metadata
 from tests.app_server import Server
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, saved_videos, start, wait_for_state
+from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, fill_field, saved_videos, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.browser.test_queue import go
 from tests.waiting import until
@@ -59,8 +59,8 @@ def test_a_video_is_found_shown_reused_deleted_and_restored(open_page: OpenPage,
     page = open_page()
     job = make(page, "a red ball sails at night", seed=11, fps=5)
     # Other values than those of the video, so that it shows when these are filled in.
-    page.fill("#field-seed :is(input, textarea)", "4")
-    page.fill("#field-fps input", "6")
+    fill_field(page, "seed", "4")
+    fill_field(page, "fps", "6")
     go(page, "History")
     search(page, "NIGHT sails ball", 1)
     page.wait_for_function("() => document.querySelector('#history-gallery img').naturalWidth > 10")
@@ -82,8 +82,8 @@ def test_a_video_is_found_shown_reused_deleted_and_restored(open_page: OpenPage,
     page.click("[data-reuse]:has-text('Use its settings')")
     page.wait_for_function("() => document.querySelector('#field-seed :is(input, textarea)').value === '11'")
     page.wait_for_function("() => document.querySelector('#field-fps input').value === '5'")
-    page.fill("#field-seed :is(input, textarea)", "3")
-    page.fill("#field-fps input", "7")
+    fill_field(page, "seed", "3")
+    fill_field(page, "fps", "7")
     go(page, "History")
     page.click(f"{card} .poster")
     page.click("[data-reuse]:has-text('Use its seed')")

@@ -16,7 +16,7 @@ from runtime.video.images import fitted
 from runtime.video.mp4 import read_metadata
 from tests import tiny_models
 from tests.app_server import DEFAULTS, Server, make_cache, serving
-from tests.browser.conftest import PHONE, SMALL, OpenPage, ask, start, wait_for_state
+from tests.browser.conftest import PHONE, SMALL, OpenPage, ask, open_chip, start, tick, wait_for_state
 from tests.browser.test_accessibility import RUN, axe
 from tests.image_files import encoded, picture
 
@@ -92,6 +92,7 @@ def value(page: Any, name: str) -> Any:
 
 
 def select_model(page: Any, title: str) -> None:
+    open_chip(page, "model")
     page.click("#field-model input")
     page.click(f"[role=option]:has-text('{title}')")
 
@@ -208,7 +209,7 @@ def test_the_preview_is_what_the_model_sees(open_page: OpenPage, able: Server, w
     page = open_page(url=able.url)
     hand(page, file(width, height, "photo.png"))
     chosen(page, "photo.png")
-    page.check("#size input[value='64x32']")
+    tick(page, "#size input[value='64x32']")
     page.wait_for_selector("#images .adjust:not([hidden])")
     image = page.wait_for_selector(SEEN)
     source = picture(width, height)
@@ -286,7 +287,7 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
     page = open_page(PHONE, url=able.url, color_scheme="dark")
     hand(page, file(400, 100, "wide.png"))
     chosen(page, "wide.png")
-    page.check("#size input[value='64x32']")
+    tick(page, "#size input[value='64x32']")
     page.wait_for_selector("#images .adjust:not([hidden])")
     page.evaluate(axe())
     for viewport in (PHONE, SMALL):

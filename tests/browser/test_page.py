@@ -17,10 +17,13 @@ from tests.browser.conftest import (
     ask,
     await_job_after,
     customize,
+    fill_field,
+    open_chip,
     ready,
     saved_videos,
     start,
     state,
+    tick,
     wait_for_state,
 )
 from tests.ui.page_texts import line
@@ -58,6 +61,7 @@ EARLIER = "() => getComputedStyle(document.querySelector('#picture .blank span')
 
 def choose_diorama(page: Any) -> None:
     """Choose the shipped model."""
+    open_chip(page, "model")
     page.click("#field-model input")
     page.click("[role=option]:has-text('Diorama')")
     page.wait_for_function("() => document.querySelector('#field-width input').value === '192'")
@@ -188,7 +192,7 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     ]
     assert page.input_value("#field-prompt textarea") == "a red ball"
     assert page.input_value("#field-width input") == "190"
-    page.fill("#field-width input", "64")
+    fill_field(page, "width", "64")
     assert page.get_attribute("#field-width input", "aria-invalid") is None
 
 
@@ -325,11 +329,11 @@ def test_the_first_seconds_play_while_others_are_decoded(open_page: OpenPage) ->
 def test_the_seed_used_can_be_used_again(open_page: OpenPage) -> None:
     page = open_page()
     ask(page)
-    page.fill("#field-seed textarea, #field-seed input", "1234")
+    fill_field(page, "seed", "1234")
     start(page)
     wait_for_state(page, "done")
     assert "Seed 1234." in page.inner_text("#status")
-    page.fill("#field-seed textarea, #field-seed input", "")
+    fill_field(page, "seed", "")
     page.click("#facts [data-use=seed]")
     page.wait_for_function("() => document.querySelector('#field-seed :is(input, textarea)').value === '1234'")
 
@@ -355,15 +359,15 @@ def test_suggestions_sizes_and_lengths_fill_the_form(open_page: OpenPage) -> Non
     assert page.evaluate("() => document.activeElement === document.querySelectorAll('[data-suggestion]')[1]")
     page.keyboard.press("Enter")
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.length > 10")
-    page.check("#size input[value='32x64']")
+    tick(page, "#size input[value='32x64']")
     page.wait_for_function("() => document.querySelector('#field-height input').value === '64'")
     assert page.input_value("#field-width input") == "32"
     assert not page.is_visible("#field-width")
-    page.fill("#field-fps input", "4")
+    fill_field(page, "fps", "4")
     page.wait_for_selector("#length .tile:has-text('2.3 s')")
     assert page.inner_text("#length legend") == "Length 2.3 s, 9 frames at 4 fps"
-    page.check("#size input[value=custom]")
-    page.fill("#field-width input", "64")
+    tick(page, "#size input[value=custom]")
+    fill_field(page, "width", "64")
     # A size in the list stays open while it is typed.
     assert page.is_visible("#field-width") and page.is_checked("#size input[value=custom]")
 
@@ -381,7 +385,7 @@ def test_a_typed_number_is_never_changed(open_page: OpenPage) -> None:
     assert "100001" in error and "from 1 to 4001" in error
     assert page.get_attribute("#field-frames input", "aria-describedby") == "field-frames-info error-frames"
     assert page.input_value("#field-frames input") == "100001"
-    page.fill("#field-frames input", "9")
+    fill_field(page, "frames", "9")
     page.wait_for_selector(".field-error", state="detached")
     page.wait_for_selector("#forecast :text('About')")
 
@@ -409,16 +413,16 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
         "() => document.querySelector('#field-prompt textarea').value.includes('boat over the hills')"
     )
     page.fill("#field-prompt textarea", "Two Dragons, a café-castle: RED boats")
-    page.wait_for_selector("#suggestions .unknown:has-text('Diorama does not know: Dragons, café, castle.')")
+    page.wait_for_selector("#unknown-words .unknown:has-text('Diorama does not know: Dragons, café, castle.')")
     assert page.locator("#field-prompt .marks mark").all_inner_texts() == ["Dragons", "café", "castle"]
-    assert page.get_attribute("#suggestions .unknown", "aria-live") == "polite"
+    assert page.get_attribute("#unknown-words .unknown", "aria-live") == "polite"
     # A long word, or many, do not push anything off the page.
     page.fill("#field-prompt textarea", f"{'x' * 300} {' '.join(f'word{n}' for n in range(40))}")
-    page.wait_for_selector("#suggestions .unknown:has-text('and 29 more.')")
-    unknown, column = (page.locator(one).bounding_box() for one in ("#suggestions .unknown", "#compose"))
+    page.wait_for_selector("#unknown-words .unknown:has-text('and 29 more.')")
+    unknown, column = (page.locator(one).bounding_box() for one in ("#unknown-words .unknown", "#compose"))
     assert page.evaluate(CUT_OFF) == [] and unknown["width"] <= column["width"] and unknown["height"] < 120
     page.fill("#field-prompt textarea", "a red boat")
-    page.wait_for_function("() => !document.querySelector('#suggestions .unknown').textContent")
+    page.wait_for_function("() => !document.querySelector('#unknown-words .unknown').textContent")
     page.focus("#get-models button:text-is('Get models')")
     page.keyboard.press("Enter")
     page.wait_for_selector("[role=tab][aria-selected=true]:has-text('Models')")
@@ -429,7 +433,7 @@ def test_presets_set_several_fields_and_name_a_change(open_page: OpenPage) -> No
     page.wait_for_selector("#presets input[value=balanced]:checked")
     # The costs are there once the model's engines are known.
     page.wait_for_selector("#presets .tile:has([value=balanced]) small:text-matches('^[0-9.]+ s, [0-9]+')")
-    page.check("#presets input[value=best]")
+    tick(page, "#presets input[value=best]")
     page.wait_for_function("() => document.querySelector('#field-steps input').value === '8'")
     page.wait_for_selector("#presets fieldset[data-chosen=best]")
     advance(page)
@@ -437,7 +441,7 @@ def test_presets_set_several_fields_and_name_a_change(open_page: OpenPage) -> No
     page.fill("#field-steps input", "5")
     page.wait_for_selector("#presets .tag:has-text('Custom')")
     assert page.locator("#presets input:checked").count() == 0
-    page.check("#presets input[value=balanced]")
+    tick(page, "#presets input[value=balanced]")
     page.wait_for_function("() => document.querySelector('#field-steps input').value === '4'")
     page.wait_for_function("() => document.querySelector('#field-vae_precision').value === 'auto'")
 
@@ -450,10 +454,10 @@ def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: Op
     assert not page.is_visible("#reset")
     advance(page)
     page.fill("#field-steps input", "5")
-    page.fill("#field-fps input", "9")
+    fill_field(page, "fps", "9")
     page.fill("#field-negative_prompt textarea", "fog")
     page.fill("#field-loras textarea", "none:0.5")
-    page.check("#size input[value='32x64']")
+    tick(page, "#size input[value='32x64']")
     page.select_option("#field-vae_precision", "float32")
     page.wait_for_selector("#presets .tag:has-text('Custom')")
     page.click("#reset")
@@ -516,12 +520,12 @@ def test_a_message_moves_nothing_of_the_form(open_page: OpenPage) -> None:
 def test_the_form_follows_the_model_and_is_restored_with_it(open_page: OpenPage) -> None:
     page = open_page()
     page.fill("#field-prompt textarea", "a green kite")
-    page.fill("#field-fps input", "4")
+    fill_field(page, "fps", "4")
     choose_diorama(page)
     # Fields are set one after the other: what is typed before its field has its turn would give way.
     page.wait_for_function("() => document.querySelector('#field-fps input').value === '16'")
     page.wait_for_selector("#size input[value='192x112']:checked")
-    page.fill("#field-fps input", "12")
+    fill_field(page, "fps", "12")
     page.wait_for_function("() => localStorage.getItem('tandem.form')?.includes('\"fps\":12')")
     page.reload()
     ready(page)
@@ -620,7 +624,7 @@ def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) ->
       const box = document.querySelector(s).getBoundingClientRect(); return [box.x, box.y, box.width, box.height] })"""
     before = page.evaluate(places)
     ask(page, long=True)
-    page.check("#size input[value='64x32']")
+    tick(page, "#size input[value='64x32']")
     page.click("#advanced")
     page.mouse.wheel(0, -10_000)
     page.wait_for_function("() => scrollY === 0")

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.pipeline.files import checkpoint_step
 from tests.app_server import make_cache, serving
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, ready, start, wait_for_state
+from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, fill_field, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.waiting import until
 
@@ -170,7 +170,7 @@ def test_a_long_queue_is_shown_in_parts(open_page: OpenPage) -> None:
 def test_variations_have_different_seeds(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "a red ball", long=True, steps=1000)
-    page.fill("#field-seed textarea, #field-seed input", "7")
+    fill_field(page, "seed", "7")
     go(page)
     empty(page)
     page.click("#queue-list h2")
@@ -201,7 +201,7 @@ def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: 
     wait_for_state(page, "running")
     page.wait_for_function("() => /^[0-9]+% · Tandem$/.test(document.title)")
     page.fill("#field-prompt textarea", "a blue boat")
-    page.click("#bar [data-action=add]")
+    page.click("#queue-next [data-action=add]")
     page.wait_for_selector("#message:has-text('1 video')")
     wait_for_state(page, "done")
     page.wait_for_function("() => window.tandem.chimes >= 1")

@@ -15,7 +15,7 @@ import pytest
 from runtime.queue.store import NAME, JobStore
 from tests import tiny_models
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import PHONE, OpenPage, advance, start, wait_for_state
+from tests.browser.conftest import PHONE, OpenPage, advance, start, tick, wait_for_state
 from tests.browser.test_accessibility import RUN, axe
 from tests.browser.test_images import chosen, file, given, hand, select_model, value
 from tests.families import framepack_models
@@ -60,7 +60,7 @@ def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def custom_length(page: Any, seconds: float) -> None:
     """Choose a length in seconds."""
-    page.check("#length input[value=custom]")
+    tick(page, "#length input[value=custom]")
     page.fill("#length-seconds", str(seconds))
 
 
@@ -96,7 +96,7 @@ def test_the_form_follows_the_family(open_page: OpenPage, able: Server) -> None:
     for title in ("Hunyuan", "Inverted", "Tiny", "Vanilla"):
         select_model(page, title)
         page.wait_for_selector(f"#card .model[data-title={title}]")
-        page.check("#length input[value=custom]")
+        tick(page, "#length input[value=custom]")
         for field, models in FIELDS.items():
             page.wait_for_selector(field, state="visible" if title in models else "hidden")
         lacking = page.get_attribute("#card .model", "data-lacks").split()
