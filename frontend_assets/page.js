@@ -130,6 +130,10 @@
     }
   };
 
+  // Messages are above the bar in narrow windows.
+  const bars = new ResizeObserver(([{ target }]) => {
+    document.body.style.setProperty("--bar-height", `${target.offsetHeight}px`);
+  });
   // A field that just got the focus stays in view when the server's answers change the parts around it, unless the user
   // scrolls.
   let focusedAt = 0;
@@ -180,6 +184,7 @@
     if (video && reducedMotion.matches) { video.removeAttribute("autoplay"); video.pause(); }
     if (!stage && $("#stage")) {
       stage = $("#stage");
+      bars.observe($("#bar"));
       for (const part of document.querySelectorAll(FORM_PARTS)) around.observe(part);
       for (const bar of document.querySelectorAll("#sharing, #limits")) above.observe(bar);
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.app_server import Server
+from tests.app_server import Server, make_cache, serving
 from tests.browser.conftest import (
     DESKTOP,
     PHONE,
@@ -45,7 +45,7 @@ CUT_OFF = """
 () => ['button', 'label', 'legend', 'input', 'select', 'textarea', 'p', 'small', 'h2', 'td', 'th']
   .flatMap((tag) => [...document.querySelectorAll(`#columns ${tag}`)])
   .filter((node) => node.checkVisibility() && !node.closest('.unseen') && node.getBoundingClientRect().width > 1)
-  .filter((node) => !node.closest('.recent, #suggestions .chips'))  // rows that are scrolled
+  .filter((node) => !node.closest('.recent, #chips .chips'))  // rows that are scrolled
   .filter((node) => {
     const box = node.getBoundingClientRect();
     return box.left < -1 || box.right > innerWidth + 1
@@ -89,9 +89,9 @@ def test_a_prompt_becomes_a_playing_video(open_page: OpenPage, server: Server) -
         page.click("#facts a[download]")
     assert download.value.suggested_filename.endswith(".mp4")
     assert download.value.path().read_bytes()[4:8] == b"ftyp"
-    assert "192 × 192 · 1.1 s · " in page.inner_text("#facts summary")
-    page.click("#facts summary")
-    facts = page.inner_text("#facts")
+    page.click("#facts [popovertarget=details]")
+    facts = page.inner_text("#details")
+    assert "192 × 192 · 1.1 s · " in page.inner_text("#details .summary")
     for expected in (
         "a red boat on the calm sea",
         "192 × 192, 9 frames · 1.1 s at 8 fps",
@@ -147,7 +147,7 @@ def test_a_reload_shows_the_running_job(open_page: OpenPage, server: Server) -> 
     page.wait_for_function(PLAYING)
     page.reload()
     wait_for_state(page, "done")
-    assert "a blue boat at night" in page.inner_text("#facts")
+    assert "a blue boat at night" in page.text_content("#facts")
 
 
 def test_a_second_job_waits_for_the_first(open_page: OpenPage) -> None:
@@ -163,7 +163,7 @@ def test_a_second_job_waits_for_the_first(open_page: OpenPage) -> None:
     first.click("#cancel")
     wait_for_state(first, "cancelled")
     wait_for_state(second, "done")
-    assert "a blue ball" in second.inner_text("#facts")
+    assert "a blue ball" in second.text_content("#facts")
 
 
 def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
@@ -201,6 +201,7 @@ def test_hostile_text_is_shown_as_text(open_page: OpenPage) -> None:
     ask(page, "<img src=x onerror=window.hit=1> `${window.hit=1}` {{this}} \u202e 🚤")
     start(page)
     wait_for_state(page, "done")
+    page.click("#facts [popovertarget=details]")
     assert "<img src=x onerror=window.hit=1> `${window.hit=1}` {{this}}" in page.inner_text("#facts")
     assert page.evaluate("() => window.hit") is None
 
@@ -219,20 +220,25 @@ def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_pag
         made.append(shown())
     page.wait_for_selector(f'#recent [data-show="{made[1]}"][aria-current=true]')
     # A long prompt is cut, and shown on request.
+    page.click("#facts [popovertarget=details]")
     cut = page.locator("#facts .clamp").bounding_box()["height"]
     page.click("#facts .show-all")
-    more, actions = (page.locator(f"#facts {name}").bounding_box() for name in (".show-all", ".actions"))
-    assert more["y"] + more["height"] + 8 <= actions["y"]
+    more, summary = (page.locator(f"#details {name}").bounding_box() for name in (".show-all", ".summary"))
+    assert more["y"] + more["height"] <= summary["y"]
     assert page.locator("#facts .clamp").bounding_box()["height"] > 2 * cut
-    # A small video is enlarged only on request, and stays so.
-    small = page.locator("#picture video").bounding_box()["width"]
-    page.click("#picture .enlarge")
-    assert page.locator("#picture video").bounding_box()["width"] > 1.5 * small
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#details", state="hidden")
+    # A small video fills the stage; its original size is a choice that stays.
+    large = page.locator("#picture video").bounding_box()["width"]
+    page.click("#transport [data-actual]")
+    assert page.locator("#picture video").bounding_box()["width"] < large / 4
     page.reload()
     ready(page)
     page.wait_for_selector("#picture video")
-    assert page.locator("#picture video").bounding_box()["width"] > 1.5 * small
-    page.click("#picture .enlarge")
+    page.wait_for_selector("#transport [data-actual][aria-pressed=true]")
+    assert page.locator("#picture video").bounding_box()["width"] < large / 4
+    page.click("#transport [data-actual]")
+    assert page.locator("#picture video").bounding_box()["width"] == large
     # While another video runs, an older one can be shown, and the running one again.
     ask(page, "a slow boat", long=True)
     start(page)
@@ -247,6 +253,7 @@ def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_pag
     await_job_after(page, running)
     wait_for_state(page, "done")
     again = shown()
+    page.click("#facts .menu summary")
     page.click("#facts [data-action=delete]")
     page.wait_for_selector(f'#status .status[data-job="{running}"]')
     assert page.locator(f'#recent [data-show="{again}"]').count() == 0
@@ -334,6 +341,7 @@ def test_the_seed_used_can_be_used_again(open_page: OpenPage) -> None:
     wait_for_state(page, "done")
     assert "Seed 1234." in page.inner_text("#status")
     fill_field(page, "seed", "")
+    page.click("#facts .menu summary")
     page.click("#facts [data-use=seed]")
     page.wait_for_function("() => document.querySelector('#field-seed :is(input, textarea)').value === '1234'")
 
@@ -345,30 +353,31 @@ def test_the_settings_used_can_be_used_again(open_page: OpenPage) -> None:
     start(page)
     wait_for_state(page, "done")
     ask(page, "something else")
-    page.click("#size input[value='32x64']")
+    tick(page, "#size input[value='32x64']")
+    page.click("#facts .menu summary")
     page.click("#facts [data-use=all]")
     page.wait_for_function("() => document.querySelector('#field-height input').value === '48'")
     assert page.input_value("#field-prompt textarea") == "a red ball rolls"
     assert page.is_checked("#size input[value=custom]")
 
 
-def test_suggestions_sizes_and_lengths_fill_the_form(open_page: OpenPage) -> None:
+def test_sizes_and_lengths_fill_the_form(open_page: OpenPage) -> None:
     page = open_page()
-    page.focus("#suggestions [data-suggestion] >> nth=0")
-    page.keyboard.press("ArrowRight")
-    assert page.evaluate("() => document.activeElement === document.querySelectorAll('[data-suggestion]')[1]")
-    page.keyboard.press("Enter")
-    page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.length > 10")
     tick(page, "#size input[value='32x64']")
     page.wait_for_function("() => document.querySelector('#field-height input').value === '64'")
     assert page.input_value("#field-width input") == "32"
     assert not page.is_visible("#field-width")
+    page.wait_for_selector("[data-chip=size][aria-label='Size: 1:2, 32 × 64']")
     fill_field(page, "fps", "4")
+    open_chip(page, "length")
     page.wait_for_selector("#length .tile:has-text('2.3 s')")
     assert page.inner_text("#length legend") == "Length 2.3 s, 9 frames at 4 fps"
+    assert page.inner_text("[data-chip=length]") == "2.3 s"
+    page.keyboard.press("Escape")
     tick(page, "#size input[value=custom]")
     fill_field(page, "width", "64")
     # A size in the list stays open while it is typed.
+    open_chip(page, "size")
     assert page.is_visible("#field-width") and page.is_checked("#size input[value=custom]")
 
 
@@ -376,7 +385,6 @@ def test_a_typed_number_is_never_changed(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "a red boat")
     customize(page, frames="100001")
-    page.press("#field-frames input", "Tab")
     page.wait_for_selector("#forecast :text('Invalid setting')")
     assert page.input_value("#field-frames input") == "100001"
     page.click("#generate")
@@ -394,6 +402,7 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
     page = open_page()
     page.fill("#field-prompt textarea", "")
     choose_diorama(page)
+    open_chip(page, "model")
     for group, word, sentence in (
         ("Colors", "orange", "an orange"),
         ("Times of day", "at night", "an orange at night"),
@@ -421,8 +430,14 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
     page.wait_for_selector("#unknown-words .unknown:has-text('and 29 more.')")
     unknown, column = (page.locator(one).bounding_box() for one in ("#unknown-words .unknown", "#compose"))
     assert page.evaluate(CUT_OFF) == [] and unknown["width"] <= column["width"] and unknown["height"] < 120
+    # A known word can take the place of an unknown one.
+    page.fill("#field-prompt textarea", "an old dragon flies")
+    page.click("#unknown-words [data-replace=dragon]:text-is('balloon')")
+    page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'an old balloon flies'")
     page.fill("#field-prompt textarea", "a red boat")
     page.wait_for_function("() => !document.querySelector('#unknown-words .unknown').textContent")
+    assert page.is_hidden("#unknown-words .chips")
+    open_chip(page, "model")
     page.focus("#get-models button:text-is('Get models')")
     page.keyboard.press("Enter")
     page.wait_for_selector("[role=tab][aria-selected=true]:has-text('Models')")
@@ -430,16 +445,17 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
 
 def test_presets_set_several_fields_and_name_a_change(open_page: OpenPage) -> None:
     page = open_page()
-    page.wait_for_selector("#presets input[value=balanced]:checked")
+    page.wait_for_selector("#presets input[value=balanced]:checked", state="attached")
     # The costs are there once the model's engines are known.
+    open_chip(page, "quality")
     page.wait_for_selector("#presets .tile:has([value=balanced]) small:text-matches('^[0-9.]+ s, [0-9]+')")
     tick(page, "#presets input[value=best]")
     page.wait_for_function("() => document.querySelector('#field-steps input').value === '8'")
-    page.wait_for_selector("#presets fieldset[data-chosen=best]")
+    page.wait_for_selector("[data-chip=quality]:text-is('Best')")
     advance(page)
     assert page.input_value("#field-vae_precision") == "float32"
     page.fill("#field-steps input", "5")
-    page.wait_for_selector("#presets .tag:has-text('Custom')")
+    page.wait_for_selector("[data-chip=quality]:text-is('Custom')")
     assert page.locator("#presets input:checked").count() == 0
     tick(page, "#presets input[value=balanced]")
     page.wait_for_function("() => document.querySelector('#field-steps input').value === '4'")
@@ -448,7 +464,7 @@ def test_presets_set_several_fields_and_name_a_change(open_page: OpenPage) -> No
 
 def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: OpenPage) -> None:
     page = open_page()
-    page.wait_for_selector("#presets input[value=balanced]:checked")
+    page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
     page.fill("#field-prompt textarea", "a green kite")
     before = page.evaluate("() => window.tandem.values")
     assert not page.is_visible("#reset")
@@ -459,9 +475,9 @@ def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: Op
     page.fill("#field-loras textarea", "none:0.5")
     tick(page, "#size input[value='32x64']")
     page.select_option("#field-vae_precision", "float32")
-    page.wait_for_selector("#presets .tag:has-text('Custom')")
+    page.wait_for_selector("[data-chip=quality]:text-is('Custom')")
     page.click("#reset")
-    page.wait_for_selector("#presets input[value=balanced]:checked")
+    page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
     page.wait_for_function("(before) => JSON.stringify(window.tandem.values) === JSON.stringify(before)", arg=before)
     assert page.input_value("#field-prompt textarea") == "a green kite"
 
@@ -499,9 +515,9 @@ def test_the_answer_to_a_file_is_above_the_bar(open_page: OpenPage, tmp_path: Pa
 
 def test_a_message_moves_nothing_of_the_form(open_page: OpenPage) -> None:
     page = open_page()
-    page.wait_for_selector("#presets input[value=balanced]:checked")
+    page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
     page.wait_for_selector("#forecast .forecast:has-text('About')")
-    places = """() => ['#card', '#field-prompt', '#size', '#bar'].map((id) => {
+    places = """() => ['#field-prompt', '#chips', '#bar', '#stage'].map((id) => {
       const { top, height } = document.querySelector(id).getBoundingClientRect();
       return [top, height];
     })"""
@@ -524,13 +540,13 @@ def test_the_form_follows_the_model_and_is_restored_with_it(open_page: OpenPage)
     choose_diorama(page)
     # Fields are set one after the other: what is typed before its field has its turn would give way.
     page.wait_for_function("() => document.querySelector('#field-fps input').value === '16'")
-    page.wait_for_selector("#size input[value='192x112']:checked")
+    page.wait_for_selector("#size input[value='192x112']:checked", state="attached")
     fill_field(page, "fps", "12")
     page.wait_for_function("() => localStorage.getItem('tandem.form')?.includes('\"fps\":12')")
     page.reload()
     ready(page)
     page.wait_for_function("() => document.querySelector('#field-fps input').value === '12'")
-    page.wait_for_selector("#size input[value='192x112']:checked")
+    page.wait_for_selector("#size input[value='192x112']:checked", state="attached")
     assert page.input_value("#field-model input").startswith("Diorama")
     assert page.input_value("#field-prompt textarea") == "a green kite"
 
@@ -541,7 +557,7 @@ def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page.focus("#field-prompt textarea")
     page.keyboard.type("a red boat")
     stops = []
-    for _ in range(5):
+    for _ in range(8):  # the chips
         page.keyboard.press("Tab")
         stops.append(page.evaluate("() => document.activeElement.id || document.activeElement.className"))
         if stops[-1] == "generate":
@@ -555,7 +571,27 @@ def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page.focus("#field-prompt textarea")
     page.keyboard.type(" at night")
     page.keyboard.press("Control+Enter")
-    page.wait_for_function("() => document.querySelector('#facts').innerText.includes('a red boat at night')")
+    page.wait_for_function("() => document.querySelector('#facts').textContent.includes('a red boat at night')")
+    # A chip opens and closes by keyboard, and has the focus again.
+    page.focus("[data-chip=size]")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#pop-size", state="visible")
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.closest('#pop-size') !== null")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#pop-size", state="hidden")
+    assert page.evaluate("() => document.activeElement.dataset.chip") == "size"
+    # The keys of the player, and the sheet that lists them.
+    page.wait_for_function(PLAYING)
+    page.keyboard.press("k")
+    page.wait_for_function("() => document.querySelector('#picture video').paused")
+    before = page.evaluate("() => document.querySelector('#picture video').currentTime = 0")
+    page.keyboard.press(".")
+    page.wait_for_function("(before) => document.querySelector('#picture video').currentTime > before", arg=before)
+    page.keyboard.press("?")
+    page.wait_for_selector("#keys", state="visible")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#keys", state="hidden")
 
 
 # Whether the bar covers no part of the field that has the focus.
@@ -582,7 +618,7 @@ def test_the_page_fits_every_width_in_both_color_schemes(
     assert page.evaluate(CUT_OFF) == []
     # Generate is in view wherever the page is scrolled to, and covers no field that has the focus.
     advance(page)
-    for field in ("#field-prompt textarea", "#field-seed textarea, #field-seed input", "#field-loras textarea"):
+    for field in ("#field-prompt textarea", "#field-loras textarea"):
         page.focus(field)
         page.wait_for_function(UNCOVERED)
         assert page.locator("#generate").bounding_box()["y"] < viewport["height"] - 50
@@ -611,7 +647,8 @@ def test_the_page_has_accessible_names(open_page: OpenPage) -> None:
     assert page.evaluate(UNNAMED_INPUTS) == []
     assert page.get_attribute("#advanced", "aria-expanded") == "true"
     described = page.get_attribute("#field-width input", "aria-describedby")
-    assert page.inner_text(f"#{described}") == "A multiple of 16."
+    assert page.text_content(f"#{described}") == "A multiple of 16."
+    open_chip(page, "size")
     page.focus("#size input[value='64x32']")
     page.keyboard.press("ArrowRight")
     page.wait_for_function("() => document.querySelector('#field-height input').value === '64'")
@@ -620,16 +657,13 @@ def test_the_page_has_accessible_names(open_page: OpenPage) -> None:
 
 def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) -> None:
     page = open_page()
-    places = """() => ['#picture .mat', '#actions', '#size'].map((s) => {
+    places = """() => ['#stage', '#actions', '#chips', '#transport', '#recent'].map((s) => {
       const box = document.querySelector(s).getBoundingClientRect(); return [box.x, box.y, box.width, box.height] })"""
     before = page.evaluate(places)
     ask(page, long=True)
     tick(page, "#size input[value='64x32']")
     page.click("#advanced")
-    page.mouse.wheel(0, -10_000)
-    page.wait_for_function("() => scrollY === 0")
-    # The server's answer changes the form's height while the button has had the focus for a moment.
-    page.eval_on_selector("#basics", "(form) => { form.style.height = `${form.offsetHeight + 1}px` }")
+    page.wait_for_selector("#field-steps", state="hidden")
     start(page)
     wait_for_state(page, "running")
     assert page.evaluate(places) == before
@@ -637,16 +671,51 @@ def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) ->
     assert page.evaluate(places) == before
 
 
-def test_the_size_can_be_chosen_without_scrolling(open_page: OpenPage) -> None:
+def test_make_is_one_screen(open_page: OpenPage) -> None:
+    page = open_page({"width": 1440, "height": 900})
     # The shipped model with all its words, and the list of models.
-    page = open_page()
     choose_diorama(page)
-    page.wait_for_selector("#size input[value='192x112']")
-    page.wait_for_selector("#presets .tile")
-    assert page.is_visible("#field-model") and page.is_visible("#card h2:text('Diorama')")
-    page.evaluate("() => scrollTo(0, 0)")
-    size, bar = page.locator("#size").bounding_box(), page.locator("#bar").bounding_box()
-    assert size["y"] + size["height"] <= bar["y"] + 1
+    page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
+    ask(page, "a red boat sails on the sea")
+    start(page)
+    wait_for_state(page, "done")
+    page.wait_for_function(PLAYING)
+    for viewport in ({"width": 1440, "height": 900}, {"width": 1920, "height": 1080}, DESKTOP):
+        page.set_viewport_size(viewport)
+        assert page.evaluate("() => document.documentElement.scrollHeight") <= viewport["height"]
+        for part in ("#generate", "#transport [data-play]", "#facts .actions", "#recent [data-show]"):
+            box = page.locator(part).first.bounding_box()
+            assert box["y"] + box["height"] <= viewport["height"], part
+        # The video fills at least 80 % of the stage in one direction.
+        filled = page.evaluate("""() => {
+          const stage = document.querySelector('#stage').getBoundingClientRect(), video = document.querySelector('#picture video');
+          const box = video.getBoundingClientRect(), scale = Math.min(box.width / video.videoWidth, box.height / video.videoHeight);
+          return Math.max(scale * video.videoWidth / stage.width, scale * video.videoHeight / stage.height);
+        }""")
+        assert filled >= 0.8
+    for name in ("model", "images", "size", "length", "quality", "seed"):
+        open_chip(page, name)
+        box = page.locator(f"#pop-{name}").bounding_box()
+        assert box["x"] >= 0 and box["y"] + box["height"] <= DESKTOP["height"], name
+
+
+def test_an_example_becomes_a_video(open_page: OpenPage, server: Server, tmp_path: Path) -> None:
+    with serving(make_cache(tmp_path)) as empty:
+        page = open_page(url=empty.url)
+        assert page.locator("#examples img").evaluate_all("(all) => all.every((one) => one.naturalWidth > 0)")
+        assert page.is_hidden("#picture")
+        page.click("#examples [data-suggestion] >> nth=1")
+        page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.includes('boat')")
+        page.wait_for_selector("[data-chip=seed]:text-is('Seed: 7')")
+        # Its seed belongs to its prompt.
+        page.fill("#field-prompt textarea", "a blue kite")
+        page.wait_for_selector("[data-chip=seed]:text-is('Seed: random')")
+        page.click("#examples [data-make] >> nth=0")
+        page.wait_for_selector('#status .status:not([data-job=""])')
+        assert "balloon" in page.input_value("#field-prompt textarea")
+        assert page.is_hidden("#examples") and page.is_visible("#picture")
+        page.click("#cancel")
+        wait_for_state(page, "cancelled", "done")
 
 
 def test_a_message_on_a_phone_is_above_the_bar(open_page: OpenPage) -> None:
@@ -680,18 +749,16 @@ def test_on_a_phone_the_prompt_comes_first_and_the_picture_right_below(open_page
     for viewport in (PHONE, SMALL):
         page.set_viewport_size(viewport)
         page.evaluate("() => scrollTo(0, 0)")
-        prompt, picture, card = (page.locator(one).bounding_box() for one in ("#field-prompt", "#picture", "#card"))
-        assert prompt["y"] + prompt["height"] < picture["y"] < card["y"]
-        # The tab key has the same order, and Delete is not alone in a row.
-        sections = "#compose, #bar, #stage, #model, #basics"
+        prompt, chips, picture = (page.locator(one).bounding_box() for one in ("#field-prompt", "#chips", "#picture"))
+        assert prompt["y"] + prompt["height"] <= chips["y"] and chips["y"] + chips["height"] <= picture["y"]
+        # The tab key has the same order.
+        sections = "#field-prompt, #chips, #bar, #stage"
         page.focus("#field-prompt textarea")
-        visited = ["compose"]
-        while visited[-1] != "basics" and len(visited) < 60:
+        visited = ["field-prompt"]
+        while visited[-1] != "stage" and len(visited) < 30:
             page.keyboard.press("Tab")
             visited.append(page.evaluate("(sections) => document.activeElement.closest(sections)?.id", sections))
-        assert list(dict.fromkeys(visited)) == ["compose", "bar", "stage", "model", "basics"], visited
-        last, delete = (page.locator("#facts .actions .button:visible").nth(n).bounding_box() for n in (-2, -1))
-        assert last["y"] == delete["y"]
+        assert list(dict.fromkeys(visited)) == ["field-prompt", "chips", "bar", "stage"], visited
         assert picture["y"] + 60 < page.locator("#bar").bounding_box()["y"]
         # Another video of the strip, below, brings the picture into view.
         page.locator("#recent [data-show]").first.scroll_into_view_if_needed()
@@ -701,16 +768,16 @@ def test_on_a_phone_the_prompt_comes_first_and_the_picture_right_below(open_page
         )
 
 
-def test_the_form_folds_away_on_a_phone_while_a_job_runs(open_page: OpenPage) -> None:
+def test_the_prompt_stays_on_a_phone_while_a_job_runs(open_page: OpenPage) -> None:
     page = open_page(SMALL)
     ask(page, long=True)
     start(page)
     wait_for_state(page, "running")
-    page.wait_for_selector("#compose", state="hidden")
-    for seen in ("#picture .mat", "#status .line", "#cancel"):
+    page.evaluate("() => scrollTo(0, 0)")
+    assert page.input_value("#field-prompt textarea") == "a red boat on the sea"
+    for seen in ("#field-prompt textarea", "#queue-next [data-action=add]", "#cancel"):
         box = page.locator(seen).bounding_box()
         assert box["y"] >= 0 and box["y"] + box["height"] <= SMALL["height"], seen
     page.click("#cancel")
     wait_for_state(page, "cancelled")
-    page.wait_for_selector("#compose", state="visible")
-    assert page.input_value("#field-prompt textarea") == "a red boat on the sea"
+    page.wait_for_selector("#queue-next", state="hidden")
