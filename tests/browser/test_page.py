@@ -688,8 +688,9 @@ def test_make_is_one_screen(open_page: OpenPage) -> None:
             assert box["y"] + box["height"] <= viewport["height"], part
         # The video fills at least 80 % of the stage in one direction.
         filled = page.evaluate("""() => {
-          const stage = document.querySelector('#stage').getBoundingClientRect(), video = document.querySelector('#picture video');
-          const box = video.getBoundingClientRect(), scale = Math.min(box.width / video.videoWidth, box.height / video.videoHeight);
+          const stage = document.querySelector('#stage').getBoundingClientRect();
+          const video = document.querySelector('#picture video'), box = video.getBoundingClientRect();
+          const scale = Math.min(box.width / video.videoWidth, box.height / video.videoHeight);
           return Math.max(scale * video.videoWidth / stage.width, scale * video.videoHeight / stage.height);
         }""")
         assert filled >= 0.8
