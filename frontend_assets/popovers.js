@@ -56,7 +56,9 @@
   tandem.showChips = (value) => {
     prepare();
     const model = $("#card .model")?.dataset.title ?? "", image = $("#images [data-place]");
-    const size = `${value("width")} × ${value("height")}`, { title } = tileText("size");
+    const { title } = tileText("size");
+    const [wide, high] = tandem.imageSize() ?? [value("width"), value("height")];
+    const size = tandem.fromImage() && !tandem.imageSize() ? title : `${wide} × ${high}`;  // not planned yet
     const named = /:/.test(title) ? title : size, seed = value("seed");
     const texts = {
       model: [model],

@@ -11,7 +11,17 @@ import pytest
 from runtime.core.errors import OutputError
 from runtime.video.mp4 import read_metadata
 from tests.app_server import Server
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, fill_field, saved_videos, start, wait_for_state
+from tests.browser.conftest import (
+    DESKTOP,
+    PHONE,
+    OpenPage,
+    advance,
+    ask,
+    fill_field,
+    saved_videos,
+    start,
+    wait_for_state,
+)
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.browser.test_queue import go
 from tests.waiting import until
@@ -33,7 +43,7 @@ def make(page: Any, prompt: str, **values: int) -> str:
     """Make a video and return its job's id."""
     ask(page, prompt)
     for name, value in values.items():
-        page.fill(f"#field-{name} :is(input[type=number], input, textarea) >> nth=0", str(value))
+        fill_field(page, name, str(value))
     start(page)
     wait_for_state(page, "done")
     return str(page.get_attribute("#status .status", "data-job"))
@@ -302,6 +312,8 @@ def test_a_dropped_file_restores_its_settings_on_any_tab(open_page: OpenPage, se
     assert page.input_value("#field-fps input") == "6"
     # By keyboard too; and the file itself goes nowhere.
     ask(page, "something else")
+    advance(page)
+    page.focus("#restore")
     page.set_input_files("#restore", whole)
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value.startsWith('a red boat')")
     # What is not valid is listed with its reason, and the rest is filled in.

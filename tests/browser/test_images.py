@@ -92,23 +92,41 @@ def value(page: Any, name: str) -> Any:
 
 
 def select_model(page: Any, title: str) -> None:
+    """Choose a model, and close what its chip opened."""
+    page.keyboard.press("Escape")  # what else is open may cover the chip
     open_chip(page, "model")
     page.click("#field-model input")
     page.click(f"[role=option]:has-text('{title}')")
+    page.wait_for_selector("[role=option]", state="detached")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#pop-model", state="hidden")
 
 
 def size(page: Any, pixels: str) -> None:
-    page.wait_for_selector(f"#size .tile:has(input[value=image]:checked) small:text-is('{pixels}')")
+    """Wait until the size is that of the image."""
+    tile = "#size .tile:has(input[value=image]:checked)"
+    page.wait_for_selector(f"{tile} small:text-is('{pixels}')", state="attached")
+    page.wait_for_selector(f"[data-chip=size]:text-is('{pixels}')")
+
+
+def offers_size_of_image(page: Any) -> bool:
+    """Return whether the size of the image can be chosen."""
+    open_chip(page, "size")
+    offered = bool(page.is_visible("#size input[value=image]"))
+    page.keyboard.press("Escape")
+    return offered
 
 
 def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able: Server, tmp_path: Path) -> None:
     page = open_page(url=able.url)
-    assert not page.is_visible("#size input[value=image]")
+    assert not offers_size_of_image(page)
+    assert not page.is_visible("#pop-images")
     hand(page, given(b"notes", "notes.txt"), file(96, 96, "square.png"), file(60, 40, "other.png"))
     chosen(page, "square.png")
     page.wait_for_selector("#images .note:has-text('Only “square.png” was taken; 2 other files were left out.')")
     # The size follows from the image.
     size(page, "32 × 32")
+    assert offers_size_of_image(page)
     hand(page, file(90, 45, "wide.png"), kind="paste")
     chosen(page, "wide.png")
     size(page, "64 × 32")
@@ -121,7 +139,7 @@ def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able
     page.keyboard.press("Enter")
     page.wait_for_selector("#images .what:text-is('or drop or paste it')")
     assert page.evaluate("() => document.activeElement.id") == "pick-image"
-    assert not page.is_visible(SEEN) and not page.is_visible("#size input[value=image]")
+    assert not page.is_visible(SEEN) and not offers_size_of_image(page)
     # A bad image is one line at its place, and the form keeps what it has.
     hand(page, file(90, 45, "wide.png"))
     chosen(page, "wide.png")
@@ -132,6 +150,8 @@ def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able
         (b"%PDF", "letter.pdf", "letter.pdf is not an image that Tandem reads."),
         (encoded(picture(1, 1)), "dot.png", "dot.png has 1 × 1 pixels"),
     ):
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#pop-images", state="hidden")
         hand(page, given(data, name), place="#images [data-place=image]")
         page.wait_for_selector(f"#images .note.bad:has-text('{line}')")
     sent = len(page.requests)
@@ -193,7 +213,9 @@ def test_a_model_without_images_names_others_and_two_places_take_two(open_page: 
     hand(page, file(40, 40, "boat.png"))
     page.wait_for_selector("#images .note:has-text('Tiny does not start from an image. Select one of')")
     assert "first" in page.inner_text("#images .note")
+    assert not page.is_visible("[data-chip=images]")
     select_model(page, "Both")
+    open_chip(page, "images")
     page.wait_for_selector("#images [data-place=image]:has-text('required')")
     hand(page, file(40, 40, "boat.png"))
     chosen(page, "boat.png")
@@ -210,6 +232,7 @@ def test_the_preview_is_what_the_model_sees(open_page: OpenPage, able: Server, w
     hand(page, file(width, height, "photo.png"))
     chosen(page, "photo.png")
     tick(page, "#size input[value='64x32']")
+    open_chip(page, "images")
     page.wait_for_selector("#images .adjust:not([hidden])")
     image = page.wait_for_selector(SEEN)
     source = picture(width, height)
@@ -242,13 +265,16 @@ def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPa
     start(page)
     wait_for_state(page, "done")
     first = page.get_attribute("#status .status", "data-job")
-    page.click("#facts summary")
+    page.click("#facts [popovertarget=details]")
     page.wait_for_selector("#facts .used-images:has-text('square.png') img")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#details", state="hidden")
     with closing(JobStore(able.cache_dir / NAME)) as store:
         video = store.get(first).output
     # The last frame, for a model that needs one.
     select_model(page, "Tiny")
     page.wait_for_selector("#images .images[data-model=tiny]", state="attached")
+    page.click("#facts .menu summary")
     page.click("#facts [data-continue]")
     page.wait_for_selector("#images [data-place=image] .what:has-text('-frame-9.png')")
     page.wait_for_function("() => document.querySelector('#images .images').dataset.model !== 'tiny'")
@@ -268,6 +294,7 @@ def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPa
     # The MP4 brings the image back; without its copy there are the thumbnail and one line.
     data = video.read_bytes()
     hand(page, given(data, "mine.mp4"))
+    open_chip(page, "images")
     chosen(page, "square.png")
     digest = read_metadata(video)["images"]["image"]["digest"]
     copy = images_dir(able.cache_dir) / digest
@@ -275,6 +302,7 @@ def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPa
     copy.unlink()
     other = open_page(url=able.url)
     hand(other, given(data, "mine.mp4"))
+    open_chip(other, "images")
     chosen(other, "square.png")
     other.wait_for_selector("#images .field-error:has-text('The copy of the image square.png is no longer')")
     hand(other, given(content, "square.png", "image/png"))
@@ -288,6 +316,7 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
     hand(page, file(400, 100, "wide.png"))
     chosen(page, "wide.png")
     tick(page, "#size input[value='64x32']")
+    open_chip(page, "images")
     page.wait_for_selector("#images .adjust:not([hidden])")
     page.evaluate(axe())
     for viewport in (PHONE, SMALL):

@@ -15,7 +15,7 @@ import pytest
 from runtime.queue.store import NAME, JobStore
 from tests import tiny_models
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import PHONE, OpenPage, advance, start, tick, wait_for_state
+from tests.browser.conftest import PHONE, OpenPage, advance, open_chip, start, tick, wait_for_state
 from tests.browser.test_accessibility import RUN, axe
 from tests.browser.test_images import chosen, file, given, hand, select_model, value
 from tests.families import framepack_models
@@ -27,15 +27,16 @@ pytestmark = pytest.mark.browser
 DEFAULTS = {"width": 48, "height": 32, "frames": 109, "fps": 12, "steps": 60, "guidance_scale": 4.0}
 PROMPT = "[0s: a red boat sails left] [3s: a blue ball rolls right]"
 VIDEO = "#picture video[data-grows]"
-# Fields of the form, and whether each model has them.
+IMAGE_MODELS = {"Inverted", "Vanilla"}
+# Fields of the form by what opens them, and which models have them.
 FIELDS = {
-    "#field-negative_prompt": {"Tiny"},
-    "#field-guidance_scale_2": {"Tiny"},
-    "#field-guidance_scale": {"Tiny", "Inverted", "Vanilla", "Hunyuan"},
-    "#images [data-place=image]": {"Inverted", "Vanilla"},
-    "#images [data-place=last_image]": {"Inverted"},
-    "#length-seconds": {"Inverted", "Vanilla"},
-    "#field-frames": {"Tiny", "Hunyuan"},
+    "advanced": {
+        "#field-negative_prompt": {"Tiny"},
+        "#field-guidance_scale_2": {"Tiny"},
+        "#field-guidance_scale": {"Tiny", "Inverted", "Vanilla", "Hunyuan"},
+    },
+    "length": {"#length-seconds": {"Inverted", "Vanilla"}, "#field-frames": {"Tiny", "Hunyuan"}},
+    "images": {"#images [data-place=image]": IMAGE_MODELS, "#images [data-place=last_image]": {"Inverted"}},
 }
 
 
@@ -59,9 +60,12 @@ def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def custom_length(page: Any, seconds: float) -> None:
-    """Choose a length in seconds."""
+    """Choose a length in seconds, and close what the chip opened."""
     tick(page, "#length input[value=custom]")
+    open_chip(page, "length")
     page.fill("#length-seconds", str(seconds))
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#pop-length", state="hidden")
 
 
 def lasts(page: Any, seconds: float) -> None:
@@ -95,10 +99,15 @@ def test_the_form_follows_the_family(open_page: OpenPage, able: Server) -> None:
     advance(page)
     for title in ("Hunyuan", "Inverted", "Tiny", "Vanilla"):
         select_model(page, title)
-        page.wait_for_selector(f"#card .model[data-title={title}]")
+        page.wait_for_selector(f"[data-chip=model]:text-is('{title}')")
         tick(page, "#length input[value=custom]")
-        for field, models in FIELDS.items():
-            page.wait_for_selector(field, state="visible" if title in models else "hidden")
+        page.wait_for_selector("[data-chip=images]", state="visible" if title in IMAGE_MODELS else "hidden")
+        for opener, fields in FIELDS.items():
+            if opener == "length" or (opener == "images" and title in IMAGE_MODELS):
+                open_chip(page, opener)
+            for field, models in fields.items():
+                page.wait_for_selector(field, state="visible" if title in models else "hidden")
+            page.keyboard.press("Escape")
         lacking = page.get_attribute("#card .model", "data-lacks").split()
         for name, field in (
             ("loras", "#field-loras"),
@@ -108,6 +117,7 @@ def test_the_form_follows_the_family(open_page: OpenPage, able: Server) -> None:
             page.wait_for_selector(field, state="hidden" if name in lacking else "visible")
     # Whole sections; the error of a prompt is at its field.
     custom_length(page, 7)
+    open_chip(page, "length")
     page.wait_for_selector("#length [data-length]:text-is('6.1 s, 2 sections, 73 frames at 12 fps')")
     assert value(page, "frames") == 73
     hand(page, file(60, 40, "boat.png"))
@@ -123,7 +133,7 @@ def test_the_form_follows_the_family(open_page: OpenPage, able: Server) -> None:
 def test_a_video_is_watched_while_it_is_made_ended_and_continued(open_page: OpenPage, able: Server) -> None:
     page = open_page(url=able.url)
     select_model(page, "Inverted")
-    page.wait_for_selector("#card .model[data-title=Inverted]")
+    page.wait_for_selector("[data-chip=model]:text-is('Inverted')")
     hand(page, file(60, 40, "boat.png"))
     chosen(page, "boat.png")
     page.fill("#field-prompt textarea", PROMPT)
@@ -158,8 +168,10 @@ def test_a_video_is_watched_while_it_is_made_ended_and_continued(open_page: Open
     # The MP4 brings back prompt, length and image.
     other = open_page(url=able.url)
     hand(other, given(video.read_bytes(), "mine.mp4"))
+    other.wait_for_selector("[data-chip=model]:text-is('Inverted')")
+    open_chip(other, "images")
     chosen(other, "boat.png")
-    other.wait_for_selector("#card .model[data-title=Inverted]")
+    open_chip(other, "length")
     other.wait_for_selector("#length [data-length]:has-text('4 sections')")
     assert other.input_value("#field-prompt textarea") == PROMPT
     assert (value(other, "frames"), value(other, "steps")) == (145, 60)

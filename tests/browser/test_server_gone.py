@@ -40,7 +40,7 @@ def test_a_lost_connection_is_restored(open_page: OpenPage, server: Server) -> N
     page.wait_for_function(UNTOLD)
     ready(page)
     wait_for_state(page, "done")
-    assert "a calm blue sea" in page.inner_text("#facts")
+    assert "a calm blue sea" in page.text_content("#details .caption")
     assert page.input_value("#field-prompt textarea") == "a calm blue sea"
     relay.cut()
 
