@@ -290,7 +290,7 @@
     tandem.showForm();
     const input = field && fieldOf(field);
     if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
-    else if (!field && marked && marked.input.closest("#columns") && !$("#status .status[data-state=failed]")) tandem.unmark();
+    else if (!field && marked && marked.input.closest("#columns, .popover") && !$("#status .status[data-state=failed]")) tandem.unmark();
   };
 
   tandem.tidyForm = () => {
