@@ -15,6 +15,7 @@ from tests.browser.conftest import (
     ask,
     customize,
     fill_field,
+    open_chip,
     ready,
     start,
     tick,
@@ -56,6 +57,8 @@ def test_the_forecast_is_in_view(open_page: OpenPage) -> None:
     page = open_page()
     page.wait_for_selector("#forecast .forecast:has-text('About')")
     assert page.get_attribute("#advanced", "aria-expanded") == "false"
+    open_chip(page, "model")
+    page.wait_for_selector("#card :text('here.')")
     assert re.search(r"A 1\.1 s clip takes about .* s and .* here", page.inner_text("#card"))
 
 
@@ -87,8 +90,11 @@ def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     assert page.is_hidden("#plan-summary .memory")
     # Nothing else of the page complains.
     assert page.get_attribute("#status .status", "data-state") != "failed"
-    fill_field(page, "width", "64")
+    page.wait_for_selector("#field-width [aria-invalid=true]", state="attached")
+    # A valid size, however it is chosen, removes the error at the field.
+    tick(page, "#size input[value='64x32']")
     page.wait_for_selector("#plan-summary .memory", state="visible")
+    page.wait_for_selector("#field-width [aria-invalid=true]", state="detached")
 
 
 def test_what_the_machine_lacks_is_disabled_with_the_reason(open_page: OpenPage) -> None:
@@ -119,6 +125,7 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     start(page)
     wait_for_state(page, "done")
     choose(page, "backend_vae", "auto")
+    page.click("#facts .menu summary")
     page.click("#facts [data-use=all]")
     page.wait_for_selector("#part-vae [value=pytorch]:checked")
     wait_for_chip(page, "vae", "PyTorch: as requested")
@@ -129,6 +136,9 @@ def test_rows_follow_the_model(open_page: OpenPage) -> None:
     unfold(page)
     assert "High-noise transformer" in page.inner_text("#part-transformer")
     assert page.is_visible("#part-transformer_2")
+    assert page.is_visible("#field-loras")
+    page.evaluate("() => { document.querySelector('#card .model').dataset.lacks = 'loras' }")
+    page.wait_for_selector("#field-loras", state="hidden")
 
 
 def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:
@@ -194,7 +204,7 @@ def select_strategies(page: Any) -> None:
     assert "bitsandbytes is not installed" in page.inner_text(".strategy[data-quantization='bnb-4bit']:disabled")
     place = """() => {
       const box = document.querySelector('.strategies').getBoundingClientRect();
-      return [box.y + scrollY, box.height];
+      return [box.y - document.querySelector('#settings').firstElementChild.getBoundingClientRect().y, box.height];
     }"""
     before = page.evaluate(place)
     # By keyboard: the next that can be chosen.

@@ -1,4 +1,4 @@
-"""axe-core finds nothing serious on any tab, in a wide and a narrow window, in light and dark.
+"""axe-core finds nothing serious on any tab and in what Make opens, in a wide and a narrow window, in light and dark.
 
 axe-core comes with the package axe-playwright-python; only its script is used.
 """
@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import OpenPage, ask, start, wait_for_state
+from tests.browser.conftest import (
+    CHIPS,
+    OpenPage,
+    advance,
+    ask,
+    customize,
+    fill_field,
+    open_chip,
+    start,
+    wait_for_state,
+)
+from tests.browser.test_page import UNNAMED_INPUTS, choose_diorama
 
 pytestmark = pytest.mark.browser
 
@@ -21,11 +32,12 @@ AXE_WIDTHS = (1280, 320)
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 # Of these, the rules on which the color scheme has an influence.
 COLORS = ["color-contrast", "link-in-text-block"]
-RUN = """
-async (rules) => (await axe.run(document, { runOnly: rules, resultTypes: ['violations'] })).violations
+WITHIN = """
+async (part, rules) => (await axe.run(part, { runOnly: rules, resultTypes: ['violations'] })).violations
   .filter((one) => ['serious', 'critical'].includes(one.impact))
   .flatMap((one) => one.nodes.map((node) => `${one.id}: ${node.target.join(' ')}: ${node.failureSummary}`))
 """
+RUN = f"(rules) => ({WITHIN})(document, rules)"
 # The colors of a scheme are there, and none still fades to its new value.
 SHOWS = """
 (scheme) => document.body.classList.contains('dark') === (scheme === 'dark')
@@ -46,24 +58,108 @@ def open_tab(page: Any, name: str) -> None:
     page.wait_for_timeout(400)  # a fade would lower the contrast
 
 
+def violations(page: Any, part: str = "html") -> list[str]:
+    """Return what axe-core finds in a part of the page, in light and dark."""
+    found = []
+    for scheme, rules in (("light", RULES), ("dark", COLORS)):
+        page.emulate_media(color_scheme=scheme)
+        page.wait_for_function(SHOWS, arg=scheme)
+        where = f"{part} at {page.viewport_size['width']} px, {scheme}"
+        found += [f"{where}: {line}" for line in page.locator(part).evaluate(WITHIN, rules)]
+    return found
+
+
+def beside(page: Any) -> int:
+    """Return how many pixels the page is wider than the window."""
+    return int(page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
 def test_axe_finds_nothing_serious(open_page: OpenPage) -> None:
     page = open_page(color_scheme="light")
     ask(page, "a red boat on the sea")
     start(page)
     wait_for_state(page, "done")
-    script, found = axe(), []
-    page.evaluate(script)
+    page.evaluate(axe())
+    found = []
     for tab in TABS:
         page.set_viewport_size({"width": WIDTHS[0], "height": 900})
         open_tab(page, tab)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
-            # Nothing lies beside the window.
-            beside = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            assert beside <= 0, f"{tab} at {width} px is {beside} px too wide"
+            assert beside(page) <= 0, f"{tab} at {width} px is {beside(page)} px too wide"
             if width in AXE_WIDTHS:
-                for scheme, rules in (("light", RULES), ("dark", COLORS)):
-                    page.emulate_media(color_scheme=scheme)
-                    page.wait_for_function(SHOWS, arg=scheme)
-                    found += [f"{tab} at {width} px, {scheme}: {line}" for line in page.evaluate(RUN, rules)]
+                found += [f"{tab}: {line}" for line in violations(page)]
+    assert found == []
+
+
+def test_axe_finds_nothing_serious_in_what_make_opens(open_page: OpenPage) -> None:
+    page = open_page(color_scheme="light")
+    choose_diorama(page)  # it has words, images and all presets
+    customize(page, width="64", height="48")
+    customize(page, frames="5")
+    advance(page)
+    page.fill("#field-steps input", "2")
+    page.click("[data-close-advanced]")
+    page.fill("#field-prompt textarea", "a red zeppelin")
+    page.wait_for_selector("#unknown-words [data-replace]")
+    start(page)
+    wait_for_state(page, "done")
+    page.evaluate(axe())
+    found = []
+    for width in AXE_WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        for chip in dict.fromkeys([*CHIPS.values(), "images"]):
+            open_chip(page, chip)
+            found += violations(page, f"#pop-{chip}")
+            assert page.evaluate(UNNAMED_INPUTS) == []
+            page.keyboard.press("Escape")
+            page.wait_for_selector(f"#pop-{chip}", state="hidden")
+        page.click("#facts .menu summary")
+        found += violations(page, "#facts")
+        page.keyboard.press("Escape")
+        page.click("[popovertarget=details]")
+        found += violations(page, "#details")
+        page.keyboard.press("Escape")
+        page.focus("#advanced")
+        page.keyboard.press("?")
+        found += violations(page, "#keys")
+        page.keyboard.press("Escape")
+        advance(page)
+        page.wait_for_selector("#part-vae .badge:has-text(':')")
+        found += violations(page, "#settings")
+        assert page.evaluate(UNNAMED_INPUTS) == []
+        assert beside(page) <= 0
+        page.click("[data-close-advanced]")
+        page.evaluate("() => window.tandem.show('')")
+        page.wait_for_selector("#examples [data-suggestion]")
+        found += violations(page, "#columns")
+        page.click("#recent [data-show]")
+        wait_for_state(page, "done")
+    assert found == []
+
+
+def test_axe_finds_nothing_serious_in_a_running_and_a_refused_job(open_page: OpenPage) -> None:
+    page = open_page(color_scheme="light")
+    page.evaluate(axe())
+    ask(page, "a red boat", long=True, steps=1000)
+    page.click("[data-close-advanced]")
+    start(page)
+    wait_for_state(page, "running")
+    page.wait_for_selector("#picture img.preview:not([hidden])")
+    found = []
+    for width in AXE_WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_selector("#queue-next")
+        found += violations(page)
+    page.click("#cancel")
+    wait_for_state(page, "cancelled")
+    fill_field(page, "width", "65")
+    for width in AXE_WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.click("#generate")
+        wait_for_state(page, "failed")
+        page.wait_for_selector("#field-width [aria-invalid=true]")
+        found += violations(page, "#pop-size")
+        page.keyboard.press("Escape")
+        found += violations(page)
     assert found == []

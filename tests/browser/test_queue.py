@@ -191,11 +191,12 @@ def test_variations_have_different_seeds(open_page: OpenPage) -> None:
 
 def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: OpenPage) -> None:
     page = open_page()
-    page.click("#sound:has-text('Sound off')")
-    page.wait_for_selector("#sound:has-text('Sound on')")
+    assert page.is_hidden("#queue-next")
+    page.click("#sound[aria-pressed=false]")
+    page.wait_for_selector("#sound[aria-pressed=true]")
     page.reload()
     ready(page)
-    page.wait_for_selector("#sound:has-text('Sound on')")
+    page.wait_for_selector("#sound[aria-pressed=true]")
     ask(page, "a red boat", long=True, steps=50)
     start(page)
     wait_for_state(page, "running")

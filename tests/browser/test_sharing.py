@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import DESKTOP, PHONE, customize, ready, start, state, wait_for_state
+from tests.browser.conftest import DESKTOP, PHONE, advance, customize, ready, start, state, wait_for_state
 from tests.browser.conftest import ask as fill_form
 from tests.browser.test_page import PLAYING, UNNAMED_INPUTS
 from tests.sharing_app import HOST, link_of
@@ -79,10 +79,12 @@ def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit) -> No
         assert page.query_selector(absent) is None, absent
     for viewport in (PHONE, DESKTOP):
         page.set_viewport_size(viewport)
-        column, button = (page.locator(one).bounding_box() for one in ("#compose", "#generate"))
-        assert button["width"] == column["width"]
+        row, button = (page.locator(one).bounding_box() for one in ("#actions", "#generate"))
+        assert button["width"] == row["width"]
     assert "Engines" not in page.inner_text("body")
+    advance(page)
     assert page.is_visible("#actions-more label:has-text('Settings from a video')")
+    page.click("[data-close-advanced]")
     assert page.text_content("#field-frames .info-text").endswith("At most 9.")
     ask(page, "a red boat")
     wait_for_state(page, "done")
@@ -108,7 +110,8 @@ def test_an_exceeded_limit_is_shown_next_to_the_picture(visit: Visit) -> None:
     assert "208×32 is larger than visitors may use. Choose at most 192×192." in page.inner_text(
         "#status .alert"
     ).replace("\n", " ")
-    page.wait_for_selector("#field-width input[aria-invalid=true]")
+    # The chip Size opens, with the field.
+    page.wait_for_selector("#pop-size #field-width input[aria-invalid=true]")
 
 
 def test_visitors_cancel_their_own_video_and_see_no_others(visit: Visit) -> None:
