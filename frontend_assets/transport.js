@@ -3,7 +3,8 @@
   "use strict";
   const tandem = window.tandem;
   const ACTUAL = "tandem.actual-size";
-  const BACKDROP = [48, 28], DRAW_MS = 250;
+  const BACKDROP = [12, 7];   // pixels, which the browser enlarges smoothly
+  const SHOW_MS = 100, DRAW_MS = 500;
   const FRAME_SECONDS = 1 / 16, JUMP_SECONDS = 1;
   const $ = (selector) => document.querySelector(selector);
   const video = () => $("#picture video");
@@ -34,14 +35,9 @@
   for (const name of ["play", "pause", "loadedmetadata", "seeked", "emptied"]) {
     document.addEventListener(name, ({ target }) => { if (target === video()) show(); }, true);
   }
-  const tick = () => {
-    const playing = video();
-    if (playing && !playing.paused && !document.hidden) show();
-    requestAnimationFrame(tick);
-  };
-  requestAnimationFrame(tick);
+  setInterval(() => { if (!document.hidden && video()?.paused === false) show(); }, SHOW_MS);
 
-  // The picture's own frame, blurred by the style, fills what its shape leaves.
+  // The picture's own frame, too small for details, fills what its shape leaves.
   const draw = () => {
     const canvas = $("#picture .backdrop"), shown = video() ?? $("#picture .preview:not([hidden])");
     if (!canvas || document.hidden) return;
