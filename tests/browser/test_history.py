@@ -265,10 +265,10 @@ def test_two_clips_play_in_sync_and_are_compared(open_page: OpenPage) -> None:
     page.focus("[data-scrub]")
     page.keyboard.press("End")
     page.wait_for_function(f"() => ({TIMES})().every((frame) => Math.abs(frame - 8.5) < 0.01)")
-    page.click("[data-play]")
-    page.wait_for_selector("[data-play]:has-text('Pause')")
+    page.click("[data-compare] [data-play]")
+    page.wait_for_selector("[data-compare] [data-play]:has-text('Pause')")
     page.wait_for_function(f"() => {{ const [a, b] = ({TIMES})(); return a > 2 && a < 8 && Math.abs(a - b) < 2 }}")
-    page.wait_for_selector("[data-play]:has-text('Play')")
+    page.wait_for_selector("[data-compare] [data-play]:has-text('Play')")
     page.click("[data-wipe]")
     boxes = [page.locator("[data-compare] video").nth(n).bounding_box() for n in (0, 1)]
     assert boxes[0] == boxes[1]
