@@ -13,7 +13,7 @@
     const below = innerHeight - chip.bottom - 2 * GAP, above = chip.top - 2 * GAP;
     const under = high <= below || below >= above;
     popover.style.maxHeight = `${under ? below : above}px`;
-    popover.style.left = `${Math.max(GAP, Math.min(chip.left, innerWidth - wide - GAP))}px`;
+    popover.style.left = `${Math.max(GAP, Math.min(chip.left, document.documentElement.offsetWidth - wide - GAP))}px`;
     popover.style.top = `${under ? chip.bottom + GAP : Math.max(GAP, chip.top - GAP - Math.min(high, above))}px`;
   };
   const around = new ResizeObserver((entries) => {
