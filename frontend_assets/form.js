@@ -270,10 +270,10 @@
   };
   tandem.mark = (name, text, found = false) => {
     const input = name && fieldOf(name);
+    if (input && !found) reveal(name);  // also if the plan has marked it
     if (marked && marked.input === input && marked.line.textContent === text) return;
     tandem.unmark();
     if (!input) return;
-    if (!found) reveal(name);
     const line = document.createElement("p");
     line.className = "field-error";
     line.id = `error-${name}`;

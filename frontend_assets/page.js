@@ -108,7 +108,7 @@
       (same ?? heading)?.focus({ preventScroll: true });
     }
     if (inActions && document.activeElement === document.body) {
-      const button = [...document.querySelectorAll("#actions button")].find((b) => b.offsetParent);
+      const button = [...document.querySelectorAll("#generate, #cancel")].find((b) => b.offsetParent);
       if (button && !button.disabled) button.focus({ preventScroll: true });
     }
   };

@@ -431,6 +431,8 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
     unknown, column = (page.locator(one).bounding_box() for one in ("#unknown-words .unknown", "#compose"))
     assert page.evaluate(CUT_OFF) == [] and unknown["width"] <= column["width"] and unknown["height"] < 120
     # A known word can take the place of an unknown one.
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#pop-model", state="hidden")
     page.fill("#field-prompt textarea", "an old dragon flies")
     page.click("#unknown-words [data-replace=dragon]:text-is('balloon')")
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'an old balloon flies'")
@@ -657,7 +659,7 @@ def test_the_page_has_accessible_names(open_page: OpenPage) -> None:
 
 def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) -> None:
     page = open_page()
-    places = """() => ['#stage', '#actions', '#chips', '#transport', '#recent'].map((s) => {
+    places = """() => ['#stage', '#actions', '#chips', '#recent'].map((s) => {
       const box = document.querySelector(s).getBoundingClientRect(); return [box.x, box.y, box.width, box.height] })"""
     before = page.evaluate(places)
     ask(page, long=True)
