@@ -81,7 +81,6 @@ def test_names_of_outputs(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_operation_has_a_converter(wheel: Path, tiny: Callable[[str], ModelSpec]) -> None:
     if version("torch").split(".")[:2] != wheels.pinned("torch-tensorrt").split(".")[:2]:
         pytest.skip("the pinned torch-tensorrt is of another torch")
