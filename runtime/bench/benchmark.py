@@ -44,7 +44,6 @@ from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, slug
-from runtime.pipeline.run import JobOptions
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.executors import make_video
 from runtime.queue.run import PutBack
@@ -404,8 +403,15 @@ class Bench:
         release_cached_memory()  # memory that PyTorch caches would count as used before this run
         before = used_memory(device)
         with _precision(entry), recorder.measuring():
-            options: JobOptions = {"history": self.setup.history, "on_frames": recorder.add_frames}
-            end = make_video(plan, spec, recorder.emit, cancel, entry.residency, **options)
+            end = make_video(
+                plan,
+                spec,
+                recorder.emit,
+                cancel,
+                entry.residency,
+                history=self.setup.history,
+                on_frames=recorder.add_frames,
+            )
         run = recorder.measurement(None if isinstance(end, PutBack) else end)
         if isinstance(run.end, Cancelled):
             raise CancelledError

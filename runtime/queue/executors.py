@@ -103,8 +103,16 @@ class VideoExecutor:
         checkpoints = None if work.folder is None else CheckpointFolder(work.folder, self.files)
         if record.finish:
             work.cancel.finish_early()
-        options: JobOptions = {"history": self.history, "checkpoints": checkpoints, "job_id": record.id}
-        outcome = make_video(plan, spec, work.emit, work.cancel, residency, **options)
+        outcome = make_video(
+            plan,
+            spec,
+            work.emit,
+            work.cancel,
+            residency,
+            history=self.history,
+            checkpoints=checkpoints,
+            job_id=record.id,
+        )
         if checkpoints is not None and isinstance(outcome, VideoSaved) and not outcome.continues:
             checkpoints.clear()
         return outcome

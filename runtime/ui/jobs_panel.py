@@ -127,8 +127,9 @@ class JobsPanel:
         if job.kind != "video" or job.owner != self._owner:  # the owner may cancel visitors' jobs, but not copy them
             raise unknown_action()
         request = GenerationRequest.model_validate({**job.request, "seed": AUTO})
-        held = job.state == "queued" and job.held
-        added = self._worker.submit_all(combined(request, [], [AUTO] * count), self._owner, held=held)
+        added = self._worker.submit_all(
+            combined(request, [], [AUTO] * count), self._owner, held=job.state == "queued" and job.held
+        )
         return {"message": f"Added to the queue: {counted(len(added), 'video')}.", "watch": added[0].id}
 
     def _resume_status(self, record: JobRecord) -> ResumeStatus:

@@ -4,8 +4,9 @@ axe-core comes with the package axe-playwright-python; only its script is used.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,15 +30,14 @@ WIDTHS = (1280, 390, 320)
 # No rule but the target size depends on the width; the narrowest window has the smallest targets.
 AXE_WIDTHS = (1280, 320)
 # A finished clip, a cancelled one and several cards are on the page; the rules are WCAG 2.2 A and AA.
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa")
 # Of these, the rules on which the color scheme has an influence.
-COLORS = ["color-contrast", "link-in-text-block"]
-WITHIN = """
+COLORS = ("color-contrast", "link-in-text-block")
+_RUN = """
 async (part, rules) => (await axe.run(part, { runOnly: rules, resultTypes: ['violations'] })).violations
   .filter((one) => ['serious', 'critical'].includes(one.impact))
   .flatMap((one) => one.nodes.map((node) => `${one.id}: ${node.target.join(' ')}: ${node.failureSummary}`))
 """
-RUN = f"(rules) => ({WITHIN})(document, rules)"
 # What reaches beyond the window, which has room for a scroll bar.
 CUT_OFF = """
 (part) => [part, ...part.querySelectorAll('*')]
@@ -52,12 +52,14 @@ SHOWS = """
 """
 
 
-def axe() -> str:
-    """Return axe-core's script."""
-    found = importlib.util.find_spec("axe_playwright_python")
-    if found is None or found.origin is None:
-        pytest.skip("axe-playwright-python is not installed")
-    return (Path(found.origin).parent / "axe.min.js").read_text(encoding="utf-8")
+def serious_issues(page: Any, rules: Sequence[str] = RULES, *, part: str = "html") -> list[str]:
+    """Return the serious issues that axe-core finds in a part of a page."""
+    if not page.evaluate("'axe' in window"):
+        found = importlib.util.find_spec("axe_playwright_python")
+        if found is None or found.origin is None:
+            pytest.skip("axe-playwright-python is not installed")
+        page.evaluate((Path(found.origin).parent / "axe.min.js").read_text(encoding="utf-8"))
+    return cast("list[str]", page.locator(part).evaluate(_RUN, list(rules)))
 
 
 def open_tab(page: Any, name: str) -> None:
@@ -72,7 +74,7 @@ def violations(page: Any, part: str = "html") -> list[str]:
         page.emulate_media(color_scheme=scheme)
         page.wait_for_function(SHOWS, arg=scheme)
         where = f"{part} at {page.viewport_size['width']} px, {scheme}"
-        found += [f"{where}: {line}" for line in page.locator(part).evaluate(WITHIN, rules)]
+        found += [f"{where}: {line}" for line in serious_issues(page, rules, part=part)]
     return found
 
 
@@ -86,7 +88,6 @@ def test_axe_finds_nothing_serious(open_page: OpenPage) -> None:
     ask(page, "a red boat on the sea")
     start(page)
     wait_for_state(page, "done")
-    page.evaluate(axe())
     found = []
     for tab in TABS:
         page.set_viewport_size({"width": WIDTHS[0], "height": 900})
@@ -111,7 +112,6 @@ def test_axe_finds_nothing_serious_in_what_make_opens(open_page: OpenPage) -> No
     start(page)
     wait_for_state(page, "done")
     page.set_viewport_size({"width": AXE_WIDTHS[-1], "height": 900})
-    page.evaluate(axe())
     found = []
 
     def check(part: str) -> None:
@@ -149,7 +149,6 @@ def test_axe_finds_nothing_serious_in_what_make_opens(open_page: OpenPage) -> No
 
 def test_axe_finds_nothing_serious_in_a_running_and_a_refused_job(open_page: OpenPage) -> None:
     page = open_page(color_scheme="light")
-    page.evaluate(axe())
     ask(page, "a red boat", long=True, steps=1000)
     page.click("[data-close-advanced]")
     start(page)

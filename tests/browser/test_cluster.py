@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import DESKTOP, advance, ask, customize, ready, start, wait_for_state
-from tests.browser.test_accessibility import AXE_WIDTHS, COLORS, RULES, RUN, WIDTHS, axe
+from tests.browser.test_accessibility import AXE_WIDTHS, COLORS, RULES, WIDTHS, serious_issues
 from tests.cluster_machines import Machines, machines
 
 pytestmark = pytest.mark.browser
@@ -38,7 +38,6 @@ def page(chromium: Any, cluster: Machines) -> Iterator[Any]:
         yield page
 
 
-@pytest.mark.timeout(600)
 def test_a_video_of_another_machine_is_followed_and_shown(page: Any, cluster: Machines) -> None:
     """Its progress and preview are in Make, its machine in Cluster, which can be used by keyboard and screen reader."""
     ask(page, "a red boat at sunset")
@@ -66,7 +65,6 @@ def test_a_video_of_another_machine_is_followed_and_shown(page: Any, cluster: Ma
     assert f"worker --join 127.0.0.1:{cluster.port}" in page.inner_text("#cluster-join .with-key")
     assert page.evaluate("document.activeElement.dataset.action") == "key"
     found = []
-    page.evaluate(axe())
     for scheme, rules in (("light", RULES), ("dark", COLORS)):
         page.emulate_media(color_scheme=scheme)
         for width in WIDTHS if scheme == "light" else AXE_WIDTHS:
@@ -74,7 +72,7 @@ def test_a_video_of_another_machine_is_followed_and_shown(page: Any, cluster: Ma
             page.wait_for_timeout(300)
             assert page.get_by_role("tab").count() == 6, width
             if width in AXE_WIDTHS:
-                found += page.evaluate(RUN, rules)
+                found += serious_issues(page, rules)
             assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
     assert found == []
     page.keyboard.press("Enter")

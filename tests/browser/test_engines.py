@@ -117,7 +117,6 @@ def test_a_build_survives_a_reload_and_is_cancelled(open_page: OpenPage) -> None
     assert "Cancelled." in page.inner_text("#engines-tasks")
 
 
-@pytest.mark.timeout(600)
 def test_a_build_adds_an_engine_and_changes_its_badge(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)

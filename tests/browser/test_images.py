@@ -17,7 +17,7 @@ from runtime.video.mp4 import read_metadata
 from tests import tiny_models
 from tests.app_server import DEFAULTS, Server, make_cache, serving
 from tests.browser.conftest import PHONE, SMALL, OpenPage, ask, open_chip, start, tick, wait_for_state
-from tests.browser.test_accessibility import RULES, RUN, axe
+from tests.browser.test_accessibility import serious_issues
 from tests.image_files import encoded, picture
 
 pytestmark = pytest.mark.browser
@@ -318,10 +318,9 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
     tick(page, "#size input[value='64x32']")
     open_chip(page, "images")
     page.wait_for_selector("#images .adjust:not([hidden])")
-    page.evaluate(axe())
     for viewport in (PHONE, SMALL):
         page.set_viewport_size(viewport)
-        assert page.evaluate(RUN, RULES) == []
+        assert serious_issues(page) == []
         beside = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert beside <= 0
         generate = page.locator("#generate").bounding_box()

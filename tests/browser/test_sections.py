@@ -16,7 +16,7 @@ from runtime.queue.store import NAME, JobStore
 from tests import tiny_models
 from tests.app_server import Server, make_cache, serving
 from tests.browser.conftest import PHONE, OpenPage, advance, open_chip, start, tick, wait_for_state
-from tests.browser.test_accessibility import RULES, RUN, axe
+from tests.browser.test_accessibility import serious_issues
 from tests.browser.test_images import chosen, file, given, hand, select_model, value
 from tests.families import framepack_models
 from tests.ui.page_texts import line
@@ -188,8 +188,7 @@ def test_a_running_video_with_sections_fits_a_phone_and_is_accessible(open_page:
     with stopped_in_section_2(able, page.get_attribute("#status .status", "data-job")):
         page.wait_for_selector(VIDEO)
         page.wait_for_selector("#status [data-action=finish]")
-        page.evaluate(axe())
-        assert page.evaluate(RUN, RULES) == []
+        assert serious_issues(page) == []
         beside = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert beside <= 0
         page.click("[role=tab]:has-text('Queue')")

@@ -283,6 +283,7 @@ def check_access(cluster: Machines) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_processes_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     """A worker, a raylet and the head are killed while videos are made; frames are those of a server alone."""
     pytest.importorskip("ray")
