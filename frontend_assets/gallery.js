@@ -105,6 +105,8 @@
   document.addEventListener("click", (event) => {
     const box = event.target.closest("#history-gallery [data-select]");
     if (box) select(box.dataset.select, box.checked, event.shiftKey);
+    const title = event.target.closest("#history-gallery .title");
+    if (title && getSelection().isCollapsed) { title.closest("li").querySelector(".poster").click(); return; }
     const poster = event.target.closest("#history-gallery .poster");
     if (poster && (event.shiftKey || event.ctrlKey || event.metaKey)) {
       event.preventDefault();

@@ -291,9 +291,10 @@ class JobQueue:
         records = self.store.order.jobs(kinds=VIDEOS, owner=owner, paused=False, limit=_FIRST)
         return next((self._job_of(record) for record in records if record.plan), None)
 
-    def latest(self, owner: str | None = None) -> Job | None:
-        """Return the job that the owner submitted last."""
-        return next((self._job_of(record) for record in self.store.list(owner=owner, limit=1) if record.plan), None)
+    def latest(self, owner: str | None = None, shows: Callable[[Job], bool] = lambda _job: True) -> Job | None:
+        """Return the job that the owner submitted last, among recent ones for which `shows` is true."""
+        records = self.store.list(owner=owner, limit=_FIRST)
+        return next((job for job in (self._job_of(record) for record in records if record.plan) if shows(job)), None)
 
     def ahead(self, of: Job | Task) -> Mapping[str, Kind]:
         """Return the kinds of the jobs and tasks that run before another one, by id in order, without paused ones."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.events import VideoSaved
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
@@ -243,9 +244,9 @@ class Handlers:
 
         def find_job() -> Job | None:
             owner, job = self._owner(request), self._job(remembered, request)
-            return (
-                job if job is not None and job.open else self._worker.active(owner) or job or self._worker.latest(owner)
-            )
+            if job is not None and job.open:
+                return job
+            return self._worker.active(owner) or job or self._worker.latest(owner, self._shows)
 
         try:
             job = await asyncio.to_thread(find_job)
@@ -258,6 +259,10 @@ class Handlers:
             return
         async for updates in self._follow(job, request):
             yield updates
+
+    def _shows(self, job: Job) -> bool:
+        """Return whether the stage has something of a job: `generate --out` may have put its video elsewhere."""
+        return not isinstance(job.progress.end, VideoSaved) or bool(self.audience.address(job))
 
     async def show(self, request: gr.Request, remembered: Any) -> AsyncIterator[Updates]:
         """Show one job, even while another runs; without one, show that there is none."""

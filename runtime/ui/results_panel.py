@@ -59,8 +59,7 @@ class ResultsPanel(JobsPanel):
 
     def _delete(self, call: Call) -> Reply:
         reply = super()._delete(call)
-        records = self._store.list(states=_DONE, owner=self._owner, limit=1)
-        return reply | {"show": records[0].id if records else ""}
+        return reply | {"show": next((job.id for job in self._videos()), "")}
 
     def _reveal(self, job: JobRecord, _call: Call) -> Reply:
         if not self._opens_folders or not self._plays(job):
@@ -69,11 +68,14 @@ class ResultsPanel(JobsPanel):
         return {}
 
     def _strip(self) -> str:
-        done = self._store.list(states=_DONE, owner=self._owner, limit=_SHOWN)
         runs = self._store.order.jobs(states=["running"], owner=self._owner)
         cards = [_running_card(job) for job in map(self._worker.job, [run.id for run in runs if run.plan]) if job]
-        cards += [self._card(job) for job in done]
+        cards += [self._card(job) for job in self._videos()]
         return render("results_strip.html", cards=cards[:_SHOWN])
+
+    def _videos(self) -> list[JobRecord]:
+        """Return recent finished videos that can be played: `generate --out` may have put one elsewhere."""
+        return [job for job in self._store.list(states=_DONE, owner=self._owner, limit=_SHOWN) if self._plays(job)]
 
     def _card(self, job: JobRecord) -> Card:
         width, height = (1, 1) if job.plan is None else (job.plan.width, job.plan.height)

@@ -52,9 +52,14 @@ def make(page: Any, prompt: str, **values: int) -> str:
 def search(page: Any, words: str, count: int, prompt: str = "") -> None:
     """Look for words, and wait until so many are found; with `prompt`, until all of them are videos of it.
 
-    Until the search is answered, as many clips of other tests may be there.
+    Until the search is answered, as many clips of other tests may be there, and its start clears the selection.
     """
-    page.fill("#history-search", words)
+
+    def answers(response: Any) -> bool:
+        return "panels/history" in response.url and response.request.post_data_json["view"]["search"] == words
+
+    with page.expect_response(answers):
+        page.fill("#history-search", words)
     page.wait_for_function(
         """([count, prompt]) => {
           const cards = [...document.querySelectorAll('#history-gallery li')];
@@ -191,7 +196,7 @@ def test_a_closed_lightbox_stays_closed_whatever_the_server_still_answers(open_p
     ids = [make(page, f"{name} on the grass"), make(page, f"{name} on the grass again")]
     go(page, "History")
     search(page, name, 2)
-    page.click(f"#history-gallery [data-job='{ids[1]}'] .poster")
+    page.click(f"#history-gallery [data-job='{ids[1]}'] .title")
     page.wait_for_selector(f"#lightbox[open] [data-detail='{ids[1]}']")
     held: list[Any] = []
 

@@ -596,6 +596,30 @@ def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page.wait_for_selector("#keys", state="hidden")
 
 
+def test_commands_are_found_by_their_words(open_page: OpenPage) -> None:
+    page = open_page()
+    page.keyboard.press("Control+k")
+    page.keyboard.type("queue open")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#queue-list", state="visible")
+    page.keyboard.press("Control+k")
+    # A chip is opened on Make from another tab.
+    page.wait_for_selector("#palette", state="visible")
+    page.keyboard.type("no such command")
+    assert page.locator("#palette [role=option]").count() == 0
+    page.fill("#palette input", "size")
+    assert page.locator("#palette [aria-selected=true]").inner_text().startswith("Size")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#pop-size", state="visible")
+    page.keyboard.press("Escape")
+    # The first stop of the page leads to the prompt.
+    page.click("[role=tab]:has-text('Engines')")
+    page.focus(".skip")
+    assert page.locator(".skip").bounding_box()["width"] > 20
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.activeElement.matches('#field-prompt textarea')")
+
+
 # Whether the bar covers no part of the field that has the focus.
 UNCOVERED = """() => {
   const field = document.activeElement.getBoundingClientRect();

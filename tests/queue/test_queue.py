@@ -196,6 +196,7 @@ def test_an_invalid_batch_queues_nothing(start: Make) -> None:
     assert not queue.store.list(owner=None)
     assert queue.active() is None and queue.active("guest") is not None
     assert queue.latest("guest") is queue.job(jobs[-1].id)
+    assert queue.latest("guest", lambda job: job.id != jobs[-1].id) is queue.job(jobs[-2].id)
     with pytest.raises(InvalidRequestError):
         queue.submit_all([small(), small(width=33)])
     assert len(queue.store.list()) == 6

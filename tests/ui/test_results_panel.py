@@ -49,6 +49,18 @@ def test_running_videos_come_first_then_finished_ones_the_newest_first(
     assert shown(panel(False)) == [running, second, first]
 
 
+def test_a_video_that_is_not_served_is_not_offered(worker: JobQueue, panel: Callable[[bool], ResultsPanel]) -> None:
+    """`generate --out` puts a video into any folder."""
+    here, elsewhere, last = (add(worker, "a red boat") for _ in range(3))
+    for job in (here, elsewhere, last):
+        finish(worker, job)
+    saved = worker.store.get(elsewhere)
+    assert saved is not None and saved.output is not None
+    saved.output.unlink()
+    assert shown(panel(False)) == [last, here]
+    assert respond(panel(False), panel_call("delete", last))["show"] == here
+
+
 def test_a_deleted_video_is_replaced_by_the_newest_left(
     worker: JobQueue, panel: Callable[[bool], ResultsPanel]
 ) -> None:
