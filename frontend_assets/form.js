@@ -288,6 +288,7 @@
   tandem.planned = ({ field, problem, size }) => {
     tandem.plannedSize(size ?? null);
     tandem.showForm();
+    document.body.classList.toggle("unplannable", Boolean(problem));
     const input = field && fieldOf(field);
     if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
     else if (!field && marked && marked.input.closest("#columns, .popover") && !$("#status .status[data-state=failed]")) tandem.unmark();

@@ -166,6 +166,10 @@ def test_a_second_job_waits_for_the_first(open_page: OpenPage) -> None:
     assert "a blue ball" in second.text_content("#facts")
 
 
+FILL = "getComputedStyle(document.querySelector('#generate')).backgroundColor"
+ACCENT = "'rgb(29, 106, 102)'"
+
+
 def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     page = open_page()
     earlier = page.locator("#picture").bounding_box()
@@ -192,7 +196,9 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     ]
     assert page.input_value("#field-prompt textarea") == "a red ball"
     assert page.input_value("#field-width input") == "190"
+    page.wait_for_function(f"() => {FILL} !== {ACCENT}")  # Generate is not offered as what to do next
     fill_field(page, "width", "64")
+    page.wait_for_function(f"() => {FILL} === {ACCENT}")
     assert page.get_attribute("#field-width input", "aria-invalid") is None
 
 
