@@ -11,12 +11,19 @@
     ["#generate, #cancel, #queue-next [data-action=add]", shown],
     ["[role=tab]", shown, (button) => `Open ${name(button)}`],
     ["#chips [data-chip], #advanced", (button) => !button.hidden],
-    ["#presets input", () => true, (input) => `Quality: ${input.parentNode.querySelector("span").textContent}`],
+    ["#presets input", () => true, (input) => `Preset: ${input.parentNode.querySelector("span").textContent}`],
     ["#facts .actions :is(button, a)[aria-label], #facts .menu-items button", () => Boolean($("#picture video"))],
     ["#sound, #theme", () => true],
   ];
   const commands = () => GROUPS.flatMap(([selector, isThere, title = name]) => [...document.querySelectorAll(selector)]
     .filter((button) => usable(button) && isThere(button)).map((button) => ({ button, title: title(button) })));
+
+  // A tab that is opened shows its parts a moment later.
+  const press = (node, act, tries = 40) => {
+    if (!node.checkVisibility() && tries) { setTimeout(() => press(node, act, tries - 1), 25); return; }
+    node.focus();
+    act?.();
+  };
 
   let offered = [], chosen = 0;
   const choose = (at) => {
@@ -43,8 +50,7 @@
     if (!button) return;
     $("#palette").hidePopover();
     if (button.closest("#columns")) tandem.goTo("Make");
-    button.focus();
-    button.click();
+    if (button.closest(".popover, .menu-items")) button.click(); else press(button, () => button.click());
   };
 
   document.addEventListener("keydown", (event) => {
@@ -70,6 +76,6 @@
   document.addEventListener("click", ({ target }) => {
     const row = target.closest("#palette li");
     if (row) { choose([...row.parentNode.children].indexOf(row)); run(); }
-    if (target.closest(".skip")) { tandem.goTo("Make"); $("#field-prompt textarea").focus(); }
+    if (target.closest(".skip")) { tandem.goTo("Make"); press($("#field-prompt textarea")); }
   });
 })();

@@ -172,6 +172,9 @@ ACCENT = "'rgb(29, 106, 102)'"
 
 def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     page = open_page()
+    ask(page, "a red boat")
+    start(page)
+    wait_for_state(page, "done")
     earlier = page.locator("#picture").bounding_box()
     page.fill("#field-prompt textarea", "")
     page.click("#generate")
