@@ -29,7 +29,7 @@ _README_MODELS = (
     *("diorama", "wan2.1-t2v-1.3b", "wan2.2-ti2v-5b", "hunyuan-video", "framepack-i2v"),
     *("wan2.1-i2v-14b-480p", "wan2.2-t2v-a14b"),
 )
-_NEITHER = "–"
+_DOES_NOT_RUN = "–"
 _OFFLOADED = {"model": "components", "group": "blocks", "sequential": "layers"}
 _QUANTIZED = {"fp8": "FP8", "bnb-8bit": "8-bit", "bnb-4bit": "4-bit"}
 _PACKAGES = (("bitsandbytes", "0.50.2"), ("torchao", "0.18.0"), ("triton", "3.5.0"))
@@ -132,23 +132,23 @@ class Fit(NamedTuple):
 def fit(clip: Clip, gib: int, ram: int) -> Fit | None:
     """Return how a clip runs on a `machine`, `None` if no length does; with plenty of RAM, without quantization."""
     quantization = "none" if ram == _PLENTY else AUTO
-    whole = _planned(clip, clip.frames, gib, ram, quantization)
-    if whole is not None:
-        return whole._replace(frames=0)
+    default_fit = _plan(clip, clip.frames, gib, ram, quantization)
+    if default_fit is not None:
+        return default_fit._replace(frames=0)
     stride = clip.spec.frame_stride
-    best = None if clip.frames == 0 else _planned(clip, 1 + stride, gib, ram, quantization)
-    if best is None:
+    longest = None if clip.frames == 0 else _plan(clip, 1 + stride, gib, ram, quantization)
+    if longest is None:
         return None
     # More frames need more memory: bisect between a length that fits and one that does not.
     low, high = 1, (clip.frames - 1) // stride
     while high - low > 1:
         middle = (low + high) // 2
-        shorter = _planned(clip, 1 + stride * middle, gib, ram, quantization)
-        low, high, best = (low, middle, best) if shorter is None else (middle, high, shorter)
-    return best
+        shorter = _plan(clip, 1 + stride * middle, gib, ram, quantization)
+        low, high, longest = (low, middle, longest) if shorter is None else (middle, high, shorter)
+    return longest
 
 
-def _planned(clip: Clip, frames: int, gib: int, ram: int, quantization: str) -> Fit | None:
+def _plan(clip: Clip, frames: int, gib: int, ram: int, quantization: str) -> Fit | None:
     try:
         plan = resolve(clip.request(frames, quantization), clip.spec, PlanningContext(machine(gib, ram), _NOWHERE))
     except MemoryShortError:
@@ -161,16 +161,18 @@ def _planned(clip: Clip, frames: int, gib: int, ram: int, quantization: str) -> 
     else:
         way = "loaded" if strategy.keep_loaded else "in turn"
     # Each component is read into RAM on its way to the GPU.
-    needed = max(plan.forecast.ram_bytes, *(part.weights_bytes for part in plan.components.values()))
-    return Fit(frames, way, needed, strategy.decode_tile is not None)
+    ram_bytes = max(plan.forecast.ram_bytes, *(part.weights_bytes for part in plan.components.values()))
+    return Fit(frames, way, ram_bytes, strategy.decode_tile is not None)
 
 
 def by_card() -> str:
     """Return the table of GPUs in machines that have as much RAM as a clip needs, with that RAM in GiB."""
 
     def cell(clip: Clip, gib: int) -> str:
-        found = fit(clip, gib, _PLENTY)
-        return _NEITHER if found is None else _length(found) + f"{found.way} {_gib(found)}" + "*" * found.tiles
+        result = fit(clip, gib, _PLENTY)
+        if result is None:
+            return _DOES_NOT_RUN
+        return f"{_length(result)}{result.way} {_gib(result)}" + "*" * result.tiles
 
     return _table(clips(), [f"{gib} GB" for gib in CARDS], [[cell(clip, gib) for gib in CARDS] for clip in clips()])
 
@@ -179,8 +181,8 @@ def by_machine() -> str:
     """Return the table of machines with little RAM."""
 
     def cell(clip: Clip, gib: int, ram: int) -> str:
-        found = fit(clip, gib, ram)
-        return _NEITHER if found is None else _length(found) + found.way + "*" * found.tiles
+        result = fit(clip, gib, ram)
+        return _DOES_NOT_RUN if result is None else _length(result) + result.way + "*" * result.tiles
 
     columns = [f"{gib} GB, {ram} GB RAM" for gib, ram in MACHINES]
     return _table(clips(), columns, [[cell(clip, *sizes) for sizes in MACHINES] for clip in clips()])
@@ -190,23 +192,23 @@ def for_readme() -> str:
     """Return the short table of README.md: the default clips of some models on three cards."""
 
     def cell(clip: Clip, gib: int) -> str:
-        found = fit(clip, gib, _PLENTY)
-        if found is None:
-            return _NEITHER
-        offloaded = found.way in _OFFLOADED.values()
-        return _length(found) + (f"offload, {_gib(found)} GB of RAM" if offloaded else "runs")
+        result = fit(clip, gib, _PLENTY)
+        if result is None:
+            return _DOES_NOT_RUN
+        offloaded = result.way in _OFFLOADED.values()
+        return _length(result) + (f"offload, {_gib(result)} GB of RAM" if offloaded else "runs")
 
     chosen = [clip for clip in clips() if clip.model in _README_MODELS and clip.is_default]
     columns = [f"{gib} GB" for gib in _README_CARDS]
     return _table(chosen, columns, [[cell(clip, gib) for gib in _README_CARDS] for clip in chosen])
 
 
-def _length(found: Fit) -> str:
-    return f"up to {found.frames} frames, " if found.frames else ""
+def _length(result: Fit) -> str:
+    return f"up to {result.frames} frames, " if result.frames else ""
 
 
-def _gib(found: Fit) -> int:
-    return -(-found.ram_bytes // _GIB)
+def _gib(result: Fit) -> int:
+    return -(-result.ram_bytes // _GIB)
 
 
 def _table(chosen: Sequence[Clip], columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
