@@ -1,4 +1,7 @@
-"""Update the tables of docs/ that follow from code (options, hand-written lines): `python -m tools.docs_tables`."""
+"""Update the tables of README.md and docs/ that follow from code: `python -m tools.docs_tables`.
+
+They are the options of commands, what runs on which GPU, and the lines that are written by hand.
+"""
 
 import re
 from collections.abc import Iterable
@@ -6,11 +9,16 @@ from pathlib import Path
 
 from runtime.cli.flags import PRESET_HELP, PRESETS, metavar
 from runtime.core.request import FIELDS
+from tools import card_fits
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+CARDS = ROOT / "docs" / "cards.md"
 COMMANDS = ROOT / "docs" / "commands.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 _OPTIONS = re.compile(r"(?<=<!-- options -->\n).*?(?=<!-- end of options -->)", re.DOTALL)
+_CARD_TABLES = {"by card": card_fits.by_card, "by machine": card_fits.by_machine, "readme": card_fits.for_readme}
+_CARDS = re.compile(r"(<!-- cards (?P<name>[a-z ]+) -->\n).*?(<!-- end of cards -->)", re.DOTALL)
 # | part (`path`, `path`) | lines | reason |
 _PART = re.compile(r"^\| (?P<part>[^|]*\((?P<paths>`[^|]+`)\)) \| (?P<lines>[\d,]+) \|", re.MULTILINE)
 
@@ -27,6 +35,11 @@ def with_options(page: str) -> str:
     rows.append((f"`--preset {'|'.join(PRESETS)}`", PRESET_HELP, ""))
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows]
     return _OPTIONS.sub(lambda _: "".join(lines), page)
+
+
+def with_cards(page: str) -> str:
+    """Return the text of a page with the tables of what runs on which GPU as the planner forecasts it now."""
+    return _CARDS.sub(lambda found: f"{found[1]}\n{_CARD_TABLES[found['name']]()}\n{found[3]}", page)
 
 
 def hand_written(page: str) -> dict[str, tuple[int, int]]:
@@ -60,5 +73,10 @@ def _lines(paths: Iterable[str]) -> int:
 
 
 if __name__ == "__main__":
-    for file, updated in ((COMMANDS, with_options), (ARCHITECTURE, with_lines)):
+    for file, updated in (
+        (COMMANDS, with_options),
+        (ARCHITECTURE, with_lines),
+        (CARDS, with_cards),
+        (README, with_cards),
+    ):
         file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -455,6 +455,9 @@ def test_the_schema_can_be_read_as_a_page(http: httpx.Client) -> None:
     for name in (*FIELDS, "size", "input_reference"):
         assert f"<code>{name}</code>" in answer.text
     assert not re.search(r"(?:src|href)=.?(?:https?:)?//|<script|@import|url\(", answer.text)
+    names = re.findall(r' id="([^"]+)"', answer.text)
+    assert len(names) == len(set(names))
+    assert set(re.findall(r'href="#([^"]+)"', answer.text)) <= set(names)
 
 
 @pytest.mark.slow
