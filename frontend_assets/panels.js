@@ -147,7 +147,7 @@
   };
   tandem.preview = () => { if (tandem.restored && $("[data-panel=preview]")) request("preview"); };
 
-  // Buttons. Actions that cannot be undone are confirmed first; Escape or Keep cancels them.
+  // Buttons. Actions that cannot be undone are confirmed first; Escape or Cancel cancels them.
   const LOCAL = {
     menu: () => {},
     use: (target) => { tandem.useModel(target); goTo(TITLES.make); },
@@ -156,15 +156,16 @@
     "more-rows": () => { view.rows += 1; request("queue"); },
     key: () => { view.key = !view.key; request("cluster"); },
   };
-  const ask = (question, title, then) => {
+  const ask = (question, title, noTitle, then) => {
     const dialog = document.createElement("dialog");
     dialog.className = "ask";
     dialog.setAttribute("aria-labelledby", "ask-question");
-    dialog.innerHTML = '<p id="ask-question"></p><div><button type="button" class="button">Keep</button>'
+    dialog.innerHTML = '<p id="ask-question"></p><div><button type="button" class="button"></button>'
       + '<button type="button" class="button strong"></button></div>';
     dialog.querySelector("p").textContent = question;
     const [no, yes] = dialog.querySelectorAll("button");
     yes.textContent = title;
+    no.textContent = noTitle;
     no.addEventListener("click", () => dialog.close());
     yes.addEventListener("click", () => { dialog.close(); then(); });
     dialog.addEventListener("close", () => dialog.remove());
@@ -183,7 +184,8 @@
       if (action in LOCAL) { LOCAL[action](target); return; }
       request(panel, action, target, values);
     };
-    if (confirm) ask(confirm, button.textContent, act); else act();
+    // Next to "Cancel all", "Cancel" would be ambiguous.
+    if (confirm) ask(confirm, button.textContent, action.startsWith("cancel") ? "Back" : "Cancel", act); else act();
   };
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-action]");

@@ -11,8 +11,8 @@ from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
 from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, TandemError
-from runtime.core.facts import Fact, cut, render
-from runtime.core.units import byte_size, memory_size
+from runtime.core.facts import Fact, cut, render, short
+from runtime.core.units import byte_size
 from runtime.machine.probe import probe
 from runtime.models.catalogue import (
     decoders,
@@ -25,6 +25,7 @@ from runtime.models.catalogue import (
     named,
     not_downloaded,
     published,
+    published_bytes,
     published_name,
     stored_bytes,
     transformer_files,
@@ -67,8 +68,8 @@ def show_models() -> dict[str, Any]:
                 continue
             listed.append({"name": name, "folder": str(path), "here": True, "problem": error.what})
             terminal.result(f"{name}: {error.what} {error.remedy}")
-    for spec in (*specs, *not_downloaded(loaded.weights_dir)):
-        need = needs(spec, machine, history)
+    all_needs = [(spec, needs(spec, machine, history)) for spec in (*specs, *not_downloaded(loaded.weights_dir))]
+    for spec, need in sorted(all_needs, key=lambda pair: _place(*pair)):
         listed.append(_model(spec, need))
         rows.append(_summary_row(spec, need))
     frame_decoders = decoders(loaded.weights_dir)
@@ -97,15 +98,18 @@ def show_model(name: str) -> dict[str, Any]:
     return _model(spec, need)
 
 
+def _place(spec: ModelSpec, need: Needs) -> tuple[bool, int, int]:
+    """Return a key that sorts installed models first, then those that run well, then small ones."""
+    return (not spec.is_downloaded, need.fit.rank, spec.total_parameters)
+
+
 def _summary_row(spec: ModelSpec, need: Needs) -> tuple[str, ...]:
     """Return a model's row of the table."""
     installed = "yes" if spec.is_downloaded else "no"
     if _begun(spec):
         installed = f"{byte_size(_begun(spec))} of it"
-    size = byte_size(_bytes(spec))
     least = f"{need.least.gib} GB" if need.least else "none"
-    here = f"runs in {memory_size(need.peak_bytes)}" if need.runs_here else "does not run"
-    return (spec.name, spec.title, size if spec.is_downloaded else f"at most {size}", installed, least, here)
+    return (spec.name, spec.title, _size(spec), installed, least, short(need.fit.verdict))
 
 
 def _decoder(spec: ModelSpec) -> dict[str, Any]:
@@ -155,20 +159,20 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     if spec.files and not spec.is_downloaded:
         command = f"{program()} models download {published_name(spec)} --without-transformers"
         where = f"its text encoder and VAE are not installed: `{command}`"
-    size = byte_size(_bytes(spec)) if spec.is_downloaded or spec.files else f"at most about {byte_size(_bytes(spec))}"
     guidance, of_images = (_guidance(defaults, from_image=from_image) for from_image in (False, True))
     if of_images != guidance:
         guidance = f"{guidance} (from an image {of_images})"
     shift = _shift(spec)
     least = f"{need.least} ({str(need.least.strategy).rstrip('.')})" if need.least else "more than any single GPU has"
     resident = f"; to stay loaded: {need.resident}" if need.resident else ""
+    weights = f"{spec.total_parameters / 1e6:,.1f} M weights"
     return [
-        f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights, {size}, {where}",
+        f"{spec.name}: {spec.title}, {spec.license}, {weights}, {_size(spec)}, {where}",
         f"    makes {defaults.width}x{defaults.height}, {defaults.frames} frames at {defaults.fps} fps, "
         f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(spec)}",
         *(f"    {line}" for line in _files(spec)),
         f"    needs at least: {least}{resident}",
-        f"    on this machine: {need.here}",
+        f"    on this machine: {need.fit.summary}",
     ]
 
 
@@ -214,6 +218,12 @@ def _shown(spec: ModelSpec) -> str:
 
 def _bytes(spec: ModelSpec) -> int:
     return stored_bytes(spec) if spec.single_files or spec.is_downloaded else download_bytes(spec)
+
+
+def _size(spec: ModelSpec) -> str:
+    """Return the size on disk or of the download."""
+    is_exact = spec.single_files or spec.is_downloaded or published_bytes(spec)
+    return byte_size(_bytes(spec)) if is_exact else f"at most {byte_size(_bytes(spec))}"
 
 
 def _begun(spec: ModelSpec) -> int:

@@ -243,6 +243,11 @@ class Settings(FrozenModel):
         return self.cache_dir / "outputs"
 
     @property
+    def latents_dir(self) -> Path:
+        """The folder whose files of latents the web app lists."""
+        return self.cache_dir / "latents"
+
+    @property
     def weights_dir(self) -> Path:
         """The folder of downloaded models."""
         return self.cache_dir / "weights"

@@ -375,9 +375,15 @@ def stored_bytes(spec: ModelSpec) -> int:
     return sizes
 
 
+def published_bytes(spec: ModelSpec) -> int:
+    """Return the size of the files that a published model's download fetches; 0 if it is not known."""
+    model = known_as(spec.name)
+    return 0 if model is None else model.download_bytes
+
+
 def download_bytes(spec: ModelSpec) -> int:
-    """Return the most bytes that a known model's download takes: published weights have at most 4 bytes each."""
-    return _BYTES_PER_WEIGHT * spec.total_parameters
+    """Return `published_bytes`, or the most that it may be: published weights have at most 4 bytes each."""
+    return published_bytes(spec) or _BYTES_PER_WEIGHT * spec.total_parameters
 
 
 def _read(folder: Path, name: str) -> ModelSpec:

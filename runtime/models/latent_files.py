@@ -25,6 +25,7 @@ _MAX_HEADER = 10_000
 _AXES = (4, 5)
 # A panel of the three channels of a color picture; others are numbers.
 RGB = "rgb"
+_SUFFIXES = frozenset({".safetensors", ".npy"})
 _MOST_PANELS = 16
 _NAME = "latents"
 
@@ -45,7 +46,7 @@ class LatentFile(AbstractContextManager["LatentFile"]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.suffix.lower() not in {".safetensors", ".npy"}:
+        if path.suffix.lower() not in _SUFFIXES:
             raise InvalidRequestError(_NAME, "latents.unknown_type", file=path.name)
         if path.suffix.lower() == ".npy":
             self.dtype, self.shape, self._start = _numpy_header(path)
@@ -96,6 +97,14 @@ class LatentFile(AbstractContextManager["LatentFile"]):
                 _NAME, "latents.cut_short", file=self.path.name, size=self._file.tell(), needed=self._start + count
             )
         return np.frombuffer(data, self._item).reshape(stop - start, *inner)
+
+
+def latent_files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder whose names are those of latents, by name; none if it cannot be read."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and path.is_file())
+    except OSError:
+        return []
 
 
 def parse_channels(text: str) -> tuple[str, ...]:

@@ -142,6 +142,7 @@ class KnownModel(FrozenModel):
         parts: its repositories, if it is published in several.
         index: its `model_index.json`, if it is published in several repositories.
         license: of its weights.
+        download_bytes: size of the files that a download fetches, to 0.1 GB; 0 if their formats are not known.
         about: a sentence on what it makes.
         aliases: other names, in lower case.
         components: by name.
@@ -158,6 +159,7 @@ class KnownModel(FrozenModel):
     parts: tuple[Part, ...] = ()
     index: Mapping[str, Any] = {}
     license: str
+    download_bytes: int = 0
     about: str = ""
     aliases: frozenset[str]
     components: Mapping[str, PublishedComponent]

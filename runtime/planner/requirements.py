@@ -6,7 +6,7 @@ Pure: forecasts of the planner for GPUs on the market, with as much system memor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runtime.core.errors import MemoryShortError, TandemError
 from runtime.core.estimates import Seconds
@@ -25,6 +25,11 @@ CARDS = (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 180, 288)
 _FREE_SHARE = 0.95
 _RAM_BYTES = 1 << 42
 _NOWHERE = Path("none.mp4")
+# A model runs well if its default clip takes at most this long: people try a prompt, watch the clip and change the
+# prompt, and a quarter of an hour leaves them four tries an hour. Slower models are for clips that run unattended.
+WELL_SECONDS = 15 * 60.0
+# The classes of `Fit`, best first.
+FIT_KINDS = ("well", "slow", "too_large", "unsupported")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +64,24 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a model's default clip needs, without quantized weights.
+    """What a model's default clip needs.
 
     Attributes:
-        least: the smallest GPU; `None` if no single GPU suffices.
+        least: the smallest GPU without quantized weights; `None` if no single GPU suffices.
         resident: the smallest GPU on which components stay loaded between videos, except perhaps the text encoder.
-        here: memory and strategy on this machine, or why the clip cannot run.
-        runs_here: whether the clip runs on this machine.
-        peak_bytes: the peak in this machine's device memory; 0 if the clip cannot run.
+        fit: whether the clip runs on this machine.
     """
 
     least: Card | None
     resident: Card | None
-    here: Fact
-    runs_here: bool
-    peak_bytes: int
+    fit: "Fit"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
         cards = {"least": self.least, "resident": self.resident}
         return {
             **{name: card.to_json() if card else None for name, card in cards.items()},
-            "here": str(self.here),
-            "runs_here": self.runs_here,
-            "peak_bytes": self.peak_bytes,
+            **self.fit.to_json(),
         }
 
 
@@ -90,18 +89,7 @@ def needs(spec: ModelSpec, machine: Machine, history: History = ()) -> Needs:
     """Return what a model needs in general and on this machine with the memory that is free now."""
     least = smallest_card(spec)
     resident = None if least is None else smallest_card(spec, resident=True, at_least=least.gib)
-    try:
-        plan = resolve(_request(spec), spec, PlanningContext(machine, _NOWHERE, history=history))
-    except TandemError as error:
-        return Needs(least=least, resident=resident, here=error.fact, runs_here=False, peak_bytes=0)
-    data = {
-        "peak": plan.memory_bytes,
-        "free": plan.free_bytes,
-        "where": "video memory" if plan.components["transformer"].device.startswith("cuda") else "memory",
-        "strategy": plan.forecast.title,
-    }
-    here = Fact("planner.runs_here", data)
-    return Needs(least=least, resident=resident, here=here, runs_here=True, peak_bytes=plan.memory_bytes)
+    return Needs(least=least, resident=resident, fit=fit(spec, machine, history))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,25 +97,50 @@ class Fit:
     """Whether a model's default clip runs on this machine with the memory that is free now, everything on "auto".
 
     Attributes:
-        kind: "runs", "offload" (weights wait in RAM), "quantized" (only with such weights), "too_large" (for memory)
-            or "unsupported" (for another reason).
+        kind: "well", "slow" (more than `WELL_SECONDS`), "too_large" (for memory) or "unsupported" (for another reason).
         verdict: the same in a few words.
         detail: the memory strategy; if it is too large, the most frames that fit, if any; if unsupported, the reason.
-        peak_bytes: in the memory that components run in, of `free_bytes`; 0 if it does not run.
+        peak_bytes: in the memory `where` components run, of `free_bytes`; 0 if it does not run.
         seconds: of the clip, without loading; `None` if it does not run.
     """
 
-    kind: str
+    kind: Literal["well", "slow", "too_large", "unsupported"]
     verdict: Fact
     detail: Fact | None
     peak_bytes: int = 0
     free_bytes: int = 0
+    where: str = ""
     seconds: Seconds | None = None
 
     @property
     def runs(self) -> bool:
         """Whether the clip runs."""
         return self.seconds is not None
+
+    @property
+    def rank(self) -> int:
+        """Place of the class in `FIT_KINDS`; lists have models that run well first."""
+        return FIT_KINDS.index(self.kind)
+
+    @property
+    def summary(self) -> Fact:
+        """The verdict with memory and strategy, or with the reason."""
+        if self.runs:
+            memory = {"peak": self.peak_bytes, "free": self.free_bytes, "where": self.where}
+            return Fact("fit.summary", {"verdict": self.verdict, "strategy": self.detail, **memory})
+        if self.detail is None:
+            return self.verdict
+        return Fact("fit.reason", {"verdict": self.verdict, "cause": self.detail})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types; the summary is `here`."""
+        return {
+            "class": self.kind,
+            "here": str(self.summary),
+            "runs_here": self.runs,
+            "peak_bytes": self.peak_bytes,
+            "seconds": None if self.seconds is None else self.seconds.to_json(),
+        }
 
 
 def fit(spec: ModelSpec, machine: Machine, history: History = (), offers: Offers = no_offers) -> Fit:
@@ -140,19 +153,17 @@ def fit(spec: ModelSpec, machine: Machine, history: History = (), offers: Offers
         return Fit(kind="too_large", verdict=verdict, detail=_shorter(request, spec, machine))
     except TandemError as error:
         return Fit(kind="unsupported", verdict=Fact("fit.unsupported"), detail=error.fact)
-    strategy = plan.strategy
-    kind, verdict = "runs", Fact("fit.runs")
-    if strategy.quantization != "none":
-        kind, verdict = "quantized", Fact("fit.quantized", {"quantization": strategy.quantization})
-    elif strategy.offload != "none":
-        kind, verdict = "offload", Fact("fit.offload")
+    seconds = plan.seconds["total"]
+    data = {"seconds": seconds.likely}
+    well = seconds.likely <= WELL_SECONDS
     return Fit(
-        kind=kind,
-        verdict=verdict,
+        kind="well" if well else "slow",
+        verdict=Fact("fit.well", data) if well else Fact("fit.slow", data),
         detail=plan.forecast.title,
         peak_bytes=plan.memory_bytes,
         free_bytes=plan.free_bytes,
-        seconds=plan.seconds["total"],
+        where="video memory" if plan.components["transformer"].device.startswith("cuda") else "memory",
+        seconds=seconds,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.facts import Fact
 from runtime.models.catalogue import check_offered
-from runtime.models.latent_files import RGB, parse_channels
+from runtime.models.latent_files import RGB, latent_files_in, parse_channels
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import make_folder, output_path
 from runtime.queue.job_queue import JobQueue
@@ -31,6 +31,7 @@ class DecodePanel:
     Args:
         models: the models that make videos, by name.
         decoders: returns the decoders of single frames.
+        latents_dir: folder whose files can be chosen by name.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class DecodePanel:
         models: dict[str, ModelSpec],
         decoders: Callable[[], list[ModelSpec]],
         outputs_dir: Path,
+        latents_dir: Path,
     ) -> None:
         self._worker = worker
         self._models = models
         self._decoders = decoders
         self._outputs_dir = outputs_dir
+        self._latents_dir = latents_dir
 
     def act(self, call: Call) -> Reply:
         """Carry out an action."""
@@ -62,6 +65,7 @@ class DecodePanel:
         tasks = [task for task in self._worker.tasks() if task.kind == _KIND]
         return drawn(
             {
+                "files": self._files,
                 "choices": self._choices,
                 "tasks": lambda: tasks_html([(task, len(self._worker.ahead(task))) for task in tasks]),
                 "player": lambda: self._player(tasks),
@@ -73,9 +77,7 @@ class DecodePanel:
         check_offered(name, self._offered())
         if not isinstance(file, str) or not isinstance(channels, str) or len(file) > _MAX_CHARACTERS:
             raise unknown_action()
-        path = Path(file.strip()).expanduser()
-        if not file.strip().isprintable() or not path.is_absolute():
-            raise InvalidRequestError("latents", "latents.path_unreadable")
+        path = self._path(file.strip())
         panels = parse_channels(channels or RGB)
         open_tasks = [open_task for open_task in self._worker.tasks() if open_task.open]
         if len(open_tasks) >= _MAX_OPEN_TASKS:
@@ -86,6 +88,23 @@ class DecodePanel:
         )
         task = self._worker.add_task(work, Fact("task.decode", {"file": path.name}))
         return {"message": f"{task.title}: {'queued' if self._worker.ahead(task) else 'started'}."}
+
+    def _path(self, text: str) -> Path:
+        """Return the file with a name in the folder of latents, or with an absolute path.
+
+        Raises:
+            InvalidRequestError: if the text is neither.
+        """
+        path = Path(text).expanduser() if text.isprintable() else Path()
+        listed = {file.name: file for file in latent_files_in(self._latents_dir)}
+        if text in listed:
+            return listed[text]
+        if not path.is_absolute():
+            raise InvalidRequestError("latents", "ui.latents_not_listed", folder=self._latents_dir)
+        return path
+
+    def _files(self) -> str:
+        return render("decode_files.html", names=[path.name for path in latent_files_in(self._latents_dir)])
 
     def _offered(self) -> dict[str, ModelSpec]:
         return {spec.name: spec for spec in self._decoders()} | self._models

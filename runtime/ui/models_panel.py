@@ -21,11 +21,19 @@ from runtime.models.catalogue import (
     known_models,
     not_downloaded,
     own_files,
+    published_bytes,
     stored_bytes,
     unusable,
 )
 from runtime.models.hub.client import check_online
-from runtime.models.hub.download import bytes_in, delete_model, discard_partial, partial_bytes, partial_downloads
+from runtime.models.hub.download import (
+    bytes_in,
+    delete_model,
+    discard_partial,
+    is_disk_short,
+    partial_bytes,
+    partial_downloads,
+)
 from runtime.models.hub.files import MANIFEST, read_manifest
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
@@ -53,6 +61,7 @@ class _Card:
         state: "installed", "unusable", "absent", "partial", or the state of an open or ended task.
         actions: names of the buttons; `others` are in the menu, each with the reason if it is disabled.
         frees: what deletion frees.
+        strong: whether a download is recommended: it runs well here and the disk has the space.
         confirm: the question before a download.
         line, percent: progress or result of the last task.
     """
@@ -71,6 +80,7 @@ class _Card:
     others: Mapping[str, str] = field(default_factory=dict)
     selected: bool = False
     frees: str = ""
+    strong: bool = False
     confirm: str = ""
     line: str = ""
     failed: bool = False
@@ -203,7 +213,8 @@ class ModelsPanel:
         absent = {spec.directory.name: spec for spec in not_downloaded(self._weights_dir)}
         named = {task.folder: task for task in self._tasks.all() if task.source is not None}
         other_folders = {*named, *partial_downloads(self._weights_dir)} - {*absent, *installed}
-        cards = [self._known(spec) for spec in absent.values()]
+        best_first = sorted(absent.values(), key=lambda spec: (self._fit(spec).rank, spec.total_parameters))
+        cards = [self._known(spec) for spec in best_first]
         cards += [self._other(folder) for folder in sorted(other_folders)]
         return render(
             "models_available.html",
@@ -253,7 +264,7 @@ class ModelsPanel:
             state="installed",
             picture=example_of(self._worker.store, spec),
             facts=[("License", spec.license), ("On disk", byte_size(size)), *places, *_clip(spec, self._fit(spec))],
-            actions=("use", *(("cancel",) if busy else ())),
+            actions=(*(() if spec.name == selected else ("use",)), *(("cancel",) if busy else ())),
             others={} if busy else menu,
             selected=spec.name == selected,
             frees="only the link" if link else byte_size(sum(map(_size, files)) if files else size),
@@ -278,24 +289,29 @@ class ModelsPanel:
         )
 
     def _known(self, spec: ModelSpec) -> _Card:
-        size, fit = download_bytes(spec), self._fit(spec)
-        folder = spec.directory.name
+        fit, folder = self._fit(spec), spec.directory.name
         task, begun = self._tasks.of(folder), partial_bytes(self._weights_dir, folder)
-        looked = None if task is None or task.plan is None else task.plan.listing.total_bytes
-        most = f"up to {byte_size(size)}" if looked is None else byte_size(looked)
+        exact = published_bytes(spec) if task is None or task.plan is None else task.plan.listing.total_bytes
+        size = exact or download_bytes(spec)
+        size_text = byte_size(size) if exact else f"up to {byte_size(size)}"
         received = [("Received", byte_size(begun))] if begun else []
-        verdict, least = _verdict(spec, fit), _smallest_card(spec.name)
-        free = free_disk_bytes(self._weights_dir)
-        if fit.runs and (looked or size) - begun > free:
-            verdict["detail"] += f" The disk may be too small: {most}, {byte_size(free)} free."
+        short = self._disk_short(size - begun, is_exact=bool(exact))
         return _Card(
             key=spec.name,
             title=spec.title,
             state=_state(task, begun),
-            facts=[("License", spec.license), ("Download", most), *received, *_clip(spec, fit), ("Minimum", least)],
-            confirm=f"Download {spec.title}? License: {spec.license}. Size: {most}.",
+            facts=[
+                ("License", spec.license),
+                ("Download", size_text),
+                *received,
+                *_clip(spec, fit),
+                ("Minimum", _smallest_card(spec.name)),
+            ],
+            problem=_advice(short),
+            strong=fit.kind == "well" and short is None,
+            confirm=f"Download {spec.title}? License: {spec.license}. Size: {size_text}.{_clause(short)}",
             **self._transfer(task, begun),
-            **verdict,
+            **_verdict(spec, fit),
             **_progress(task),
         )
 
@@ -312,6 +328,7 @@ class ModelsPanel:
             facts.append(("Download", byte_size(listing.total_bytes)))
         if begun:
             facts.append(("Received", byte_size(begun)))
+        short = self._disk_short(listing.total_bytes - begun, is_exact=True) if listing else None
         transfer = self._transfer(task, begun)
         if not listing and not begun and task is not None and not task.open:
             transfer["actions"] = ()  # the look-up failed
@@ -320,11 +337,21 @@ class ModelsPanel:
             title=repository,
             state=_state(task, begun),
             facts=facts,
+            problem=_advice(short),
             confirm=f"Download {repository}? License: {license_name or 'none stated'}."
-            + (f" Size: {byte_size(listing.total_bytes)}." if listing else ""),
+            + (f" Size: {byte_size(listing.total_bytes)}." if listing else "")
+            + _clause(short),
             **transfer,
             **_progress(task),
         )
+
+    def _disk_short(self, needed: int, *, is_exact: bool) -> Fact | None:
+        """Return that the disk is too small for a download, or may be; `None` if it has the space."""
+        free = free_disk_bytes(self._weights_dir)
+        if not is_disk_short(needed, free):
+            return None
+        data = {"needed": needed, "free": free, "folder": self._weights_dir}
+        return Fact("hub.disk_full" if is_exact else "hub.disk_may_be_full", data)
 
     def _transfer(self, task: ModelTask | None, begun: int) -> dict[str, Any]:
         """Return the actions of a model that is not complete."""
@@ -387,14 +414,19 @@ def _progress(task: ModelTask | None) -> dict[str, Any]:
     if task is None:
         return {}
     return {
-        "line": task.line if task.state == "running" else _result(task.result),
+        "line": task.line if task.state == "running" else _advice(task.result),
         "failed": task.state == "failed",
         "percent": None if task.share is None else round(100 * task.share),
     }
 
 
-def _result(result: Fact | None) -> str:
-    return "" if result is None else paragraph(result)
+def _advice(fact: Fact | None) -> str:
+    return "" if fact is None else paragraph(fact)
+
+
+def _clause(short: Fact | None) -> str:
+    """Return what is wrong with the disk, to be added to a question."""
+    return "" if short is None else f" {page_text(short).what}"
 
 
 def _state(task: ModelTask | None, begun: int) -> str:

@@ -99,7 +99,7 @@ def build(
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
             "engines": EnginesPanel(worker, engines, models, builds, frame_decoders),
-            "decode": DecodePanel(worker, models, frame_decoders, settings.outputs_dir),
+            "decode": DecodePanel(worker, models, frame_decoders, settings.outputs_dir, settings.latents_dir),
             "models": ModelsPanel(model_tasks, models, settings, preview, worker),
             "loras": LorasPanel(models, settings.weights_dir),
             **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
@@ -137,7 +137,7 @@ def _blocks(
                 _panel("history", filters=FILTERS)
             with gr.Tab("Models", id="models", elem_id="tab-models"):
                 _panel("models", count=len(handlers.models), weights_dir=settings.weights_dir)
-                _panel("decode")
+                _panel("decode", latents_dir=settings.latents_dir)
             with gr.Tab("Engines", id="engines", elem_id="tab-engines"):
                 lacks = "" if no_engines is None else page_text(no_engines).what
                 _panel("engines", kinds=FILE_KINDS, lacks=lacks, warning=paragraph(WARNING))

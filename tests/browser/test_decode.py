@@ -54,7 +54,10 @@ def test_latents_are_decoded_and_played(open_page: OpenPage, latents: Path) -> N
 
     bad = decode(page, latents / "bad.npy")
     page.wait_for_selector(f"{bad}[data-state=failed] .line:has-text('9 channels')")
-    world = decode(page, latents / "world.npy", "rgb,0")
+    # Files in the folder of latents are listed, and chosen by name.
+    options = page.locator("#decode-files option")
+    assert [option.get_attribute("value") for option in options.all()] == ["bad.npy", "world.npy"]
+    world = decode(page, Path("world.npy"), "rgb,0")
     page.wait_for_selector(f"{world}[data-state=done] .line:has-text('20 frames')")
     page.wait_for_function("() => document.querySelector('#decode-player video')?.readyState >= 1")
     # Two panels of frames of 16×12, side by side.
@@ -63,5 +66,5 @@ def test_latents_are_decoded_and_played(open_page: OpenPage, latents: Path) -> N
         page.set_viewport_size(viewport)
         assert page.evaluate(CUT_OFF) == []
     # What is typed stays while the panel is updated.
-    assert page.input_value("#decode-file") == str(latents / "world.npy")
+    assert page.input_value("#decode-file") == "world.npy"
     assert page.complaints == []

@@ -51,7 +51,7 @@ def test_an_engine_is_deleted_by_keyboard_after_confirmation(open_page: OpenPage
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open]")
     assert "This frees " in page.inner_text("dialog.ask")
-    assert page.evaluate("() => document.activeElement.textContent") == "Keep"
+    assert page.evaluate("() => document.activeElement.textContent") == "Cancel"
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog.ask", state="detached")
     assert page.evaluate("() => document.activeElement.dataset.target") == gone

@@ -384,7 +384,7 @@ def test_comparison_and_storage_are_used_by_keyboard(open_page: OpenPage, server
     assert page.evaluate(focused.format("'#history-storage [data-action]'"))
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog.ask[open]")
-    assert page.evaluate("() => document.activeElement.textContent") == "Keep"
+    assert page.evaluate("() => document.activeElement.textContent") == "Cancel"
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog.ask", state="detached")
     assert page.evaluate(focused.format("'#history-storage [data-action]'"))

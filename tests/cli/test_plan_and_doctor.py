@@ -14,8 +14,9 @@ from runtime.cli.main import run
 from runtime.core.facts import sentence, short
 from runtime.core.settings import ROOT
 from runtime.core.units import memory_size
-from runtime.models.catalogue import known_models, not_downloaded
+from runtime.models.catalogue import download_bytes, known_models, not_downloaded
 from runtime.models.spec import ModelSpec
+from runtime.planner.requirements import FIT_KINDS
 from tests.cli.conftest import SHOWN
 from tests.facts import fact
 from tests.plans import gpu, machine
@@ -117,11 +118,15 @@ def test_published_models_are_listed_and_cannot_generate(
     few_models: None, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [spec.name for spec in not_downloaded(cache_dir)] == [known.name for known in known_models()]
+    for spec in not_downloaded(cache_dir):  # weights have 2 or 4 bytes, and tokenizers up to 0.1 GB
+        assert 2 * spec.total_parameters <= download_bytes(spec) <= 4 * spec.total_parameters + 10**8
     result, text = answer(["models", "list"], capsys)
     here = {model["name"]: model["here"] for model in result["models"]}
     assert here == {"diorama": True} | dict.fromkeys(SHOWN, False)
     (row,) = [line for line in text.splitlines() if line.startswith("wan2.2-t2v-a14b ")]
-    assert "137.5 GB" in row
+    assert " 126.2 GB " in row
+    needs = next(model["needs"] for model in result["models"] if model["name"] == "wan2.2-t2v-a14b")
+    assert needs["class"] in FIT_KINDS and needs["class"].replace("_", " ") in row
     shown, text = answer(["models", "show", "A14B"], capsys)
     assert shown == next(model for model in result["models"] if model["name"] == "wan2.2-t2v-a14b")
     line = text.splitlines()[0]

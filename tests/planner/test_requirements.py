@@ -8,7 +8,8 @@ import pytest
 from runtime.core.errors import MemoryShortError
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, known_models, look_up
-from runtime.planner.requirements import CARDS, fit, needs, smallest_card
+from runtime.planner import requirements
+from runtime.planner.requirements import CARDS, WELL_SECONDS, fit, needs, smallest_card
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.facts import fact
 from tests.planner.test_table import CPU_8, H200, here
@@ -21,7 +22,7 @@ GIB = 1 << 30
 def test_the_named_card_suffices_and_a_smaller_one_does_not(known: object) -> None:
     spec = known.spec(Path("none"))  # type: ignore[attr-defined]
     found = needs(spec, H200)
-    assert found.runs_here
+    assert found.fit.runs
     assert found.least is not None and found.resident is not None
     assert found.least.gib < found.resident.gib
     request = GenerationRequest(prompt="none", model=spec.name, quantization="none")
@@ -48,31 +49,45 @@ def test_framepack_s_smallest_card_offloads_blocks_and_decodes_in_tiles() -> Non
 def test_requirements_on_a_machine_without_a_gpu() -> None:
     wide = look_up("wan2.2-t2v-a14b", Path("none"))
     found = needs(wide, CPU_8)
-    assert not found.runs_here
-    assert found.peak_bytes == 0
-    assert found.here.code == "planner.memory_short"
-    assert found.here.data["free"] == pytest.approx(7.6 * GIB, rel=0.01)
-    small = needs(find("diorama", Path("none")), CPU_8)
-    assert small.runs_here
-    assert 0 < small.peak_bytes < GIB
-    assert small.to_json()["least"]["gib"] == 6
+    assert found.fit == fit(wide, CPU_8)
+    found_json = found.to_json()
+    assert (found_json["class"], found_json["runs_here"], found_json["peak_bytes"]) == ("too_large", False, 0)
+    assert found.fit.verdict.data["free"] == pytest.approx(7.6 * GIB, rel=0.01)
+    small = needs(find("diorama", Path("none")), CPU_8).to_json()
+    assert (small["class"], small["runs_here"], small["least"]["gib"]) == ("well", True, 6)
+    assert 0 < small["peak_bytes"] < GIB and 0 < small["seconds"]["seconds"] < WELL_SECONDS
 
 
-def test_whether_a_model_runs_here() -> None:
+def test_whether_a_model_runs_well_here() -> None:
     specs = {known.name: known.spec(Path("none")) for known in known_models()}
     small = find("diorama", Path("none"))
-    assert fit(small, CPU_8).kind == "runs"
+    assert fit(small, CPU_8).kind == "well"
     # GiB of video memory and RAM, and the kind for each model.
     for vram, ram, wide, medium in (
-        (80, 256, "runs", "runs"),
-        (24, 64, "quantized", "runs"),
-        (8, 64, "too_large", "offload"),
+        (141, 256, "well", "well"),
+        (24, 64, "slow", "slow"),
+        (8, 64, "too_large", "slow"),
     ):
-        machine = here("card", (8, 9), vram, ram=ram)
+        machine = H200 if vram == 141 else here("card", (8, 9), vram, ram=ram)
         assert fit(specs["wan2.2-t2v-a14b"], machine).kind == wide
         found = fit(specs["wan2.2-ti2v-5b"], machine)
         assert found.kind == medium and found.runs and found.seconds is not None
         assert 0 < found.peak_bytes <= found.free_bytes
+        assert (found.kind == "well") == (found.seconds.likely <= WELL_SECONDS)
+        assert found.verdict == fact(f"fit.{medium}", seconds=found.seconds.likely)
+
+
+def test_a_clip_that_takes_longer_than_the_limit_runs_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = look_up("wan2.2-ti2v-5b", Path("none"))
+    takes = fit(spec, H200).seconds
+    assert takes is not None
+    for limit, kind in ((takes.likely, "well"), (takes.likely - 1, "slow")):
+        monkeypatch.setattr(requirements, "WELL_SECONDS", limit)
+        found = fit(spec, H200)
+        assert (found.kind, found.runs) == (kind, True)
+        assert found.summary.code == "fit.summary" and found.summary.data["where"] == "video memory"
+    too_large, well = fit(look_up("wan2.2-t2v-a14b", Path("none")), CPU_8), fit(find("diorama", Path("none")), CPU_8)
+    assert sorted((too_large, found, well), key=lambda fit: fit.rank) == [well, found, too_large]
 
 
 def test_a_model_that_is_too_large_names_what_is_missing() -> None:

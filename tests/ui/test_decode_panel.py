@@ -29,7 +29,8 @@ def panel(
     engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
     worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     models = {"wan": tiny("wan2.1")}
-    yield DecodePanel(worker, models, lambda: frame_decoders(tmp_path / "weights"), tmp_path / "outputs"), worker
+    folders = tmp_path / "outputs", tmp_path / "latents"
+    yield DecodePanel(worker, models, lambda: frame_decoders(tmp_path / "weights"), *folders), worker
     worker.close()
 
 
@@ -53,6 +54,26 @@ def test_a_file_is_decoded_and_played(panel: tuple[DecodePanel, RunningQueue], t
     (video,) = (tmp_path / "outputs").glob("*.mp4")
     assert video.name in parts["player"]
     assert "20 frames" in parts["tasks"]
+
+
+def test_files_in_the_folder_of_latents_are_chosen_by_name(
+    panel: tuple[DecodePanel, RunningQueue], tmp_path: Path
+) -> None:
+    page, worker = panel
+    assert page.draw(Call(), {})["files"].strip() == ""
+    folder = tmp_path / "latents"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("x")
+    (folder / "more.npy").mkdir()
+    np.save(folder / "a & b.npy", np.zeros((4, 8, 3, 4), "float32"))
+    assert page.draw(Call(), {})["files"].strip() == '<option value="a &amp; b.npy"></option>'
+    for name in ("notes.txt", "more.npy", "../latents/a & b.npy", "b.npy"):
+        with pytest.raises(TandemError) as refusal:
+            page.act(call(file=name))
+        assert (refusal.value.code, refusal.value.data["folder"]) == ("ui.latents_not_listed", str(folder))
+    page.act(call(file="a & b.npy"))
+    until(lambda: not worker.tasks()[-1].open)
+    assert worker.tasks()[-1].state == "done", worker.tasks()[-1].result
 
 
 def test_bad_latents_fail_with_a_reason(panel: tuple[DecodePanel, RunningQueue], tmp_path: Path) -> None:

@@ -15,18 +15,20 @@ from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
-from runtime.machine.probe import probe
+from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import find, folders, known_as, known_models
 from runtime.models.hub.download import partial_bytes
 from runtime.models.spec import ModelSpec
+from runtime.planner.requirements import fit
 from runtime.queue.model_tasks import ModelTasks
-from runtime.ui.formatting import paragraph
+from runtime.ui import form
+from runtime.ui.formatting import page_text, paragraph
 from runtime.ui.models_panel import ModelsPanel, _weights
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
 from tests.facts import fact
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
-from tests.planner.test_table import here
+from tests.planner.test_table import H200, here
 from tests.thread_queue import RunningQueue
 from tests.ui.page_texts import UNKNOWN, line, message
 from tests.waiting import until
@@ -52,6 +54,10 @@ class Shown:
     def weights(self) -> Path:
         """The folder of models."""
         return self.settings.weights_dir
+
+    def on(self, machine: Machine) -> ModelsPanel:
+        """Return the panel on another machine."""
+        return panel_of(self.settings, self.tasks, self.models, self.worker, machine)
 
     def press(
         self, action: str = "refresh", target: str = "", drawn: dict[str, str] | None = None, **values: Any
@@ -81,9 +87,22 @@ class Shown:
         return paragraph(task.result)
 
 
-def panel_of(settings: Settings, tasks: ModelTasks, models: dict[str, ModelSpec], worker: RunningQueue) -> ModelsPanel:
+def spec_of(name: str) -> ModelSpec:
+    """Return a published model."""
+    known = known_as(name)
+    assert known is not None
+    return known.spec(Path("none"))
+
+
+def panel_of(
+    settings: Settings,
+    tasks: ModelTasks,
+    models: dict[str, ModelSpec],
+    worker: RunningQueue,
+    machine: Machine = MACHINE,
+) -> ModelsPanel:
     engines = EngineService(EngineStore(settings.engines_dir, 10**9), probe(), settings.cache_dir)
-    preview = PlanPreview(engines, lambda: MACHINE, worker.history, settings.weights_dir)
+    preview = PlanPreview(engines, lambda: machine, worker.history, settings.weights_dir)
     return ModelsPanel(tasks, models, settings, preview, worker)
 
 
@@ -112,7 +131,7 @@ def test_known_models_show_license_size_and_hardware(shown: Shown, monkeypatch: 
     card = shown.card(NAME)
     for expected in (
         "<dd>Apache-2.0</dd>",
-        "<dd>up to 28.9 GB</dd>",
+        "<dd>28.9 GB</dd>",
         "<dd>6 GB card and",
         "832 × 480, 5.1 s",
     ):
@@ -124,11 +143,14 @@ def test_known_models_show_license_size_and_hardware(shown: Shown, monkeypatch: 
     assert shown.press(drawn=reply["digests"])["parts"] == {}
 
 
-def test_each_card_says_whether_the_model_runs_here(shown: Shown) -> None:
-    assert "Runs here" in shown.card("diorama") and "Selected" not in shown.card("diorama")
-    assert "<strong>Fits with offload</strong> <span>Blocks offloaded to RAM" in shown.card("wan2.1-t2v-14b")
+def test_each_card_says_whether_the_model_runs_well_here(shown: Shown) -> None:
+    small = shown.card("diorama")
+    assert 'data-fit="well"' in small and "<strong>Runs well here</strong>" in small and "Selected" not in small
+    slow = shown.card("wan2.1-t2v-14b")
+    assert 'data-fit="slow"' in slow and "<span>Blocks offloaded to RAM" in slow
+    assert re.search(r"<strong>Runs slowly: about \d+ h for a clip</strong>", slow)
     big = shown.card("wan2.2-t2v-a14b")
-    assert 'data-fit="quantized"' in big and "Fits with 8-bit weights" in big
+    assert 'data-fit="slow"' in big and "Transformers with 8-bit weights" in big
     assert re.search(r"<dd>about \d+ (min|h) .*\(estimated\)</dd>", big)
     assert "GiB of 22.8 GiB free</dd>" in big
 
@@ -141,9 +163,52 @@ def test_a_card_has_the_number_of_weights_in_a_fitting_unit(count: int, expected
     assert _weights(count) == f"{expected} weights."
 
 
-def test_a_model_that_fills_the_disk_is_marked(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.ui.models_panel.free_disk_bytes", lambda _: 10**10)
-    assert "The disk may be too small: up to 28.9 GB, 10.0 GB free." in shown.card(NAME)
+def test_models_that_run_better_come_first_then_small_ones(shown: Shown) -> None:
+    machine = here("card", (8, 9), 8, ram=64)
+    available = respond(shown.on(machine), Call())["parts"]["available"]
+    specs = [spec_of(name) for name in re.findall(r'data-model="([^"]+)"', available)]
+    places = [(fit(spec, machine).rank, spec.total_parameters) for spec in specs]
+    assert places == sorted(places) and len(places) == len(known_models())
+    assert {rank for rank, _ in places} == {1, 2}
+    assert [spec.name for spec in specs][:2] == [NAME, "wan2.2-ti2v-5b"]
+
+
+def test_a_download_is_recommended_if_it_runs_well_and_the_disk_has_the_space(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 10**12
+    monkeypatch.setattr("runtime.ui.models_panel.free_disk_bytes", lambda _: free)
+    panel = shown.on(H200)
+
+    def button(name: str, panel: ModelsPanel = panel) -> tuple[str, bool]:
+        """Return a model's card, and whether its button is a primary one."""
+        cards = unescape(respond(panel, Call())["parts"]["available"]).split("<li ")
+        card = next(card for card in cards if f'data-model="{name}"' in card)
+        match = re.search(r'<button [^>]*class="button( strong)?" data-action="download"', card)
+        assert match is not None
+        return card, bool(match[1])
+
+    assert not button(NAME, shown.panel)[1], "it runs slowly"
+    card, is_primary = button(NAME)
+    assert is_primary and "free in" not in card
+    free = 10**10
+    card, is_primary = button(NAME)
+    short = fact("hub.disk_full", needed=28_900_000_000, free=free, folder=shown.weights)
+    assert not is_primary and card.count(page_text(short).what) == 2, "on the card, and in the question"
+    assert page_text(short).remedy in card
+    # Of this one, only the most that it may be is known.
+    spec = spec_of("wan2.1-flf2v-14b")
+    card, is_primary = button(spec.name)
+    bound = fact("hub.disk_may_be_full", needed=4 * spec.total_parameters, free=free, folder=shown.weights)
+    assert not is_primary and paragraph(bound) in card and "<dd>up to 91.3 GB</dd>" in card
+
+
+def test_the_selected_model_says_so_and_has_no_use_button(shown: Shown) -> None:
+    use = 'data-action="use"'
+    assert use in shown.card("diorama")
+    values = ["diorama" if name == "model" else None for name in form.NAMES]
+    card = respond(shown.panel, Call(form=values))["parts"]["installed"]
+    assert ">Selected</span>" in card and use not in card
 
 
 @pytest.mark.slow

@@ -110,6 +110,10 @@ _HUB: Mapping[str, Message] = {
         "Not enough disk space: {needed:bytes} to fetch, {free:bytes} free in {folder}.",
         "Free some space, or set TANDEM_CACHE_DIR to a folder on another disk.",
     ),
+    "hub.disk_may_be_full": Message(
+        "The disk may be too small: up to {needed:bytes} to fetch, {free:bytes} free in {folder}.",
+        "Free some space, or set TANDEM_CACHE_DIR to a folder on another disk.",
+    ),
     "hub.cannot_write": Message(
         "{folder} cannot be written: {reason}.",
         "Free some space or set TANDEM_CACHE_DIR to another folder, then try again. Received data is kept.",

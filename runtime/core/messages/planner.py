@@ -201,14 +201,14 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.gpus_without_bfloat16": Message(
         "{first} and {second} cannot share a job: the second does not support bfloat16.", "Use {set[gpus=1]}."
     ),
-    "fit.runs": Message("Runs here"),
-    "fit.offload": Message("Fits with offload"),
-    "fit.quantized": Message("Fits with {quantization:weights}"),
+    "fit.well": Message("Runs well here", badge="runs well, {seconds:about}"),
+    "fit.slow": Message("Runs slowly: {seconds:about} for a clip", badge="runs slowly, {seconds:about}"),
     "fit.too_large": Message("Too large: needs {needed:memory} of {where}, {free:memory} free"),
     "fit.too_large_for_all": Message("Too large"),
     "fit.unsupported": Message("Does not run here"),
     "fit.shorter": Message("Clips of up to {frames:n frame} fit."),
-    "planner.runs_here": Message("{peak:memory} of {free:memory} of {where}. {strategy}"),
+    "fit.summary": Message("{verdict}. {peak:memory} of {free:memory} of {where}. {strategy}"),
+    "fit.reason": Message("{verdict}. {cause}"),
     "planner.clip": Message("{model} at {width}x{height}, {frames} frames"),
     "planner.memory_short": Message(
         "{clip} needs about {peak:gib} of {where}; {free:gib} are free.",

@@ -62,6 +62,10 @@ MESSAGES: Mapping[str, Message] = {
     "ui.variations": Message("The number of variations is “{given}”.", "Enter a whole number from 1 to {maximum}."),
     "ui.video_missing": Message("One of the two videos does not exist any more.", "Select another one."),
     "ui.repository_missing": Message("No repository is given.", "Enter OWNER/REPOSITORY, such as {example}."),
+    "ui.latents_not_listed": Message(
+        "{folder} has no such file of latents.",
+        "Choose a listed file, or enter the absolute path of a .safetensors or .npy file.",
+    ),
     "ui.task_exists": Message("This task is already queued or running.", "See Tasks."),
     "ui.too_many_tasks": Message(
         "{maximum} tasks are already queued or running.", "Wait until one is done, or cancel one."

@@ -147,6 +147,11 @@ class DownloadProgress:
 ReportProgress = Callable[[DownloadProgress], None]
 
 
+def is_disk_short(needed: int, free: int) -> bool:
+    """Return whether a disk with `free` bytes is too small to fetch `needed` bytes; some space stays for others."""
+    return needed > max(free - _RESERVED_BYTES, 0)
+
+
 class ProgressReporter:
     """Reports a download's progress, at most a few times a second, with the rate of the last seconds."""
 
@@ -267,7 +272,7 @@ class Download:
         plan = DownloadPlan(
             listing=listing, folder=self._folder, missing=tuple(missing), downloaded_bytes=downloaded, free_bytes=free
         )
-        if missing and plan.fetched_bytes > max(free - _RESERVED_BYTES, 0):
+        if missing and is_disk_short(plan.fetched_bytes, free):
             raise DownloadError("hub.disk_full", needed=plan.fetched_bytes, free=free, folder=self._folder.parent)
         return plan
 
