@@ -16,7 +16,7 @@ from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionP
 from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, StepCache
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
-from runtime.core.units import counted, memory_size
+from runtime.core.units import about, counted, latency, memory_size, significant
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
@@ -214,6 +214,7 @@ def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cel
         preview: `None` if the form is invalid; then only the machine counts.
     """
     plan = None if preview is None else preview.plan
+    part = None if plan is None else plan.components[component]
     offers: Sequence[EngineOffer] = ()
     if preview is not None and plan is not None:
         offers = preview.offers(component, plan.latent_shape[2:], plan.components[component].device)
@@ -224,11 +225,11 @@ def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cel
         if backend == AUTO:
             row.append(Cell(backend, title, "fastest measured"))
         elif backend == PYTORCH:
-            row.append(Cell(backend, title, "always possible"))
+            row.append(Cell(backend, title, _with_seconds("always possible", part, PYTORCH)))
         elif problem is not None:
             row.append(Cell(backend, title, short(problem, WORDS), paragraph(problem), usable=False))
         else:
-            row.append(Cell(backend, title, _engine_state(backend_offers)))
+            row.append(Cell(backend, title, _engine_state(backend_offers, plan, part, backend)))
     return row
 
 
@@ -241,13 +242,30 @@ def _problem(backend: str, offers: Sequence[EngineOffer], machine: Machine) -> F
     return problems[0] if problems and None not in problems else None
 
 
-def _engine_state(offers: Sequence[EngineOffer]) -> str:
-    ready = [offer for offer in offers if offer.ready]
-    if not ready:
-        misfit = next((offer.misfit for offer in offers if offer.misfit), None)
-        return short(misfit or Fact("planner.badge_no_engine"), WORDS) if offers else ""
-    speedup = max(offer.speedup for offer in ready)
-    return f"engine ready, {speedup:.1f}× as fast" if speedup else "engine ready"
+def _engine_state(
+    offers: Sequence[EngineOffer], plan: ExecutionPlan | None, part: ComponentPlan | None, backend: str
+) -> str:
+    """Return a backend's engines for a component in a few words; figures are those of the plan."""
+    if not offers or plan is None:
+        return ""
+    if any(offer.ready for offer in offers):
+        return _with_seconds("engine ready", part, backend)
+    offer = next((offer for offer in offers if offer.problem is None), offers[0])
+    size = {"width": plan.width, "height": plan.height, "seconds": offer.build_seconds}
+    if offer.misfit is not None and offer.misfit.code != "engine.misfit_sizes":
+        lacks = short(offer.misfit, WORDS)
+        return f"{lacks}: build, {about(offer.build_seconds)}" if offer.build_seconds else lacks
+    return short(Fact("ui.no_engine_for_size" if offer.build_seconds else "planner.badge_no_engine", size), WORDS)
+
+
+def _with_seconds(state: str, part: ComponentPlan | None, backend: str) -> str:
+    """Return a state with the seconds of this clip on a backend, and how many times as fast as PyTorch that is."""
+    on, pytorch = (None, None) if part is None else (part.on(backend), part.on(PYTORCH))
+    if on is None:
+        return state
+    faster = pytorch is not None and backend != PYTORCH and on.known and pytorch.known and on.likely
+    times = f", {significant(pytorch.likely / on.likely)}× as fast" if faster and pytorch is not None else ""
+    return f"{state}: {latency(on.likely)}{times}"
 
 
 def options_html(values: Mapping[str, Any], machine: Machine, spec: ModelSpec) -> str:
@@ -403,7 +421,7 @@ def _summary_line(plan: ExecutionPlan) -> str:
 
 def _time(plan: ExecutionPlan) -> str:
     total, load = plan.seconds["total"], plan.seconds["load"]
-    how = "measured here" if total.measured else "estimated"
+    how = short(total.basis)
     sections = ""
     if plan.sections > 1:
         section_seconds = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
