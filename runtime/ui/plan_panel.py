@@ -204,7 +204,78 @@ def components_html(spec: ModelSpec, summary: PlanSummary, preview: Preview | No
         )
         for name in (spec.component_names if plan is None else plan.components)
     ]
-    return render("plan_components.html", rows=rows, backends=list(BACKENDS.values()), prefix=fields.BACKEND)
+    complete = plan is not None and preview is not None and preview.complete
+    return render(
+        "plan_components.html",
+        rows=rows,
+        backends=list(BACKENDS.values()),
+        prefix=fields.BACKEND,
+        clip=clip_line(plan) if plan is not None and complete else "",
+        speed_up=speed_up(preview) if preview is not None else "",
+        parts=part_lines(plan) if plan is not None and complete else [],
+    )
+
+
+@dataclass(frozen=True)
+class PartLine:
+    """One component: the seconds that it takes of this clip, as a share of the clip's longest, and in PyTorch.
+
+    Attributes:
+        percent, saved: of the longest bar: what it takes, and what its engines save of PyTorch's.
+    """
+
+    name: str
+    title: str
+    backend: str
+    time: str
+    percent: float
+    saved: float
+
+
+def part_lines(plan: ExecutionPlan) -> list[PartLine]:
+    """Return a line for each component that takes time, with figures of the plan."""
+    taken = {name: part.seconds.likely for name, part in plan.components.items() if part.seconds is not None}
+    in_pytorch = {name: plan.components[name].on(PYTORCH) for name in taken}
+    plain = {name: taken[name] if seconds is None else seconds.likely for name, seconds in in_pytorch.items()}
+    longest = max((*taken.values(), *plain.values()), default=0.0) or 1.0
+    return [
+        PartLine(
+            name=name,
+            title=plan.title(name),
+            backend=BACKEND_TITLES[plan.components[name].backend],
+            time=latency(seconds) + (f" instead of {latency(plain[name])}" if plain[name] > seconds else ""),
+            percent=round(100 * seconds / longest, 1),
+            saved=round(100 * max(plain[name] - seconds, 0.0) / longest, 1),
+        )
+        for name, seconds in taken.items()
+    ]
+
+
+def clip_line(plan: ExecutionPlan) -> str:
+    """Return the seconds of this clip, and those without engines if it is faster with them: both from the plan."""
+    total = plan.seconds["total"].likely
+    saved = 0.0
+    for part in plan.components.values():
+        pytorch = part.on(PYTORCH)
+        if part.engines and part.seconds is not None and pytorch is not None:
+            saved += pytorch.likely - part.seconds.likely
+    instead = f" instead of {latency(total + saved)}" if saved > 0 else ""
+    return f"This clip: {latency(total)}{instead}, {short(plan.seconds['total'].basis)}."
+
+
+def speed_up(preview: Preview) -> str:
+    """Return how long building takes what no engine exists for, and can be built; empty if nothing can."""
+    plan = preview.plan
+    if plan is None or not preview.complete:
+        return ""
+    builds: dict[tuple[str, ...], float] = {}
+    for name, part in plan.components.items():
+        offers = preview.offers(name, plan.latent_size, part.device)
+        able = [offer for offer in offers if offer.problem is None and not offer.on_request]
+        if part.backend == PYTORCH and able and not any(offer.ready for offer in offers):
+            builds[tuple(use.id for use in able[0].engines)] = able[0].build_seconds
+    seconds = sum(builds.values())
+    return f"Speed up: build engines in the tab Engines, {about(seconds)}." if seconds else ""
 
 
 def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cell]:

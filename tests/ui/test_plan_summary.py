@@ -13,19 +13,23 @@ from runtime.core.errors import MachineError, TandemError
 from runtime.core.facts import Fact, short
 from runtime.core.plan import EngineRef, LatentSize
 from runtime.core.request import GenerationRequest
+from runtime.core.units import latency
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.presets import presets
 from runtime.planner.resolve import PlanningContext, resolve
+from runtime.queue.job_planning import seconds_gained
 from runtime.ui.break_even import BreakEven, break_even_of_part, break_even_of_record
 from runtime.ui.formatting import WORDS
 from runtime.ui.plan_panel import (
     PlanSummary,
     cells,
+    clip_line,
     components_html,
     options_html,
+    part_lines,
     preset_tile,
     presets_html,
     summarize,
@@ -419,6 +423,19 @@ def test_every_place_shows_the_seconds_of_the_choice(
     pytorch = part.on("pytorch")
     assert pytorch is not None
     assert gain.saved_seconds == pytest.approx(pytorch.likely - on.seconds.likely)
+    # So do the bars of the parts, and the line of the clip: what engines save is PyTorch's seconds without theirs.
+    lines = {each.name: each for each in part_lines(seen.plan)}
+    assert set(lines) == set(seen.plan.components)
+    assert lines["vae"].time.split(" instead")[0] == latency(part.seconds.likely)
+    assert lines["vae"].percent + lines["vae"].saved == pytest.approx(100.0, abs=0.2)
+    assert (" instead of " in clip_line(seen.plan)) == (" instead of " in lines["vae"].time) == bool(part.engines)
+    # After these engines were built, the clip takes less by what they save.
+    now, before = seconds_gained(seen.plan, offering(*offers), {each.engines[0].id for each in offers})
+    assert before - now == pytest.approx(pytorch.likely - part.seconds.likely)
+    # Of the fastest alone, compared with the other one.
+    now, before = seconds_gained(seen.plan, offering(*offers), {f"vae-{part.backend}"})
+    second = part.compared[1].seconds.likely if part.engines else part.seconds.likely
+    assert before - now == pytest.approx(second - part.seconds.likely)
     # A slower choice never lowers the forecast.
     for other in ("pytorch", "tensorrt", "inductor"):
         asked = preview(spec, offers=offering(*offers), compile="never", backends={"vae": other}).plan
