@@ -181,6 +181,8 @@ class UnwrittenHistory(HistoryFile):
         spec: ModelSpec,
         timings: Mapping[str, float],
         peaks: Mapping[str, int],
+        *,
+        loaded: bool = False,
     ) -> None:
         """Pass plans and peaks of a successful job to the listener."""
         if self.listener is not None:

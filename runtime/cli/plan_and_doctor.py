@@ -9,7 +9,7 @@ from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import MemoryShortError, ModelError
 from runtime.core.estimates import MemoryStrategy, StrategyForecast
-from runtime.core.facts import Fact, Words, render
+from runtime.core.facts import Fact, Words, render, short
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.core.units import duration, memory_size
@@ -42,7 +42,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     history = HistoryFile(loaded.cache_dir, machine).read()
     output = output_path(loaded.outputs_dir, request.prompt)
     try:
-        plan = resolve(request, spec, PlanningContext(machine, output, offers, history))
+        plan = resolve(request, spec, PlanningContext(machine, output, offers, history, compares=True))
     except MemoryShortError as error:
         terminal.result("Memory is short. Strategies for weight placement, fastest first:")
         _show_strategies(error.strategies, error.where)
@@ -132,7 +132,7 @@ def time_text(plan: ExecutionPlan) -> str:
     """Return a line with the forecast of a plan's duration."""
     stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
     total, load = plan.seconds["total"], plan.seconds["load"]
-    how = "from earlier runs on this machine" if total.measured else "estimated"
+    how = short(total.basis)
     return (
         f"Time: about {_about(total.likely)}, {_about(total.low)} to {_about(total.high)} ({how}): {stages}; before "
         f"that loading, about {_about(load.likely)}"

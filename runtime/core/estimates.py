@@ -3,7 +3,7 @@
 Plain data: `planner.strategies` fills it in. Bytes and seconds throughout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.core.facts import Fact, short
@@ -78,27 +78,57 @@ class StageMemory(FrozenModel):
         return {**self.model_dump(), "peak_bytes": self.peak_bytes}
 
 
+def basis(*, measured: bool, inferred: bool = True) -> Fact:
+    """Return what a figure rests on; see `Seconds`."""
+    if measured:
+        return Fact("planner.measured")
+    return Fact("planner.inferred" if inferred else "planner.estimated")
+
+
 @dataclass(frozen=True)
 class Seconds:
-    """A duration: most likely `likely`, between `low` and `high`; `measured` if it rests on this machine's own runs."""
+    """A duration: most likely `likely`, between `low` and `high`.
+
+    Attributes:
+        measured: whether this very thing was measured on this machine.
+        inferred: whether it follows from measurements of something else on this machine: another size, or one call by
+            itself. What is neither is an estimate.
+    """
 
     likely: float
     low: float
     high: float
     measured: bool = False
+    inferred: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether it rests on measurements on this machine."""
+        return self.measured or self.inferred
+
+    @property
+    def basis(self) -> Fact:
+        """What it rests on."""
+        return basis(measured=self.measured, inferred=self.inferred)
+
+    def as_inferred(self) -> "Seconds":
+        """Return the same seconds, which follow from what was measured."""
+        return replace(self, measured=False, inferred=self.known)
 
     def __add__(self, other: "Seconds") -> "Seconds":
         """Return both one after the other; measured only if both are."""
+        measured = self.measured and other.measured
         return Seconds(
             self.likely + other.likely,
             self.low + other.low,
             self.high + other.high,
-            self.measured and other.measured,
+            measured,
+            inferred=not measured and self.known and other.known,
         )
 
     def __mul__(self, times: float) -> "Seconds":
         """Return the duration of so many repetitions."""
-        return Seconds(self.likely * times, self.low * times, self.high * times, self.measured)
+        return replace(self, likely=self.likely * times, low=self.low * times, high=self.high * times)
 
     def to_json(self) -> dict[str, Any]:
         """Return seconds to the millisecond."""
@@ -108,6 +138,19 @@ class Seconds:
             "high": round(self.high, 3),
             "measured": self.measured,
         }
+
+
+class BackendSeconds(FrozenModel):
+    """The forecast of one component of a clip on one backend.
+
+    Attributes:
+        builder: of its engines; empty in PyTorch.
+        seconds: of all its calls.
+    """
+
+    backend: str
+    builder: str
+    seconds: Seconds
 
 
 class StrategyForecast(FrozenModel):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from runtime.core.environment import installer, program
 from runtime.core.messages import MESSAGES
 from runtime.core.messages.components import title_of
-from runtime.core.units import about, byte_size, counted, duration, memory_size
+from runtime.core.units import about, byte_size, counted, duration, latency, memory_size, significant
 
 _ATTENTIONS = {
     "native": "PyTorch's own attention",
@@ -157,14 +157,13 @@ class _Template(Formatter):
             "bytes": lambda: byte_size(value),
             "duration": lambda: duration(value),
             "about": lambda: about(value),
-            "latency": lambda: f"{1000 * value:.3g} ms" if value < 1 else f"{value:.1f} s",
+            "latency": lambda: latency(value),
+            "times": lambda: significant(value, 3),
             "gib": lambda: f"{value / (1 << 30):.1f} GiB",
             "or": lambda: " or ".join(map(str, value)),
             "kernel": lambda: words.attention(value),
             "weights": lambda: words.quantization(value),
-            "milliseconds": lambda: ", ".join(
-                f"{name} {1000 * seconds:.3g} ms" for name, seconds in sorted(value.items())
-            ),
+            "latencies": lambda: ", ".join(f"{name} {latency(seconds)}" for name, seconds in sorted(value.items())),
             "component": lambda: words.component(value),
             "lower_component": lambda: lowered(words.component(value)),
             # {"names": …, "among": all components of the model}

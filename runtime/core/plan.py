@@ -15,7 +15,7 @@ from pydantic import field_validator
 
 from runtime.core import facts
 from runtime.core.errors import InvalidRequestError
-from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, StrategyForecast
+from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ImageUse
@@ -79,6 +79,9 @@ class ComponentPlan(FrozenModel):
         quantization: how its weights are quantized in PyTorch: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         badge: the status shown after the backend's title, such as "engine ready" or "no engine yet".
         later: engines that are built when no video waits; later videos use them.
+        seconds: forecast of all its calls in this clip; `None` if it was stored by an earlier version.
+        compared: the same in PyTorch and on all engines that exist and were measured, fastest first, as the choice
+            compares them; empty if no engine was.
         failed_engines: block engines that failed in this job. PyTorch computes their parts of each block in the same
             chunks and with the same precision between them, so that memory, and the video of a resumed job, stay the
             same.
@@ -94,6 +97,8 @@ class ComponentPlan(FrozenModel):
     badge: Fact | None = None
     later: tuple[EngineRef, ...] = ()
     failed_engines: tuple[EngineRef, ...] = ()
+    seconds: Seconds | None = None
+    compared: tuple[BackendSeconds, ...] = ()
 
     @property
     def on_engine(self) -> bool:
@@ -105,11 +110,23 @@ class ComponentPlan(FrozenModel):
         """Whether engines compute parts of each block, with the weights of the module that PyTorch loads."""
         return any(is_block_program(use.program) for use in self.engines)
 
+    def on(self, backend: str) -> Seconds | None:
+        """Return the seconds of this clip on a backend, on its fastest engines; `None` if they are not known."""
+        if backend == self.backend:
+            return self.seconds
+        return next((entry.seconds for entry in self.compared if entry.backend == backend), None)
+
     def in_pytorch(self, reason: Fact) -> "ComponentPlan":
         """Return the plan of the same component in PyTorch, after its engine failed for `reason`."""
         failed = self.engines if self.in_blocks else self.failed_engines
-        taken_over = Fact("planner.took_over")
-        return self.replace(backend=PYTORCH, engines=(), reasons=(reason,), badge=taken_over, failed_engines=failed)
+        return self.replace(
+            backend=PYTORCH,
+            engines=(),
+            reasons=(reason,),
+            badge=Fact("planner.took_over"),
+            failed_engines=failed,
+            seconds=self.on(PYTORCH),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types.

@@ -1,10 +1,13 @@
 """Byte counts, durations and shapes as text."""
 
 from collections.abc import Sequence
+from math import floor, log10
 
 _MIB, _GIB = 1 << 20, 1 << 30
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MINUTE, _HOUR = 60, 3600
+# Below these, two digits are milliseconds, or tenths of a second.
+_WHOLE_SECONDS, _FINE_SECONDS = 0.995, 9.95
 
 
 def byte_size(count: int) -> str:
@@ -26,6 +29,23 @@ def duration(seconds: float) -> str:
     if whole < _HOUR:
         return f"{whole // _MINUTE} min {whole % _MINUTE} s"
     return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+
+
+def significant(value: float, digits: int = 2) -> str:
+    """Return a number ≥ 0 with so many significant digits and no exponent: "0.13", "1.3", "13", "130"."""
+    if not value:
+        return "0"
+    decimals = digits - 1 - floor(log10(value))
+    # Rounding may add a digit: 9.96 is "10", not "10.0".
+    value = round(value, decimals)
+    return f"{value:.{max(digits - 1 - floor(log10(value)), 0)}f}"
+
+
+def latency(seconds: float) -> str:
+    """Return a duration of a call with two significant digits: "0.25 ms", "130 ms", "1.5 s", "12 s", "3 min 5 s"."""
+    if seconds < _WHOLE_SECONDS:
+        return f"{significant(1000 * seconds)} ms"
+    return f"{significant(seconds)} s" if seconds < _FINE_SECONDS else duration(seconds)
 
 
 def shape_text(shape: Sequence[int]) -> str:

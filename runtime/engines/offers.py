@@ -33,6 +33,7 @@ from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.choice.key_differences import OTHER_WEIGHTS, misfit
 from runtime.planner.constraints import build_conflict
 from runtime.planner.forecast import build_seconds
+from runtime.planner.memory_model import call_flops
 
 # The entry of `EngineKey.options` that states whether an imported engine's adapters are exact.
 EXACT = "exact"
@@ -78,7 +79,8 @@ class ModelOffers:
         for record in imported_engines(self._index, self.spec, component, self.machine, device, self.cache_dir):
             profile = next((candidate for candidate in record.key.profiles if _serves(record, candidate, latent)), None)
             if profile is not None:
-                offers.append(_imported(record, profile))
+                size = _size(record.key.program, self.spec, latent) or latent
+                offers.append(_imported(record, profile, _scale(record, self.spec, component, size)))
                 continue
             sizes = served_sizes(record.key.program, record.key.profiles, self.spec)
             offers = [
@@ -107,18 +109,24 @@ class ModelOffers:
         )
 
     def _offer(self, builder: Builder, component: str, latent: LatentSize, device: str) -> EngineOffer:
-        engines = [
-            self._engine(builder, component, program, size, device)
+        sized = [
+            (self._engine(builder, component, program, size, device), size)
             for program in builder.programs(self.spec, component)
             if (size := _size(program, self.spec, latent)) is not None
         ]
+        engines = [engine for engine, _ in sized]
         absent = [engine for engine in engines if engine.record is None]
         missing, nearest = self._why_missing(absent[0].key, component) if absent else (None, None)
         problem = builder.unavailable(self.machine)
         if problem is None and absent:
             problem = self._why_not_built(builder, component, absent)
+        scales = {
+            engine.record.id: _scale(engine.record, self.spec, component, size)
+            for engine, size in sized
+            if engine.record is not None
+        }
         built = [
-            (engine_calls(engine.use, self.spec, latent), engine.record)
+            (engine_calls(engine.use, self.spec, latent) * scales[engine.record.id], engine.record)
             for engine in engines
             if engine.record is not None
         ]
@@ -143,6 +151,7 @@ class ModelOffers:
             in_blocks=builder.kind == "blocks",
             # A CPU gains nothing from engines that read weights as inputs.
             on_request=builder.on_request(component, device),
+            scaled=any(scale != 1.0 for scale in scales.values()),
         )
 
     def _engine(self, builder: Builder, component: str, program: str, size: LatentSize, device: str) -> _Engine:
@@ -209,6 +218,14 @@ class ModelOffers:
         return Fact("engine.none_yet"), None
 
 
+def _scale(record: EngineRecord, spec: ModelSpec, component: str, size: LatentSize) -> float:
+    """Return by which factor a call at a latent size takes longer than at the size that an engine was measured at."""
+    serving = next((profile for profile in record.key.profiles if profile.serves(size)), None)
+    if serves_any_clip(record.key.program) or serving is None or serving.opt == size:
+        return 1.0
+    return call_flops(spec, component, size) / call_flops(spec, component, serving.opt)
+
+
 def engine_calls(use: EngineRef, spec: ModelSpec, latent: LatentSize) -> float:
     """Return how many calls of an engine, at the size it was measured at, one call of its component takes."""
     if use.program in {"vae_next", "vae_encoder_next"}:
@@ -272,7 +289,7 @@ def served_sizes(program: str, profiles: Sequence[ShapeProfile], spec: ModelSpec
     return Fact("engine.served_sizes", {"sizes": sizes})
 
 
-def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
+def _imported(record: EngineRecord, profile: ShapeProfile, scale: float) -> EngineOffer:
     use = EngineRef(
         id=record.id,
         program=record.key.program,
@@ -288,8 +305,9 @@ def _imported(record: EngineRecord, profile: ShapeProfile) -> EngineOffer:
         builder=IMPORTED,
         engines=(use,),
         problem=Fact("engine.import_not_rebuilt"),
-        seconds=record.seconds_per_call if exact else 0.0,
-        baselines=record.baselines if exact else {},
+        seconds=scale * record.seconds_per_call if exact else 0.0,
+        baselines={path: scale * seconds for path, seconds in record.baselines.items()} if exact else {},
+        scaled=scale != 1.0,
         file_bytes=record.file_bytes,
     )
 

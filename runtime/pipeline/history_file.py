@@ -25,6 +25,7 @@ from runtime.planner.history import (
     attention_seconds,
     compilation_run,
     device_name,
+    newer,
     runs_of,
 )
 from runtime.planner.memory_model import DTYPE_BYTES
@@ -80,7 +81,7 @@ class HistoryFile:
             return ()
 
     def add(self, new: Iterable[Run]) -> None:
-        """Add runs. Each replaces the run of the same kind and size; without a measured peak, it keeps its memory."""
+        """Add runs. Each replaces the run of the same kind and size, see `planner.history.newer`."""
         runs = {(run.kind, run.flops): run for run in new}
         if not runs:
             return
@@ -89,7 +90,7 @@ class HistoryFile:
             with held(target.with_suffix(".lock"), seconds=_LOCK_SECONDS):
                 before = {(run.kind, run.flops): run for run in self.read()}
                 rest = [run for key, run in before.items() if key not in runs]
-                now = [_with_memory_of(before.get(key), run) for key, run in runs.items()]
+                now = [newer(before.get(key), run) for key, run in runs.items()]
                 document = _Document(version=_VERSION, runs=(*rest, *now)[-_MAX_RUNS:])
                 remove_partial_files(target.parent)
                 replace_file(target, document.model_dump_json().encode())
@@ -103,23 +104,20 @@ class HistoryFile:
         spec: ModelSpec,
         timings: Mapping[str, float],
         peaks: Mapping[str, int],
+        *,
+        loaded: bool = False,
     ) -> None:
         """Add a job that succeeded; see `planner.history.runs_of` for the arguments.
 
         Memory is added only for the first job of a process: later jobs start with memory in use or cached.
         """
-        self.add(runs_of(planned, ran, spec, self.machine, timings, peaks if self._first_job else {}))
+        used = peaks if self._first_job else {}
+        self.add(runs_of(planned, ran, spec, self.machine, timings, used, loaded=loaded))
         self._first_job = False
 
     def add_compilation(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
         """Add the compilation time of a job."""
         self.add([compilation_run(plan, spec, self.machine, seconds)])
-
-
-def _with_memory_of(before: Run | None, run: Run) -> Run:
-    if before is None or run.excess_bytes is not None:
-        return run
-    return run.replace(working_bytes=before.working_bytes, excess_bytes=before.excess_bytes)
 
 
 def measure_attention(

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from runtime.execution.residency import Residency
+from runtime.machine.load import LoadMeter
 
 _SAMPLE_SECONDS = 0.05
 _STAGES = ("encode", "denoise", "decode", "mux")
@@ -37,6 +38,7 @@ class Metrics:
         # Name of the running stage, its start, and the load seconds then.
         self._running: tuple[str, float, float] | None = None
         self._process = psutil.Process()
+        self._load = LoadMeter()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._peak = 0
@@ -101,6 +103,11 @@ class Metrics:
         for name in self._seconds:
             self._seconds[name] += timings.get(name, 0.0)
         self._loaded_before -= load_seconds
+
+    @property
+    def loaded(self) -> bool:
+        """Whether other programs used much of the processor so far."""
+        return self._load.loaded
 
     @property
     def load_seconds(self) -> float:

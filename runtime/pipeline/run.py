@@ -142,7 +142,7 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
     timings, peaks = dict(saved.timings), dict(context.metrics.stage_peaks)
     for name, (seconds, peak) in context.metrics.encoders.items():
         timings[name], peaks[name] = seconds, peak
-    history.add_job(planned, context.plan, context.spec, timings, peaks)
+    history.add_job(planned, context.plan, context.spec, timings, peaks, loaded=context.metrics.loaded)
     in_pytorch = any(is_transformer(name) and not part.engines for name, part in context.plan.components.items())
     if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and in_pytorch:
         history.add_compilation(context.plan, context.spec, context.compiled_seconds)

@@ -7,7 +7,7 @@ Each choice has its reason. Measurements on this machine take precedence over ru
 from collections.abc import Sequence
 
 from runtime.core.errors import InvalidRequestError, MachineError
-from runtime.core.estimates import MemoryStrategy, Seconds
+from runtime.core.estimates import MemoryStrategy, Seconds, basis
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
@@ -137,8 +137,10 @@ def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
     seconds = attention_seconds(inputs.history, device_name(inputs.machine, inputs.workload.device), dtype, flops)
     measured = {kernel: latency for kernel, latency in seconds.items() if kernel in able}
     if measured:
-        best = min(measured, key=lambda kind: measured[kind])
-        return best, Fact("planner.attention_measured", {"attention": best, "seconds": measured})
+        best = min(measured, key=lambda kind: measured[kind].likely)
+        figures = {kernel: latency.likely for kernel, latency in measured.items()}
+        how = basis(measured=all(latency.measured for latency in measured.values()))
+        return best, Fact("planner.attention_measured", {"attention": best, "seconds": figures, "basis": how})
     return _by_rule(inputs.machine.gpus[0], able)
 
 
@@ -168,7 +170,7 @@ def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed)
     """Return whether launching kernels takes longer than running them."""
     call = call_seconds(inputs, strategy, inputs.loaded[0], base)
     launches = _KERNELS_PER_BLOCK * inputs.workload.spec.transformer.num_layers * _LAUNCH_SECONDS
-    return call.likely < (_MEASURED_CALL_RATIO if call.measured else 1.0) * launches
+    return call.likely < (_MEASURED_CALL_RATIO if call.known else 1.0) * launches
 
 
 def _compiled(
@@ -198,7 +200,7 @@ def _compiled(
     before, after = (
         call_seconds(inputs, strategy, name, base.replace(compiled=compiled)) for compiled in (False, True)
     )
-    faster = after.likely if after.measured else before.likely / compiled_speedup(strategy.quantization)
+    faster = after.likely if after.known else before.likely / compiled_speedup(strategy.quantization)
     saved = (before.likely - faster) * sum(inputs.calls[name] for name in inputs.in_pytorch)
     return *_pays_off(seconds, saved), seconds, None
 

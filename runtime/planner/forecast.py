@@ -7,6 +7,7 @@ operations over the device's rate, with a range. Engines are chosen by the same 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isclose
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
@@ -153,6 +154,7 @@ class ForecastInputs:
         base: execution options that all strategies share.
         offers: all engines for each component, with those that the request's settings exclude.
         levels: factors on the measured seconds of the engines in use, see `level`.
+        scaled: components whose engines were measured at another size.
     """
 
     request: GenerationRequest
@@ -167,6 +169,7 @@ class ForecastInputs:
     base: Speed = EAGER
     offers: Mapping[str, Sequence[EngineOffer]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)
+    scaled: frozenset[str] = frozenset()
 
     @property
     def in_pytorch(self) -> tuple[str, ...]:
@@ -204,7 +207,7 @@ def seconds(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> d
     """Return the latency of each stage, their "total", and "load", which the total excludes."""
     by_stage = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
     for name in inputs.workload.spec.component_names:
-        by_stage[memory_model.stage_of(name)] += _component_seconds(inputs, strategy, name, speed)
+        by_stage[memory_model.stage_of(name)] += component_seconds(inputs, strategy, name, speed)
     total = by_stage["encode"] + by_stage["denoise"] + by_stage["decode"]
     return by_stage | {"total": total, "load": load_seconds(inputs.workload)}
 
@@ -227,7 +230,7 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
         speedup *= _compiled_speedup(inputs, strategy, name)
     if name in inputs.loaded and speed.attention != like.attention:
         speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
-    return call if speedup == 1.0 else replace(call * (1 / speedup), measured=False)
+    return call if speedup == 1.0 else replace(call * (1 / speedup), measured=False, inferred=False)
 
 
 def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
@@ -244,7 +247,10 @@ def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, spe
         alone = _in_blocks(inputs, name, speed)
     else:
         alone = compute_seconds(workload, name, inputs.machine, strategy)
-    return placement.faster_by_split(alone, workload.split, name) * inputs.levels.get(name, 1.0)
+    factor = inputs.levels.get(name, 1.0)
+    call = placement.faster_by_split(alone, workload.split, name) * factor
+    as_measured = factor == 1.0 and name not in inputs.scaled and not workload.in_blocks(name)
+    return call if as_measured else call.as_inferred()
 
 
 def _ran_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
@@ -272,15 +278,21 @@ def _beside_engines(inputs: ForecastInputs, strategy: MemoryStrategy, name: str,
     A job takes longer than a measurement of the component alone. If jobs ran on the engine, they tell by how much.
     """
     path = pytorch_path(inputs, strategy, name, speed)
+    alone: Seconds | None = None
     for offer in inputs.offers.get(name, ()):
         built = offer.compared(path)
-        if built.speedup:
-            job_call = history.seconds_per_call(
-                inputs.history, _kind_on(inputs, strategy, name, speed, offer), inputs.workload.flops(name)
-            )
-            likely = built.pytorch if job_call is None else built.pytorch * job_call.likely / built.engine
-            return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, measured=True)
-    return None
+        if not built.speedup:
+            continue
+        job_call = history.seconds_per_call(
+            inputs.history, _kind_on(inputs, strategy, name, speed, offer), inputs.workload.flops(name)
+        )
+        if job_call is not None:
+            likely = built.pytorch * job_call.likely / built.engine
+            return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, inferred=True)
+        if alone is None:
+            likely, low, high = built.pytorch, _ENGINE[0] * built.pytorch, _ENGINE[1] * built.pytorch
+            alone = Seconds(likely, low, high, built.measured, inferred=not built.measured)
+    return alone
 
 
 def pytorch_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> PyTorchPath:
@@ -314,12 +326,23 @@ def level(offer: EngineOffer, path: PyTorchPath) -> float:
     return path.seconds / built.pytorch if path.seconds and built.speedup else 1.0
 
 
-def measured_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> float:
-    """Return the seconds of one call as `seconds` has them, with transfers and a step cache; 0 if not measured."""
-    if _ran(inputs, strategy, name, speed) is None and _known_call(inputs, strategy, name, speed) is None:
-        return 0.0
+def known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
+    """Return one call as `seconds` has it, with transfers and a step cache; `None` if no measurement is known.
+
+    It is measured if this very call was: in a job, or when its engine was built.
+    """
+    known = _ran(inputs, strategy, name, speed) or _known_call(inputs, strategy, name, speed)
+    if known is None:
+        return None
     calls = inputs.calls[name] or 1.0
-    return _seconds_of_calls(inputs, strategy, name, speed, calls).likely / calls
+    call = _seconds_of_calls(inputs, strategy, name, speed, calls) * (1 / calls)
+    measured = known.measured and isclose(call.likely, known.likely)
+    return replace(call, measured=measured, inferred=not measured)
+
+
+def component_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
+    """Return the latency of all calls of a component; measured only if jobs of its size and kind ran."""
+    return _seconds_of_calls(inputs, strategy, name, speed, inputs.calls[name])
 
 
 def attention_between(inputs: ForecastInputs, _: MemoryStrategy, name: str, speed: Speed) -> float:
@@ -351,7 +374,7 @@ def attention_seconds(inputs: ForecastInputs, dtype: str, kernel: str) -> float:
     device = history.device_name(inputs.machine, workload.device)
     measured = history.attention_seconds(inputs.history, device, dtype, flops).get(kernel)
     if measured is not None:
-        return calls * measured
+        return calls * measured.likely
     if not workload.cuda:
         return calls * flops / (_CORE_RATE * inputs.machine.cores)
     rate, _, slower, _ = _rates(workload, inputs.machine, dtype)
@@ -386,12 +409,13 @@ def transfer_seconds(workload: Workload, strategy: MemoryStrategy, component: st
 def stage_seconds(compute: Seconds, transfer: Seconds, strategy: MemoryStrategy) -> Seconds:
     """Combine computation and transfer: they overlap with offload by group, otherwise one waits for the other."""
     if strategy.offload != "group":
-        together = compute + transfer
-        return replace(together, measured=compute.measured and strategy.offload == "none")
+        together = replace(compute + transfer, measured=compute.measured, inferred=compute.inferred)
+        return together if strategy.offload == "none" and not transfer.likely else together.as_inferred()
     return Seconds(
         max(compute.likely, transfer.likely) + _NOT_HIDDEN * min(compute.likely, transfer.likely),
         max(compute.low, transfer.low),
         compute.high + transfer.high,
+        inferred=compute.known,
     )
 
 
@@ -481,10 +505,6 @@ def _kind_on(
     return kind.replace(backend=offer.backend, step_cache="", dtype=dtype, speed=history.blocks_tag(speed))
 
 
-def _component_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
-    return _seconds_of_calls(inputs, strategy, name, speed, inputs.calls[name])
-
-
 def _seconds_of_calls(
     inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed, calls: float
 ) -> Seconds:
@@ -494,7 +514,10 @@ def _seconds_of_calls(
     call = call_seconds(inputs, strategy, name, speed)
     if history.cache_of(inputs.step_cache, name):
         call = Seconds(_CACHED[1] * call.likely, _CACHED[0] * call.low, _CACHED[2] * call.high)
-    return stage_seconds(call * calls, transfer_seconds(inputs.workload, strategy, name, calls), strategy)
+    whole = stage_seconds(call * calls, transfer_seconds(inputs.workload, strategy, name, calls), strategy)
+    # What was measured by itself, when an engine was built, is no measurement of a clip.
+    as_ran = strategy.offload != "none" or _ran_call(inputs, strategy, name, speed) is not None
+    return whole if as_ran else whole.as_inferred()
 
 
 def _ran(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:

@@ -63,6 +63,8 @@ class Run(FrozenModel):
         seconds: duration of one call; 0 if not measured.
         working_bytes: the forecast working set.
         excess_bytes: the measured peak minus the forecast peak; `None` if not measured.
+        loaded: whether other programs used much of the processor meanwhile; such runs count only where there is no
+            other, and are never called measured.
     """
 
     kind: Kind
@@ -70,6 +72,7 @@ class Run(FrozenModel):
     seconds: float = Field(ge=0, allow_inf_nan=False)
     working_bytes: int = Field(gt=0)
     excess_bytes: int | None
+    loaded: bool = False
 
 
 History = Sequence[Run]
@@ -82,6 +85,8 @@ def runs_of(
     machine: Machine,
     timings: Mapping[str, float],
     peaks: Mapping[str, int],
+    *,
+    loaded: bool = False,
 ) -> list[Run]:
     """Return a job's measurements by component, without components that fell back.
 
@@ -91,6 +96,7 @@ def runs_of(
         timings: seconds without loading, by stage; of components of the encode stage, by component.
         peaks: peak bytes by the same names, minus what was allocated before the job; only those without other jobs'
             memory.
+        loaded: see `Run`.
     """
     workload, strategy = Workload.of(planned, spec), planned.strategy
     calls = calls_of_plan(planned)
@@ -128,6 +134,7 @@ def runs_of(
                 seconds=timings.get(measured, 0.0) / sum(calls[stage.component] for stage in alike),
                 working_bytes=largest.working_bytes,
                 excess_bytes=None if peak is None else baseline_bytes(workload.device) + peak - largest.peak_bytes,
+                loaded=loaded and not workload.cuda,
             )
         )
     return runs
@@ -229,20 +236,39 @@ def _digest(properties: Hashable) -> str:
 
 
 def seconds_per_call(history: History, kind: Kind, flops: float) -> Seconds | None:
-    """Return the seconds of one call, scaled by operations from the run nearest in size; `None` if there is none."""
-    run = _nearest([run for run in history if run.seconds], kind, flops)
+    """Return the seconds of one call, scaled by operations from the run nearest in size; `None` if there is none.
+
+    They are measured if the run had the same size and was not loaded, else inferred.
+    """
+    timed = [run for run in history if run.seconds]
+    run = _nearest([run for run in timed if not run.loaded], kind, flops) or _nearest(timed, kind, flops)
     if run is None:
         return None
     seconds = run.seconds * flops / run.flops
-    low, high = _MEASURED if _distance(run, flops) < _SAME_RATIO else _SCALED
-    return Seconds(seconds, low * seconds, high * seconds, measured=True)
+    measured = not run.loaded and _distance(run, flops) < _SAME_RATIO
+    low, high = _MEASURED if measured else _SCALED
+    return Seconds(seconds, low * seconds, high * seconds, measured, inferred=not measured)
 
 
-def attention_seconds(history: History, device: str, dtype: str, flops: float) -> dict[str, float]:
+def newer(before: Run | None, run: Run) -> Run:
+    """Return what to keep of two runs of the same kind and size; without a measured peak, memory is that of `before`.
+
+    A loaded run does not replace the seconds of one that was not, unless it was faster all the same.
+    """
+    if before is None:
+        return run
+    if run.excess_bytes is None:
+        run = run.replace(working_bytes=before.working_bytes, excess_bytes=before.excess_bytes)
+    if run.loaded and before.seconds and not run.seconds < before.seconds:
+        run = run.replace(seconds=before.seconds, loaded=before.loaded)
+    return run
+
+
+def attention_seconds(history: History, device: str, dtype: str, flops: float) -> dict[str, Seconds]:
     """Return the seconds of one attention call of `flops` operations, for each kernel measured on a device."""
     kernels = {run.kind.backend for run in history if run.kind.component == ATTENTION}
     calls = {name: seconds_per_call(history, attention_kind(device, dtype, name), flops) for name in kernels}
-    return {name: seconds.likely for name, seconds in calls.items() if seconds is not None}
+    return {name: seconds for name, seconds in calls.items() if seconds is not None}
 
 
 def attention_kind(device: str, dtype: str, name: str) -> Kind:

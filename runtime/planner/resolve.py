@@ -23,7 +23,7 @@ from runtime.planner.choice.component_choice import Choice
 from runtime.planner.choice.engine_offers import ComponentOffers, EngineOffer, Offers, PyTorchPath, no_offers
 from runtime.planner.choice.idle_builds import plan_without_waiting
 from runtime.planner.choice.plan_choice import PlanForecast, choose_engines
-from runtime.planner.forecast import ForecastInputs, level
+from runtime.planner.forecast import ForecastInputs, component_seconds, level
 from runtime.planner.history import History, calls_of
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.placement import place
@@ -41,6 +41,8 @@ class PlanningContext(NamedTuple):
         history: measurements of earlier jobs, which correct the forecast.
         gpu: index of the GPU to use, if the machine has GPUs.
         others: indices of more GPUs that it may use; `None` for all usable ones.
+        compares: whether engines are looked up for what is requested in PyTorch too, so that its forecast is comparable
+            with theirs. It needs the digest of the component's weights.
     """
 
     machine: Machine
@@ -49,6 +51,7 @@ class PlanningContext(NamedTuple):
     history: History = ()
     gpu: int = 0
     others: Sequence[int] | None = None
+    compares: bool = False
 
 
 def resolve(
@@ -235,6 +238,9 @@ class _Placed:
                 for name, choice in choices.items()
                 if choice.offer is not None and name in paths
             },
+            scaled=frozenset(
+                name for name, choice in choices.items() if choice.offer is not None and choice.offer.scaled
+            ),
         )
         base = execution_options.shared_options(inputs)
         workload = replace(workload, text_bytes=base.text_bytes, working_sets=memory_model.working_sets(base))
@@ -258,7 +264,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
 
     @cache
     def offered(component: str) -> Sequence[EngineOffer]:
-        return () if request.backend(component) == PYTORCH else context.offers(component, latent_size, device)
+        left_out = request.backend(component) == PYTORCH and not context.compares
+        return () if left_out else context.offers(component, latent_size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
     split, split_warnings = placement.decide(
@@ -337,7 +344,7 @@ def _plan(
         tokens=workload.tokens,
         sections=workload.sections,
         prompts=settings.prompts,
-        components=_components(settings, choices, workload, split, strategy.quantization),
+        components=_components(settings, choices, planned, split),
         strategy=strategy,
         split=split,
         speed=chosen.speed,
@@ -375,11 +382,12 @@ def _warnings(settings: _Settings, request: GenerationRequest, spec: ModelSpec) 
 def _components(
     settings: _Settings,
     choices: Mapping[str, Choice],
-    workload: memory_model.Workload,
+    planned: PlanForecast,
     split: Split | None,
-    quantization: str,
 ) -> dict[str, ComponentPlan]:
-    spec, dtypes = workload.spec, workload.dtypes
+    inputs, chosen = planned.inputs, planned.decision.chosen
+    workload, strategy = inputs.workload, chosen.strategy
+    spec, dtypes, quantization = workload.spec, workload.dtypes, strategy.quantization
     weights = memory_model.weights_bytes(spec, dtypes, quantization) | dict(workload.engine_bytes)
     quantized = {name for name in choices if is_transformer(name) and name not in workload.engine_bytes}
     return {
@@ -396,6 +404,8 @@ def _components(
             engines=choices[name].engines,
             badge=choices[name].badge,
             quantization=quantization if name in quantized else "none",
+            seconds=component_seconds(inputs, strategy, name, chosen.speed),
+            compared=choices[name].compared,
         )
         for name in spec.component_names
     }

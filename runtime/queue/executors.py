@@ -6,14 +6,14 @@ Both return how the job ends and never raise; `run.Run` stores it. Neither impor
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core import settings
 from runtime.core.cancel import Cancel
-from runtime.core.errors import DISK_FULL, EngineError
+from runtime.core.errors import DISK_FULL, EngineError, TandemError
 from runtime.core.events import (
     EngineProgress,
     Event,
@@ -38,6 +38,8 @@ from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engine
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
+from runtime.planner.resolve import PlanningContext, resolve
+from runtime.queue.job_planning import seconds_gained
 from runtime.queue.records import (
     BuildEngines,
     BuildProgress,
@@ -60,6 +62,8 @@ if TYPE_CHECKING:  # these import torch
 _POLL_SECONDS = 0.1
 # Videos wait while less than this is free on their disk: one after another would be computed and then not saved.
 _LEAST_FREE_BYTES = 50_000_000
+# Smaller gains of a clip are within noise.
+_FASTER = 1.03
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +259,7 @@ class _Task:
         built_before = {record.id for record in self.engines.store.index() if record.built_at >= self._created}
         self.free()
         failed: list[EngineError] = []
+        new: set[str] = set()
         built = 0
 
         def report(fact: Fact, share: float | None) -> None:
@@ -284,6 +289,7 @@ class _Task:
         ):
             if result.error is None:
                 built += 1
+                new.add(result.wanted.use.id)
             else:
                 failed.append(result.error)
                 self._report_problem(result.error.fact)
@@ -296,7 +302,25 @@ class _Task:
             raise failed[0]
         self._report(Fact("task.finished"), 1.0)
         counts = {"built": built, "wanted": len(engines)}
-        return Fact("task.built_in_part", {**counts, "cause": failed[0].fact}) if failed else Fact("task.built", counts)
+        if failed:
+            return Fact("task.built_in_part", {**counts, "cause": failed[0].fact})
+        return self._gain(request, spec, new, counts) or Fact("task.built", counts)
+
+    def _gain(
+        self, request: GenerationRequest, spec: ModelSpec, built: Collection[str], counts: Mapping[str, int]
+    ) -> Fact | None:
+        """Return how much faster clips of a request's size are with engines that were built; `None` if they are not."""
+        offers, cache = self.engines.offers(spec), self.engines.cache_dir
+        history = () if cache is None else HistoryFile(cache, self.engines.machine).read()
+        context = PlanningContext(self.engines.machine, Path("none.mp4"), offers, history, self.gpu)
+        try:
+            plan = resolve(request.replace(backends={}, build="never"), spec, context)
+        except TandemError:  # the engines are for another machine than the plan's, or memory is short now
+            return None
+        now, before = seconds_gained(plan, offers, built)
+        if before < _FASTER * now:
+            return None
+        return Fact("task.built_faster", {**counts, "seconds": now, "before": before})
 
     def _inspect(self, work: InspectEngine) -> Fact:
         self._report(Fact("task.opening", {"file": work.path.name}), None)

@@ -1,7 +1,7 @@
 """Plans claimed jobs for the machine as it is when they start, and queues the builds that a plan leaves for later."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from runtime.core.cancel import never
@@ -13,6 +13,7 @@ from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.choice.engine_offers import Offers
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.records import JobRecord
@@ -112,6 +113,25 @@ def move_to_gpu(
             return None
         split = split.replace(devices=tuple(f"cuda:{index}" for index in [gpu, *further][: plan.gpus]))
     return plan.replace(components={**plan.components, **moved}, split=split)
+
+
+def seconds_gained(plan: ExecutionPlan, offers: Offers, built: Collection[str]) -> tuple[float, float]:
+    """Return the seconds of a plan's clip, and what they were before some engines were built.
+
+    Both are the plan's own comparisons, so that nothing but the engines differs.
+
+    Args:
+        offers: those that the plan chose from.
+        built: ids of the engines.
+    """
+    now = before = plan.seconds["total"].likely
+    for name, part in plan.components.items():
+        offered = offers(name, plan.latent_size, part.device)
+        new = {offer.builder for offer in offered if not {use.id for use in offer.engines}.isdisjoint(built)}
+        others = [entry.seconds.likely for entry in part.compared if entry.builder not in new]
+        if part.engines and part.engines[-1].builder in new and others and part.seconds is not None:
+            before += min(others) - part.seconds.likely
+    return now, before
 
 
 def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store: JobStore, folder: Path) -> bool:

@@ -1,14 +1,14 @@
 """When a compiled engine pays off: after how many videos the time that it saves exceeds the time to build it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from runtime.core.plan import ExecutionPlan
+from runtime.core.estimates import BackendSeconds
+from runtime.core.plan import ComponentPlan
 from runtime.engines.offers import engine_calls
 from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.choice.engine_offers import EngineOffer
-from runtime.planner.history import calls_of_plan
 from runtime.ui import formatting
 from runtime.ui.plan_preview import Preview
 
@@ -32,31 +32,48 @@ class BreakEven:
         return f"{built}, made up for after {'1 video' if videos <= 1 else f'{videos:,} videos'}"
 
 
-def break_even_of_offer(
-    plan: ExecutionPlan, component: str, offer: EngineOffer, records: Sequence[EngineRecord]
-) -> BreakEven | None:
-    """Return when the engines of an offer pay off for a component; `None` if they are not built and measured."""
-    if not offer.speedup:
+def break_even_of_part(
+    part: ComponentPlan, offers: Iterable[EngineOffer], records: Iterable[EngineRecord]
+) -> tuple[str, BreakEven] | None:
+    """Return the backend of a component's engines in use, or of the fastest if none is, and when they pay off.
+
+    Saved seconds are the plan's; `None` if no engine was compared with PyTorch.
+    """
+    used = part.engines[-1].builder if part.engines else ""
+    entry = next((entry for entry in part.compared if entry.builder and used in {"", entry.builder}), None)
+    offer = next((offer for offer in offers if entry is not None and offer.builder == entry.builder), None)
+    if entry is None or offer is None:
         return None
     ids = {use.id for use in offer.engines}
     built = sum(record.build_seconds for record in records if record.id in ids)
-    return BreakEven(built, calls_of_plan(plan)[component] * (offer.pytorch_seconds - offer.seconds))
+    return entry.backend, BreakEven(built, _saved(part, entry))
+
+
+def _saved(part: ComponentPlan, entry: BackendSeconds) -> float:
+    """Return the seconds that engines save for a component of one video; 0 if they were not compared with PyTorch."""
+    pytorch = next((other.seconds for other in part.compared if not other.builder), None)
+    in_use = part.engines and part.engines[-1].builder == entry.builder
+    seconds = part.seconds if in_use and part.seconds is not None else entry.seconds
+    return 0.0 if pytorch is None else pytorch.likely - seconds.likely
 
 
 def break_even_of_record(record: EngineRecord, preview: Preview | None) -> BreakEven | None:
-    """Return when an engine pays off at the previewed settings; `None` if they do not use it."""
+    """Return when an engine pays off at the previewed settings; `None` if they do not use it.
+
+    Of what several engines of a component save together, it has its share in their time.
+    """
     if preview is None or preview.plan is None or not record.seconds_per_call or not record.pytorch_seconds:
         return None
     plan = preview.plan
-    calls = 0.0
+    saved: list[float] = []
     for name, part in plan.components.items():
-        offered = preview.offers(name, plan.latent_size, part.device)
-        uses = (use for offer in offered for use in offer.engines if use.id == record.id and not use.build)
-        used = next(uses, None)
-        if used is not None:
-            calls += calls_of_plan(plan)[name] * engine_calls(used, preview.spec, plan.latent_size)
-    saved = calls * (record.pytorch_seconds - record.seconds_per_call)
-    return BreakEven(record.build_seconds, saved) if calls else None
+        for offer in preview.offers(name, plan.latent_size, part.device):
+            entry = next((entry for entry in part.compared if entry.builder == offer.builder), None)
+            use = next((use for use in offer.engines if use.id == record.id and not use.build), None)
+            if entry is not None and use is not None and offer.seconds:
+                seconds = engine_calls(use, preview.spec, plan.latent_size) * record.seconds_per_call
+                saved.append(min(seconds / offer.seconds, 1.0) * _saved(part, entry))
+    return BreakEven(record.build_seconds, sum(saved)) if saved else None
 
 
 def _brief(seconds: float) -> str:

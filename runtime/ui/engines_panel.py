@@ -38,7 +38,7 @@ from runtime.queue.records import (
 )
 from runtime.queue.views import Task
 from runtime.ui import form, formatting
-from runtime.ui.break_even import BreakEven, break_even_of_offer, break_even_of_record
+from runtime.ui.break_even import BreakEven, break_even_of_part, break_even_of_record
 from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_panel import summarize
@@ -476,7 +476,9 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
         tried = _tried(requested, offered) if preview.complete else []
         state = _unbuilt(requested, offered) if preview.complete else ""
         if name in gains:
-            state = f"{gains[name]}; {_missing(tried)}" if tried else str(gains[name])
+            backend, gain = gains[name]
+            state = f"{BACKEND_TITLES[backend]} {gain}"
+            state = f"{state}; {_missing(tried)}" if tried else state
         rows.append(
             {
                 "component": name,
@@ -502,22 +504,19 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
 
 def _break_evens(
     preview: Preview, plan: ExecutionPlan, offers: Mapping[str, Sequence[EngineOffer]]
-) -> dict[str, BreakEven]:
-    """Return when the fastest engines of each component pay off, where that is known."""
-    gains: dict[str, BreakEven] = {}
-    for name, offered in offers.items():
-        fastest = max((offer for offer in offered if offer.speedup), key=lambda offer: offer.speedup, default=None)
-        pays_off = None if fastest is None else break_even_of_offer(plan, name, fastest, preview.records)
-        if pays_off is not None:
-            gains[name] = pays_off
-    return gains
+) -> dict[str, tuple[str, BreakEven]]:
+    """Return the backend of each component's engines, and when they pay off, where that is known."""
+    gains = {
+        name: break_even_of_part(plan.components[name], offered, preview.records) for name, offered in offers.items()
+    }
+    return {name: gain for name, gain in gains.items() if gain is not None}
 
 
 def _total(
     preview: Preview,
     plan: ExecutionPlan,
     offers: Mapping[str, Sequence[EngineOffer]],
-    gains: Mapping[str, BreakEven],
+    gains: Mapping[str, tuple[str, BreakEven]],
 ) -> str:
     """Return what all engines save, and how long building what is missing takes."""
     total = ""
@@ -525,7 +524,7 @@ def _total(
         # Building tried every backend. Several components may use the same engine, which was built once.
         ids = {use.id for name in gains for offer in offers[name] for use in offer.engines if not use.build}
         built = sum(record.build_seconds for record in preview.records if record.id in ids)
-        combined = BreakEven(built, sum(max(gain.saved_seconds, 0.0) for gain in gains.values()))
+        combined = BreakEven(built, sum(max(gain.saved_seconds, 0.0) for _, gain in gains.values()))
         total = f"{'In total' if len(gains) == len(offers) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."

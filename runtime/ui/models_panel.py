@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, short
 from runtime.core.settings import Settings
 from runtime.core.units import byte_size, memory_size
 from runtime.machine.probe import Machine, free_disk_bytes
@@ -397,7 +397,7 @@ def _clip(spec: ModelSpec, fit: Fit) -> list[tuple[str, str]]:
     seconds = f"{defaults.frames / defaults.fps:.1f} s at {defaults.fps} fps"
     facts = [("Default clip", f"{formatting.size(defaults.width, defaults.height)}, {seconds}")]
     if fit.seconds is not None:
-        how = "measured here" if fit.seconds.measured else "estimated"
+        how = short(fit.seconds.basis)
         facts.append(("Time", f"about {formatting.duration(max(fit.seconds.likely, 0.1))} ({how})"))
         facts.append(("Memory", f"{memory_size(fit.peak_bytes)} of {memory_size(fit.free_bytes)} free"))
     return facts

@@ -16,7 +16,7 @@ from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionP
 from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, StepCache
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
-from runtime.core.units import counted, memory_size
+from runtime.core.units import about, counted, latency, memory_size, significant
 from runtime.engines.builders import builders_of
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
@@ -204,7 +204,78 @@ def components_html(spec: ModelSpec, summary: PlanSummary, preview: Preview | No
         )
         for name in (spec.component_names if plan is None else plan.components)
     ]
-    return render("plan_components.html", rows=rows, backends=list(BACKENDS.values()), prefix=fields.BACKEND)
+    complete = plan is not None and preview is not None and preview.complete
+    return render(
+        "plan_components.html",
+        rows=rows,
+        backends=list(BACKENDS.values()),
+        prefix=fields.BACKEND,
+        clip=clip_line(plan) if plan is not None and complete else "",
+        speed_up=speed_up(preview) if preview is not None else "",
+        parts=part_lines(plan) if plan is not None and complete else [],
+    )
+
+
+@dataclass(frozen=True)
+class PartLine:
+    """One component: the seconds that it takes of this clip, as a share of the clip's longest, and in PyTorch.
+
+    Attributes:
+        percent, saved: of the longest bar: what it takes, and what its engines save of PyTorch's.
+    """
+
+    name: str
+    title: str
+    backend: str
+    time: str
+    percent: float
+    saved: float
+
+
+def part_lines(plan: ExecutionPlan) -> list[PartLine]:
+    """Return a line for each component that takes time, with figures of the plan."""
+    taken = {name: part.seconds.likely for name, part in plan.components.items() if part.seconds is not None}
+    in_pytorch = {name: plan.components[name].on(PYTORCH) for name in taken}
+    plain = {name: taken[name] if seconds is None else seconds.likely for name, seconds in in_pytorch.items()}
+    longest = max((*taken.values(), *plain.values()), default=0.0) or 1.0
+    return [
+        PartLine(
+            name=name,
+            title=plan.title(name),
+            backend=BACKEND_TITLES[plan.components[name].backend],
+            time=latency(seconds) + (f" instead of {latency(plain[name])}" if plain[name] > seconds else ""),
+            percent=round(100 * seconds / longest, 1),
+            saved=round(100 * max(plain[name] - seconds, 0.0) / longest, 1),
+        )
+        for name, seconds in taken.items()
+    ]
+
+
+def clip_line(plan: ExecutionPlan) -> str:
+    """Return the seconds of this clip, and those without engines if it is faster with them: both from the plan."""
+    total = plan.seconds["total"].likely
+    saved = 0.0
+    for part in plan.components.values():
+        pytorch = part.on(PYTORCH)
+        if part.engines and part.seconds is not None and pytorch is not None:
+            saved += pytorch.likely - part.seconds.likely
+    instead = f" instead of {latency(total + saved)}" if saved > 0 else ""
+    return f"This clip: {latency(total)}{instead}, {short(plan.seconds['total'].basis)}."
+
+
+def speed_up(preview: Preview) -> str:
+    """Return how long building takes what no engine exists for, and can be built; empty if nothing can."""
+    plan = preview.plan
+    if plan is None or not preview.complete:
+        return ""
+    builds: dict[tuple[str, ...], float] = {}
+    for name, part in plan.components.items():
+        offers = preview.offers(name, plan.latent_size, part.device)
+        able = [offer for offer in offers if offer.problem is None and not offer.on_request]
+        if part.backend == PYTORCH and able and not any(offer.ready for offer in offers):
+            builds[tuple(use.id for use in able[0].engines)] = able[0].build_seconds
+    seconds = sum(builds.values())
+    return f"Speed up: build engines in the tab Engines, {about(seconds)}." if seconds else ""
 
 
 def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cell]:
@@ -214,6 +285,7 @@ def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cel
         preview: `None` if the form is invalid; then only the machine counts.
     """
     plan = None if preview is None else preview.plan
+    part = None if plan is None else plan.components[component]
     offers: Sequence[EngineOffer] = ()
     if preview is not None and plan is not None:
         offers = preview.offers(component, plan.latent_shape[2:], plan.components[component].device)
@@ -224,11 +296,11 @@ def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cel
         if backend == AUTO:
             row.append(Cell(backend, title, "fastest measured"))
         elif backend == PYTORCH:
-            row.append(Cell(backend, title, "always possible"))
+            row.append(Cell(backend, title, _with_seconds("always possible", part, PYTORCH)))
         elif problem is not None:
             row.append(Cell(backend, title, short(problem, WORDS), paragraph(problem), usable=False))
         else:
-            row.append(Cell(backend, title, _engine_state(backend_offers)))
+            row.append(Cell(backend, title, _engine_state(backend_offers, plan, part, backend)))
     return row
 
 
@@ -241,13 +313,30 @@ def _problem(backend: str, offers: Sequence[EngineOffer], machine: Machine) -> F
     return problems[0] if problems and None not in problems else None
 
 
-def _engine_state(offers: Sequence[EngineOffer]) -> str:
-    ready = [offer for offer in offers if offer.ready]
-    if not ready:
-        misfit = next((offer.misfit for offer in offers if offer.misfit), None)
-        return short(misfit or Fact("planner.badge_no_engine"), WORDS) if offers else ""
-    speedup = max(offer.speedup for offer in ready)
-    return f"engine ready, {speedup:.1f}× as fast" if speedup else "engine ready"
+def _engine_state(
+    offers: Sequence[EngineOffer], plan: ExecutionPlan | None, part: ComponentPlan | None, backend: str
+) -> str:
+    """Return a backend's engines for a component in a few words; figures are those of the plan."""
+    if not offers or plan is None:
+        return ""
+    if any(offer.ready for offer in offers):
+        return _with_seconds("engine ready", part, backend)
+    offer = next((offer for offer in offers if offer.problem is None), offers[0])
+    size = {"width": plan.width, "height": plan.height, "seconds": offer.build_seconds}
+    if offer.misfit is not None and offer.misfit.code != "engine.misfit_sizes":
+        lacks = short(offer.misfit, WORDS)
+        return f"{lacks}: build, {about(offer.build_seconds)}" if offer.build_seconds else lacks
+    return short(Fact("ui.no_engine_for_size" if offer.build_seconds else "planner.badge_no_engine", size), WORDS)
+
+
+def _with_seconds(state: str, part: ComponentPlan | None, backend: str) -> str:
+    """Return a state with the seconds of this clip on a backend, and how many times as fast as PyTorch that is."""
+    on, pytorch = (None, None) if part is None else (part.on(backend), part.on(PYTORCH))
+    if on is None:
+        return state
+    faster = pytorch is not None and backend != PYTORCH and on.known and pytorch.known and on.likely
+    times = f", {significant(pytorch.likely / on.likely)}× as fast" if faster and pytorch is not None else ""
+    return f"{state}: {latency(on.likely)}{times}"
 
 
 def options_html(values: Mapping[str, Any], machine: Machine, spec: ModelSpec) -> str:
@@ -403,7 +492,7 @@ def _summary_line(plan: ExecutionPlan) -> str:
 
 def _time(plan: ExecutionPlan) -> str:
     total, load = plan.seconds["total"], plan.seconds["load"]
-    how = "measured here" if total.measured else "estimated"
+    how = short(total.basis)
     sections = ""
     if plan.sections > 1:
         section_seconds = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections

@@ -111,9 +111,8 @@ class PlanPreview:
             spec = with_loras(spec, request.loras, self._weights_dir)
             spec = with_images(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers
-            plan = resolve(
-                request, spec, PlanningContext(self.machine(), _NOWHERE, offers, self._history()), builds_later=True
-            )
+            context = PlanningContext(self.machine(), _NOWHERE, offers, self._history(), compares=True)
+            plan = resolve(request, spec, context, builds_later=True)
         except TandemError as error:
             return Preview(None, error, offers, records, complete, spec)
         return Preview(plan, None, offers, records, complete, spec)

@@ -25,9 +25,10 @@ SAMPLES: Mapping[str, Any] = {
     **dict.fromkeys(("duration", "about", "latency"), 90.0),
     **dict.fromkeys(("list", "or", "words", "lower_components", "clauses", "sentences", "appended"), ("vae",)),
     **dict.fromkeys(("remedy", "clause", "badge", "advice"), Fact("machine.no_gpu")),
-    "milliseconds": {"eager": 0.5},
+    "latencies": {"eager": 0.5},
     "settings": {"offload": "group"},
     "setting": ["offload", "group"],
+    "times": 1.5,
     "named_components": {"names": ["vae"], "among": ["vae"]},
 }
 

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from runtime.core.estimates import StageMemory
-from runtime.planner.history import Kind, Run, corrected_by_history, seconds_per_call
+from runtime.planner.history import Kind, Run, corrected_by_history, newer, seconds_per_call
 
 KIND = Kind(
     device="Test CPU, 2 cores",
@@ -27,7 +27,40 @@ def test_seconds_grow_with_the_operations(flops: float, seconds: float, low: flo
     found = seconds_per_call([RUN], KIND, flops)
     assert found is not None
     assert (found.likely, found.low, found.high) == pytest.approx((seconds, low, high))
-    assert found.measured
+    # Called measured only at the size that was measured.
+    assert (found.measured, found.known) == (flops == RUN.flops, True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds", "loaded"),
+    [
+        # Seconds of two runs of one kind and size, and whether other programs used the processor: which counts.
+        ((4.0, False), (1.5, False), 1.5, False),
+        ((4.0, False), (5.0, False), 5.0, False),
+        ((4.0, False), (40.0, True), 4.0, False),
+        ((4.0, False), (3.0, True), 3.0, True),
+        ((40.0, True), (30.0, True), 30.0, True),
+        ((30.0, True), (40.0, True), 30.0, True),
+        ((40.0, True), (4.0, False), 4.0, False),
+        ((0.0, False), (40.0, True), 40.0, True),
+    ],
+)
+def test_a_loaded_run_does_not_replace_another(
+    before: tuple[float, bool], after: tuple[float, bool], seconds: float, loaded: bool
+) -> None:
+    first, second = (RUN.replace(seconds=time, loaded=busy) for time, busy in (before, after))
+    kept = newer(first, second)
+    assert (kept.seconds, kept.loaded) == (seconds, loaded)
+    assert newer(None, second) == second
+
+
+def test_a_loaded_run_counts_only_alone_and_is_not_called_measured() -> None:
+    loaded = RUN.replace(seconds=40.0, loaded=True)
+    alone = seconds_per_call([loaded], KIND, RUN.flops)
+    assert alone is not None and alone.likely == 40.0 and not alone.measured and alone.known
+    nearby = RUN.replace(flops=2 * RUN.flops, seconds=8.0)
+    beside = seconds_per_call([loaded, nearby], KIND, RUN.flops)
+    assert beside is not None and beside.likely == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("changed", list(vars(KIND)))

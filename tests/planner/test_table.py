@@ -404,6 +404,11 @@ def check(row: Row, folder: Path) -> None:
         assert bool(part.engines) == (part.backend != "pytorch")
 
 
+def _lack(badge: Fact) -> str:
+    """Return the code of what a badge says is lacking, without the advice to build."""
+    return (badge.data["lack"] if badge.code == "planner.badge_build" else badge).code
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("differs", "badge", "reason"),
@@ -436,15 +441,10 @@ def test_an_existing_engine(differs: dict[str, Any], badge: str, reason: str, tm
     add(store, replace(wanted, **differs))
     high, low = (planned(Row(H200, SHIPPED, {}, "", ""), tmp_path).components[name] for name in EXPERTS)
     assert high.badge is not None and low.badge is not None
-    assert high.badge.code == badge
-    last = high.reasons[-1]
-    if last.code == "planner.no_engine_fits":
-        assert last.data["cause"].code == "engine.nearest_differs"
-        assert reason in {fact.code for fact in last.data["cause"].data["differences"]}
-    else:
-        assert last.code == reason
+    assert _lack(high.badge) == badge
+    assert reason in {each.code for each in facts_in(high.reasons)}
     # The other expert's weights are not in it.
-    assert low.badge.code == "planner.badge_no_engine"
+    assert _lack(low.badge) == "planner.badge_no_engine"
 
 
 def test_the_table_is_as_large_as_it_should_be() -> None:

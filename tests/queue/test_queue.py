@@ -223,7 +223,9 @@ def test_a_build_continues_after_a_restart_of_the_app(tiny: Callable[[str], Mode
     until(lambda: not again.open and not queue.store.order.jobs())
     queue.close()
     assert (again.title, again.state) == ("Build it", "done")
-    assert again.result == Fact("task.built", {"built": 1, "wanted": 1})
+    # Whether the engine makes clips faster depends on the machine.
+    assert again.result is not None and again.result.code in {"task.built", "task.built_faster"}
+    assert again.result.data | {"built": 1, "wanted": 1} == again.result.data
     assert queue.store.get(task.id).state == "done"
     assert len(engines.store.index()) == 1
 

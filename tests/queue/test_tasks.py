@@ -73,7 +73,9 @@ def test_an_engine_is_built_used_verified_and_deleted(
     # Of one component, although all may have engines.
     built = add(queue, build("text_encoder", backends={"all": "onnxruntime"}))
     assert built.state == "done"
-    assert built.result == Fact("task.built", {"built": 1, "wanted": 1})
+    # Whether the engine makes clips faster depends on the machine.
+    assert built.result is not None and built.result.code in {"task.built", "task.built_faster"}
+    assert built.result.data | {"built": 1, "wanted": 1} == built.result.data
     assert built.share == 1.0
     assert any("xporting" in line for line in built.log)
     (record,) = engines.store.index()

@@ -13,19 +13,23 @@ from runtime.core.errors import MachineError, TandemError
 from runtime.core.facts import Fact, short
 from runtime.core.plan import EngineRef, LatentSize
 from runtime.core.request import GenerationRequest
+from runtime.core.units import latency
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.presets import presets
 from runtime.planner.resolve import PlanningContext, resolve
-from runtime.ui.break_even import BreakEven, break_even_of_record
+from runtime.queue.job_planning import seconds_gained
+from runtime.ui.break_even import BreakEven, break_even_of_part, break_even_of_record
 from runtime.ui.formatting import WORDS
 from runtime.ui.plan_panel import (
     PlanSummary,
     cells,
+    clip_line,
     components_html,
     options_html,
+    part_lines,
     preset_tile,
     presets_html,
     summarize,
@@ -75,7 +79,7 @@ def preview(
         plan = resolve(
             GenerationRequest.from_mapping(wanted),
             spec,
-            PlanningContext(here, Path("x.mp4"), offers),
+            PlanningContext(here, Path("x.mp4"), offers, compares=True),
             builds_later=True,
         )
     except TandemError as error:
@@ -142,7 +146,8 @@ def test_the_summary_has_shares_builds_and_time(spec: ModelSpec) -> None:
     # The text encoder twice, each expert 5 steps of two calls, the VAE once, a second each.
     assert summary_of(spec, offers=offering(*every)).line == "Auto: TensorRT for 4 of 4 components, about 23 s"
     half = summary_of(spec, offers=offering(*every), backends={"vae": "pytorch", "text_encoder": "pytorch"})
-    assert half.line == "As chosen: TensorRT for 2 of 4 components, about 20 s"
+    # PyTorch takes three seconds a call, as was measured beside the engines that are not used.
+    assert half.line == "As chosen: TensorRT for 2 of 4 components, about 29 s"
     mixed = offering(*every[:3], offer("vae", "inductor", build=True, seconds=0.0))
     wanted = summary_of(spec, offers=mixed, backends={"vae": "inductor"})
     assert wanted.line.startswith("As chosen: TensorRT for 3 of 4 components, about ")
@@ -154,8 +159,11 @@ def test_the_time_has_bounds_and_its_source(spec: ModelSpec) -> None:
     plan = preview(spec, offers=every).plan
     assert plan is not None
     total = plan.seconds["total"]
-    measured = summary_of(spec, offers=every).time
-    assert measured.startswith(f"about 23 s, {total.low:.0f} s to {total.high:.0f} s (measured here). Loading before")
+    # Calls were measured when the engines were built, but no video ran.
+    inferred = summary_of(spec, offers=every).time
+    assert inferred.startswith(
+        f"about 23 s, {total.low:.0f} s to {total.high:.0f} s ({short(fact('planner.inferred'))}). Loading before"
+    )
     assert "(estimated)" in summary_of(spec).time
     assert summary_of(spec, offers=every, guidance_scale=1.0, guidance_scale_2=1.0).time.startswith("about 12 s")
 
@@ -258,7 +266,11 @@ def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) 
     html = components_html(spec, summary_of(spec, here=here), preview(spec, here=here), here)
     assert html.count(" disabled>") == len(spec.component_names) * sum(not cell.usable for cell in by_backend.values())
     ready = {cell.backend: cell for cell in cells("vae", preview(spec, offers=offering(offer("vae"))), GPU)}
-    assert ready["tensorrt"].state == "engine ready, 3.0× as fast"
+    assert ready["tensorrt"].state == "engine ready: 1.0 s, 3.0× as fast"
+    assert ready["pytorch"].state == "always possible: 3.0 s"
+    missing = preview(spec, offers=offering(offer("vae", build=True, build_seconds=60.0)))
+    state = {cell.backend: cell.state for cell in cells("vae", missing, GPU)}["tensorrt"]
+    assert state == "no engine for 64×32 yet: build, about 1 min"
     old = offer("vae", build=True, misfit=Fact("engine.misfit_export"))
     stale = {cell.backend: cell for cell in cells("vae", preview(spec, offers=offering(old)), GPU)}
     assert stale["tensorrt"].state == "outdated engine (other Tandem version)"
@@ -346,7 +358,10 @@ def test_break_even_is_described(build: float, saved: float, words: str) -> None
 
 
 def test_the_break_even_of_a_block_engine_counts_its_calls(spec: ModelSpec) -> None:
-    offered = offer("block_qkv", in_blocks=True)
+    tiny = preview(spec).plan
+    assert tiny is not None
+    calls = tiny.tokens / 16 * spec.transformer.num_layers
+    offered = offer("block_qkv", in_blocks=True, seconds=0.1 * calls, baselines={"eager": 0.3 * calls})
     blocks = replace(offered, engines=(offered.engines[0].replace(tokens=16),))
 
     def of(component: str, _latent: LatentSize, _device: str) -> Sequence[EngineOffer]:
@@ -359,10 +374,76 @@ def test_the_break_even_of_a_block_engine_counts_its_calls(spec: ModelSpec) -> N
     )
     saved = break_even_of_record(made, seen)
     passes = 2 * seen.plan.steps
-    calls = passes * seen.plan.tokens / 16 * spec.transformer.num_layers
     assert saved is not None
     assert saved.build_seconds == 60.0
-    assert saved.saved_seconds == pytest.approx(0.2 * calls)
+    assert saved.saved_seconds == pytest.approx(0.2 * passes * calls)
+
+
+# Seconds of a call on TensorRT, in PyTorch when that engine was built, on Inductor, in PyTorch then.
+@pytest.mark.parametrize(
+    ("tensorrt", "beside_tensorrt", "inductor", "beside_inductor"),
+    [
+        (1.0, 2.0, 1.5, 2.0),
+        (1.5, 2.0, 1.0, 2.0),
+        # Inductor's engine was built while the machine was slower: what both gain over PyTorch counts.
+        (1.0, 2.0, 1.4, 5.0),
+        (1.0, 5.0, 0.9, 2.0),
+        # No engine is faster.
+        (2.5, 2.0, 2.2, 2.0),
+    ],
+)
+def test_every_place_shows_the_seconds_of_the_choice(
+    spec: ModelSpec, tensorrt: float, beside_tensorrt: float, inductor: float, beside_inductor: float
+) -> None:
+    offers = [
+        offer("vae", "tensorrt", seconds=tensorrt, baselines={"eager": beside_tensorrt}),
+        offer("vae", "inductor", seconds=inductor, baselines={"eager": beside_inductor}),
+    ]
+    seen = preview(spec, offers=offering(*offers), compile="never")
+    assert seen.plan is not None
+    part = seen.plan.components["vae"]
+    assert part.seconds is not None
+    fastest = part.compared[0]
+    assert part.backend == fastest.backend
+    assert part.seconds.likely == pytest.approx(fastest.seconds.likely)
+    figures = {cell.backend: re.search(r": ([\d.]+) (m?s)", cell.state) for cell in cells("vae", seen, GPU)}
+    shown = {
+        backend: float(match[1]) / (1000 if match[2] == "ms" else 1) for backend, match in figures.items() if match
+    }
+    assert set(shown) == {"pytorch", "tensorrt", "inductor"}
+    assert min(shown, key=lambda backend: shown[backend]) == part.backend
+    # The Engines tab names the backend that it speaks of, which is the plan's.
+    records = [replace(record(key()), id=each.engines[0].id, build_seconds=10.0 + len(each.backend)) for each in offers]
+    told = break_even_of_part(part, offers, records)
+    assert told is not None
+    backend, gain = told
+    assert backend == (part.backend if part.engines else "inductor")
+    assert gain.build_seconds == 10.0 + len(backend)
+    on = next(entry for entry in part.compared if entry.backend == backend)
+    pytorch = part.on("pytorch")
+    assert pytorch is not None
+    assert gain.saved_seconds == pytest.approx(pytorch.likely - on.seconds.likely)
+    # So do the bars of the parts, and the line of the clip: what engines save is PyTorch's seconds without theirs.
+    lines = {each.name: each for each in part_lines(seen.plan)}
+    assert set(lines) == set(seen.plan.components)
+    assert lines["vae"].time.split(" instead")[0] == latency(part.seconds.likely)
+    assert lines["vae"].percent + lines["vae"].saved == pytest.approx(100.0, abs=0.2)
+    assert (" instead of " in clip_line(seen.plan)) == (" instead of " in lines["vae"].time) == bool(part.engines)
+    # After these engines were built, the clip takes less by what they save.
+    now, before = seconds_gained(seen.plan, offering(*offers), {each.engines[0].id for each in offers})
+    assert before - now == pytest.approx(pytorch.likely - part.seconds.likely)
+    # Of the fastest alone, compared with the other one.
+    now, before = seconds_gained(seen.plan, offering(*offers), {f"vae-{part.backend}"})
+    second = part.compared[1].seconds.likely if part.engines else part.seconds.likely
+    assert before - now == pytest.approx(second - part.seconds.likely)
+    # A slower choice never lowers the forecast.
+    for other in ("pytorch", "tensorrt", "inductor"):
+        asked = preview(spec, offers=offering(*offers), compile="never", backends={"vae": other}).plan
+        assert asked is not None
+        assert asked.seconds["total"].likely >= seen.plan.seconds["total"].likely - 1e-9
+        assert [entry.seconds for entry in asked.components["vae"].compared] == [
+            entry.seconds for entry in part.compared
+        ]
 
 
 @pytest.mark.parametrize(

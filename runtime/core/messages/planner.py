@@ -289,13 +289,16 @@ _REASONS: Mapping[str, Message] = {
         "Its {backend:backend} engine is built when no video waits.",
         badge="{backend:backend} engine is built when idle",
     ),
+    "planner.measured": Message("Measured here."),
+    "planner.inferred": Message("Estimated from measurements here."),
+    "planner.estimated": Message("Estimated."),
     "planner.speed": Message(
-        "{precision}, {times:.2f} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
-        "{pytorch:latency}, measured here."
+        "{precision}, {times:times} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
+        "{pytorch:latency}, {basis:badge}."
     ),
     "planner.speed_in_blocks": Message(
-        "{precision}, {times:.2f} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
-        "{pytorch:latency}; about {attention:latency} of both is attention, the rest was measured here."
+        "{precision}, {times:times} times as fast as PyTorch: {seconds:latency} a call, PyTorch ({path:clause}) "
+        "{pytorch:latency}; about {attention:latency} of both is attention, {basis:badge}."
     ),
     "planner.speed_unknown": Message("{precision}, not measured."),
     "planner.badge_ready": Message("The engine is ready.", badge="engine ready"),
@@ -311,6 +314,10 @@ _REASONS: Mapping[str, Message] = {
         badge="the clip is not faster with its engine",
     ),
     "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
+    "planner.badge_build": Message(
+        "There is none for this video yet: building its engine takes {seconds:about}.",
+        badge="{lack:badge}: build, {seconds:about}",
+    ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
     "planner.steps_computed": Message(
@@ -335,7 +342,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.attention_asked": Message("{attention:kernel}, as requested."),
     "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
-    "planner.attention_measured": Message("{attention:kernel}, the fastest measured here: {seconds:milliseconds}."),
+    "planner.attention_measured": Message("{attention:kernel}, the fastest: {seconds:latencies}, {basis:badge}."),
     "planner.attention_by_rule": Message(
         "{attention:kernel}: usually the fastest on {gpu}; not measured on this machine yet."
     ),

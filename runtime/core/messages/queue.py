@@ -106,6 +106,9 @@ MESSAGES: Mapping[str, Message] = {
     # Tasks
     "task.cancelled": Message("Cancelled. Completed work is kept."),
     "task.built": Message("{built} of {wanted} ready."),
+    "task.built_faster": Message(
+        "{built} of {wanted} ready. Clips of this size now take {seconds:latency} instead of {before:latency}."
+    ),
     "task.built_in_part": Message("{built} of {wanted} ready. {cause}"),
     "task.nothing_to_build": Message("No engine to build: PyTorch was chosen for every component."),
     "task.inspected": Message("It can be imported if it contains the model's own weights."),

@@ -27,6 +27,10 @@ MESSAGES: Mapping[str, Message] = {
     "ui.does_not_fit": Message("Does not fit"),
     "ui.cannot_generate": Message("Cannot be generated"),
     "ui.invalid_setting": Message("Invalid setting"),
+    "ui.no_engine_for_size": Message(
+        "There is no engine for {width}×{height} yet: building takes {seconds:about}.",
+        badge="no engine for {width}×{height} yet: build, {seconds:about}",
+    ),
     "ui.builds_later": Message("{engines:n engine} to build when no video waits"),
     # The queue.
     "ui.queue_total": Message("{count}, {seconds:about} in total"),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
+from runtime.core.estimates import BackendSeconds, basis
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, EngineRef
 from runtime.core.request import AUTO
@@ -21,6 +22,7 @@ class Choice:
     Attributes:
         engines: the engines; empty for PyTorch.
         offer: the offer that was chosen; `None` for PyTorch.
+        compared: see `ComponentPlan`.
     """
 
     backend: str
@@ -28,6 +30,7 @@ class Choice:
     reasons: tuple[Fact, ...]
     badge: Fact
     offer: EngineOffer | None = None
+    compared: tuple[BackendSeconds, ...] = ()
 
     @property
     def in_blocks(self) -> bool:
@@ -120,9 +123,11 @@ def _choose_fastest(
             return _use_pytorch(cause, in_pytorch, cause)
         if excluded is not None:
             return _use_pytorch(excluded.fact, in_pytorch, excluded.fact)
+        badge = _badge_without_engine(offers)
         missing = next((offer.missing for offer in offers if offer.misfit), None)
         reasons = [] if missing is None else [Fact("planner.no_engine_fits", {"cause": missing})]
-        return _use_pytorch(_badge_without_engine(offers), in_pytorch, *reasons)
+        helps = [badge] if badge.code == "planner.badge_build" else []
+        return _use_pytorch(badge, *helps, *reasons, in_pytorch)
     note = {"backend": best.backend, "how": _speed_note(best, alternative)}
     if alternative.compare(best).speedup < _MIN_SPEEDUP:
         none_faster = Fact("planner.none_faster", note)
@@ -140,8 +145,12 @@ def _not_compared(ready: list[EngineOffer], path: PyTorchPath) -> Fact:
 
 
 def _badge_without_engine(offers: list[EngineOffer]) -> Fact:
-    """Return the badge if no engine is ready: why there is none."""
+    """Return the badge if no engine is ready: what helps, otherwise why there is none."""
     misfit = next((offer.misfit for offer in offers if offer.misfit), None)
+    buildable = next((offer for offer in offers if offer.problem is None and not offer.on_request), None)
+    if buildable is not None and buildable.build_seconds:
+        lack = buildable.misfit or misfit or Fact("planner.badge_no_engine")
+        return Fact("planner.badge_build", {"lack": lack, "seconds": buildable.build_seconds})
     problem = offers[0].problem if offers and all(offer.problem is not None for offer in offers) else None
     return misfit or problem or Fact("planner.badge_no_engine")
 
@@ -189,6 +198,7 @@ def _speed_note(offer: EngineOffer, alternative: PyTorchAlternative) -> Fact:
         "pytorch": compared.pytorch,
         "path": alternative.path.title,
         "times": compared.speedup,
+        "basis": basis(measured=compared.measured),
     }
     if compared.attention:
         return Fact("planner.speed_in_blocks", {**data, "attention": compared.attention})

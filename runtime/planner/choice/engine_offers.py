@@ -57,11 +57,13 @@ class Comparison:
 
     Attributes:
         attention: the part of both that is PyTorch's attention between block engines.
+        measured: whether both are calls that were measured on this machine; otherwise they follow from other calls.
     """
 
     engine: float
     pytorch: float
     attention: float = 0.0
+    measured: bool = False
 
     @property
     def speedup(self) -> float:
@@ -87,6 +89,7 @@ class EngineOffer:
         in_blocks: whether its engines compute parts of each block of a transformer, see `plan.is_block_program`.
         on_request: whether they are built only if their backend is requested, because they are likely slower than
             PyTorch.
+        scaled: whether `seconds` and `baselines` are scaled from another size at which the engines were measured.
     """
 
     backend: str
@@ -101,6 +104,7 @@ class EngineOffer:
     file_bytes: int = 0
     in_blocks: bool = False
     on_request: bool = False
+    scaled: bool = False
 
     @property
     def ready(self) -> bool:
@@ -131,7 +135,8 @@ class EngineOffer:
         attention, shared = (path.attention_seconds, path.faster) if self.in_blocks else (0.0, 1.0)
         baseline = self.baselines.get(path.kind, 0.0) if self.is_compared(path) else 0.0
         pytorch = (baseline + attention) / path.faster if baseline else path.seconds
-        return Comparison((self.seconds + attention) / shared, pytorch, attention / shared)
+        apart = bool(baseline) and not self.scaled and path.faster == shared == 1.0
+        return Comparison((self.seconds + attention) / shared, pytorch, attention / shared, measured=apart)
 
 
 # Maps a component, a latent size and a device to the offers, the preferred builder first.

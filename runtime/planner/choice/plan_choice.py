@@ -1,12 +1,12 @@
 """Choose engines for all components of a plan: those with which its forecast is faster, if they fit into memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
-from runtime.core.estimates import MemoryStrategy
+from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO, GenerationRequest
@@ -68,7 +68,8 @@ def choose_engines(
     pytorch = _PyTorchPlan(plain, decide, _attempted(plain, {}, decide) if measured else None)
     choices = _choose_each(request, spec, machine, settings, in_pytorch, offered, pytorch)
     automatic = [name for name, choice in choices.items() if choice.engines and request.backend(name) == AUTO]
-    return _drop_engines_that_do_not_fit(choices, automatic, in_pytorch, pytorch)
+    chosen, planned = _drop_engines_that_do_not_fit(choices, automatic, in_pytorch, pytorch)
+    return {name: replace(choice, compared=choices[name].compared) for name, choice in chosen.items()}, planned
 
 
 def _attempted(choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath], decide: Decide) -> PlanForecast | None:
@@ -90,6 +91,7 @@ class _PyTorchPlan:
     def __init__(self, plain: Mapping[str, Choice], decide: Decide, planned: PlanForecast | None) -> None:
         self._plain, self._decide, self._planned = plain, decide, planned
         self._comparisons: dict[tuple[str, str, tuple[str, ...]], Comparison] = {}
+        self._variants: dict[tuple[str, str, tuple[str, ...]], PlanForecast | None] = {}
         self.paths: Mapping[str, PyTorchPath] = {}
         if planned is not None:
             self.paths = {name: forecast.measured_path(*_parts(planned, name)) for name in plain}
@@ -106,7 +108,7 @@ class _PyTorchPlan:
 
     def compare(self, name: str, offer: EngineOffer) -> Comparison:
         """Compare an offer's engines for a component with PyTorch: by the forecasts of both plans."""
-        key = name, offer.builder, tuple(use.id for use in offer.engines)
+        key = _key(name, offer)
         if key not in self._comparisons:
             self._comparisons[key] = self._compared(name, offer)
         return self._comparisons[key]
@@ -115,17 +117,51 @@ class _PyTorchPlan:
         as_built = offer.compared(self.paths.get(name, EAGER_PATH))
         if self._planned is None or not as_built.engine:
             return as_built
-        planned = self.attempt({**self._plain, name: on_offer(offer)})
+        planned = self._with(name, offer)
         if planned is None:
             return as_built
-        engine, pytorch = (forecast.measured_call(*_parts(variant, name)) for variant in (planned, self._planned))
-        return Comparison(engine, pytorch, forecast.attention_between(*_parts(planned, name)))
+        engine, pytorch = (forecast.known_call(*_parts(variant, name)) for variant in (planned, self._planned))
+        measured = engine is not None and pytorch is not None and engine.measured and pytorch.measured
+        attention = forecast.attention_between(*_parts(planned, name))
+        return Comparison(
+            engine=0.0 if engine is None else engine.likely,
+            pytorch=0.0 if pytorch is None else pytorch.likely,
+            attention=attention,
+            measured=measured,
+        )
+
+    def _with(self, name: str, offer: EngineOffer) -> PlanForecast | None:
+        """Return the plan with an offer's engines for a component, and PyTorch for the others."""
+        key = _key(name, offer)
+        if key not in self._variants:
+            self._variants[key] = self.attempt({**self._plain, name: on_offer(offer)})
+        return self._variants[key]
+
+    def compared(self, name: str, offers: Iterable[EngineOffer]) -> tuple[BackendSeconds, ...]:
+        """Return the seconds of a clip's component in PyTorch and on measured engines, see `ComponentPlan.compared`."""
+        if self._planned is None:
+            return ()
+        entries = [BackendSeconds(backend=PYTORCH, builder="", seconds=_of_clip(self._planned, name))]
+        for offer in offers:
+            planned = self._with(name, offer) if self.compare(name, offer).engine else None
+            if planned is not None:
+                seconds = _of_clip(planned, name)
+                entries.append(BackendSeconds(backend=offer.backend, builder=offer.builder, seconds=seconds))
+        return tuple(sorted(entries, key=lambda entry: entry.seconds.likely))
 
     def saved(self, name: str, offer: EngineOffer) -> float:
         """Return the seconds of a clip that an offer's engines for a component save; 0 if they were not measured."""
         compared = self.compare(name, offer)
         calls = 1.0 if self._planned is None else self._planned.inputs.calls[name]
         return calls * (compared.pytorch - compared.engine) if compared.speedup else 0.0
+
+
+def _key(name: str, offer: EngineOffer) -> tuple[str, str, tuple[str, ...]]:
+    return name, offer.builder, tuple(use.id for use in offer.engines)
+
+
+def _of_clip(planned: PlanForecast, name: str) -> Seconds:
+    return forecast.component_seconds(*_parts(planned, name))
 
 
 def _parts(planned: PlanForecast, name: str) -> tuple[ForecastInputs, MemoryStrategy, str, Speed]:
@@ -155,7 +191,8 @@ def _choose_each(
             if against is not None:
                 raise against.refusal
         admitted, excluded = admit(offered(name), case, machine)
-        chosen[name] = choose(requested, request.build, admitted, in_pytorch, excluded, pytorch.alternative(name))
+        choice = choose(requested, request.build, admitted, in_pytorch, excluded, pytorch.alternative(name))
+        chosen[name] = replace(choice, compared=pytorch.compared(name, admitted))
     return chosen
 
 
