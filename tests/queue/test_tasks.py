@@ -139,6 +139,20 @@ def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService,
     assert engines.store.index() == []
 
 
+def test_the_wait_is_known_if_all_that_is_ahead_has_a_forecast(
+    engines: EngineService, spec: ModelSpec, tmp_path: Path
+) -> None:
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, start=False)
+    first, second = (queue.submit(small(backends={})) for _ in range(2))
+    builds = [queue.add_task(build(), sentence("Build"), seconds) for seconds in (240.0, None, None)]
+    video = queue.store.get(first.id).seconds
+    assert video is not None and builds[0].seconds_left == 240.0
+    assert queue.seconds_until(queue.ahead(second)) == video
+    assert queue.seconds_until(queue.ahead(builds[1])) == pytest.approx(2 * video + 240.0)
+    assert queue.seconds_until(queue.ahead(builds[2])) is None
+    queue.close()
+
+
 @pytest.mark.slow
 def test_a_cancelled_build_leaves_no_files_and_the_worker_continues(
     queue: JobQueue, engines: EngineService, spec: ModelSpec
