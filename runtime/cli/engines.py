@@ -3,7 +3,8 @@
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
+from runtime.core.cancel import Cancel
 from runtime.core.environment import program
-from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.core.errors import EngineError, InvalidRequestError, StoreError, TandemError
 from runtime.core.facts import Fact, render, shortened
 from runtime.core.files import make_named_folder
 from runtime.core.plan import BACKEND_TITLES, is_block_program
 from runtime.core.request import GenerationRequest
+from runtime.core.settings import Settings
 from runtime.core.units import UNITS, byte_size
 from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
@@ -25,10 +28,22 @@ from runtime.models.catalogue import check_makes_videos, decoders, find, folders
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.build_engines import BuildResult, build_all, build_frame_engines, frame_latents, wanted_engines
+from runtime.pipeline.build_engines import (
+    BuildResult,
+    Turns,
+    build_all,
+    build_frame_engines,
+    frame_latents,
+    wanted_engines,
+)
 from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from runtime.planner.choice.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
 from runtime.planner.resolve import PlanningContext, resolve
+from runtime.queue import recovery
+from runtime.queue.store import open_store
+
+# Between two looks for videos.
+_LOOK_SECONDS = 0.2
 
 
 def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
@@ -44,7 +59,7 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
     service = EngineService.from_settings(loaded, probe())
     decoder = find(request.model, loaded.weights_dir) if not request.loras else None
     if decoder is not None and decoder.only_decodes:
-        return _build_decoder(request, decoder, service, again=again)
+        return _build_decoder(request, decoder, service, loaded, again=again)
     spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_image=False, keep=False)
     engines = wanted_engines(request, spec, service)
     to_build = [engine for engine in engines if again or engine.use.build]
@@ -59,19 +74,64 @@ def build(request: GenerationRequest, *, again: bool) -> dict[str, Any]:
         )
     )
     started = time.monotonic()
-    with cancel_on_signals() as cancel:
-        built = _each(build_all(engines, spec, service, _progress(), cancel, again=lambda _: again), len(engines))
+    with cancel_on_signals() as cancel, _turns(loaded, cancel) as turns:
+        results = build_all(engines, spec, service, _progress(), cancel, again=lambda _: again, turns=turns)
+        built = _each(results, len(engines))
     return _built(built, started, sum(engine.seconds for engine in to_build))
 
 
 def _build_decoder(
-    request: GenerationRequest, spec: ModelSpec, service: EngineService, *, again: bool
+    request: GenerationRequest, spec: ModelSpec, service: EngineService, loaded: Settings, *, again: bool
 ) -> dict[str, Any]:
     """Build the engines of a decoder of single frames; see `build`."""
     started = time.monotonic()
-    with cancel_on_signals() as cancel:
-        built = _each(build_frame_engines(request, spec, service, _progress(), cancel, again=again))
+    with cancel_on_signals() as cancel, _turns(loaded, cancel) as turns:
+        built = _each(build_frame_engines(request, spec, service, _progress(), cancel, again=again, turns=turns))
     return _built(built, started, sum(result.wanted.seconds for result in built))
+
+
+@contextmanager
+def _turns(loaded: Settings, cancel: Cancel) -> Iterator[Turns]:
+    """Yield what lets an engine be built while no video of the cache folder waits or runs."""
+    store = open_store(loaded.cache_dir)
+
+    def has_video() -> bool:
+        with suppress(StoreError):  # read again soon
+            if store.order.has_video():
+                recovery.recover(store, "")  # its process may be dead
+                return store.order.has_video()
+        return False
+
+    def take() -> Cancel:
+        if has_video():
+            terminal.line(str(Fact("cli.build_makes_room")))
+        while has_video():
+            cancel.check()
+            time.sleep(_LOOK_SECONDS)
+        return _Turn(cancel, has_video)
+
+    try:
+        yield take
+    finally:
+        store.close()
+
+
+class _Turn(Cancel):
+    """The token of one engine's build, which ends when all builds are cancelled or a video goes first."""
+
+    def __init__(self, cancel: Cancel, has_video: Callable[[], bool]) -> None:
+        super().__init__()
+        self._cancel, self._has_video = cancel, has_video
+        self._look_at = 0.0
+
+    def check(self) -> None:
+        self._cancel.check()
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            if self._has_video():
+                self.request()
+        super().check()
 
 
 def _each(results: Iterable[BuildResult], count: int | None = None) -> list[BuildResult]:

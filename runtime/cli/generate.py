@@ -24,6 +24,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, probe
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
@@ -88,21 +89,23 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         terminal.ask("Generate it?")
     with ExitStack() as stack:
         store, job = _stored(environment, stack, request, plan)
-        queue_missing_engines(store, job, plan, spec, environment.engines.store.folder)
+        queue_missing_engines(store, job, plan, spec, environment.engines.store)
         return _run(environment, store, job, lambda _: (spec, plan), as_json=as_json)
 
 
-def queue_missing_engines(store: JobStore, job: JobRecord, plan: ExecutionPlan, spec: ModelSpec, folder: Path) -> None:
+def queue_missing_engines(
+    store: JobStore, job: JobRecord, plan: ExecutionPlan, spec: ModelSpec, library: EngineStore
+) -> None:
     """Queue the engines that a plan leaves for later, and print that, or why they are not queued.
 
     Args:
-        folder: of the engine library.
+        library: where the engines will be.
     """
     if not any(part.later for part in plan.components.values()):
         return
     if store.temporary:
         terminal.warning(str(Fact("cli.builds_not_stored", {"cause": store.problem})))
-    elif queue_builds(job, plan, spec, store, folder):
+    elif queue_builds(job, plan, spec, store, library):
         terminal.line(str(Fact("cli.builds_queued")))
     else:
         terminal.line(str(Fact("cli.builds_known")))

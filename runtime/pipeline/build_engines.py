@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from runtime.core.cancel import Cancel
+from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import EngineError, MachineError
 from runtime.core.plan import PYTORCH, EngineRef, ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
@@ -20,6 +21,11 @@ from runtime.planner.choice.engine_offers import EngineOffer, Offers, admit, ref
 from runtime.planner.constraints import ComponentSettings
 from runtime.planner.forecast import build_seconds
 from runtime.planner.resolve import PlanningContext, resolve
+
+Result = TypeVar("Result")
+# Waits until an engine may be built, and returns the token of its build. The token is cancelled if the build must
+# make room; then the engine is built again. Raises `CancelledError` if all builds are cancelled.
+Turns = Callable[[], Cancel]
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,14 @@ def build_frame_engines(
     cancel: Cancel,
     *,
     again: bool,
+    turns: Turns | None = None,
 ) -> Iterator[BuildResult]:
     """Build the engines of a decoder of single frames and yield each result; a failure does not stop the others.
 
     They are those of the backends that the request names, or of every backend, for its width and height.
+
+    Args:
+        turns: see `build_all`.
 
     Raises:
         MachineError: if a requested backend cannot build on this machine.
@@ -104,7 +114,8 @@ def build_frame_engines(
         seconds = build_seconds(spec, FRAME_DECODER, FRAME_DECODER, engine.key.builder, engine.use.profile[1], index)
         what = WantedEngine(FRAME_DECODER, engine.use, engine.key.backend, device, seconds)
         try:
-            built = build_frame_engine(engines, spec, engine, emit_progress, cancel, again=again)
+            build = partial(build_frame_engine, engines, spec, engine, emit_progress, again=again)
+            built = _in_turn(build, cancel, turns)
         except EngineError as error:
             yield BuildResult(what, None, error)
         else:
@@ -128,11 +139,13 @@ def build_all(
     cancel: Cancel,
     *,
     again: Callable[[EngineRef], bool],
+    turns: Turns | None = None,
 ) -> Iterator[BuildResult]:
     """Build engines and yield each result; a failure does not stop the others.
 
     Args:
         again: whether to rebuild an engine that exists.
+        turns: by default, engines are built at once.
 
     Raises:
         CancelledError: within a tenth of a second of the request; engines that were built stay.
@@ -140,21 +153,33 @@ def build_all(
     timers = PyTorchTimerFactory(engines)
     for build in builds:
         try:
-            rebuild = again(build.use)
-            record = engines.build(
+            attempt = partial(
+                engines.build,
                 spec,
                 build.component,
                 build.use,
                 build.device,
                 emit_progress,
-                cancel,
-                again=rebuild,
+                again=again(build.use),
                 timers=timers,
             )
+            record = _in_turn(attempt, cancel, turns)
         except EngineError as error:
             yield BuildResult(build, None, error)
         else:
             yield BuildResult(build, record, None)
+
+
+def _in_turn(build: Callable[..., Result], cancel: Cancel, turns: Turns | None) -> Result:
+    """Build one engine and return what `build`, which takes `cancel`, returns; again if it had to make room."""
+    while True:
+        token = cancel if turns is None else turns()
+        try:
+            return build(cancel=token)
+        except CancelledError:
+            cancel.check()
+            if turns is None:
+                raise
 
 
 def _of_component(

@@ -459,6 +459,12 @@ def _create(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
+def _rank_builds(connection: sqlite3.Connection) -> None:
+    """Order builds that were asked for after all videos, and before idle ones; see `JobRecord.rank`."""
+    connection.execute("ALTER TABLE jobs RENAME COLUMN idle TO rank")
+    connection.execute("UPDATE jobs SET rank = CASE WHEN rank THEN 2 ELSE 1 END WHERE kind = 'build'")
+
+
 # Migration n upgrades a file to version OLDEST + n; the first one makes a new file. Older files are refused.
 OLDEST = 14
-MIGRATIONS: tuple[Migration, ...] = (_create,)
+MIGRATIONS: tuple[Migration, ...] = (_create, _rank_builds)

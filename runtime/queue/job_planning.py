@@ -9,11 +9,13 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
+from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.choice.engine_offers import Offers
+from runtime.planner.forecast import build_seconds
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.records import JobRecord
@@ -134,13 +136,15 @@ def seconds_gained(plan: ExecutionPlan, offers: Offers, built: Collection[str]) 
     return now, before
 
 
-def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store: JobStore, folder: Path) -> bool:
+def queue_builds(
+    record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store: JobStore, library: EngineStore
+) -> bool:
     """Queue the builds that a plan leaves for when no video waits; return whether something was queued.
 
     Nothing is queued if the same engines are queued already, or could not be built or were cancelled recently.
 
     Args:
-        folder: of the engine library.
+        library: where the engines will be.
     """
     later = {name: part.later for name, part in plan.components.items() if part.later}
     if not later:
@@ -155,7 +159,14 @@ def queue_builds(record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store:
     devices = {plan.components[name].device for name in later} - {"cpu"}
     # Components that are not on the CPU are on one GPU.
     gpu = int(min(devices, default="cuda:0").removeprefix("cuda:"))
-    return store.add_idle_build(build_title(plan, spec, list(later)), folder, work.to_json(), ids, gpu)
+    title, index = build_title(plan, spec, list(later)), library.index()
+    # Components may share engines.
+    seconds = {
+        use.id: build_seconds(spec, name, use.program, use.builder, use.profile[1], index)
+        for name, uses in later.items()
+        for use in uses
+    }
+    return store.add_idle_build(title, library.folder, work.to_json(), ids, gpu, seconds=sum(seconds.values()))
 
 
 def build_title(plan: ExecutionPlan, spec: ModelSpec, components: Sequence[str], backend: str = "") -> Fact:

@@ -26,7 +26,7 @@ from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery, storage
 from runtime.queue.instances import Instance, WorkerRegistry
-from runtime.queue.records import KINDS, VIDEOS, BuildEngines, JobRecord, Kind, Work
+from runtime.queue.records import KINDS, VIDEOS, Ahead, BuildEngines, JobRecord, Work
 from runtime.queue.store import JobStore, Submission
 from runtime.queue.supervisor import Supervisor
 from runtime.queue.views import Job, Task
@@ -258,8 +258,12 @@ class JobQueue:
         self.store.finish_early(job_id)
         self._refresh([job_id])
 
-    def add_task(self, work: Work, title: Fact) -> Task:
-        """Add work on the engine library to the end of the queue."""
+    def add_task(self, work: Work, title: Fact, seconds: float | None = None) -> Task:
+        """Add work on the engine library to the end of the queue: a build after all videos and tasks.
+
+        Args:
+            seconds: forecast of its duration.
+        """
         build = isinstance(work, BuildEngines)
         record = self.store.add_work(
             "build" if build else "task",
@@ -267,6 +271,7 @@ class JobQueue:
             self._engines.store.folder,
             work.request if isinstance(work, BuildEngines) else work.model_dump(mode="json"),
             part=work.component if isinstance(work, BuildEngines) else None,
+            seconds=seconds,
         )
         return self._task_of(record)
 
@@ -296,12 +301,31 @@ class JobQueue:
         records = self.store.list(owner=owner, limit=_FIRST)
         return next((job for job in (self._job_of(record) for record in records if record.plan) if shows(job)), None)
 
-    def ahead(self, of: Job | Task) -> Mapping[str, Kind]:
-        """Return the kinds of the jobs and tasks that run before another one, by id in order, without paused ones."""
+    def ahead(self, of: Job | Task) -> Mapping[str, Ahead]:
+        """Return the jobs and tasks that run before another one, by id in order; see `QueueOrder.ahead`."""
         try:
             return self.store.order.ahead(of.id)
         except StoreError:  # the page shows everything else
             return {}
+
+    def seconds_until(self, ahead: Mapping[str, Ahead]) -> float | None:
+        """Return about how long the jobs and tasks of `ahead` still take; `None` if that is unknown for one of them."""
+        total = 0.0
+        for job_id, job in ahead.items():
+            seconds = self._seconds_left(job_id) if job.running else job.seconds
+            if seconds is None:
+                return None
+            total += seconds
+        return total / max(self.videos_at_once(), 1)
+
+    def _seconds_left(self, job_id: str) -> float | None:
+        """Return about how long a running job or task still takes; `None` if that is unknown."""
+        with self._lock:
+            task = self._tasks.get(job_id)
+        if task is not None:
+            return task.seconds_left
+        job = self.job(job_id)
+        return None if job is None else job.progress.at(time.monotonic()).seconds_left
 
     def count_ahead(self, of: Job) -> int:
         """Return how many jobs and tasks run before a queued one."""

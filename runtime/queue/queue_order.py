@@ -11,7 +11,21 @@ from typing import Any
 from runtime.core.errors import StoreError
 from runtime.queue.database import Database
 from runtime.queue.instances import app_of
-from runtime.queue.records import KINDS, OPEN, JobRecord, Kind, Line, State, Waiting, read_needs
+from runtime.queue.records import (
+    ASKED_BUILD,
+    IDLE_BUILD,
+    KINDS,
+    OPEN,
+    VIDEOS,
+    Ahead,
+    Durations,
+    JobRecord,
+    Kind,
+    Line,
+    State,
+    Waiting,
+    read_needs,
+)
 from runtime.queue.rows import Rows, find_row, mark_unreadable, marks, read_all, read_job, update_row
 
 _QUEUED: tuple[State, ...] = ("queued",)
@@ -20,9 +34,9 @@ _QUEUED: tuple[State, ...] = ("queued",)
 _IN_QUEUE = "FROM jobs WHERE state IN ('running', 'queued') AND unreadable IS NULL"
 # Forces the covering index; its WHERE must equal the index's.
 _INDEXED = "FROM jobs INDEXED BY jobs_in_queue WHERE state IN ('running', 'queued') AND unreadable IS NULL"
-_OF_STATE = f"{_INDEXED} AND state = '{{}}'{{}} ORDER BY idle, position"
+_OF_STATE = f"{_INDEXED} AND state = '{{}}'{{}} ORDER BY rank, position"
 # What has a place in the order.
-_PLACED = f"{_INDEXED} AND state = 'queued' AND idle = 0"
+_PLACED = f"{_INDEXED} AND state = 'queued' AND rank = 0"
 # What a scheduler may start; the index of these rows has the same words. SQLite would choose another one.
 _WAITING = (
     "FROM jobs INDEXED BY jobs_waiting WHERE state = 'queued' AND NOT held AND kind = 'video' AND unreadable IS NULL"
@@ -32,21 +46,27 @@ _CLAIMABLE = (
     "SELECT * FROM jobs WHERE state = 'queued' AND NOT held AND unreadable IS NULL "
     "AND (instance IS NULL OR instance = :worker)"
 )
-_NEXT = f"{_CLAIMABLE} AND NOT idle AND kind IN (SELECT value FROM json_each(:kinds)) ORDER BY position LIMIT 1"
+_NEXT = f"{_CLAIMABLE} AND rank = 0 AND kind IN (SELECT value FROM json_each(:kinds)) ORDER BY position LIMIT 1"
 # The CPU and the process of a command line count as the first GPU.
 _OWN_GPU = "coalesce((SELECT gpu FROM workers WHERE instance = :worker), 0)"
-# Of its own GPU; of GPUs without a worker, the worker that takes all builds.
-_NEXT_IDLE = (
-    f"{_CLAIMABLE} AND idle AND (jobs.gpu = {_OWN_GPU} OR 'build' IN (SELECT value FROM json_each(:kinds)) "
+# Idle builds of its own GPU; all others, also of GPUs without a worker, are for the worker that takes builds.
+_NEXT_BUILD = (
+    f"{_CLAIMABLE} AND rank IN (SELECT value FROM json_each(:ranks)) "
+    f"AND (jobs.gpu = {_OWN_GPU} OR 'build' IN (SELECT value FROM json_each(:kinds)) "
     "AND NOT EXISTS (SELECT 1 FROM workers WHERE workers.app = :app AND workers.gpu = jobs.gpu)) "
-    "ORDER BY position LIMIT 1"
+    "ORDER BY rank, position LIMIT 1"
 )
-# Videos of other processes on a worker's GPU.
+# Videos of other processes on a worker's GPU. Those of a cluster's other machines have no row, but a worker's name.
 _VIDEO_ON_GPU = (
     "SELECT 1 FROM jobs LEFT JOIN workers ON workers.instance = jobs.instance "
     "WHERE state = 'running' AND kind = 'video' AND unreadable IS NULL AND jobs.instance != :worker "
-    f"AND coalesce(workers.gpu, 0) = {_OWN_GPU} LIMIT 1"
+    f"AND coalesce(workers.gpu, CASE WHEN jobs.instance NOT LIKE '%.%' THEN 0 END) = {_OWN_GPU} LIMIT 1"
 )
+_VIDEO_DUE = f"SELECT 1 {_WAITING} AND EXISTS (SELECT 1 FROM workers WHERE workers.gpu = {_OWN_GPU}) LIMIT 1"
+# Whether what runs does not make room for the queued job `:job`; see `QueueOrder.makes_room`.
+_STAYS = "rank <= (SELECT max(rank, kind != 'video') FROM jobs WHERE id = :job)"
+# SQLite stores any type in any column.
+_SECONDS = "CASE WHEN typeof(seconds) = 'real' THEN seconds END AS seconds"
 _MOST_POSITION = 1 << 53
 
 
@@ -102,25 +122,23 @@ class QueueOrder:
     def line(self, owner: str | EllipsisType | None = ...) -> Line:
         """Return how much is in the queue, without reading the jobs."""
         query = (
-            "SELECT count(*), total(kind = 'video'), total(state = 'queued' AND NOT idle), "
+            "SELECT count(*), total(kind = 'video'), total(state = 'queued' AND rank = 0), "
             f"total(state = 'queued' AND kind = 'video' AND NOT held) {_INDEXED}"
         )
         where, values = _owned(owner)
         with self.database.reading() as connection:
             return Line(*map(int, connection.execute(f"{query}{where}", values).fetchone()))
 
-    def seconds(self, after: int, owner: str | EllipsisType | None = ...) -> tuple[int, int, float]:
-        """Return how many queued videos that are not paused follow the first `after` queued jobs, and their seconds.
+    def seconds(self, after: int, owner: str | EllipsisType | None = ...) -> Durations:
+        """Return how long the queued videos and builds take that follow the first `after` queued jobs.
 
-        In between is the number of those whose duration is known.
+        Paused ones do not count.
         """
         ((query, values),) = _in_order("seconds, kind, held", KINDS, owner, _QUEUED)
-        query = f"SELECT * FROM ({query} LIMIT -1 OFFSET ?) WHERE kind = 'video' AND NOT held"
+        query = f"SELECT * FROM ({query} LIMIT -1 OFFSET ?) WHERE kind != 'task' AND NOT held"
+        columns = "count(*), count(seconds), total(seconds * (kind = 'video')), total(seconds * (kind = 'build'))"
         with self.database.reading() as connection:
-            row = connection.execute(
-                f"SELECT count(*), count(seconds), total(seconds) FROM ({query})", (*values, after)
-            ).fetchone()
-            return int(row[0]), int(row[1]), float(row[2])
+            return Durations(*connection.execute(f"SELECT {columns} FROM ({query})", (*values, after)).fetchone())
 
     def counts(self) -> dict[tuple[Kind, str], int]:
         """Return how many jobs of each kind are "running", "queued" and "paused", without reading them."""
@@ -157,32 +175,35 @@ class QueueOrder:
                         jobs.append((int(entry["position"]), job.id, job))
         return [job for _, _, job in sorted(jobs)]
 
-    def ahead(self, job_id: str) -> Mapping[str, Kind]:
-        """Return the kinds of what runs before a queued job, by id in order, without paused ones."""
-        kinds: dict[str, Kind] = {}
+    def ahead(self, job_id: str) -> Mapping[str, Ahead]:
+        """Return what runs before a queued job, by id in order, without paused jobs and builds that make room."""
+        jobs: dict[str, Ahead] = {}
         with self.database.reading() as connection:
             for state in ("running", "queued"):  # in each, an index has the order, and later rows are not read
-                query = f"SELECT id, kind {_IN_QUEUE} AND state = '{state}' AND (NOT held OR id = ?)"
-                for earlier_id, kind in connection.execute(f"{query} ORDER BY idle, position", (job_id,)):
-                    if earlier_id == job_id:
-                        return kinds
-                    kinds[earlier_id] = kind
+                query = (
+                    f"SELECT id, kind, state, {_SECONDS} {_IN_QUEUE} AND state = '{state}' AND (NOT held OR id = :job) "
+                    f"AND (state = 'queued' OR {_STAYS}) ORDER BY rank, position"
+                )
+                for row in connection.execute(query, {"job": job_id}):
+                    if row["id"] == job_id:
+                        return jobs
+                    jobs[row["id"]] = Ahead(row["kind"], row["state"] == "running", row["seconds"])
         return {}
 
     def count_ahead(self, job_id: str) -> int:
         """Return the number of jobs in `ahead`, without reading them."""
-        before = "(idle, position) < (SELECT idle, position FROM jobs WHERE id = ?)"
-        running = f"SELECT count(*) {_IN_QUEUE} AND state = 'running'"
+        before = "(rank, position) < (SELECT rank, position FROM jobs WHERE id = :job)"
+        running = f"SELECT count(*) {_IN_QUEUE} AND state = 'running' AND {_STAYS}"
         queued = f"SELECT count(*) {_IN_QUEUE} AND state = 'queued' AND NOT held AND {before}"
         with self.database.reading() as connection:
-            (count,) = connection.execute(f"SELECT ({running}) + ({queued})", (job_id,)).fetchone()
+            (count,) = connection.execute(f"SELECT ({running}) + ({queued})", {"job": job_id}).fetchone()
         return int(count)
 
     def claim(self, instance: str, kinds: Collection[Kind] = KINDS) -> JobRecord | None:
         """Claim the next queued job for exactly one process; `None` if no job of these kinds is queued.
 
-        Idle builds come last, and only while no video runs on the worker's GPU. Workers of every kind claim those that
-        are for their GPU.
+        Builds come last, and only while no video runs on the worker's GPU. Workers of every kind claim the idle builds
+        that are for their GPU.
         """
         # Polled several times a second: a read does not block writers.
         with self.database.reading() as connection:
@@ -206,10 +227,26 @@ class QueueOrder:
             mark_unreadable(connection, problems)
             return start_job(connection, job_id, instance) if jobs else None
 
-    def idle_is_over(self, instance: str, kinds: Collection[Kind] = KINDS) -> bool:
-        """Return whether a worker with an idle build could claim other work, or a video runs on its GPU elsewhere."""
+    def makes_room(self, rank: int, instance: str, kinds: Collection[Kind] = KINDS) -> bool:
+        """Return whether a worker's running build has to make room.
+
+        It does for a video that the worker could claim, or that runs on its GPU elsewhere; an idle build also for a
+        task, and for a build that was asked for.
+
+        Args:
+            rank: of the build.
+        """
+        idle = rank == IDLE_BUILD
+        claimant = _claimant(instance, kinds if idle else [kind for kind in kinds if kind in VIDEOS], [ASKED_BUILD])
+        queries = (_NEXT, _VIDEO_ON_GPU, *((_NEXT_BUILD,) if idle else ()))
         with self.database.reading() as connection:
-            return _is_busy(connection, instance, kinds)
+            return any(connection.execute(query, claimant).fetchone() is not None for query in queries)
+
+    def has_video(self) -> bool:
+        """Return whether a video runs on the first GPU or waits for a worker there; other builds make room for it."""
+        with self.database.reading() as connection:
+            queries = (_VIDEO_ON_GPU, _VIDEO_DUE)
+            return any(connection.execute(query, {"worker": ""}).fetchone() is not None for query in queries)
 
     def move(self, job_id: str, before: str | None) -> None:
         """Move a queued job before another one, or to the end.
@@ -227,11 +264,11 @@ class QueueOrder:
             place: returns the new place for the old one; places count from 0, and end at the last one.
 
         Raises:
-            StoreError: if it is no longer queued, or is an idle build.
+            StoreError: if it is no longer queued, or is a build.
         """
         with self.database.writing() as connection:
-            position, idle = _position(connection, job_id)
-            if idle:
+            position, rank = _position(connection, job_id)
+            if rank:
                 raise StoreError("queue.job_not_queued", job=job_id)
             (old,) = connection.execute(f"SELECT count(*) {_PLACED} AND position < ?", (position,)).fetchone()
             (count,) = connection.execute(f"SELECT count(*) {_PLACED}").fetchone()
@@ -244,22 +281,21 @@ class QueueOrder:
 
 
 def _next(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> sqlite3.Row | None:
-    claimant = _claimant(instance, kinds)
+    claimant = _claimant(instance, kinds, [ASKED_BUILD, IDLE_BUILD])
     row: sqlite3.Row | None = connection.execute(_NEXT, claimant).fetchone()
-    if row is None and not _is_busy(connection, instance, kinds):
-        row = connection.execute(_NEXT_IDLE, claimant).fetchone()
+    if row is None and connection.execute(_VIDEO_ON_GPU, claimant).fetchone() is None:
+        row = connection.execute(_NEXT_BUILD, claimant).fetchone()
     return row
 
 
-def _claimant(instance: str, kinds: Collection[Kind]) -> dict[str, str]:
-    """Return the parameters of the queries for what a worker may claim."""
-    return {"worker": instance, "app": app_of(instance), "kinds": json.dumps(list(kinds))}
+def _claimant(instance: str, kinds: Collection[Kind], ranks: Collection[int]) -> dict[str, str]:
+    """Return the parameters of the queries for what a worker may claim.
 
-
-def _is_busy(connection: sqlite3.Connection, instance: str, kinds: Collection[Kind]) -> bool:
-    """Return whether other work than idle builds waits for a worker, or a video runs on its GPU elsewhere."""
-    claimant = _claimant(instance, kinds)
-    return any(connection.execute(query, claimant).fetchone() is not None for query in (_NEXT, _VIDEO_ON_GPU))
+    Args:
+        ranks: of builds.
+    """
+    parameters = {"worker": instance, "app": app_of(instance)}
+    return parameters | {"kinds": json.dumps(list(kinds)), "ranks": json.dumps(list(ranks))}
 
 
 def _owned(owner: str | EllipsisType | None) -> tuple[str, Sequence[Any]]:
@@ -286,8 +322,8 @@ def _in_order(
     ]
 
 
-def _position(connection: sqlite3.Connection, job_id: str) -> tuple[Any, bool]:
-    """Return the position of a queued job, and whether it is an idle build.
+def _position(connection: sqlite3.Connection, job_id: str) -> tuple[Any, Any]:
+    """Return the position and the rank of a queued job.
 
     Raises:
         StoreError: if it is not queued.
@@ -295,7 +331,7 @@ def _position(connection: sqlite3.Connection, job_id: str) -> tuple[Any, bool]:
     row = find_row(connection, job_id)
     if row["state"] != "queued" or row["unreadable"] is not None:
         raise StoreError("queue.job_not_queued", job=job_id)
-    return row["position"], bool(row["idle"])
+    return row["position"], row["rank"]
 
 
 def _move(connection: sqlite3.Connection, job_id: str, before: str | None) -> None:

@@ -28,6 +28,8 @@ VIDEOS: tuple[Kind, ...] = ("video",)
 STATES: tuple[State, ...] = get_args(State)
 OPEN: tuple[State, ...] = ("running", "queued")
 RESUMABLE: tuple[State, ...] = ("failed", "cancelled", "interrupted")
+# Ranks of builds, see `JobRecord.rank`; those of videos and tasks are 0.
+ASKED_BUILD, IDLE_BUILD = 1, 2
 
 # The store's events after which a job's earlier deaths do not count.
 STARTS_OVER = frozenset({"QueuedAgain", "Edited"})
@@ -60,7 +62,9 @@ class JobRecord(FrozenModel):
         result: `VideoSaved` as JSON, see `saved`.
         live: the latest of its frequent events, as JSON.
         failure: the error of a failed job.
-        idle: whether it runs only while no other work waits, and makes room for videos.
+        rank: in the order, before the position. Builds come after videos and tasks: first those that were asked for,
+            which make room for videos, then idle ones, which videos leave for later and which make room for all work.
+        seconds: forecast of its duration; `None` if it is unknown.
         engines: ids of the engines that an idle build is for, separated by spaces.
         starred: whether the user marked it.
         lease: grows each time that the job is started. What holds an older lease can write nothing: a fencing token.
@@ -92,7 +96,8 @@ class JobRecord(FrozenModel):
     result: Json[dict[str, Any]] | None
     failure: Json[Failed] | None
     live: str | None = None
-    idle: bool = False
+    rank: int = 0
+    seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     engines: str = ""
     starred: bool = False
     finish: bool = False
@@ -107,6 +112,11 @@ class JobRecord(FrozenModel):
     def open(self) -> bool:
         """Whether it is queued or running."""
         return self.state in {"queued", "running"}
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is a build that a video left for later."""
+        return self.rank == IDLE_BUILD
 
     @property
     def resumable(self) -> bool:
@@ -228,13 +238,41 @@ class Waiting(NamedTuple):
     needs: Needs
 
 
+class Ahead(NamedTuple):
+    """A job that runs before another one.
+
+    Attributes:
+        running: whether it has started.
+        seconds: forecast of its whole duration; `None` if it is unknown.
+    """
+
+    kind: Kind
+    running: bool
+    seconds: float | None
+
+
+class Durations(NamedTuple):
+    """How long videos and builds take.
+
+    Attributes:
+        jobs: their number.
+        timed: how many of them have a forecast.
+        videos, builds: the seconds of those together.
+    """
+
+    jobs: int = 0
+    timed: int = 0
+    videos: float = 0.0
+    builds: float = 0.0
+
+
 class Line(NamedTuple):
     """How much is in the queue.
 
     Attributes:
         jobs: videos, builds and tasks that run or wait.
         videos: of these.
-        waiting: those that wait and have a place in the order: not idle builds.
+        waiting: those that wait and have a place in the order: not builds.
         going: videos that wait and are not paused.
     """
 
@@ -335,6 +373,11 @@ class BuildProgress(FrozenModel):
     took: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     speedup: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     problem: Fact | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in {"waiting", "running"}
 
 
 class BuildEngines(FrozenModel):

@@ -40,7 +40,7 @@ from runtime.queue.records import JobRecord
 from runtime.queue.store import Controls, JobStore
 
 _POLL_SECONDS = 0.1
-# An idle build makes room once other work has wanted its place at so many polls in a row.
+# A build makes room once other work has wanted its place at so many polls in a row.
 _POLLS_TO_YIELD = 3
 _CLOSE_SECONDS = 10.0
 # Between two attempts to write the end of a job.
@@ -130,7 +130,7 @@ class Run:
         cancel: set on a request; by default a new token.
         stopping: when this process stops: the job is paused, a build or task cancelled. Without it, `settle` does not
             wait for a store that cannot be written.
-        is_wanted: for an idle build: whether other work wants its place.
+        is_wanted: for a build: whether other work wants its place.
         listener: called with each event, the terminal one too, and with warnings about the store.
 
     Attributes:

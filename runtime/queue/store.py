@@ -30,6 +30,8 @@ from runtime.queue.event_log import EventLog, add_event, end_job, is_leased
 from runtime.queue.instances import Instance
 from runtime.queue.queue_order import QueueOrder, next_position, start_job
 from runtime.queue.records import (
+    ASKED_BUILD,
+    IDLE_BUILD,
     RESUMABLE,
     VIDEOS,
     Control,
@@ -266,21 +268,38 @@ class JobStore:
             return _submitted(connection, owner, submission)
 
     def add_work(
-        self, kind: Kind, title: Fact, folder: Path, request: Mapping[str, Any], *, part: str | None = None
+        self,
+        kind: Kind,
+        title: Fact,
+        folder: Path,
+        request: Mapping[str, Any],
+        *,
+        part: str | None = None,
+        seconds: float | None = None,
     ) -> JobRecord:
-        """Add work on the engine library in `folder` to the end of the queue.
+        """Add work on the engine library in `folder` to the end of the queue: a build after all videos and tasks.
 
         Args:
             title: what to do, for people.
             request: what to do, see `records.work_of`.
             part: the only component that a build is for.
+            seconds: forecast of its duration.
         """
-        values = {"title": title.model_dump_json(), "request": json.dumps(request), "part": part, "output": str(folder)}
+        values: dict[str, Any] = {"title": title.model_dump_json(), "request": json.dumps(request)}
+        values |= {"part": part, "output": str(folder), "seconds": seconds}
+        values["rank"] = ASKED_BUILD if kind == "build" else 0
         with self.database.writing() as connection:
             return _insert(connection, kind, values)
 
     def add_idle_build(
-        self, title: Fact, folder: Path, request: Mapping[str, Any], engines: Collection[str], gpu: int = 0
+        self,
+        title: Fact,
+        folder: Path,
+        request: Mapping[str, Any],
+        engines: Collection[str],
+        gpu: int = 0,
+        *,
+        seconds: float | None = None,
     ) -> bool:
         """Add a build that runs while no other work waits, unless one of the same engines is queued or failed lately.
 
@@ -288,6 +307,7 @@ class JobStore:
             title: see `add_work`.
             engines: ids of the engines.
             gpu: index of the GPU that they are for, whose worker builds them; 0 for the CPU.
+            seconds: forecast of its duration.
         """
         ids = " ".join(sorted(engines))
         values: dict[str, Any] = {
@@ -295,12 +315,13 @@ class JobStore:
             "request": json.dumps(request),
             "output": str(folder),
         }
-        values |= {"idle": 1, "engines": ids, "gpu": gpu}
+        values |= {"rank": IDLE_BUILD, "engines": ids, "gpu": gpu, "seconds": seconds}
         with self.database.writing() as connection:
             row = connection.execute(
-                "SELECT 1 FROM jobs WHERE kind = 'build' AND idle AND engines = ? AND (state IN ('queued', 'running') "
+                "SELECT 1 FROM jobs WHERE kind = 'build' AND rank = ? AND engines = ? "
+                "AND (state IN ('queued', 'running') "
                 f"OR (ended > ? AND (state != 'done' OR {_NOTHING_BUILT}))) LIMIT 1",
-                (ids, time.time() - _NOT_AGAIN_SECONDS),
+                (IDLE_BUILD, ids, time.time() - _NOT_AGAIN_SECONDS),
             ).fetchone()
             if row is None:
                 _insert(connection, "build", values)

@@ -235,7 +235,8 @@ class Task(TaskProgress):
     Attributes:
         kind: of its `Work`.
         titled, title: what it does, and its text.
-        idle: whether it runs only while nothing else waits.
+        idle: whether it is a build that a video left for later.
+        seconds: forecast of its duration; `None` if it is unknown.
         cancelling: whether it runs and a cancel was requested.
         seen: see `Job`.
     """
@@ -243,6 +244,7 @@ class Task(TaskProgress):
     def __init__(self, record: JobRecord, store: JobStore) -> None:
         super().__init__()
         self.idle = record.idle
+        self.seconds = record.seconds
         self.id = record.id
         self.titled = record.titled
         self.title = record.title
@@ -252,6 +254,19 @@ class Task(TaskProgress):
         self._store = store
         self._read = 0
         self._lock = threading.Lock()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """About how long it still takes once it runs; `None` if that is unknown."""
+        if not self.builds:
+            return self.seconds
+        # A build that takes longer than expected may end at any moment.
+        rest = [max(build.expected - self.seconds_running(build), 0.0) for build in self.builds if build.open]
+        return sum(rest)
+
+    def seconds_running(self, build: BuildProgress) -> float:
+        """Return for how long one of its builds has been running; 0 if it does not run."""
+        return max(time.time() - self.build_began, 0.0) if build.state == "running" else 0.0
 
     def refresh(self) -> None:
         """Read what is new in the store since the last call.

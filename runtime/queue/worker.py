@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,7 +175,7 @@ class Worker:
                 if record is None:
                     self._stopping.wait(_POLL_SECONDS)
                     continue
-                is_wanted = self._is_wanted if record.idle else None
+                is_wanted = partial(self._is_wanted, record.rank) if record.kind == "build" else None
                 with Run(record, self._poller, stopping=self._stopping, is_wanted=is_wanted) as run:
                     if record.kind == "video":
                         outcome = videos.execute(run)
@@ -238,11 +239,11 @@ class Worker:
         workers = self._registry.workers(app_of(instance))
         return memory_for_new_job(probe(), workers, self._config.gpu)
 
-    def _is_wanted(self) -> bool:
-        """Return whether a build that runs while no video waits has to make room."""
+    def _is_wanted(self, rank: int) -> bool:
+        """Return whether a build of a rank has to make room."""
         instance = self._config.instance
         return (
-            self._store.order.idle_is_over(instance, self._config.kinds)
+            self._store.order.makes_room(rank, instance, self._config.kinds)
             or self._registry.waits_for(instance) is not None
         )
 
@@ -278,7 +279,7 @@ class Worker:
             registry.release(instance)
         if not record.begun:
             with contextlib.suppress(StoreError):  # a later video tries again
-                if queue_builds(record, plan, spec, self._store, self._config.engines.store.folder):
+                if queue_builds(record, plan, spec, self._store, self._config.engines.store):
                     logger.info("job %s: its engines are built when no video waits", record.id)
         return spec, plan
 

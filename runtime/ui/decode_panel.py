@@ -67,7 +67,7 @@ class DecodePanel:
             {
                 "files": self._files,
                 "choices": self._choices,
-                "tasks": lambda: tasks_html([(task, len(self._worker.ahead(task))) for task in tasks]),
+                "tasks": lambda: tasks_html(tasks, self._worker),
                 "player": lambda: self._player(tasks),
             }
         )

@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from runtime.queue.views import Task
 from runtime.ui import form, formatting
 from runtime.ui.break_even import BreakEven, break_even_of_part, break_even_of_record
 from runtime.ui.formatting import page_text, paragraph, render
+from runtime.ui.job_view import waiting_text
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_panel import summarize
 from runtime.ui.plan_preview import PlanPreview, Preview
@@ -117,7 +117,7 @@ class EnginesPanel:
             {
                 "components": lambda: _components_html(preview, problem, {task.titled for task in tasks if task.open}),
                 "choices": lambda: self._choices(call.form),
-                "tasks": lambda: tasks_html([(task, len(self._worker.ahead(task))) for task in tasks]),
+                "tasks": lambda: tasks_html(tasks, self._worker),
                 "storage": lambda: self._storage(records),
                 "table": lambda: table_html(self._entries(records, preview)),
             }
@@ -137,8 +137,8 @@ class EnginesPanel:
                 return {"message": f"{'Pinned' if action == 'pin' else 'Unpinned'}: {title}."}
         return self._add(work, Fact(_TITLES[action], {"program": record.key.program, "engine": record.id}))
 
-    def _build(self, target: str, values: Sequence[Any]) -> tuple[Work, Fact]:
-        """Return the task of a target: "all", a component, or "component=backend"."""
+    def _build(self, target: str, values: Sequence[Any]) -> tuple[Work, Fact, float | None]:
+        """Return the task of a target, its title and forecast: "all", a component, or "component=backend"."""
         component, _, backend = target.partition("=")
         request = form.read_settings(values, self._models)
         spec = self._models[request.model]
@@ -154,7 +154,10 @@ class EnginesPanel:
         plan = preview.plan
         assert plan is not None, "neither a plan nor an error"
         title = _title_of_build(plan, spec, component, backend)
-        return BuildEngines(request=request.to_json(), component=None if component == _ALL else component), title
+        part = None if component == _ALL else component
+        offers = {name: offered for name, offered in _offers(preview, plan).items() if part in {None, name}}
+        seconds = _build_seconds(preview, plan, offers)
+        return BuildEngines(request=request.to_json(), component=part), title, seconds
 
     def _import(self, call: Call) -> tuple[Work, Fact]:
         """Check the file's path, its first bytes, disk space and the user's trust; return the task and its title."""
@@ -168,13 +171,13 @@ class EnginesPanel:
         title = Fact(_TITLES[call.action], {"file": source.path.name})
         return kind(path=source.path, model=spec.name, component=component), title
 
-    def _add(self, work: Work, title: Fact) -> Reply:
+    def _add(self, work: Work, title: Fact, seconds: float | None = None) -> Reply:
         open_tasks = [open_task for open_task in self._worker.tasks() if open_task.open]
         if any(open_task.titled == title for open_task in open_tasks):
             raise EngineError("ui.task_exists")
         if len(open_tasks) >= _MAX_OPEN_TASKS:
             raise EngineError("ui.too_many_tasks", maximum=_MAX_OPEN_TASKS)
-        task = self._worker.add_task(work, title)
+        task = self._worker.add_task(work, title, seconds)
         return {"message": f"{task.title}: {'queued' if self._worker.ahead(task) else 'started'}."}
 
     def _engine(self, engine_id: str) -> EngineRecord:
@@ -266,13 +269,9 @@ def check_trusted(value: object, path: Path) -> None:
         raise EngineError("ui.engine_file_of_another_user", file=path.name)
 
 
-def tasks_html(entries: Sequence[tuple[Task, int]]) -> str:
-    """Return the HTML of the tasks, newest first.
-
-    Args:
-        entries: tasks, each with the number of jobs and tasks ahead of it.
-    """
-    return render("engines_tasks.html", tasks=[_task(task, ahead) for task, ahead in reversed(entries)])
+def tasks_html(tasks: Sequence[Task], worker: JobQueue) -> str:
+    """Return the HTML of the tasks in a queue, newest first."""
+    return render("engines_tasks.html", tasks=[_task(task, worker) for task in reversed(tasks)])
 
 
 def storage_html(total_bytes: int, max_bytes: int, count: int) -> str:
@@ -382,11 +381,9 @@ def _built(record: EngineRecord) -> str:
     return f"in {formatting.duration(record.build_seconds)}" if record.build_seconds else ""
 
 
-def _task(task: Task, ahead: int) -> dict[str, Any]:
-    if task.state == "queued" and task.idle:
-        line = "Starts when nothing else is queued."
-    elif task.state == "queued":
-        line = paragraph(Fact("ui.tasks_ahead", {"count": ahead}) if ahead else Fact("ui.starting"))
+def _task(task: Task, worker: JobQueue) -> dict[str, Any]:
+    if task.state == "queued":
+        line = waiting_text(task, worker)
     elif task.state == "running":
         line = _builds_line(task) or task.line
     else:
@@ -417,7 +414,7 @@ def _build_row(build: BuildProgress, task: Task) -> dict[str, str]:
         case "waiting" if task.open:
             text = f"waiting, {about(build.expected)}" if build.expected else "waiting"
         case "running" if task.open:
-            text = f"running for {formatting.duration(_running(task))}"
+            text = f"running for {formatting.duration(task.seconds_running(build))}"
         case "done":
             text = f"built in {formatting.duration(build.took)}{gained}"
         case "kept":
@@ -433,22 +430,11 @@ def _builds_line(task: Task) -> str:
     """Return how many builds have ended, the time so far, and about how long the others take; empty without builds."""
     if not task.builds:
         return ""
-    ended = [build for build in task.builds if build.state not in {"waiting", "running"}]
-    running = _running(task)
-    so_far = sum(build.took for build in ended) + running
-    # A build that takes longer than expected may end at any moment.
-    rest = sum(
-        max(build.expected - (running if build.state == "running" else 0.0), 0.0)
-        for build in task.builds
-        if build.state in {"waiting", "running"}
-    )
+    ended = [build for build in task.builds if not build.open]
+    so_far = sum(build.took for build in ended) + sum(map(task.seconds_running, task.builds))
+    rest = task.seconds_left or 0.0
     count = f"{len(ended)} of {counted(len(task.builds), 'engine')} done"
     return f"{count}, {formatting.duration(so_far)} so far, {formatting.time_left(rest)} of {about(so_far + rest)}."
-
-
-def _running(task: Task) -> float:
-    """Return for how many seconds the build that runs has been running."""
-    return max(time.time() - task.build_began, 0.0) if any(build.state == "running" for build in task.builds) else 0.0
 
 
 def _title_of_build(plan: ExecutionPlan, spec: ModelSpec, component: str, backend: str = "") -> Fact:
@@ -468,7 +454,7 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
     plan = preview.plan
     all_building = _title_of_build(plan, preview.spec, _ALL) in building
     badges = summarize(preview, tuple(plan.components)).badges
-    offers = {name: preview.offers(name, plan.latent_size, part.device) for name, part in plan.components.items()}
+    offers = _offers(preview, plan)
     gains = _break_evens(preview, plan, offers)
     rows: list[dict[str, Any]] = []
     for name, offered in offers.items():
@@ -528,12 +514,21 @@ def _total(
         total = f"{'In total' if len(gains) == len(offers) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
+    seconds = _build_seconds(preview, plan, offers)
+    return f"{total} Building what is missing takes {about(seconds)}." if seconds else total
+
+
+def _offers(preview: Preview, plan: ExecutionPlan) -> dict[str, Sequence[EngineOffer]]:
+    return {name: preview.offers(name, plan.latent_size, part.device) for name, part in plan.components.items()}
+
+
+def _build_seconds(preview: Preview, plan: ExecutionPlan, offers: Mapping[str, Sequence[EngineOffer]]) -> float | None:
+    """Return about how long building what is missing takes; `None` if that is unknown, or nothing is missing."""
+    if not preview.complete:
+        return None
     missing = [offer for name, offered in offers.items() for offer in _tried(plan.request.backend(name), offered)]
-    if missing and preview.complete:
-        # Components may share engines.
-        seconds = sum({tuple(use.id for use in offer.engines): offer.build_seconds for offer in missing}.values())
-        total = f"{total} Building what is missing takes {about(seconds)}." if seconds else total
-    return total
+    # Components may share engines.
+    return sum({tuple(use.id for use in offer.engines): offer.build_seconds for offer in missing}.values()) or None
 
 
 def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:

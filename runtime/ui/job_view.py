@@ -32,7 +32,7 @@ from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.views import Job
+from runtime.queue.views import Job, Task
 from runtime.server.job_files import find_output
 from runtime.server.watchers import Watch
 from runtime.ui import fields, formatting
@@ -224,14 +224,24 @@ def status_line(job: Job, progress: Progress, worker: JobQueue, audience: Audien
     if job.held:
         return Line("queued", "Paused", "Paused until you resume it.", fraction=progress.fraction)
     if job.state == "queued":
-        ahead = worker.ahead(job)
-        code = "ui.videos_ahead" if set(ahead.values()) <= {"video"} else "ui.tasks_ahead"
-        place = Fact(code, {"count": len(ahead)}) if ahead else Fact("ui.starting")
-        return Line("queued", "Waiting", page_text(place).what)
+        return Line("queued", "Waiting", waiting_text(job, worker))
     line = running_line(progress.at(now))
     if job.finishing:
         return replace(line, left=page_text(Fact("ui.ends_after_section")).what)
     return replace(line, finishable=job.summary.sections > 1 and progress.section < job.summary.sections)
+
+
+def waiting_text(of: Job | Task, worker: JobQueue) -> str:
+    """Return what a queued job or task waits for and, as far as it is known, how long: a build waits for all videos."""
+    if isinstance(of, Task) and of.kind == "build":
+        waits = Fact("ui.build_waits_idle" if of.idle else "ui.build_waits")
+        return sentences([waits] if of.seconds is None else [waits, Fact("ui.takes", {"seconds": of.seconds})])
+    ahead = worker.ahead(of)
+    if not ahead:
+        return sentences([Fact("ui.starting")])
+    code = "ui.videos_ahead" if {job.kind for job in ahead.values()} <= {"video"} else "ui.tasks_ahead"
+    place, seconds = Fact(code, {"count": len(ahead)}), worker.seconds_until(ahead)
+    return sentences([place] if seconds is None else [place, Fact("ui.starts_in", {"seconds": seconds})])
 
 
 def picture_html(

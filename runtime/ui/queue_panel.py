@@ -13,11 +13,11 @@ from runtime.core.facts import Fact
 from runtime.core.request import AUTO, Auto
 from runtime.core.units import about, counted
 from runtime.queue.job_queue import combined
-from runtime.queue.records import VIDEOS, JobRecord, Line, State
+from runtime.queue.records import VIDEOS, Durations, JobRecord, Line, State
 from runtime.ui import form, formatting
 from runtime.ui.formatting import paragraph, render
 from runtime.ui.image_places import used_images
-from runtime.ui.job_view import ResumeStatus, running_line
+from runtime.ui.job_view import ResumeStatus, running_line, waiting_text
 from runtime.ui.jobs_panel import JobsPanel, failure, proportions, title
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
@@ -25,6 +25,7 @@ MAX_VARIATIONS = 100
 _MAX_RESUMABLE = 10
 # Rows that are shown at first and with each "Show more".
 _PAGE, _MAX_PAGES = 50, 1000
+_NONE = Durations()
 _RESUMABLE: tuple[State, ...] = ("interrupted", "failed")
 
 
@@ -40,12 +41,13 @@ class Row:
         percent: progress of a running one, if it is known.
         visitor: whether a visitor submitted it.
         waits: whether it was started and waits for GPUs or disk space.
-        idle: whether it runs only while nothing else waits; it has no place in the order.
+        build: whether it builds engines: it makes room for videos and has no place in the order.
+        idle: whether it is a build that a video left for later.
         picture: address of its last preview, or before that of its image; empty without one.
         width, height: of the video, in pixels.
         facts: seed, size and length of the video, and the names of its images.
         sections: whether it is made in sections and can end after the current one.
-        seconds: estimated time until its video is saved once it runs, if it is known.
+        seconds: estimated time that it takes, or still takes if it runs, if that is known.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Row:
     percent: int | None = None
     visitor: bool = False
     waits: bool = False
+    build: bool = False
     idle: bool = False
     picture: str = ""
     width: int = 16
@@ -206,9 +209,10 @@ class QueuePanel(JobsPanel):
             line = ", ".join(filter(None, (stopped, takes)))
         else:
             task = next((candidate for candidate in self._worker.tasks() if candidate.id == record.id), None)
-            later = "Starts when nothing else is queued." if record.idle and state == "waiting" else ""
-            line = (task.line if task is not None else "") or later
-            percent = None if task is None or task.share is None else round(100 * task.share)
+            if task is not None:
+                line = waiting_text(task, self._worker) if state == "waiting" else task.line
+                percent = None if task.share is None else round(100 * task.share)
+                seconds = task.seconds_left
         if job is not None:
             plan = job.summary
             size = formatting.size(plan.width, plan.height)
@@ -225,6 +229,7 @@ class QueuePanel(JobsPanel):
             percent=percent,
             visitor=record.owner is not None and self._owner is None,
             waits=waits,
+            build=record.kind == "build",
             idle=record.idle,
             picture=self._picture(record) or next((image.picture for image in images), ""),
             width=width,
@@ -241,19 +246,23 @@ class QueuePanel(JobsPanel):
 
 
 def queue_html(
-    rows: Sequence[Row], line: Line, rest: tuple[int, int, float] = (0, 0, 0.0), workers: int = 1, problem: str = ""
+    rows: Sequence[Row],
+    line: Line,
+    rest: Durations = _NONE,
+    workers: int = 1,
+    problem: str = "",
 ) -> str:
     """Return the queue, what runs first.
 
     Args:
         rows: what is shown: what runs, and what runs next.
         line: how much is in the queue.
-        rest: videos that are not shown: see `QueueOrder.seconds`.
-        workers: how many run at once.
+        rest: of the videos and builds that are not shown.
+        workers: how many videos run at once.
         problem: why jobs cannot be stored or read.
     """
     going = line.going or any(row.video and row.state in {"running", "stopping"} for row in rows)
-    places = {row.id: place for place, row in enumerate((row for row in rows if not (row.runs or row.idle)), 1)}
+    places = {row.id: place for place, row in enumerate((row for row in rows if not (row.runs or row.build)), 1)}
     return render(
         "queue_list.html",
         rows=rows,
@@ -266,19 +275,21 @@ def queue_html(
     )
 
 
-def _total(rows: Sequence[Row], line: Line, rest: tuple[int, int, float], workers: int) -> str:
-    """Return how much is in the queue and how long it takes, without what is paused."""
+def _total(rows: Sequence[Row], line: Line, rest: Durations, workers: int) -> str:
+    """Return how much is in the queue and how long it takes, builds included, without what is paused."""
     if not line.jobs:
         return ""
     count = counted(line.jobs, "video" if line.videos == line.jobs else "job")
-    seconds = [row.seconds for row in rows if row.video and row.state in {"running", "waiting"}]
-    durations = [duration for duration in seconds if duration is not None]
-    hidden, hidden_timed, further = rest
-    if not durations and not hidden_timed:
+    going = [row for row in rows if (row.video or row.build) and row.state in {"running", "waiting"}]
+    timed = [(row.build, row.seconds) for row in going if row.seconds is not None]
+    if not timed and not rest.timed:
         return count
-    complete = len(durations) == len(seconds) and hidden_timed == hidden
+    videos = sum(seconds for build, seconds in timed if not build) + rest.videos
+    # Builds run one after the other, after the videos.
+    builds = sum(seconds for build, seconds in timed if build) + rest.builds
+    complete = len(timed) == len(going) and rest.timed == rest.jobs
     code = "ui.queue_total" if complete else "ui.queue_total_at_least"
-    return paragraph(Fact(code, {"count": count, "seconds": (sum(durations) + further) / workers}))
+    return paragraph(Fact(code, {"count": count, "seconds": videos / workers + builds}))
 
 
 def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:

@@ -2,20 +2,26 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runtime.cli import terminal
 from runtime.cli.engines import parse_size
 from runtime.cli.main import run
 from runtime.core.errors import InvalidRequestError
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
+from runtime.queue.instances import Instance, WorkerRegistry
+from runtime.queue.store import JobStore
 from tests.cli.refusals import check_refusals
 from tests.engines.engine_files import key, put
 from tests.facts import fact
+from tests.queue.samples import add_job
 from tests.umask import users_umask, usual_modes
+from tests.waiting import until
 
 
 def stock(cache_dir: Path, count: int) -> list[str]:
@@ -88,6 +94,54 @@ def test_build_estimates_and_reports_the_whole_time(
     assert again["estimated_seconds"] == engine["build_seconds"], "the history of this machine counts"
     assert run(arguments) == 0
     assert capsys.readouterr().err.startswith(f"{fact('cli.engines_built')}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
+def test_a_build_makes_room_for_a_video_and_continues(
+    tiny: Callable[[str], ModelSpec], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, lines, makes_room = JobStore(cache_dir / "jobs.sqlite"), list[str](), str(fact("cli.build_makes_room"))
+    library = EngineStore(cache_dir / "engines", 10**9)
+    while_it_waited: list[Any] = []
+    monkeypatch.setattr(terminal, "line", lines.append)
+
+    def make_video() -> None:
+        with Instance(store.path) as app:
+            until(lambda: len(lines) > 2)  # the child reports what it does
+            video = add_job(store, instance=app.id)
+            until(lambda: makes_room in lines)
+            while_it_waited.extend([library.index(), [path.name for path in library.folder.glob("[0-9a-f]*")]])
+            store.request_cancel([video.id])
+            store.put_back(video.id)
+
+    with ThreadPoolExecutor() as threads:
+        video = threads.submit(make_video)
+        size = ["--width", "64", "--height", "32", "--frames", "9"]
+        model = str(tiny("wan2.1").directory)
+        assert run(["build", "--model", model, "--backend", "text_encoder=onnxruntime", *size]) == 0
+        video.result()
+    assert while_it_waited == [[], []] and lines.count(makes_room) == 1
+    (engine,) = library.index()
+    assert engine.usable
+    store.close()
+
+
+def test_builds_of_the_command_line_wait_for_videos_that_are_made(cache_dir: Path) -> None:
+    store = JobStore(cache_dir / "jobs.sqlite")
+    queued = add_job(store)
+    assert not store.order.has_video()  # nothing makes it
+    registry = WorkerRegistry(store.database)
+    registry.register("aa.1", 1)
+    assert not store.order.has_video()
+    registry.register("aa.0", 0)
+    assert store.order.has_video()
+    assert store.order.claim("aa.1") == store.get(queued.id) and not store.order.has_video()
+    store.put_back(queued.id)
+    assert store.order.claim("aa.0") == store.get(queued.id) and store.order.has_video()
+    store.hold([queued.id], True)
+    store.put_back(queued.id)
+    assert not store.order.has_video()
 
 
 def test_an_engine_without_its_model_is_not_verified(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,7 +241,7 @@ def test_idle_builds_are_queued_or_the_reason_is_printed(
         capsys.readouterr()
         request = GenerationRequest(prompt="a boat", width=64, height=32, frames=9, build="idle")
         plan = resolve(request, spec, PlanningContext(engines.machine, tmp_path / "x.mp4", engines.offers(spec)))
-        queue_missing_engines(store, store.add(request, plan), plan, spec, engines.store.folder)
+        queue_missing_engines(store, store.add(request, plan), plan, spec, engines.store)
         said = fact(code) if stored else fact(code, cause=store.problem)
         assert capsys.readouterr().err == f"{'' if stored else 'Note: '}{said}\n"
     assert len(list(store.list(kinds=["build"]))) == stored
@@ -249,6 +249,6 @@ def test_idle_builds_are_queued_or_the_reason_is_printed(
     capsys.readouterr()
     never = request.replace(build="never")
     plan = resolve(never, spec, PlanningContext(engines.machine, tmp_path / "x.mp4", engines.offers(spec)))
-    queue_missing_engines(store, store.add(never, plan), plan, spec, engines.store.folder)
+    queue_missing_engines(store, store.add(never, plan), plan, spec, engines.store)
     assert not capsys.readouterr().err
     store.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.core.errors import StoreError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import sentence
 from runtime.core.request import GenerationRequest
@@ -14,7 +15,7 @@ from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.instances import WorkerRegistry
 from runtime.queue.job_planning import queue_builds
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.records import VIDEOS, JobRecord
+from runtime.queue.records import ASKED_BUILD, IDLE_BUILD, VIDEOS, BuildEngines, JobRecord, PruneEngines
 from runtime.queue.run import ControlPoller, PutBack, Run
 from runtime.queue.store import JobStore
 from tests.facts import fact
@@ -118,6 +119,30 @@ def test_a_video_interrupts_an_idle_build_which_is_done_later(
 
 
 @pytest.mark.slow
+def test_a_video_interrupts_a_build_that_was_asked_for(queue: JobQueue, engines: EngineService) -> None:
+    # Two engines, so that one is left to build when the video arrives.
+    wanted = {"backends": {"text_encoder": "onnxruntime", "transformer": "onnxruntime"}}
+    task = queue.add_task(BuildEngines(request=small(**wanted).to_json()), sentence("Build"))
+    until(engines.store.index, meanwhile=lambda: task.open)
+    before = {record.id: record.built_at for record in engines.store.index()}
+    job = queue.submit(small(backends={"all": "pytorch"}))
+    assert queue.ahead(job) == {}
+    until(lambda: not job.open)
+    assert isinstance(job.events[-1], VideoSaved)
+    seen = names(queue.store, task.id)
+    assert seen.count("PutBack") == 1 and "Ended" not in seen[: seen.index("PutBack")]
+    video, build = queue.store.get(job.id), queue.store.get(task.id)
+    assert video.ended is not None and build.ended is None
+    until(lambda: not task.open)
+    assert task.state == "done"
+    began, ended = queue.store.get(task.id).started, queue.store.get(task.id).ended
+    assert began is not None and ended is not None and video.ended <= began < ended
+    # Engines that were finished are kept.
+    after = {record.id: record.built_at for record in engines.store.index()}
+    assert before.items() <= after.items() and len(after) == 2
+
+
+@pytest.mark.slow
 def test_a_cancelled_or_paused_idle_build(queue: JobQueue) -> None:
     assert ran_on(queue) == "pytorch"
     (build,) = builds(queue.store)
@@ -164,7 +189,7 @@ def test_a_build_of_some_components_is_titled_with_their_names(
 ) -> None:
     request = small(build="idle", backends={"vae": "pytorch"})
     plan = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
-    assert queue_builds(store.add(request, plan), plan, spec, store, engines.store.folder)
+    assert queue_builds(store.add(request, plan), plan, spec, store, engines.store)
     (build,) = builds(store)
     components = {"names": ["text_encoder", "transformer"], "among": list(plan.components)}
     size = {"width": plan.width, "height": plan.height, "frames": plan.frames}
@@ -175,8 +200,8 @@ def test_the_same_engines_are_queued_once(store: JobStore, spec: ModelSpec, engi
     request = small(build="idle")
     plan = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
     record = store.add(request, plan)
-    assert queue_builds(record, plan, spec, store, engines.store.folder)
-    assert not queue_builds(record, plan, spec, store, engines.store.folder)
+    assert queue_builds(record, plan, spec, store, engines.store)
+    assert not queue_builds(record, plan, spec, store, engines.store)
     (build,) = builds(store)
     assert set(build.request["backends"]) == {name for name, part in plan.components.items() if part.later}
     assert build.request["build"] == "missing"
@@ -218,13 +243,13 @@ def test_idle_builds_come_last_and_not_beside_a_video(store: JobStore) -> None:
     assert store.order.jobs()[0].id == video.id
     assert store.order.claim("bb.0") == store.get(video.id)
     # Its GPU is in use, by another app's worker.
-    assert store.order.idle_is_over("aa.0") and store.order.claim("aa.0") is None
+    assert store.order.makes_room(IDLE_BUILD, "aa.0") and store.order.claim("aa.0") is None
     build = store.order.claim("cc.1")
-    assert build is not None and build.idle and not store.order.idle_is_over("cc.1")
+    assert build is not None and build.idle and not store.order.makes_room(IDLE_BUILD, "cc.1")
     store.put_back(video.id)
-    assert store.order.idle_is_over("cc.1")
+    assert store.order.makes_room(IDLE_BUILD, "cc.1")
     store.hold([video.id], True)
-    assert not store.order.idle_is_over("cc.1")
+    assert not store.order.makes_room(IDLE_BUILD, "cc.1")
     # A video of the command line, whose process is no worker.
     alone = add_job(store, instance="dd")
     assert store.order.claim("aa.0") is None
@@ -233,6 +258,45 @@ def test_idle_builds_come_last_and_not_beside_a_video(store: JobStore) -> None:
     assert store.get(alone.id).state == "cancelled"
     second = store.order.claim("aa.0")
     assert second is not None and second.idle and second.id != build.id
+
+
+def test_builds_come_after_videos_and_those_that_were_asked_for_before_idle_ones(store: JobStore) -> None:
+    WorkerRegistry(store.database).register("aa.0", 0)
+    assert store.add_idle_build(*BUILD, {"e1"})
+    idle, order = builds(store)[0], store.order
+    assert order.claim("aa.0") == store.get(idle.id)
+    asked = store.add_work("build", *BUILD)
+    assert order.makes_room(IDLE_BUILD, "aa.0")
+    assert list(order.ahead(asked.id)) == [] and order.count_ahead(asked.id) == 0
+    store.put_back(idle.id)
+    task = store.add_work("task", sentence("Prune"), Path("/nowhere"), PruneEngines(max_bytes=0).model_dump())
+    assert [job.id for job in order.jobs()] == [task.id, asked.id, idle.id]
+    assert order.claim("aa.0", ["build"]) == store.get(asked.id)
+    # Only videos interrupt it.
+    assert not order.makes_room(ASKED_BUILD, "aa.0")
+    assert list(order.ahead(task.id)) == [asked.id] and order.count_ahead(task.id) == 1
+    video = add_job(store)
+    assert order.makes_room(ASKED_BUILD, "aa.0")
+    assert list(order.ahead(video.id)) == [task.id] and order.count_ahead(video.id) == 1
+    store.put_back(asked.id)
+    claimed = [order.claim("aa.0") for _ in range(2)]
+    assert [job and job.id for job in claimed] == [task.id, video.id]
+    # A second process on the same GPU.
+    assert order.claim("bb.0") is None
+    store.request_cancel([video.id])
+    store.put_back(video.id)
+    claimed = [order.claim("bb.0") for _ in range(2)]
+    assert [job and job.id for job in claimed] == [asked.id, idle.id]
+    with pytest.raises(StoreError):
+        order.rearrange(store.add_work("build", *BUILD).id, lambda place: place - 1)
+
+
+def test_a_build_does_not_wait_for_videos_of_a_clusters_other_machines(store: JobStore) -> None:
+    WorkerRegistry(store.database).register("aa.0", 0)
+    video, build = add_job(store), store.add_work("build", *BUILD)
+    assert store.order.claim_job(video.id, "aa.node1") is not None
+    assert store.order.claim("aa.0", ["build", "task"]) == store.get(build.id)
+    assert not store.order.makes_room(ASKED_BUILD, "aa.0", ["build", "task"])
 
 
 def test_an_idle_build_of_a_dead_app_is_queued_again_once(store: JobStore) -> None:
@@ -269,7 +333,7 @@ def test_a_video_queues_the_builds_for_its_gpu(
     store: JobStore, spec: ModelSpec, engines: EngineService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued = []
-    monkeypatch.setattr(store, "add_idle_build", lambda *values: queued.append(values[-1]))
+    monkeypatch.setattr(store, "add_idle_build", lambda *values, **_: queued.append(values[-1]))
     request = small(build="idle")
     on_cpu = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"), engines.offers(spec)))
     parts = {
@@ -277,5 +341,5 @@ def test_a_video_queues_the_builds_for_its_gpu(
         for name, part in on_cpu.components.items()
     }
     for plan in (on_cpu, on_cpu.replace(components=parts)):
-        queue_builds(store.add(request, plan), plan, spec, store, engines.store.folder)
+        queue_builds(store.add(request, plan), plan, spec, store, engines.store)
     assert queued == [0, 1]

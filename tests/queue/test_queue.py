@@ -214,7 +214,7 @@ def test_a_build_continues_after_a_restart_of_the_app(tiny: Callable[[str], Mode
     busy = queue.submit(small(steps=1000))
     build = queue.add_task(BuildEngines(request=request.to_json()), sentence("Build it"))
     task = queue.add_task(PruneEngines(max_bytes=10**10), sentence("Prune"))
-    assert [(one.kind, one.title) for one in queue.store.order.jobs()][1:] == [("build", "Build it"), ("task", "Prune")]
+    assert [(one.kind, one.title) for one in queue.store.order.jobs()][1:] == [("task", "Prune"), ("build", "Build it")]
     queue.close()
     assert (build.state, task.state) == ("queued", "queued")
     queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, store=stored(tmp_path))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from runtime.models.registry import read_spec
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import records
 from runtime.queue import store as store_module
-from runtime.queue.records import BuildEngines, DeleteEngine, JobRecord, Needs, work_of
+from runtime.queue.records import Ahead, BuildEngines, DeleteEngine, JobRecord, Needs, work_of
 from runtime.queue.store import JobStore
 from tests.plans import GIB, gpu, machine, tiny_plan
 from tests.queue.samples import add_job, requests, sample_plan, sample_request, sample_result
@@ -167,7 +168,7 @@ def test_a_task_is_claimed_by_a_worker_for_tasks(store: JobStore, tmp_path: Path
     task = store.add_work("task", sentence("Delete it"), tmp_path, work.model_dump(mode="json"))
     build = store.add_work("build", sentence("Build it"), tmp_path, sample_request().to_json(), part="vae")
     video = add_job(store)
-    assert ids(store.order.jobs()) == [task.id, build.id, video.id]
+    assert ids(store.order.jobs()) == [task.id, video.id, build.id]
     other = store.order.claim("a.1", records.VIDEOS)
     assert other is not None and other.id == video.id
     assert store.order.claim("a.1", records.VIDEOS) is None
@@ -555,9 +556,12 @@ def test_the_queue_is_filtered_in_order(store: JobStore) -> None:
     assert store.order.owners("b") == store.order.owners(states=["running"]) == {}
     assert store.order.line() == (5, 3, 3, 1)
     assert store.order.line("ann") == (1, 1, 1, 1)
-    seconds = sample_plan().seconds["total"].likely
-    assert store.order.seconds(0)[:2] == (1, 1) and store.order.seconds(0)[2] == pytest.approx(max(seconds, 1.0))
-    assert store.order.seconds(2) == (0, 0, 0.0) and store.order.seconds(0, None)[0] == 0
+    seconds: Any = pytest.approx(max(sample_plan().seconds["total"].likely, 1.0))
+    assert store.order.seconds(0) == (2, 1, seconds, 0.0)  # the build has no forecast
+    assert store.order.seconds(2) == (1, 0, 0.0, 0.0) and store.order.seconds(0, "ann") == (1, 1, seconds, 0.0)
+    store.add_work("build", sentence("Build"), Path("/engines"), {}, seconds=40.0)
+    assert store.order.seconds(2) == (2, 1, 0.0, 40.0)
+    assert store.order.ahead(second) == {third: Ahead("video", True, seconds)}
     assert store.order.count_with_model("m") == 1
     assert store.order.count_with_model(sample_plan().model) == 3
 

@@ -242,8 +242,23 @@ def test_an_older_store_is_migrated_once(path: Path, monkeypatch: pytest.MonkeyP
         again.close()
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT job FROM notes").fetchall() == [(job.id,)]
-        assert connection.execute("PRAGMA user_version").fetchone() == (database.OLDEST + 1,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (database.OLDEST + len(newer) - 1,)
     connection.close()
+
+
+def test_builds_of_an_older_store_get_their_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = database.MIGRATIONS
+    monkeypatch.setattr(database, "MIGRATIONS", newest[:1])
+    database.Database(path).close()
+    with sqlite3.connect(path) as connection:
+        for number, (kind, idle) in enumerate([("build", 1), ("build", 0), ("task", 0)], start=1):
+            columns = "id, kind, state, position, request, output, created, idle"
+            values = (f"{number:08}", kind, "queued", number, "{}", "/engines", 1.0, idle)
+            connection.execute(f"INSERT INTO jobs ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    connection.close()
+    monkeypatch.setattr(database, "MIGRATIONS", newest)
+    jobs = JobStore(path).order.jobs()
+    assert [(job.number, job.rank, job.idle) for job in jobs] == [(3, 0, False), (2, 1, False), (1, 2, True)]
 
 
 def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

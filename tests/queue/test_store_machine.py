@@ -172,7 +172,7 @@ class TwoStores(RuleBasedStateMachine):
         assert store.order.counts() == shown
         for place, job in enumerate(queue):
             before = {one.id: one.kind for one in queue[:place] if not one.held}
-            assert store.order.ahead(job.id) == before
+            assert {one: entry.kind for one, entry in store.order.ahead(job.id).items()} == before
             assert job.state == "running" or store.order.count_ahead(job.id) == len(before)
 
     @invariant()

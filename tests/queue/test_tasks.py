@@ -123,21 +123,36 @@ def test_a_damaged_engine_fails_verification_and_is_pruned(
 
 def test_tasks_and_jobs_share_one_queue(queue: JobQueue, engines: EngineService, spec: ModelSpec) -> None:
     running = queue.submit(small(steps=1000, backends={}))
+    pruned = queue.add_task(PruneEngines(max_bytes=0), sentence("Prune"))
     built = queue.add_task(build(), sentence("Build"))
     waiting = queue.submit(small(backends={}))
-    assert list(queue.ahead(waiting)) == [running.id, built.id]
-    assert len(queue.ahead(waiting)) == 2
+    assert list(queue.ahead(waiting)) == [running.id, pruned.id]
+    assert list(queue.ahead(built)) == [running.id, pruned.id, waiting.id]
     assert queue.active() is running
     assert queue.latest() is waiting
     assert queue.job(built.id) is None
-    # A queued task ends at once although another one runs.
-    queue.cancel([built.id])
-    assert built.state == "cancelled"
+    # Queued tasks end at once although another job runs.
+    queue.cancel([pruned.id, built.id])
+    assert (pruned.state, built.state) == ("cancelled", "cancelled")
     assert list(queue.ahead(waiting)) == [running.id]
     running.request_cancel()
     wait_for(waiting)
     assert isinstance([event for event in waiting.events if isinstance(event, TerminalEvent)][-1], VideoSaved)
     assert engines.store.index() == []
+
+
+def test_the_wait_is_known_if_all_that_is_ahead_has_a_forecast(
+    engines: EngineService, spec: ModelSpec, tmp_path: Path
+) -> None:
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, start=False)
+    first, second = (queue.submit(small(backends={})) for _ in range(2))
+    builds = [queue.add_task(build(), sentence("Build"), seconds) for seconds in (240.0, None, None)]
+    video = queue.store.get(first.id).seconds
+    assert video is not None and builds[0].seconds_left == 240.0
+    assert queue.seconds_until(queue.ahead(second)) == video
+    assert queue.seconds_until(queue.ahead(builds[1])) == pytest.approx(2 * video + 240.0)
+    assert queue.seconds_until(queue.ahead(builds[2])) is None
+    queue.close()
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_a_build_is_queued_once_and_cancelled(tab: Tab) -> None:
     assert build.title == title
     drawn = tab.parts()["tasks"]
     assert f'data-task="{build.id}" data-kind="build" data-state="queued"' in drawn
-    assert line("ui.tasks_ahead", count=1) in drawn
+    assert line("ui.build_waits") in drawn
     # The queue names the task; it is no video with a prompt.
     assert tab.worker.store.get(build.id).prompt == ""
     queue = respond(QueuePanel(tab.worker, {}, Path("outputs")), Call())["parts"]["list"]
@@ -277,7 +277,7 @@ def test_an_import_only_needs_a_valid_model(tab: Tab) -> None:
     assert tab.bring("/x.plan", values=[]) == message("form.incomplete")
 
 
-def test_findings_are_escaped(tmp_path: Path) -> None:
+def test_findings_are_escaped(tab: Tab, tmp_path: Path) -> None:
     store, work = JobStore(None), InspectEngine(path=Path("x"), model="tiny")
     added = store.add_work("task", sentence("Inspect x"), tmp_path, work.model_dump(mode="json"))
     store.order.claim("00000000.0")
@@ -286,9 +286,9 @@ def test_findings_are_escaped(tmp_path: Path) -> None:
     )
     task = Task(added, store)
     task.refresh()
-    assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in tasks_html([(task, 0)])
+    assert "<li>takes &lt;b&gt;x&lt;/b&gt; (1, 2)</li>" in tasks_html([task], tab.worker)
     other = store.add_work("task", sentence("P"), tmp_path, PRUNE.model_dump(mode="json"))
-    assert 'class="found" aria-label="Findings" hidden' in tasks_html([(Task(other, store), 0)])
+    assert 'class="found" aria-label="Findings" hidden' in tasks_html([Task(other, store)], tab.worker)
 
 
 def test_the_number_of_open_tasks_is_limited(tab: Tab) -> None:
@@ -359,7 +359,7 @@ def test_an_import_offers_the_components_of_the_model(tab: Tab) -> None:
         assert ('value="transformer_2"' in options) is expected
 
 
-def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
+def test_every_build_of_a_task_is_shown(tab: Tab, tmp_path: Path) -> None:
     store = JobStore(None)
     added = store.add_work("task", sentence("Build"), tmp_path, PRUNE.model_dump(mode="json"))
     store.order.claim("00000000.0")
@@ -374,7 +374,7 @@ def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
     store.log.append(added.id, event)
     task = Task(added, store)
     task.refresh()
-    drawn = tasks_html([(task, 0)])
+    drawn = tasks_html([task], tab.worker)
     for expected in (
         "<span>Text encoder, Inductor</span> <span>built in 42 s, 2.50 times as fast as PyTorch</span>",
         "<span>Transformer, Inductor</span> <span>failed: x is missing.",
@@ -392,7 +392,7 @@ def test_every_build_of_a_task_is_shown(tmp_path: Path) -> None:
     event = {"event": "TaskBuilds", "builds": [one.model_dump(mode="json") for one in experts]}
     store.log.append(added.id, event)
     task.refresh()
-    drawn = tasks_html([(task, 0)])
+    drawn = tasks_html([task], tab.worker)
     names = re.findall(r"<span>([^<]*), (?:ONNX Runtime|Inductor)</span>", drawn)
     assert names == ["High-noise transformer", "Low-noise transformer", "Transformer"]
     # Of another version.

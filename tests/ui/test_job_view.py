@@ -28,6 +28,7 @@ from runtime.core.request import GenerationRequest
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.job_queue import JobQueue
+from runtime.queue.records import Ahead, Kind
 from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
@@ -120,13 +121,17 @@ def test_a_job_that_decodes_shows_frames_instead_of_steps(job: Job, store: JobSt
 
 
 def test_a_queued_job_shows_how_many_are_ahead(job: Job) -> None:
-    def shown(*ahead: str) -> str:
-        queue = cast(JobQueue, SimpleNamespace(ahead=lambda _job: dict(enumerate(ahead))))
+    def shown(*kinds: Kind, seconds: float | None = None) -> str:
+        ahead = {str(number): Ahead(kind, False, seconds) for number, kind in enumerate(kinds)}
+        queue = cast(JobQueue, SimpleNamespace(ahead=lambda _job: ahead, seconds_until=lambda _ahead: seconds))
         return job_view.view(job, queue, AUDIENCE, "", 0.0).status
 
     assert line("ui.starting") in shown()
     assert line("ui.videos_ahead", count=1) in shown("video")
-    assert line("ui.tasks_ahead", count=1) in shown("build")
+    assert f"{line('ui.videos_ahead', count=2)} {line('ui.starts_in', seconds=240)}" in shown(
+        "video", "video", seconds=240.0
+    )
+    assert line("ui.tasks_ahead", count=1) in shown("task")
     assert line("ui.tasks_ahead", count=2) in shown("video", "task")
 
 

@@ -1,6 +1,7 @@
 """The HTML and the pure functions of the panels Queue and History."""
 
 import json
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ def listed(rows: list[Row], workers: int = 1, problem: str = "") -> str:
     waiting = [row for row in rows if not row.runs]
     videos = [row for row in rows if row.video]
     going = sum(row.video and row.state == "waiting" for row in rows)
-    line = Line(len(rows), len(videos), len([row for row in waiting if not row.idle]), going)
+    line = Line(len(rows), len(videos), len([row for row in waiting if not row.build]), going)
     return queue_html(rows, line, workers=workers, problem=problem)
 
 
@@ -79,8 +80,14 @@ def test_the_queue_shows_what_each_job_and_all_of_them_take() -> None:
     assert line("ui.queue_total", count="3 videos", seconds=90) in listed(rows, 2)
     unknown = Row("d" * 8, "d", "waiting", True)
     assert line("ui.queue_total_at_least", count="4 videos", seconds=180) in listed([*rows, unknown])
-    build = Row("e" * 8, "Build", "waiting", False)
-    assert line("ui.queue_total", count="4 jobs", seconds=180) in listed([*rows, build])
+    task = Row("e" * 8, "Prune", "waiting", False)
+    assert line("ui.queue_total", count="4 jobs", seconds=180) in listed([*rows, task])
+    # One worker builds engines.
+    build = Row("f" * 8, "Build", "waiting", False, build=True, seconds=240.0)
+    assert line("ui.queue_total", count="4 jobs", seconds=420) in listed([*rows, build])
+    assert line("ui.queue_total", count="4 jobs", seconds=330) in listed([*rows, build], 2)
+    assert line("ui.queue_total_at_least", count="4 jobs", seconds=180) in listed([*rows, replace(build, seconds=None)])
+    assert "data-grip" not in listed([build])
     assert "Seed 1 · Denoising" in listed(rows)
 
 

@@ -16,6 +16,7 @@ MESSAGES: Mapping[str, Message] = {
     "cli.delete_not_confirmed": Message("Deletion needs a confirmation, and there is no terminal.", "Add --yes."),
     "cli.engines_built": Message("All engines are built already."),
     "cli.engines_ready": Message("{ready} of {engines:n engine} ready in {seconds:duration}."),
+    "cli.build_makes_room": Message("A video goes first. The build continues when none waits or runs."),
     "cli.engines_to_build": Message("{engines:n engine} to build: {seconds:about}."),
     "cli.file_unreadable": Message("FILE is empty or unreadable.", "Give the path of an engine file."),
     "cli.flags_invalid": Message("{problem}.", "Give options of `generate`."),
