@@ -111,6 +111,8 @@ class Captured(HistoryFile):
         spec: ModelSpec,
         timings: Mapping[str, float],
         peaks: Mapping[str, int],
+        *,
+        loaded: bool = False,
     ) -> None:
         """Record the peaks."""
         self.peaks = dict(peaks)
