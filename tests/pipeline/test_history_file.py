@@ -56,7 +56,10 @@ def test_the_history_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history:
     request = GenerationRequest.from_mapping(before.request_json())
     after = resolve(request, spec, PlanningContext(machine(), tmp_path / "x.mp4", history=history.read()))
     assert not any(seconds.measured for seconds in before.seconds.values())
-    assert all(after.seconds[stage].measured for stage in ("encode", "denoise", "decode", "total"))
+    # If other programs used the processor meanwhile, the seconds count, but not as measured.
+    quiet = not any(known.loaded for known in history.read())
+    for stage in ("encode", "denoise", "decode", "total"):
+        assert (after.seconds[stage].measured, after.seconds[stage].known) == (quiet, True)
     for stage in ("encode", "denoise", "decode"):
         assert after.seconds[stage].likely == pytest.approx(saved.timings[stage], abs=0.002)
     assert all(stage.measured for stage in after.memory)
@@ -64,7 +67,7 @@ def test_the_history_corrects_the_next_plan(tiny: Tiny, tmp_path: Path, history:
     longer = resolve(
         request.replace(frames=17), spec, PlanningContext(machine(), tmp_path / "x.mp4", history=history.read())
     )
-    assert longer.seconds["decode"].measured
+    assert longer.seconds["decode"].inferred
     assert longer.seconds["decode"].likely > after.seconds["decode"].likely
 
 
