@@ -103,7 +103,6 @@ def test_what_the_machine_lacks_is_disabled_with_the_reason(open_page: OpenPage)
     for part in ROWS:
         cell = page.locator(f"#part-{part} td:has([value=tensorrt])")
         assert cell.locator("input").is_disabled()
-        assert cell.inner_text().strip() == "no NVIDIA GPU was found"
         described = cell.locator("input").get_attribute("aria-describedby")
         assert page.inner_text(f"#{described}") == "no NVIDIA GPU was found"
     assert page.inner_text("#field-quantization option[value=fp8]") == "FP8: no NVIDIA GPU was found"
