@@ -275,7 +275,7 @@ def speed_up(preview: Preview) -> str:
         if part.backend == PYTORCH and able and not any(offer.ready for offer in offers):
             builds[tuple(use.id for use in able[0].engines)] = able[0].build_seconds
     seconds = sum(builds.values())
-    return f"Speed up: build engines in the tab Engines, {about(seconds)}." if seconds else ""
+    return f"Speed up: build engines, {about(seconds)}" if seconds else ""
 
 
 def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cell]:

@@ -316,6 +316,16 @@ def test_a_preset_that_does_not_fit_is_disabled_with_the_reason(spec: ModelSpec)
     assert ">Custom</span>" not in presets_html([shown], "best")
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_building_is_offered_where_no_engine_exists(spec: ModelSpec, built: bool) -> None:
+    missing = offer("vae", "inductor", build=not built, seconds=1.0 if built else 0.0, build_seconds=240.0)
+    seen = preview(spec, offers=offering(missing), build="never", compile="never")
+    html = components_html(spec, summarize(seen, spec.component_names), seen, GPU)
+    button = re.search(r'<button[^>]*data-action="build" data-target="all"[^>]*>([^<]*)<', html)
+    assert (button is None) == built
+    assert button is None or button[1].endswith("about 4 min")
+
+
 def test_badges_wait_until_engines_are_known(spec: ModelSpec) -> None:
     seen = summary_of(spec, complete=False)
     assert not seen.complete
