@@ -164,6 +164,7 @@
     setTimeout(() => { waiting = false; tidy(); }, 30);
   };
   const tidy = () => {
+    guardLogin();
     const status = $("#status .status");
     if (status && status.textContent !== shownStatus) { shownStatus = status.textContent; changedAt = Date.now(); mark(); }
     // A job may have built engines.
@@ -193,6 +194,23 @@
     tandem.tidyForm();
     describe();
     tandem.tidyStage();
+  };
+
+  // Gradio empties both fields of a refused login without an event: the user is written back.
+  const LOGIN_MS = 200;
+  const loginFields = () => [...document.querySelectorAll(".wrap.min-h-screen input")];
+  let user = "", guarded = false;
+  document.addEventListener("input", ({ target }) => { if (target === loginFields()[0]) user = target.value; });
+  const guardLogin = () => {
+    if (guarded || loginFields().length !== 2) return;
+    guarded = true;
+    setInterval(() => {
+      const [name, password] = loginFields();
+      if (!user || !name || name.value || password.value) return;
+      name.value = user;
+      name.dispatchEvent(new Event("input", { bubbles: true }));
+      password.focus();
+    }, LOGIN_MS);
   };
 
   // The connection is checked regularly. Without it, the page reports that and hides the progress.

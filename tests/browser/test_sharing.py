@@ -66,6 +66,17 @@ def test_without_the_password_only_the_login_is_shown(visit: Visit) -> None:
     page.fill("input[type=password]", "wrong")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=Incorrect")
+    # The user stays, also after another attempt.
+    for _ in range(2):
+        page.wait_for_function(
+            """() => {
+              const [user, password] = document.querySelectorAll('input');
+              return user.value === 'visitor' && !password.value && document.activeElement === password;
+            }"""
+        )
+        page.keyboard.type("wrong again")
+        with page.expect_response("**/login"):
+            page.keyboard.press("Enter")
     assert page.query_selector("#generate") is None
     assert page.evaluate("async () => (await fetch('/config')).status") == 401
 
