@@ -55,6 +55,7 @@
   };
   tandem.showChips = (value) => {
     prepare();
+    tandem.showOwnPresets();
     const model = $("#card .model")?.dataset.title ?? "", image = $("#images [data-place]");
     const { title } = tileText("size");
     const [wide, high] = tandem.imageSize() ?? [value("width"), value("height")];
@@ -65,7 +66,7 @@
       images: value("image") ? ["Image", "chosen"] : ["+ Image", "none"],
       size: [named, named === size ? size : `${named}, ${size}`],
       length: [`${(value("frames") / value("fps")).toFixed(1)} s`],
-      quality: [$("#presets input:checked ~ span")?.textContent ?? "Custom"],
+      quality: [tandem.ownPreset() || ($("#presets input:checked ~ span")?.textContent ?? "Custom")],
       seed: seed === "" || seed === null ? ["Seed: random", "random"] : [`Seed: ${seed}`, String(seed)],
     };
     for (const [name, [text, about]] of Object.entries(texts)) {

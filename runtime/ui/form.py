@@ -139,6 +139,7 @@ def popovers(
     if panels:
         with _popover("quality"):
             gr.HTML(render("plan_part.html", part="presets"), elem_id="presets", apply_default_css=False)
+            gr.HTML(render("own_presets.html"), elem_id="own-presets", apply_default_css=False)
     with _popover("seed"):
         controls["seed"] = fields.control("seed", info="Empty: a new one each time.")
     return Form(controls, {"card": card, "images": images, "sizes": sizes, "lengths": lengths})

@@ -473,6 +473,33 @@ def test_presets_set_several_fields_and_name_a_change(open_page: OpenPage) -> No
     page.wait_for_function("() => document.querySelector('#field-vae_precision').value === 'auto'")
 
 
+def test_settings_are_saved_as_a_preset_of_ones_own(open_page: OpenPage) -> None:
+    page = open_page()
+    customize(page, width="48")
+    advance(page)
+    page.fill("#field-steps input", "3")
+    page.press("#field-steps input", "Tab")
+    open_chip(page, "quality")
+    page.fill("#preset-name", "Quick look")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-chip=quality]:text-is('Quick look')")
+    assert page.get_attribute("[data-own-preset]", "aria-pressed") == "true"
+    page.keyboard.press("Escape")
+    page.fill("#field-prompt textarea", "a kite")
+    page.click("#reset")
+    page.wait_for_selector("[data-own-preset][aria-pressed=false]", state="attached")
+    page.reload()
+    ready(page)
+    open_chip(page, "quality")
+    page.click("[data-own-preset='Quick look']")
+    page.wait_for_selector("[data-own-preset][aria-pressed=true]")
+    assert (page.input_value("#field-steps input"), page.input_value("#field-width input")) == ("3", "48")
+    assert page.input_value("#field-prompt textarea") == "a kite"
+    page.click("[data-remove-preset]")
+    page.wait_for_selector("[data-own-preset]", state="detached")
+    assert page.complaints == []
+
+
 def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: OpenPage) -> None:
     page = open_page()
     page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")

@@ -1,0 +1,66 @@
+// Presets of one's own, beside those of the planner: the settings of the form under a name, stored in this browser.
+(() => {
+  "use strict";
+  const tandem = window.tandem;
+  const PRESETS = "tandem.presets", MOST = 30;
+  const OF_A_VIDEO = /^(prompt|model|seed|seconds|size_from|(last_)?image.*)$/;
+  const $ = (selector) => document.querySelector(selector);
+  const names = () => $("#top header").dataset.fields.split(" ");
+  const stored = () => {
+    try {
+      const all = JSON.parse(tandem.read("localStorage", PRESETS) ?? "[]");
+      return Array.isArray(all) ? all.filter(({ name, settings }) => typeof name === "string" && settings) : [];
+    } catch { return []; }
+  };
+  const store = (presets) => { tandem.write("localStorage", PRESETS, JSON.stringify(presets)); show(); };
+  const settings = () => Object.fromEntries(names().map((name, at) => [name, tandem.values[at]])
+    .filter(([name]) => !OF_A_VIDEO.test(name)));
+  const chosen = (preset) => {
+    const now = settings();
+    return Object.keys(now).every((name) => String(now[name] ?? "") === String(preset.settings[name] ?? ""));
+  };
+  tandem.ownPreset = () => stored().find(chosen)?.name ?? "";
+
+  const button = (text, label, kind) => Object.assign(document.createElement("button"),
+    { type: "button", className: kind, textContent: text, ariaLabel: label, title: label });
+  const show = tandem.showOwnPresets = () => {
+    const row = $("#own-presets .own-presets");
+    if (!row || !tandem.values.length) return;
+    const presets = stored(), key = JSON.stringify(presets.map((preset) => [preset.name, chosen(preset)]));
+    if (row.dataset.of === key) return;
+    row.dataset.of = key;
+    row.replaceChildren(...presets.map((preset) => {
+      const pair = document.createElement("span"), use = button(preset.name, `Use the preset ${preset.name}`, "chip");
+      use.dataset.ownPreset = preset.name;
+      use.setAttribute("aria-pressed", String(chosen(preset)));
+      const remove = button("×", `Remove the preset ${preset.name}`, "icon");
+      remove.dataset.removePreset = preset.name;
+      pair.append(use, remove);
+      return pair;
+    }));
+  };
+  const save = () => {
+    const field = $("#preset-name"), name = field.value.trim();
+    if (!name) { field.focus(); return; }
+    store([...stored().filter((preset) => preset.name !== name), { name, settings: settings() }].slice(-MOST));
+    field.value = "";
+    tandem.showForm();
+  };
+
+  document.addEventListener("click", ({ target }) => {
+    const use = target.closest("[data-own-preset]"), remove = target.closest("[data-remove-preset]");
+    if (target.id === "preset-save") save();
+    if (remove) {
+      store(stored().filter((preset) => preset.name !== remove.dataset.removePreset));
+      $("#preset-name").focus();
+    }
+    const preset = use && stored().find(({ name }) => name === use.dataset.ownPreset);
+    if (!preset) return;
+    const known = Object.entries(preset.settings).filter(([name]) => names().includes(name) && !OF_A_VIDEO.test(name));
+    tandem.uncustomized();
+    tandem.apply({ ...Object.fromEntries(known), size_from: "" });
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.id === "preset-name") { event.preventDefault(); save(); }
+  });
+})();
