@@ -199,6 +199,7 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
     ]
     assert page.input_value("#field-prompt textarea") == "a red ball"
     assert page.input_value("#field-width input") == "190"
+    page.mouse.move(0, 0)
     page.wait_for_function(f"() => {FILL} !== {ACCENT}")  # Generate is not offered as what to do next
     fill_field(page, "width", "64")
     page.wait_for_function(f"() => {FILL} === {ACCENT}")
