@@ -39,8 +39,6 @@ from runtime.pipeline.build_engines import (
 from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
 from runtime.planner.choice.engine_index import IMPORTED, UNREADABLE_KEY, EngineRecord, serves_any_clip
 from runtime.planner.resolve import PlanningContext, resolve
-from runtime.queue import recovery
-from runtime.queue.store import open_store
 
 # Between two looks for videos.
 _LOOK_SECONDS = 0.2
@@ -93,6 +91,9 @@ def _build_decoder(
 @contextmanager
 def _turns(loaded: Settings, cancel: Cancel) -> Iterator[Turns]:
     """Yield what lets an engine be built while no video of the cache folder waits or runs."""
+    from runtime.queue import recovery
+    from runtime.queue.store import open_store
+
     store = open_store(loaded.cache_dir)
 
     def has_video() -> bool:
