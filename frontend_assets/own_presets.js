@@ -15,29 +15,30 @@
   const store = (presets) => { tandem.write("localStorage", PRESETS, JSON.stringify(presets)); show(); };
   const settings = () => Object.fromEntries(names().map((name, at) => [name, tandem.values[at]])
     .filter(([name]) => !OF_A_VIDEO.test(name)));
-  const chosen = (preset) => {
-    const now = settings();
-    return Object.keys(now).every((name) => String(now[name] ?? "") === String(preset.settings[name] ?? ""));
-  };
-  tandem.ownPreset = () => stored().find(chosen)?.name ?? "";
+  const same = (one, other) => Object.keys(one).every((name) => String(one[name] ?? "") === String(other[name] ?? ""));
 
   const button = (text, label, kind) => Object.assign(document.createElement("button"),
     { type: "button", className: kind, textContent: text, ariaLabel: label, title: label });
+  // Returns the name of the preset that the form has; empty if it has none.
   const show = tandem.showOwnPresets = () => {
     const row = $("#own-presets .own-presets");
-    if (!row || !tandem.values.length) return;
-    const presets = stored(), key = JSON.stringify(presets.map((preset) => [preset.name, chosen(preset)]));
-    if (row.dataset.of === key) return;
-    row.dataset.of = key;
-    row.replaceChildren(...presets.map((preset) => {
-      const pair = document.createElement("span"), use = button(preset.name, `Use the preset ${preset.name}`, "chip");
-      use.dataset.ownPreset = preset.name;
-      use.setAttribute("aria-pressed", String(chosen(preset)));
-      const remove = button("×", `Remove the preset ${preset.name}`, "icon");
-      remove.dataset.removePreset = preset.name;
-      pair.append(use, remove);
-      return pair;
-    }));
+    if (!row || !tandem.values.length) return "";
+    const presets = stored(), now = settings();
+    const chosen = presets.map((preset) => same(now, preset.settings));
+    const key = JSON.stringify(presets.map(({ name }, at) => [name, chosen[at]]));
+    if (row.dataset.of !== key) {
+      row.dataset.of = key;
+      row.replaceChildren(...presets.map(({ name }, at) => {
+        const pair = document.createElement("span"), use = button(name, `Use the preset ${name}`, "chip");
+        use.dataset.ownPreset = name;
+        use.setAttribute("aria-pressed", String(chosen[at]));
+        const remove = button("×", `Remove the preset ${name}`, "icon");
+        remove.dataset.removePreset = name;
+        pair.append(use, remove);
+        return pair;
+      }));
+    }
+    return presets[chosen.indexOf(true)]?.name ?? "";
   };
   const save = () => {
     const field = $("#preset-name"), name = field.value.trim();

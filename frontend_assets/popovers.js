@@ -49,15 +49,11 @@
     chip.classList.toggle("pictured", Boolean(image));
     if (chip.dataset.picture !== address) { chip.dataset.picture = address; chip.style.backgroundImage = image; }
   };
-  const tileText = (name) => {
-    const tile = $(`input[name=${name}]:checked`)?.parentNode;
-    return { title: $("span", tile ?? document)?.textContent ?? "", note: tile && $("small", tile)?.textContent || "" };
-  };
   tandem.showChips = (value) => {
     prepare();
-    tandem.showOwnPresets();
+    const ownPreset = tandem.showOwnPresets();
     const model = $("#card .model")?.dataset.title ?? "", image = $("#images [data-place]");
-    const { title } = tileText("size");
+    const title = $("input[name=size]:checked")?.parentNode.querySelector("span")?.textContent ?? "";
     const [wide, high] = tandem.imageSize() ?? [value("width"), value("height")];
     const size = tandem.fromImage() && !tandem.imageSize() ? title : `${wide} × ${high}`;  // not planned yet
     const named = /:/.test(title) ? title : size, seed = value("seed");
@@ -66,7 +62,7 @@
       images: value("image") ? ["Image", "chosen"] : ["+ Image", "none"],
       size: [named, named === size ? size : `${named}, ${size}`],
       length: [`${(value("frames") / value("fps")).toFixed(1)} s`],
-      quality: [tandem.ownPreset() || ($("#presets input:checked ~ span")?.textContent ?? "Custom")],
+      quality: [ownPreset || ($("#presets input:checked ~ span")?.textContent ?? "Custom")],
       seed: seed === "" || seed === null ? ["Seed: random", "random"] : [`Seed: ${seed}`, String(seed)],
     };
     for (const [name, [text, about]] of Object.entries(texts)) {
