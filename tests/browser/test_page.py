@@ -568,7 +568,7 @@ def test_a_message_moves_nothing_of_the_form(open_page: OpenPage) -> None:
     page.click("[role=tab]:has-text('Engines')")
     page.wait_for_selector("#engines-storage .meter")
     page.evaluate("() => scrollTo(0, document.documentElement.scrollHeight)")
-    message, last = page.locator("#message").bounding_box(), page.locator("[data-panel=engines]").bounding_box()
+    message, last = page.locator("#message").bounding_box(), page.locator("div[data-panel=engines]").bounding_box()
     assert message and last and last["y"] + last["height"] <= message["y"]
 
 
