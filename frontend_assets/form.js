@@ -166,8 +166,9 @@
     if (target.closest("#advanced")) toggle(!isOpen());
     if (target.closest("[data-close-advanced]")) { toggle(false); $("#advanced").focus(); }
     if (target.id === "reset") {
-      const request = { ...JSON.parse(target.dataset.request), prompt: value("prompt"), model: value("model") };
-      tandem.fill(request, "all", "Defaults of the model:");
+      const defaults = JSON.parse(target.dataset.request), chosen = tandem.defaults();
+      const request = { ...defaults, prompt: value("prompt"), model: value("model"), ...chosen };
+      tandem.fill(request, "all", chosen.model ? "Defaults of Settings:" : "Defaults of the model:");
     }
   });
   // Words that the model does not know, as its tokenizer splits them. A model without a list knows pieces of all words.

@@ -1,5 +1,5 @@
-// What the page does without the server: stores the form and this tab's job, switches between light and dark, and
-// reports a lost connection. Requests only this server's own pages.
+// What the page does without the server: stores the form and this tab's job, is light or dark, and reports a lost
+// connection. Requests only this server's own pages.
 (() => {
   "use strict";
   const WORDS = ["prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
@@ -36,7 +36,8 @@
       const settings = JSON.stringify(values.filter((_, i) => !WORDS.includes(names[i])));
       if (settings !== previewed) { previewed = settings; previewSoon(); }
     },
-    stored: () => read("localStorage", FORM) || "",
+    // What the form starts with: the last form of this browser, else the defaults of Settings.
+    stored: () => read("localStorage", FORM) || (tandem.defaults().model ? JSON.stringify(tandem.defaults()) : ""),
     startKeeping: (values) => { tandem.values = values; tandem.restored = true; tandem.showForm(); previewSoon(); },
     use: (request) => { tandem.used = JSON.parse(request); tandem.uncustomized(); },
     // The text of a refused request: plain, or Gradio's JSON.
@@ -54,23 +55,24 @@
     resting = setTimeout(() => tandem.preview?.(), REST_MS);
   };
 
-  // Light and dark: the system's choice until the button is pressed, then the button's.
+  // Light and dark: the system's choice unless Settings has another one.
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const dark = () => (read("localStorage", THEME) || (system.matches ? "dark" : "light")) === "dark";
+  const theme = () => ["light", "dark"].find((name) => name === read("localStorage", THEME)) ?? "system";
+  const dark = () => (theme() === "system" ? system.matches : theme() === "dark");
   const applyTheme = () => {
     document.documentElement.dataset.theme = dark() ? "dark" : "light";
     document.documentElement.style.colorScheme = dark() ? "dark" : "light";
     if (!document.body) return;
     if (document.body.classList.contains("dark") !== dark()) document.body.classList.toggle("dark", dark());
-    const button = $("#theme");
-    if (button && button.getAttribute("aria-pressed") !== String(dark())) button.setAttribute("aria-pressed", String(dark()));
+    const choice = $(`input[name=theme][value=${theme()}]`);
+    if (choice && !choice.checked) choice.checked = true;
   };
   system.addEventListener("change", applyTheme);
   applyTheme();
 
-  document.addEventListener("click", (event) => {
-    if (!event.target.closest("#theme")) return;
-    write("localStorage", THEME, dark() ? "light" : "dark");
+  document.addEventListener("change", ({ target }) => {
+    if (target.name !== "theme") return;
+    write("localStorage", THEME, target.value);
     applyTheme();
   });
 
@@ -196,19 +198,23 @@
     tandem.tidyStage();
   };
 
+  // The QR code of a share link may have the login, which the address then no longer shows: it is filled in.
+  const login = /^#login=([^:]*):(.*)$/.exec(location.hash)?.slice(1);
+  if (login) history.replaceState(history.state, "", location.pathname + location.search);
   // Gradio empties both fields of a refused login without an event: the user is written back.
   const LOGIN_MS = 200;
   const loginFields = () => [...document.querySelectorAll(".wrap.min-h-screen input")];
+  const type = (field, text) => { field.value = text; field.dispatchEvent(new Event("input", { bubbles: true })); };
   let user = "", guarded = false;
   document.addEventListener("input", ({ target }) => { if (target === loginFields()[0]) user = target.value; });
   const guardLogin = () => {
     if (guarded || loginFields().length !== 2) return;
     guarded = true;
+    if (login) loginFields().forEach((field, at) => type(field, login[at]));
     setInterval(() => {
       const [name, password] = loginFields();
       if (!user || !name || name.value || password.value) return;
-      name.value = user;
-      name.dispatchEvent(new Event("input", { bubbles: true }));
+      type(name, user);
       password.focus();
     }, LOGIN_MS);
   };

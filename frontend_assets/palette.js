@@ -13,7 +13,8 @@
     ["#chips [data-chip], #advanced", (button) => !button.hidden],
     ["#presets input", () => true, (input) => `Preset: ${input.parentNode.querySelector("span").textContent}`],
     ["#facts .actions :is(button, a)[aria-label], #facts .menu-items button", () => Boolean($("#picture video"))],
-    ["#sound, #theme", () => true],
+    ["#open-settings", shown],
+    ["#settings-sheet [data-command]", () => true, (input) => input.dataset.command],
   ];
   const commands = () => GROUPS.flatMap(([selector, isThere, title = name]) => [...document.querySelectorAll(selector)]
     .filter((button) => usable(button) && isThere(button)).map((button) => ({ button, title: title(button) })));
@@ -50,7 +51,7 @@
     if (!button) return;
     $("#palette").hidePopover();
     if (button.closest("#columns")) tandem.goTo("Make");
-    if (button.closest(".popover, .menu-items")) button.click(); else press(button, () => button.click());
+    if (button.closest(".popover, .menu-items, #settings-sheet")) button.click(); else press(button, () => button.click());
   };
 
   document.addEventListener("keydown", (event) => {

@@ -1,9 +1,8 @@
 // The panels Queue, History, Engines, Models, Cluster and the plan preview: requests to the server, and the HTML of its answers;
-// messages at the foot of the page; the sound and the title when a job ends. `gallery.js` and `queue.js` use it.
+// messages at the foot of the page; the title when a job ends. `gallery.js` and `queue.js` use it.
 (() => {
   "use strict";
   const tandem = window.tandem;
-  const SOUND = "tandem.sound";
   const POLL_MS = 1000;       // visible panels with data-poll
   const STATES_MS = 2000;     // states of the jobs, whatever is visible
   const AGAIN_MS = 700;       // until the preview is asked for again while engines are not known
@@ -12,11 +11,11 @@
   const PRESS_MS = 5000;      // how long answers wait for a pressed button
   const OPEN = ["queued", "running"];
   const $ = (selector) => document.querySelector(selector);
-  const { read, write } = tandem;
   const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
 
-  // Of the history; whether the panel Cluster shows the key; and how many parts of the queue are shown.
-  const view = { search: "", state: "all", pages: 1, open: "", pair: [], key: false, rows: 1 };
+  // Of the history; whether Cluster shows the key and Settings the login in its QR code; and how many parts of the queue
+  // are shown.
+  const view = { search: "", state: "all", pages: 1, open: "", pair: [], key: false, login: false, rows: 1 };
 
   // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
   let readers = [];
@@ -28,7 +27,7 @@
   });
 
   const needsForm = (panel, action) => panel === "queue" ? ["add", "save"].includes(action)
-    : !["history", "results", "cluster"].includes(panel);
+    : !["history", "results", "cluster", "settings"].includes(panel);
 
   // Requests: one at a time for each panel. A request for changes is dropped if another one waits.
   const queues = {};
@@ -100,7 +99,7 @@
     if (reply.models) tandem.modelsChanged(reply);
     document.dispatchEvent(new CustomEvent("tandem:reply", { detail: { panel, call, reply } }));
     tandem.tidy();
-    if (!["preview", "models", "loras"].includes(panel)) setTimeout(states, 0);
+    if (!["preview", "models", "loras", "settings"].includes(panel)) setTimeout(states, 0);
   };
 
   // Patches new HTML into an element: nodes with the same data-key or place stay the same nodes, so that focus, typed
@@ -357,7 +356,7 @@
     tandem.percent = now.percent === null ? null : String(now.percent);
     const last = ended.map(([, state]) => state).find((state) => ["done", "failed", "interrupted"].includes(state));
     if (last) {
-      chime(last === "done");
+      tandem.alertEnd(last === "done");
       if (document.hidden) tandem.notice = last === "done" ? "✓ Done · Tandem" : "✗ Failed · Tandem";
     }
     if (ended.length && tab() !== TITLES.make) refresh(true);
@@ -367,47 +366,13 @@
     if (!document.hidden) { tandem.notice = null; tandem.tidy(); }
   });
 
-  // A soft sound, off by default. Browsers allow sound only after the page was touched.
-  let audio = null;
-  const sounding = () => read("localStorage", SOUND) === "on";
-  const wake = () => {
-    if (!sounding()) return;
-    audio ??= new AudioContext();
-    audio.resume();
-  };
-  const chime = (good) => {
-    if (!sounding()) return;
-    wake();
-    (good ? [523.25, 783.99] : [392, 311.13]).forEach((pitch, place) => {
-      const tone = audio.createOscillator(), loud = audio.createGain();
-      const at = audio.currentTime + 0.16 * place;
-      tone.frequency.value = pitch;
-      loud.gain.setValueAtTime(0, at);
-      loud.gain.linearRampToValueAtTime(0.08, at + 0.03);
-      loud.gain.exponentialRampToValueAtTime(0.0001, at + 0.7);
-      tone.connect(loud).connect(audio.destination);
-      tone.start(at);
-      tone.stop(at + 0.75);
-    });
-    tandem.chimes = (tandem.chimes ?? 0) + 1;
-  };
-  for (const touch of ["pointerdown", "keydown"]) document.addEventListener(touch, wake, { once: true });
-  const showSound = () => $("#sound")?.setAttribute("aria-pressed", String(sounding()));
-  document.addEventListener("click", ({ target }) => {
-    if (!target.closest("#sound")) return;
-    write("localStorage", SOUND, sounding() ? "off" : "on");
-    if (sounding()) chime(true);
-    showSound();
-  });
-
   tandem.panels = { view, request, notify, announce, raise, goTo, tab };
 
   const begin = () => {
     document.body.append(foot);
     const ready = setInterval(() => {
-      if (!$("#theme") || !$("#tabs, #generate")) return;
+      if (!$("#tabs, #generate")) return;
       clearInterval(ready);
-      showSound();
       states();
     }, 100);
     setInterval(() => { if (!document.hidden) refresh(); }, POLL_MS);

@@ -279,12 +279,22 @@ def load(
     settings = _validated(cache_dir, values)
     if settings.host not in LOOPBACK and settings.auth is None and not with_keys:
         raise SettingsError("settings.host_without_password", host=settings.host)
-    if settings.share and settings.host not in LOOPBACK:
+    if settings.share:
+        check_share(settings)
+    return settings
+
+
+def check_share(settings: Settings) -> None:
+    """Check that the other settings allow a share link.
+
+    Raises:
+        SettingsError: if one does not.
+    """
+    if settings.host not in LOOPBACK:
         raise SettingsError("settings.share_with_host", host=settings.host)
     # HF_HUB_OFFLINE is about models alone.
-    if settings.share and settings.offline and settings.offline != _SHARED_VARIABLES["offline"]:
+    if settings.offline and settings.offline != _SHARED_VARIABLES["offline"]:
         raise SettingsError("settings.share_offline", offline=settings.offline)
-    return settings
 
 
 def _from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

@@ -26,7 +26,7 @@ _DAY = 24 * 3600.0
 KEPT_SECONDS = 7 * _DAY
 
 # Folders of the cache whose files are replaced as a whole.
-_CACHES = ("prompts", "verification", LATENT_COLORS.name)
+CACHES = ("prompts", "verification", LATENT_COLORS.name)
 
 # How long a new folder waits until folders without a job are removed.
 _LOCK_SECONDS = 30.0
@@ -72,6 +72,11 @@ class DiskUsage:
     deleted_bytes: int = 0
     old: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     image_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.video_bytes + self.checkpoint_bytes + self.deleted_bytes + self.image_bytes
 
 
 def measure(store: JobStore, owner: str | None, ages: Sequence[int] = (), now: float | None = None) -> DiskUsage:
@@ -249,7 +254,7 @@ def tidy(store: JobStore, outputs_dir: Path) -> None:
         sweep(outputs_dir)
     store.check()
     if store.path is not None:
-        for folder in (store.path.parent, *(store.path.parent / name for name in _CACHES)):
+        for folder in (store.path.parent, *(store.path.parent / name for name in CACHES)):
             remove_partial_files(folder)
     # The user may repair damaged rows, so the folders of their jobs stay.
     if store.path is None or _is_damaged(store) or store.unreadable is not None:

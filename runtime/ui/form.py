@@ -5,7 +5,7 @@ so Gradio's own checks are left out. Choices that Gradio has no control for, suc
 HTML; `form.js` writes what is chosen into the controls, some of which are hidden.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -301,6 +301,18 @@ def lengths_html(frame_counts: Sequence[int], fps: int, spec: ModelSpec) -> str:
     units = [counted(spec.sections(count), "section") if stride else counted(count, "frame") for count in frame_counts]
     seconds = [f"{count / fps:.1f} s" for count in frame_counts]
     return render("lengths.html", lengths=zip(frame_counts, seconds, units, strict=True), custom=CUSTOM, stride=stride)
+
+
+def defaults_html(
+    models: Iterable[ModelSpec], sizes: Callable[[ModelSpec], Sequence[tuple[int, int]]] = lambda spec: spec.sizes
+) -> str:
+    """Return the choice of the default model and size; the browser stores what is chosen.
+
+    Args:
+        sizes: returns the sizes of a model that are offered.
+    """
+    choices = [(spec, [[f"{w}x{h}", formatting.size(w, h)] for w, h in sizes(spec)]) for spec in models]
+    return render("settings_defaults.html", models=choices)
 
 
 def proportion(width: int, height: int) -> str:

@@ -162,15 +162,17 @@ def _add_image_questions(handlers: "Handlers") -> None:
     )
 
 
-def header(icon: str, fields: Iterable[str], preset: str = "", *, panels: bool = True) -> str:
-    """Return the page's header.
+def header(icon: str, fields: Iterable[str], defaults: str, preset: str = "", *, panels: bool = True) -> str:
+    """Return the page's header, with what opens over the page.
 
     Args:
         fields: the names of the form's controls in order, for the script that stores their values.
+        defaults: the choice of the default model and size, see `form.defaults_html`.
         preset: the launch flags' backends, see `form.preset_name`.
         panels: whether the page has the panels, which notice that a job has ended.
     """
-    return render("header.html", icon=icon, fields=" ".join(fields), preset=preset, panels=panels)
+    names = " ".join(fields)
+    return render("header.html", icon=icon, fields=names, defaults=defaults, preset=preset, panels=panels)
 
 
 class Handlers:

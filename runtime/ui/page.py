@@ -38,6 +38,7 @@ from runtime.ui.plan_panel import PreviewPanel
 from runtime.ui.plan_preview import PlanPreview
 from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
 from runtime.ui.results_panel import ResultsPanel
+from runtime.ui.settings_panel import SettingsPanel
 from runtime.ui.sharing import Sharing, add_sharing_bar
 
 if TYPE_CHECKING:  # imports ray
@@ -102,6 +103,7 @@ def build(
             "decode": DecodePanel(worker, models, frame_decoders, settings.outputs_dir, settings.latents_dir),
             "models": ModelsPanel(model_tasks, models, settings, preview, worker),
             "loras": LorasPanel(models, settings.weights_dir),
+            "settings": SettingsPanel(worker, engines.store, models, settings, sharing),
             **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
         }
     )
@@ -125,7 +127,8 @@ def _blocks(
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(api.endpoint(settings.model), api_name="generate", **form.STREAMED)
-        gr.HTML(header(handlers.icon, form.NAMES, handlers.preset), elem_id="top")
+        defaults = form.defaults_html(handlers.models.values())
+        gr.HTML(header(handlers.icon, form.NAMES, defaults, handlers.preset), elem_id="top")
         if sharing is not None:
             add_sharing_bar(page, sharing)
         with gr.Tabs(elem_id="tabs"):

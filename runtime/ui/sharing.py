@@ -76,6 +76,10 @@ class Sharing:
         self._page.start()
         threading.Thread(target=self._run_tunnel, name="sharing", daemon=True).start()
 
+    def login_link(self) -> str:
+        """Return the link with the generated login, which the visitors' page fills in; browsers do not send it."""
+        return f"{self.url}#login={self.user}:{self.password}"
+
     def visitors(self) -> int:
         """Return the number of visitors who have a page open."""
         return self._page.visitors

@@ -21,10 +21,11 @@ ASSETS = Path(__file__).parents[2] / "frontend_assets"
 ICON = ASSETS / "icon.svg"
 # In this order; the later ones use the first.
 _SCRIPTS = (
-    "page.js", "form.js", "own_presets.js", "popovers.js", "stage.js", "transport.js", "panels.js", "gallery.js",
-    "queue.js", "images.js", "restore.js", "compare.js", "menus.js", "models.js", "loras.js", "palette.js",
+    "page.js", "form.js", "own_presets.js", "popovers.js", "stage.js", "transport.js", "alerts.js", "panels.js",
+    "gallery.js", "queue.js", "images.js", "restore.js", "compare.js", "menus.js", "models.js", "loras.js",
+    "settings.js", "palette.js",
 )  # fmt: skip
-_STYLES = ("style.css", "form.css", "stage.css", "panels.css", "engines.css")
+_STYLES = ("style.css", "form.css", "stage.css", "panels.css", "engines.css", "settings.css")
 
 # `style.css` declares the first; the others serve scripts that it lacks.
 _SANS = ("Tandem Sans", "ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")

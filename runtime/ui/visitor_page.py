@@ -50,7 +50,8 @@ def build(
             api_name="generate",
             **form.STREAMED,
         )
-        gr.HTML(header(icon, form.BASIC_NAMES, panels=False), elem_id="top")
+        defaults = form.defaults_html(models.values(), handlers.sizes)
+        gr.HTML(header(icon, form.BASIC_NAMES, defaults, panels=False), elem_id="top")
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)
         add_make(page, handlers, chosen, form.sampling_section, {"limits": limits})
@@ -90,6 +91,11 @@ class VisitorHandlers(Handlers):
     def _job(self, job_id: Any, request: gr.Request) -> Job | None:
         return self._visitors.job(job_id, visitor_of(request))
 
+    def sizes(self, spec: ModelSpec) -> list[tuple[int, int]]:
+        """Return the sizes of a model that visitors may use."""
+        limits = limits_of(self._settings, spec)
+        return [size for size in spec.sizes if allows_size(size, limits)]
+
     def _limited(self, spec: ModelSpec, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         limits = limits_of(self._settings, spec)
         defaults = defaults_within(spec, limits)
@@ -100,10 +106,9 @@ class VisitorHandlers(Handlers):
         for name, within in defaults.items():
             if values[name]["value"] == getattr(spec.defaults, name):
                 values[name]["value"] = within
-        sizes = [size for size in spec.sizes if allows_size(size, limits)]
         lengths = [count for count in spec.frame_counts if count <= most_frames(spec, limits)]
         values["card"] = {"value": form.card_html(spec, panels=False)}
-        values["sizes"] = {"value": form.sizes_html(sizes)}
+        values["sizes"] = {"value": form.sizes_html(self.sizes(spec))}
         values["lengths"] = {"value": form.lengths_html(lengths, spec.defaults.fps, spec)}
         values["limits"] = {"value": render("visitor_limits.html", limits=describe_limits(limits))}
         return values
