@@ -121,15 +121,13 @@ def disk_shares(cache_dir: Path, history_bytes: int, store: EngineStore) -> list
     inside = cache_dir in store.folder.parents
     limit = f"At most {formatting.byte_size(store.max_bytes)}{'' if inside else f', in {store.folder}'}."
     caches = sum(folders.get(name, 0) for name in _CACHES)
-    models = Share(
-        "Models", folders.get("weights", 0), "With LoRAs and unfinished downloads, without linked folders.", "Models"
-    )
+    models_info = "With LoRAs and unfinished downloads, without linked folders."
+    models = Share("Models", folders.get("weights", 0), models_info, "Models")
     engines = Share("Engines", store.total_bytes(), limit, "Engines")
-    history = Share(
-        "History", history_bytes, "Videos, checkpoints, images, and deleted clips that can be restored.", "History"
-    )
+    history_info = "Videos, checkpoints, images, and deleted clips that can be restored."
+    history = Share("History", history_bytes, history_info, "History")
     latents = Share("Latents", folders.get("latents", 0), "Files that you put there to decode.")
-    cached = Share("Caches", caches, "Results that make later starts faster. Tandem may not run when you delete them.")
+    cached = Share("Caches", caches, "Make later starts faster. Delete them only while Tandem is stopped.")
     in_cache = [models, *([engines] if inside else []), history, latents, cached]
     # The history may have videos that were saved elsewhere.
     rest = max(sum(folders.values()) - sum(share.size for share in in_cache), 0)

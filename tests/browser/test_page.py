@@ -519,6 +519,23 @@ def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: Op
     page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
     page.wait_for_function("(before) => JSON.stringify(window.tandem.values) === JSON.stringify(before)", arg=before)
     assert page.input_value("#field-prompt textarea") == "a green kite"
+    # Settings has a default model and size: for Reset, and for a browser that has stored no form.
+    page.click("#open-settings")
+    page.select_option("#default-model", "diorama")
+    page.select_option("#default-size", "112x192")
+    page.wait_for_selector("#settings-sheet [data-part=storage] .meter")  # drawing the other parts keeps the choice
+    assert page.input_value("#default-size") == "112x192"
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => document.activeElement.id") == "open-settings"
+    page.click("#reset")
+    page.wait_for_selector("#size input[value='112x192']:checked", state="attached")
+    assert page.input_value("#field-prompt textarea") == "a green kite"
+    page.evaluate("() => localStorage.removeItem('tandem.form')")
+    page.reload()
+    ready(page)
+    page.wait_for_selector("#size input[value='112x192']:checked", state="attached")
+    assert page.input_value("#field-prompt textarea") == ""
+    assert page.complaints == []
 
 
 def test_reset_and_other_settings_are_not_called_those_of_an_earlier_file(open_page: OpenPage, tmp_path: Path) -> None:
@@ -649,6 +666,19 @@ def test_commands_are_found_by_their_words(open_page: OpenPage) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector("#pop-size", state="visible")
     page.keyboard.press("Escape")
+    # Settings can be opened, and its choices made at once.
+    page.keyboard.press("Control+k")
+    page.fill("#palette input", "theme dark")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("body.dark")
+    page.keyboard.press("Control+k")
+    page.fill("#palette input", "settings")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#settings-sheet", state="visible")
+    assert page.is_checked("#settings-sheet [name=theme][value=dark]")
+    page.click("#settings-sheet [data-go=History]")
+    page.wait_for_selector("#history-storage details[open]")
+    assert page.is_hidden("#settings-sheet")
     # The first stop of the page leads to the prompt.
     page.click("[role=tab]:has-text('Engines')")
     page.focus(".skip")
@@ -675,7 +705,7 @@ def test_the_page_fits_every_width_in_both_color_schemes(
 ) -> None:
     page = open_page(viewport, color_scheme=scheme)
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    edges = "['#theme', '#top header'].map((one) => document.querySelector(one).getBoundingClientRect().right)"
+    edges = "['#open-settings', '#top header'].map((one) => document.querySelector(one).getBoundingClientRect().right)"
     button, header = page.evaluate(f"() => {edges}")
     assert button <= header + 1
     assert page.evaluate(CUT_OFF) == []
@@ -695,10 +725,13 @@ def test_the_page_fits_every_width_in_both_color_schemes(
         "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     )
     assert (max(lightness) < 80) == (scheme == "dark"), lightness
-    page.click("#theme")
-    page.wait_for_function(
-        f"() => document.body.classList.contains('dark') === {'false' if scheme == 'dark' else 'true'}"
-    )
+    page.keyboard.press("Control+,")
+    other = "light" if scheme == "dark" else "dark"
+    page.check(f"#settings-sheet [name=theme][value={other}]")
+    page.wait_for_function(f"() => document.body.classList.contains('dark') === {str(other == 'dark').lower()}")
+    assert page.evaluate(CUT_OFF) == []
+    page.check("#settings-sheet [name=theme][value=system]")
+    page.wait_for_function(f"() => document.body.classList.contains('dark') === {str(scheme == 'dark').lower()}")
 
 
 def test_the_page_has_accessible_names(open_page: OpenPage) -> None:

@@ -59,7 +59,7 @@ def ask(page: Any, prompt: str, *, long: bool = False) -> None:
     start(page)
 
 
-def test_without_the_password_only_the_login_is_shown(visit: Visit) -> None:
+def test_without_the_password_only_the_login_is_shown(visit: Visit, shared: Server) -> None:
     page = visit(log_in=False)
     assert "Enter the user and password that came with the link." in page.inner_text("body")
     page.fill("input:not([type=password])", "visitor")
@@ -79,6 +79,14 @@ def test_without_the_password_only_the_login_is_shown(visit: Visit) -> None:
             page.keyboard.press("Enter")
     assert page.query_selector("#generate") is None
     assert page.evaluate("async () => (await fetch('/config')).status") == 401
+    # The QR code may have the login: it is filled in, and the address no longer has it.
+    _, user, password = link_of(shared.cache_dir)
+    page.goto(f"{page.url}#login={user}:{password}")
+    page.reload()
+    page.wait_for_function("() => document.querySelector('input[type=password]')?.value")
+    assert "#" not in page.url
+    page.press("input[type=password]", "Enter")
+    ready(page)
 
 
 def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit) -> None:
@@ -105,6 +113,12 @@ def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit) -> No
         page.set_viewport_size(viewport)
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate(UNNAMED_INPUTS) == []
+    # Of Settings, visitors have what their browser stores.
+    page.keyboard.press("Control+,")
+    page.select_option("#default-model", "tiny")
+    assert page.locator("#settings-sheet h3").count() == 2
+    assert page.locator("#settings-sheet [data-part], #sound").count() == 0
+    page.keyboard.press("Escape")
     with page.expect_download() as download:
         page.click("#facts a[download]")
     assert download.value.path().read_bytes()[4:8] == b"ftyp"
@@ -168,6 +182,12 @@ def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, chromium: Any
     own.wait_for_selector("text=Copied.")
     copied = own.evaluate("() => navigator.clipboard.readText()")
     assert copied == f"{own.get_attribute('#sharing a', 'href')} user {user} password {password}"
+    own.keyboard.press("Control+,")
+    own.wait_for_selector("#settings-sheet .qr svg")
+    code = own.get_attribute("#settings-sheet .qr path", "d")
+    own.check("#qr-login")
+    own.wait_for_function("(code) => document.querySelector('.qr path').getAttribute('d') !== code", arg=code)
+    own.keyboard.press("Escape")
     assert own.query_selector("#tab-engines") is not None or "Engines" in own.inner_text("body")
     ask(page, "a red boat", long=True)
     wait_for_state(page, "running")
