@@ -44,9 +44,9 @@
     if (!document.hidden || !isOn(NOTIFICATION) || permission() !== "granted") return;
     try {
       // The tag: several tabs show one notification.
-      const shown = new Notification(good ? "The video is done" : "The video has failed", { body: "Tandem", tag: "tandem", icon: "favicon.ico" });
+      const title = good ? "The video is done" : "The video has failed";
+      const shown = new Notification(title, { body: "Tandem", tag: "tandem", icon: "favicon.ico" });
       shown.addEventListener("click", () => { window.focus(); shown.close(); });
-      tandem.notifications = (tandem.notifications ?? 0) + 1;
     } catch { /* Android's browsers have them in service workers only */ }
   };
   tandem.alertEnd = (good) => { chime(good); notifyDesktop(good); };

@@ -1,19 +1,21 @@
 """What the server draws of the sheet Settings: default models, the share link, the folder of videos, and disk space."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.core.disk_caches import DISK_CACHES, bytes_in
+from runtime.core.disk_caches import DISK_CACHES, files_of
 from runtime.core.environment import program
 from runtime.core.errors import SettingsError
 from runtime.core.settings import CACHE_VARIABLE, LOOPBACK, Settings, check_share
+from runtime.core.units import byte_size
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.spec import ModelSpec
 from runtime.queue import storage
 from runtime.queue.job_queue import JobQueue
 from runtime.server.serve import address_of
-from runtime.ui import form, formatting
+from runtime.ui import form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.sharing import Sharing
@@ -25,7 +27,7 @@ _QUIET_ZONE = 4
 
 
 @dataclass(frozen=True)
-class Share:
+class DiskUse:
     """A part of the disk space that Tandem uses.
 
     Attributes:
@@ -98,41 +100,43 @@ class SettingsPanel:
 
     def _storage_html(self) -> str:
         settings = self._settings
-        shares = disk_shares(settings.cache_dir, storage.measure(self._worker.store, None).total_bytes, self._store)
+        uses = disk_uses(settings.cache_dir, storage.measure(self._worker.store, None).total_bytes, self._store)
         return render(
             "settings_storage.html",
             outputs_dir=settings.outputs_dir,
             cache_dir=settings.cache_dir,
             variable=CACHE_VARIABLE,
             free=free_disk_bytes(settings.outputs_dir),
-            shares=shares,
-            total=sum(share.size for share in shares),
+            uses=uses,
+            total=sum(use.size for use in uses),
         )
 
 
-def disk_shares(cache_dir: Path, history_bytes: int, store: EngineStore) -> list[Share]:
+def disk_uses(cache_dir: Path, history_bytes: int, store: EngineStore) -> list[DiskUse]:
     """Return what uses disk space: what the tabs can free, as they show it, then the rest of the cache folder.
 
     Args:
         history_bytes: of the owner's videos and jobs, as History shows it.
         store: of the engines, which may be elsewhere.
     """
-    folders = {path.name: bytes_in(path) if path.is_dir() else path.stat().st_size for path in _children(cache_dir)}
+    folders: Counter[str] = Counter()
+    for entry in files_of(cache_dir):
+        folders[entry.path.relative_to(cache_dir).parts[0]] += entry.size
     inside = cache_dir in store.folder.parents
-    limit = f"At most {formatting.byte_size(store.max_bytes)}{'' if inside else f', in {store.folder}'}."
-    caches = sum(folders.get(name, 0) for name in _CACHES)
+    limit = f"At most {byte_size(store.max_bytes)}{'' if inside else f', in {store.folder}'}."
     models_info = "With LoRAs and unfinished downloads, without linked folders."
-    models = Share("Models", folders.get("weights", 0), models_info, "Models")
-    engines = Share("Engines", store.total_bytes(), limit, "Engines")
+    models = DiskUse("Models", folders["weights"], models_info, "Models")
+    engines = DiskUse("Engines", store.total_bytes(), limit, "Engines")
     history_info = "Videos, checkpoints, images, and deleted clips that can be restored."
-    history = Share("History", history_bytes, history_info, "History")
-    latents = Share("Latents", folders.get("latents", 0), "Files that you put there to decode.")
-    cached = Share("Caches", caches, "Make later starts faster. Delete them only while Tandem is stopped.")
-    in_cache = [models, *([engines] if inside else []), history, latents, cached]
+    history = DiskUse("History", history_bytes, history_info, "History")
+    latents = DiskUse("Latents", folders["latents"], "Files that you put there to decode.")
+    caches_info = "Make later starts faster. Delete them only while Tandem is stopped."
+    caches = DiskUse("Caches", sum(folders[name] for name in _CACHES), caches_info)
+    in_cache = [models, *([engines] if inside else []), history, latents, caches]
     # The history may have videos that were saved elsewhere.
-    rest = max(sum(folders.values()) - sum(share.size for share in in_cache), 0)
-    other = Share("Other", rest, "Videos of visitors and API keys, logs, files of the page.")
-    return [share for share in (models, engines, history, latents, cached, other) if share.tab or share.size]
+    rest = max(folders.total() - sum(use.size for use in in_cache), 0)
+    other = DiskUse("Other", rest, "Videos of visitors and API keys, logs, files of the page.")
+    return [use for use in (models, engines, history, latents, caches, other) if use.tab or use.size]
 
 
 def qr_code(text: str) -> str:
@@ -141,7 +145,3 @@ def qr_code(text: str) -> str:
 
     code = segno.make(text, error="m", micro=False)
     return str(code.svg_inline(omitsize=True, border=_QUIET_ZONE, svgclass=None, lineclass=None))
-
-
-def _children(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []

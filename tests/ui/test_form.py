@@ -356,7 +356,7 @@ def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec],
 def test_the_page_stores_every_control() -> None:
     script = (theme.ASSETS / "page.js").read_text(encoding="utf-8")
     assert 'dataset.fields.split(" ")' in script
-    assert f'data-fields="{" ".join(form.NAMES)}"' in make_tab.header("", form.NAMES)
+    assert f'data-fields="{" ".join(form.NAMES)}"' in make_tab.header("", form.NAMES, "")
 
 
 def test_choices_are_restored_from_the_browser_and_from_a_result(models: dict[str, ModelSpec]) -> None:

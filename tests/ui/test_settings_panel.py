@@ -15,7 +15,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.ui import form
 from runtime.ui.panels import Call, respond
-from runtime.ui.settings_panel import SettingsPanel, disk_shares
+from runtime.ui.settings_panel import SettingsPanel, disk_uses
 from runtime.ui.sharing import Sharing
 from tests.ui.page_texts import UNKNOWN, line
 
@@ -94,10 +94,10 @@ def test_disk_space_is_counted_once(tmp_path: Path) -> None:
     for name, size in sizes.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
-    shares = disk_shares(tmp_path, 40, EngineStore(tmp_path / "engines", 10**9))
+    uses = disk_uses(tmp_path, 40, EngineStore(tmp_path / "engines", 10**9))
     expected = {"Models": 100, "Engines": 0, "History": 40, "Latents": 7, "Caches": 23, "Other": 19}
-    assert {share.title: share.size for share in shares} == expected
-    assert [share.tab for share in shares if share.tab] == ["Models", "Engines", "History"]
+    assert {use.title: use.size for use in uses} == expected
+    assert [use.tab for use in uses if use.tab] == ["Models", "Engines", "History"]
     # A history larger than the folder has videos elsewhere; engines elsewhere take nothing from the rest.
-    elsewhere = disk_shares(tmp_path, 900, EngineStore(tmp_path.parent / "engines", 10**9))
-    assert {share.title for share in elsewhere} == {"Models", "Engines", "History", "Latents", "Caches"}
+    elsewhere = disk_uses(tmp_path, 900, EngineStore(tmp_path.parent / "engines", 10**9))
+    assert {use.title for use in elsewhere} == {"Models", "Engines", "History", "Latents", "Caches"}
