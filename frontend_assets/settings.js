@@ -28,7 +28,8 @@
     const { model: name = "", width, height } = tandem.defaults();
     choose(model, name, `${name} (not installed)`);
     const sizes = JSON.parse(model.selectedOptions[0].dataset.sizes ?? "[]");
-    size.replaceChildren(new Option("The model’s own", ""), ...sizes.map(([value, title]) => new Option(title, value)));
+    const offered = sizes.map(([value, title]) => new Option(title, value));
+    size.replaceChildren(new Option("The model’s own", ""), ...offered);
     choose(size, width ? `${width}x${height}` : "", `${width} × ${height}`);
     size.disabled = !name;
   };
@@ -60,7 +61,10 @@
     clearInterval(refreshing);
     tandem.panels.view.login = false;
     // The next one who opens it should not see the login in the code.
-    for (const part of target.querySelectorAll("[data-part=sharing]")) { part.replaceChildren(); delete part.dataset.digest; }
+    for (const part of target.querySelectorAll("[data-part=sharing]")) {
+      part.replaceChildren();
+      delete part.dataset.digest;
+    }
     tandem.panels.raise();
   }, true);
   document.addEventListener("tandem:reply", ({ detail: { panel } }) => { if (panel === "settings") showDefaults(); });
@@ -69,8 +73,7 @@
   const goTo = (title) => {
     sheet().close();
     tandem.goTo(title);
-    const tab = $("#tabs [role=tab][aria-selected=true]");
-    tab?.focus();
+    $("#tabs [role=tab][aria-selected=true]")?.focus();
     if (title === "History") unfold();
   };
   const unfold = (tries = 40) => {

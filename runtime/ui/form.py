@@ -304,14 +304,18 @@ def lengths_html(frame_counts: Sequence[int], fps: int, spec: ModelSpec) -> str:
 
 
 def defaults_html(
-    models: Iterable[ModelSpec], sizes: Callable[[ModelSpec], Sequence[tuple[int, int]]] = lambda spec: spec.sizes
+    models: Mapping[str, ModelSpec], sizes: Callable[[ModelSpec], Sequence[tuple[int, int]]] = lambda spec: spec.sizes
 ) -> str:
     """Return the choice of the default model and size; the browser stores what is chosen.
 
     Args:
+        models: what the page offers, by name.
         sizes: returns the sizes of a model that are offered.
     """
-    choices = [(spec, [[f"{w}x{h}", formatting.size(w, h)] for w, h in sizes(spec)]) for spec in models]
+    choices = [
+        (name, spec.title, [[f"{w}x{h}", formatting.size(w, h)] for w, h in sizes(spec)])
+        for name, spec in tuple(models.items())
+    ]
     return render("settings_defaults.html", models=choices)
 
 

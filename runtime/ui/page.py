@@ -127,7 +127,7 @@ def _blocks(
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.
         gr.api(api.endpoint(settings.model), api_name="generate", **form.STREAMED)
-        defaults = form.defaults_html(handlers.models.values())
+        defaults = form.defaults_html(handlers.models)
         gr.HTML(header(handlers.icon, form.NAMES, defaults, handlers.preset), elem_id="top")
         if sharing is not None:
             add_sharing_bar(page, sharing)

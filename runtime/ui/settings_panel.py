@@ -73,7 +73,7 @@ class SettingsPanel:
         """Return the state of the share link and, when the sheet opens, everything else."""
         parts = {"sharing": lambda: self._sharing_html(with_login=call.view.get("login") is True)}
         if call.action == "open":
-            parts |= {"defaults": lambda: form.defaults_html(self._models.values()), "storage": self._storage_html}
+            parts |= {"defaults": lambda: form.defaults_html(self._models), "storage": self._storage_html}
         return drawn(parts)
 
     def _sharing_html(self, *, with_login: bool) -> str:

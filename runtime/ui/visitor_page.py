@@ -50,7 +50,7 @@ def build(
             api_name="generate",
             **form.STREAMED,
         )
-        defaults = form.defaults_html(models.values(), handlers.sizes)
+        defaults = form.defaults_html(models, handlers.sizes)
         gr.HTML(header(icon, form.BASIC_NAMES, defaults, panels=False), elem_id="top")
         values = handlers.model_values(models[chosen])
         limits = gr.HTML(**values["limits"], elem_id="limits", apply_default_css=False)

@@ -85,7 +85,7 @@ def test_the_sheet_opens_with_everything_and_does_nothing_else(tmp_path: Path) -
     assert str(tmp_path / "outputs") in reply["parts"]["storage"]
     assert respond(panel(tmp_path), Call("stop"))["message"] == UNKNOWN
     spec = find("diorama", tmp_path)
-    html = form.defaults_html([spec], lambda spec: spec.sizes[:1])
+    html = form.defaults_html({spec.name: spec}, lambda spec: spec.sizes[:1])
     assert html.count("<option") == 2 and "x".join(map(str, spec.sizes[0])) in html
 
 
