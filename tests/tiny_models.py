@@ -1,6 +1,7 @@
 """Build tiny models of each architecture with random weights, in diffusers' format, in about a second."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -61,6 +62,7 @@ IN_JOBS = ("wan2.2-a14b", "wan2.2-ti2v-5b")
 # With one block in each transformer and half of the VAE's levels: engines are built in half the time.
 SHALLOW = "wan2.2-a14b-shallow"
 SHALLOW_FLF2V = "wan2.1-flf2v-shallow"
+SHALLOW_TI2V = "wan2.2-ti2v-5b-shallow"
 # That make no video without an image.
 IMAGE_ARCHITECTURES = ("wan2.2-i2v-a14b", "wan2.1-i2v", "wan2.1-flf2v")
 
@@ -74,7 +76,7 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     if architecture in HUNYUAN_ARCHITECTURES:
         hunyuan_pipeline(guidance_embeds=architecture == "hunyuan-video").save_pretrained(directory)
         return directory
-    shallow = architecture in {SHALLOW, SHALLOW_FLF2V}
+    shallow = architecture in {SHALLOW, SHALLOW_FLF2V, SHALLOW_TI2V}
     architecture = architecture.removesuffix("-shallow")
     if architecture in IMAGE_ARCHITECTURES:
         _image_pipeline(architecture, shallow=shallow).save_pretrained(directory)
@@ -85,7 +87,7 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     pipeline = WanPipeline(
         tokenizer=tokenizer(),
         text_encoder=_text_encoder(),
-        vae=_vae_ti2v() if large_vae else _shallow_vae() if shallow else _vae(),
+        vae=_vae_ti2v(shallow=shallow) if large_vae else _shallow_vae() if shallow else _vae(),
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
         ),
@@ -177,20 +179,27 @@ def _shallow_vae() -> AutoencoderKLWan:
     ).eval()
 
 
-def _vae_ti2v() -> AutoencoderKLWan:
+def _vae_ti2v(*, shallow: bool) -> AutoencoderKLWan:
+    levels: dict[str, Any] = {"dim_mult": [1, 2, 2, 2], "scale_factor_spatial": 16}
+    if shallow:
+        levels = {
+            "dim_mult": [2, 1],  # the last level's shortcut cannot add channels
+            "temperal_downsample": [True],
+            "scale_factor_spatial": 4,
+            "scale_factor_temporal": 2,
+        }
     return AutoencoderKLWan(
         base_dim=4,
         decoder_base_dim=8,
         z_dim=48,
-        dim_mult=[1, 2, 2, 2],
         num_res_blocks=1,
         is_residual=True,
         in_channels=12,
         out_channels=12,
         patch_size=2,
-        scale_factor_spatial=16,
         latents_mean=[0.1] * 48,
         latents_std=[1.5] * 48,
+        **levels,
     ).eval()
 
 

@@ -15,13 +15,13 @@ from runtime.engines.verify import verify
 from runtime.models.spec import ModelSpec, component_of
 from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import DECODER_STEPS, PROFILES, Build
-from tests.tiny_models import SHALLOW
+from tests.tiny_models import SHALLOW, SHALLOW_TI2V
 
 CASES = [
     ("wan2.1", "text_encoder", PROFILES["text_encoder"]),
     (SHALLOW, "vae_next", DECODER_STEPS),
     *(
-        pytest.param("wan2.2-ti2v-5b", name, PROFILES[name], marks=pytest.mark.slow)
+        pytest.param(SHALLOW_TI2V, name, PROFILES[name], marks=pytest.mark.slow)
         for name in ("transformer", "vae_first", "vae_next")
     ),
 ]

@@ -34,6 +34,7 @@ from runtime.planner.choice.key_differences import differences
 from tests.conftest import build_once
 from tests.engines.contract import wheels
 from tests.plans import GPU_PACKAGES, gpu, machine
+from tests.tiny_models import SHALLOW_TI2V
 
 PROGRAMS = ("text_encoder", "transformer", "vae_first", "vae_next")
 BLOCKS = ("block_qkv", "block_query", "block_feed_forward")
@@ -45,7 +46,7 @@ CASES = [
     ("wan2.1", "text_encoder", ANY),
     ("wan2.1", "vae_next", ShapeProfile.fixed((1, 6, 8))),
     ("wan2.1-flf2v", "transformer", ShapeProfile.fixed((3, 6, 8))),
-    ("wan2.2-ti2v-5b", "vae_next", ShapeProfile((2, 2, 2), (2, 6, 8), (4, 10, 12))),
+    (SHALLOW_TI2V, "vae_next", ShapeProfile((2, 2, 2), (2, 6, 8), (4, 10, 12))),
 ]
 
 

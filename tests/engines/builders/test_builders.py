@@ -23,6 +23,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.choice.key_differences import differences
 from tests.engines.conftest import PROFILES, Build
+from tests.tiny_models import SHALLOW_TI2V
 
 SMALL = ShapeProfile.fixed((1, 2, 2))
 
@@ -106,7 +107,7 @@ def test_only_the_vae_runs_in_bfloat16_on_a_cpu(
 @pytest.mark.parametrize("program", ["vae_first", "vae_next"])
 def test_vae_in_bfloat16_is_within_tolerance(built: Build, program: str) -> None:
     profile = ShapeProfile.fixed((2 if program == "vae_next" else 1, 4, 6))
-    engine = built("openvino", "wan2.2-ti2v-5b", "vae", program, "bfloat16", profile)
+    engine = built("openvino", SHALLOW_TI2V, "vae", program, "bfloat16", profile)
     with engine.session() as session:
         result = verify(session, engine.program(), profile, "bfloat16")
     assert result.passed, result.detail

@@ -6,14 +6,14 @@ import torch
 from runtime.engines.verify import verify
 from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.conftest import INDUCTOR, PROFILES, Build, relative
-from tests.tiny_models import SHALLOW_FLF2V
+from tests.tiny_models import SHALLOW_FLF2V, SHALLOW_TI2V
 
 CASES = [
     (SHALLOW_FLF2V, "transformer", "transformer"),
-    ("wan2.2-ti2v-5b", "transformer", "transformer"),
+    (SHALLOW_TI2V, "transformer", "transformer"),
     (SHALLOW_FLF2V, "image_encoder", "image_encoder"),
     (SHALLOW_FLF2V, "vae_encoder", "vae_encoder_next"),
-    ("wan2.2-ti2v-5b", "vae_encoder", "vae_encoder_first"),
+    (SHALLOW_TI2V, "vae_encoder", "vae_encoder_first"),
 ]
 
 # Inductor compiles C++: one is enough beside those of videos without images.

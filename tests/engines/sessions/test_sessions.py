@@ -20,7 +20,7 @@ from runtime.engines.verify import verify
 from runtime.planner.choice.engine_index import SWAPPED
 from tests.engines.conftest import DECODER_STEPS, INDUCTOR, PROFILES, Build, Built, relative
 from tests.engines.engine_files import refusal
-from tests.tiny_models import SHALLOW
+from tests.tiny_models import SHALLOW, SHALLOW_TI2V
 
 ROOT = Path(__file__).parents[3]
 ENGINES = [INDUCTOR, "cpu", "openvino"]
@@ -35,11 +35,8 @@ def transformer(request: pytest.FixtureRequest, built: Build) -> Built:
 STEPS = [
     ("cpu", SHALLOW, DECODER_STEPS),
     ("openvino", SHALLOW, DECODER_STEPS),
-    pytest.param(("inductor", "wan2.2-ti2v-5b", DECODER_STEPS), marks=INDUCTOR.marks),
-    *(
-        pytest.param((name, "wan2.2-ti2v-5b", PROFILES["vae_next"]), marks=pytest.mark.slow)
-        for name in ("cpu", "openvino")
-    ),
+    pytest.param(("inductor", SHALLOW_TI2V, DECODER_STEPS), marks=INDUCTOR.marks),
+    *(pytest.param((name, SHALLOW_TI2V, PROFILES["vae_next"]), marks=pytest.mark.slow) for name in ("cpu", "openvino")),
 ]
 
 
