@@ -465,6 +465,10 @@ def _rank_builds(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE jobs SET rank = CASE WHEN rank THEN 2 ELSE 1 END WHERE kind = 'build'")
 
 
+def _index_batches(connection: sqlite3.Connection) -> None:
+    connection.execute("CREATE INDEX jobs_by_batch ON jobs (batch) WHERE batch IS NOT NULL")
+
+
 # Migration n upgrades a file to version OLDEST + n; the first one makes a new file. Older files are refused.
 OLDEST = 14
-MIGRATIONS: tuple[Migration, ...] = (_create, _rank_builds)
+MIGRATIONS: tuple[Migration, ...] = (_create, _rank_builds, _index_batches)
