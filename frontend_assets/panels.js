@@ -15,8 +15,8 @@
   const { read, write } = tandem;
   const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
 
-  // Of the history; whether the panel Cluster shows the key; and how many parts of the queue are shown.
-  const view = { search: "", state: "all", pages: 1, open: "", pair: [], key: false, rows: 1 };
+  // Of the history, `stacks` are ids of clips whose stacks are open; whether the panel Cluster shows the key; and how many parts of the queue are shown.
+  const view = { search: "", state: "all", pages: 1, stacks: [], open: "", pair: [], key: false, rows: 1 };
 
   // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
   let readers = [];

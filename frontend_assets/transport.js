@@ -66,7 +66,8 @@
     const leader = target.matches?.("#picture .cells video") && videos().find((each) => each !== target && each.duration);
     if (!leader) return;
     target.currentTime = Math.min(leader.currentTime, target.duration);
-    if (leader.paused) target.pause();
+    // Before its first frame it is not paused by the user.
+    if (leader.paused && leader.currentTime) target.pause();
   }, true);
   const full = () => {
     if (document.fullscreenElement) document.exitFullscreen(); else $("#picture .mat")?.requestFullscreen?.();

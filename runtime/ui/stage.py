@@ -85,12 +85,18 @@ def view(job: Job, group: Group, worker: JobQueue, audience: Audience, icon: str
     columns = grid_columns(min(len(cells), _MOST_IN_VIEW), job.summary.width / job.summary.height)
     grid = Grid(cells, columns, ceil(min(len(cells), _MOST_IN_VIEW) / columns))
     size = (job.summary.width, job.summary.height)
-    alone = replace(alone, picture=job_view.picture_html(None, "done", icon, size=size, grid=grid))
-    if not unfinished:
-        return alone
-    line = _line(members, unfinished, worker, now)
-    status = job_view.status_html(line, job.id, panels=audience.panels)
-    return replace(alone, status=status, busy=True, stopping=line.state == "stopping")
+    if unfinished:
+        line = _line(members, unfinished, worker, now)
+    else:
+        line = job_view.status_line(job, job.progress, worker, audience, now)
+        line = replace(line, detail=f"Variation {members.index(job) + 1}. {line.detail}")
+    return replace(
+        alone,
+        picture=job_view.picture_html(None, "done", icon, size=size, grid=grid),
+        status=job_view.status_html(line, job.id, panels=audience.panels),
+        busy=bool(unfinished),
+        stopping=line.state == "stopping",
+    )
 
 
 def grid_columns(videos: int, aspect: float) -> int:
