@@ -40,10 +40,11 @@
     }
     if (pick === pressed()) return;
     selected = id;
+    tandem.rememberOnly(id);
     tidy();
     pick.scrollIntoView({ block: "nearest" });
     clearTimeout(resting);
-    resting = setTimeout(() => { tandem.rememberOnly(id); $("#show").click(); }, REST_MS);
+    resting = setTimeout(() => { tandem.rememberOnly(id); $("#show")?.click(); }, REST_MS);
   };
   const enlarge = (on = !isLarge) => {
     isLarge = on;
