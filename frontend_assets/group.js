@@ -16,11 +16,20 @@
   // What was selected last, until the server's answer shows it.
   let selected = "", resting = 0;
   let isLarge = false;
+  let inView = "";
+  // Scrolls the cells only, not the page.
+  const scrollTo = (pick) => {
+    const cells = $("#picture .cells"), { top, bottom } = pick.getBoundingClientRect();
+    const frame = cells.getBoundingClientRect();
+    cells.scrollTop += Math.min(top - frame.top, 0) + Math.max(bottom - frame.bottom, 0);
+    inView = idOf(pick);
+  };
   const tidy = tandem.tidyGroup = () => {
     const all = picks(), shown = $("#status .status")?.dataset.job ?? "";
     if (selected === shown || !all.some((pick) => idOf(pick) === selected)) selected = "";
     if (!all.length) isLarge = false;
     const now = selected || shown;
+    if (now !== inView && !isLarge && all.length) scrollTo(all.find((pick) => idOf(pick) === now) ?? all[0]);
     for (const pick of all) {
       const on = idOf(pick) === now, cell = pick.parentNode;
       set(pick, "aria-pressed", String(on));
@@ -35,25 +44,19 @@
   const select = (pick) => {
     if (!pick) return;
     const id = idOf(pick);
-    if (picks().includes(document.activeElement) || document.activeElement === document.body) {
-      pick.focus({ preventScroll: true });
-    }
     if (pick === pressed()) return;
     selected = id;
     tandem.rememberOnly(id);
     tidy();
-    pick.scrollIntoView({ block: "nearest" });
     clearTimeout(resting);
     resting = setTimeout(() => { tandem.rememberOnly(id); $("#show")?.click(); }, REST_MS);
   };
   const enlarge = (on = !isLarge) => {
     isLarge = on;
     tidy();
-    const pick = pressed();
-    if (pick && (document.activeElement === document.body || picks().includes(document.activeElement))) {
-      pick.focus({ preventScroll: true });
-    }
   };
+  // Enter and the arrow keys go on from the selected one.
+  const focus = () => pressed()?.focus({ preventScroll: true });
   const act = (pick, action) => pick?.parentNode.querySelector(`[data-action=${action}], [data-action=un${action}]`)?.click();
 
   document.addEventListener("click", ({ target, detail }) => {
@@ -77,20 +80,26 @@
     k: () => act(pressed(), "star"),
     x: () => act(pressed(), "discard"),
     " ": (event) => onPicks(event) && (tandem.togglePlay(), true),
-    enter: (event) => onPicks(event) && (enlarge(), true),
+    enter: (event) => {
+      if (!onPicks(event)) return false;
+      if (tandem.isComparing()) event.target.click(); else { enlarge(); focus(); }
+      return true;
+    },
     escape: (event) => isLarge && !event.defaultPrevented && !$(":popover-open, details.menu[open]") && (enlarge(false), true),
   };
   const press = (event) => {
     const key = event.key, at = Number(key);
     if (key.startsWith("Arrow")) {
       if (!onPicks(event)) return false;
-      select(beside(pressed(), key));
+      if (tandem.isComparing()) beside(event.target, key)?.focus(); else { select(beside(pressed(), key)); focus(); }
       return true;
     }
     if (at >= 1 && at <= 9) {
       const pick = picks()[at - 1];
       if (!pick) return false;
+      if (tandem.isComparing()) { pick.click(); return true; }
       if (isLarge && pick === pressed()) enlarge(false); else select(pick);
+      focus();
       return true;
     }
     const run = KEYS[key.toLowerCase()];

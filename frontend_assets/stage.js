@@ -41,6 +41,7 @@
       .map((clip) => clip.dataset.pick ?? clip.dataset.show);
     return [...new Set(ids)].filter((other) => other !== id);
   };
+  tandem.isComparing = () => Boolean(first);
   // Compares the chosen clip with another one; returns whether one was chosen.
   tandem.compareWith = (id) => {
     if (!first || id === first) return false;

@@ -10,6 +10,19 @@ from tests.browser.test_accessibility import serious_issues
 pytestmark = pytest.mark.browser
 
 
+def compare_two(page: Any, ids: list[str]) -> None:
+    """Compare the first variation, which is selected, with the third one by the keyboard."""
+    page.focus("#facts [data-compare-with]")
+    page.keyboard.press("Enter")
+    page.wait_for_function("(id) => document.activeElement.dataset.pick === id", arg=ids[1])
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f'#comparison[open] [data-compare="{ids[2]} {ids[0]}"]')
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#comparison:not([open])", state="attached")
+
+
 def open_and_delete_stack(page: Any, ids: list[str]) -> None:
     """Open and close the stack of a group in History, delete it as a whole, and restore it."""
     members = " ".join(ids)
@@ -34,7 +47,6 @@ def test_variations_fill_the_stage_and_are_kept_and_discarded_by_keyboard(open_p
     wait_for_state(page, "done")
     first = page.get_attribute("#status .status", "data-job")
     page.click("#facts [data-action=variations]")
-    page.wait_for_selector("#picture .cells li >> nth=3")
     await_job_after(page, first)
     wait_for_state(page, "done")
     page.wait_for_function("() => [...document.querySelectorAll('.cells video')].filter((v) => !v.paused).length === 4")
@@ -82,5 +94,6 @@ def test_variations_fill_the_stage_and_are_kept_and_discarded_by_keyboard(open_p
     page.wait_for_selector(f'#picture [data-action=unstar][data-target="{ids[3]}"]')
     page.wait_for_selector(f'#recent [data-members="{" ".join(ids)}"][aria-current=true]')
     assert serious_issues(page, part="#stage") == []
+    compare_two(page, ids)
     open_and_delete_stack(page, ids)
     assert page.complaints == []

@@ -438,7 +438,7 @@ def test_the_videos_of_a_batch_with_one_prompt_are_a_group(store: JobStore) -> N
     assert ids(store.list(stacked=True, limit=1, offset=1)) == ids([third])
     assert ids(store.list(stacked=True, starred=True)) == ids([second])
     assert ids(store.list(stacked=True, search=first.id)) == ids([first])
-    assert ids(store.list(stacked=True, states=("done",))) == []
+    assert ids(store.list(stacked=True, states=["done"])) == []
     store.delete(third.id)
     assert ids(store.list(stacked=True)) == ids([alone, kite, second])
     assert list(store.group(first.group)) == ids([first, second])

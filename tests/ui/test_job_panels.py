@@ -206,7 +206,7 @@ def test_unknown_actions_are_rejected(desk: Panels, worker: JobQueue, panel: str
 
 def test_invalid_ids_are_ignored() -> None:
     view = read_view(VIEW | {"open": "../x", "pair": ["01234567", 5], "pages": 3, "stacks": [[], "01234567"]})
-    assert (view.open, view.pair, view.pages, view.stacks) == ("", (), 3, {"01234567"})
+    assert (view.open, view.pair, view.pages, view.stacks) == ("", (), 3, frozenset(["01234567"]))
 
 
 def test_several_prompts_and_variations_are_added_together(desk: Panels, worker: JobQueue) -> None:

@@ -57,9 +57,9 @@ def test_a_group_is_a_grid_with_one_status_line(worker: JobQueue, jobs: list[Job
     record = worker.store.order.claim("here")
     assert record is not None and record.plan is not None
     run = Run(record, ControlPoller(worker.store))
-    steps = [StepDone(step=1, of=2, seconds=30.0, part="transformer", preview=b"webp")]
-    for event in (Planned(plan=record.plan), StageStarted(stage="denoise", part="transformer"), *steps):
-        run.emit(event)
+    run.emit(Planned(plan=record.plan))
+    run.emit(StageStarted(stage="denoise", part="transformer"))
+    run.emit(StepDone(step=1, of=2, seconds=30.0, part="transformer", preview=b"webp"))
     worker.store.star([jobs[3].id], True)
     view = show(worker, jobs[2])
     assert states(view) == ["done", "running", "queued", "queued"]
