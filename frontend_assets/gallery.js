@@ -1,5 +1,5 @@
 // The tab History: clips play under the pointer, more cards are loaded while scrolling, several clips are selected,
-// one clip is shown in a dialog with arrows to its neighbors, and two clips are compared in another one.
+// the variations of a prompt are one card, which can be opened, one clip is shown in a dialog with arrows to its neighbors, and two clips are compared in another one.
 (() => {
   "use strict";
   const { view, request, raise, goTo } = window.tandem.panels;
@@ -9,7 +9,8 @@
   const $ = (selector) => document.querySelector(selector);
   const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
   const cards = () => [...document.querySelectorAll("#history-gallery .gallery > li")];
-  const cardOf = (id) => $(`#history-gallery li[data-job="${CSS.escape(id)}"]`);
+  const idsOf = (card) => card.dataset.job.split(" ");
+  const cardOf = (id) => $(`#history-gallery li[data-job~="${CSS.escape(id)}"]`);
   const ask = (action, target = "") => request("history", action, target);
 
   // Playing under the pointer or the focus, without sound.
@@ -59,32 +60,35 @@
   const append = ({ cards: html, more: further }) => {
     const template = document.createElement("template"), list = $("#history-gallery .gallery");
     template.innerHTML = html;
-    list.append(...[...template.content.children].filter((card) => !cardOf(card.dataset.job)));
+    list.append(...[...template.content.children].filter((card) => !cardOf(idsOf(card)[0])));
     $("#history-gallery .more").hidden = !further;
   };
 
   // The selection. Shift selects the cards in between.
   const selected = new Set();
-  let anchor = null;
-  const select = (id, on, through = false) => {
-    const ids = cards().map((card) => card.dataset.job);
-    const [from, to] = [ids.indexOf(anchor), ids.indexOf(id)].sort((a, b) => a - b);
-    for (const one of through && from >= 0 ? ids.slice(from, to + 1) : [id]) selected[on ? "add" : "delete"](one);
-    anchor = id;
+  let anchor = "";
+  const isSelected = (card) => idsOf(card).every((id) => selected.has(id));
+  const select = (card, on, through = false) => {
+    const all = cards();
+    const [from, to] = [all.indexOf(cardOf(anchor)), all.indexOf(card)].sort((a, b) => a - b);
+    for (const each of through && from >= 0 ? all.slice(from, to + 1) : [card]) {
+      for (const id of idsOf(each)) selected[on ? "add" : "delete"](id);
+    }
+    [anchor] = idsOf(card);
     showSelection();
   };
-  const clear = () => { selected.clear(); anchor = null; showSelection(); };
+  const clear = () => { selected.clear(); anchor = ""; showSelection(); };
   const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const showSelection = () => {
     const bar = $("#selection");
     if (!bar) return;
     const shown = cards();
     if (view.state !== "deleted" || shown.length) {
-      const there = new Set(shown.map((card) => card.dataset.job));
+      const there = new Set(shown.flatMap(idsOf));
       for (const id of selected) if (!there.has(id)) selected.delete(id);
     }
     for (const card of shown) {
-      const on = selected.has(card.dataset.job);
+      const on = isSelected(card);
       card.classList.toggle("selected", on);
       card.querySelector("[data-select]").checked = on;
     }
@@ -104,15 +108,15 @@
   };
   document.addEventListener("click", (event) => {
     const box = event.target.closest("#history-gallery [data-select]");
-    if (box) select(box.dataset.select, box.checked, event.shiftKey);
+    if (box) select(box.closest("li"), box.checked, event.shiftKey);
     const title = event.target.closest("#history-gallery .title");
     if (title && getSelection().isCollapsed) { title.closest("li").querySelector(".poster").click(); return; }
     const poster = event.target.closest("#history-gallery .poster");
     if (poster && (event.shiftKey || event.ctrlKey || event.metaKey)) {
       event.preventDefault();
       event.stopImmediatePropagation();
-      const id = poster.dataset.target;
-      select(id, event.shiftKey || !selected.has(id), event.shiftKey);
+      const card = poster.closest("li");
+      select(card, event.shiftKey || !isSelected(card), event.shiftKey);
     }
   }, true);
 
@@ -138,8 +142,8 @@
       event.preventDefault();
       if (!next) return;
       if (event.shiftKey) {
-        if (!selected.has(card.dataset.job)) select(card.dataset.job, true);
-        select(next.dataset.job, true, true);
+        if (!isSelected(card)) select(card, true);
+        select(next, true, true);
       }
       const other = next.querySelector(control.matches(".poster") ? ".poster" : "[data-select]");
       other.focus({ focusVisible: true });
@@ -149,19 +153,19 @@
       selectAll();
     } else if (event.key === "Delete") {
       event.preventDefault();
-      if (!selected.size) select(card.dataset.job, true);
+      if (!selected.size) select(card, true);
       removeSelected();
     } else if (event.key === "Escape" && selected.size) {
       clear();
     }
   });
-  const selectAll = () => { for (const card of cards()) selected.add(card.dataset.job); showSelection(); };
+  const selectAll = () => { for (const id of cards().flatMap(idsOf)) selected.add(id); showSelection(); };
   const ids = () => [...selected].join(" ");
   const removeSelected = () => {
     if (view.state === "deleted") return;
     // The focus goes to the first card that stays.
     const all = cards(), last = Math.max(...[...selected].map((id) => all.indexOf(cardOf(id))));
-    const next = all[last + 1] ?? all.findLast((card) => !selected.has(card.dataset.job));
+    const next = all[last + 1] ?? all.findLast((card) => !isSelected(card));
     ask("delete", ids());
     clear();
     (next?.querySelector(".poster") ?? $("#history-search")).focus();
@@ -169,16 +173,17 @@
 
   // One clip in a dialog.
   const box = () => $("#lightbox");
-  let opened = "", onward = 0;
+  let opened = "", onward = 0, stacked = "";
   const show = (id) => {
     $("#history-detail").querySelectorAll("video").forEach(release);
     view.open = id;
     ask("open", id);
   };
-  const neighbor = (id, by) => { const all = cards(); return all[all.indexOf(cardOf(id)) + by] ?? null; };
+  // The clip after or before another one, also within a stack; empty without one.
+  const neighbor = (id, by) => { const all = cards().flatMap(idsOf); return all[all.indexOf(id) + by] ?? ""; };
   const step = (by) => {
     const next = cardOf(view.open) && neighbor(view.open, by);
-    if (next) { show(next.dataset.job); return; }
+    if (next) { show(next); return; }
     if (by > 0 && $("#history-gallery .more:not([hidden])")) { onward = by; more(); }
   };
   const empty = (part) => {
@@ -233,12 +238,19 @@
 
   const ACTIONS = {
     open: ({ target }) => show(target),
+    unstack: ({ target }) => { view.stacks.push(...target.split(" ")); stacked = target; request("history"); },
+    stack: ({ target }) => {
+      const ids = target.split(" ");
+      view.stacks = view.stacks.filter((id) => !ids.includes(id));
+      stacked = target;
+      request("history");
+    },
     close: () => box().close(),
     previous: () => step(-1),
     next: () => step(1),
     more,
     "delete-open": ({ target }) => {
-      view.open = (neighbor(target, 1) ?? neighbor(target, -1))?.dataset.job ?? "";
+      view.open = neighbor(target, 1) || neighbor(target, -1);
       ask("delete", target);
     },
     compare: () => compare([...selected]),
@@ -265,7 +277,7 @@
 
   // Filters.
   const find = (changes) => {
-    Object.assign(view, changes, { pages: 1 });
+    Object.assign(view, changes, { pages: 1, stacks: [] });
     clear();
     request("history");
   };
@@ -291,11 +303,17 @@
     if (["star", "unstar"].includes(call.action) && !reply.error) {
       const on = call.action === "star";
       for (const id of call.target.split(" ")) {
-        const star = cardOf(id)?.querySelector(".frame > [data-action$=star]");
+        const card = cardOf(id), star = card?.querySelector(".frame > [data-action$=star]");
+        if (card && !star) request("history");  // the count of a stack
         if (!star) continue;
         star.dataset.action = on ? "unstar" : "star";
         star.setAttribute("aria-pressed", String(on));
       }
+    }
+    // The card of a stack was replaced by those of its clips, or the other way round.
+    if (stacked && call.action === "refresh") {
+      cardOf(stacked.split(" ")[0])?.querySelector(".poster").focus({ preventScroll: true });
+      stacked = "";
     }
     if (call.action === "open" || box()?.open) shown();
     if (reply.compare) {

@@ -165,7 +165,7 @@
 
   // A frame of the video on the stage or in the viewer: the one that is shown if it is paused, else the last.
   const moment = (button) => {
-    const video = $(button.closest("#history-detail") ? "#history-detail video" : "#picture video");
+    const video = button.closest("#history-detail") ? $("#history-detail video") : tandem.stageVideo();
     const inside = video?.paused && !video.ended && video.currentTime > 0 && video.currentTime < video.duration - 0.001;
     return inside ? video.currentTime : null;
   };

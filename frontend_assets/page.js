@@ -183,8 +183,10 @@
     const title = tandem.notice ?? (percent ? `${percent}% · Tandem` : "Tandem");
     if (document.title !== title) document.title = title;
     // With reduced motion, the video is started by hand.
-    const video = $("#picture video[autoplay]");
-    if (video && reducedMotion.matches) { video.removeAttribute("autoplay"); video.pause(); }
+    for (const video of reducedMotion.matches ? document.querySelectorAll("#picture video[autoplay]") : []) {
+      video.removeAttribute("autoplay");
+      video.pause();
+    }
     if (!stage && $("#stage")) {
       stage = $("#stage");
       bars.observe($("#bar"));

@@ -12,6 +12,8 @@
     ["[role=tab]", shown, (button) => `Open ${name(button)}`],
     ["#chips [data-chip], #advanced", (button) => !button.hidden],
     ["#presets input", () => true, (input) => `Preset: ${input.parentNode.querySelector("span").textContent}`],
+    ["#picture .pick", shown, (pick) => `Select ${name(pick).toLowerCase()}`],
+    ["#picture [aria-pressed=true] ~ .acts button", shown],
     ["#facts .actions :is(button, a)[aria-label], #facts .menu-items button", () => Boolean($("#picture video"))],
     ["#open-settings", shown],
     ["#settings-sheet [data-command]", () => true, (input) => input.dataset.command],

@@ -13,9 +13,9 @@
   const $ = (selector) => document.querySelector(selector);
   const parse = (text, otherwise) => { try { return JSON.parse(text) ?? otherwise; } catch { return otherwise; } };
 
-  // Of the history; whether Cluster shows the key and Settings the login in its QR code; and how many parts of the queue
-  // are shown.
-  const view = { search: "", state: "all", pages: 1, open: "", pair: [], key: false, login: false, rows: 1 };
+  // Of the history, `stacks` are ids of clips whose stacks are open; whether Cluster shows the key and Settings the login
+  // in its QR code; and how many parts of the queue are shown.
+  const view = { search: "", state: "all", pages: 1, stacks: [], open: "", pair: [], key: false, login: false, rows: 1 };
 
   // The form's values, in the order of the server's form. Only Gradio has them: a hidden button hands them over.
   let readers = [];

@@ -21,21 +21,35 @@
     }
     const now = $("#status .status")?.dataset.job;
     for (const clip of document.querySelectorAll("[data-show]")) {
-      const current = clip.dataset.show === now;
+      const current = clip.dataset.members.split(" ").includes(now);
       if (clip.hasAttribute("aria-current") !== current) {
         if (current) clip.setAttribute("aria-current", "true"); else clip.removeAttribute("aria-current");
       }
     }
+    tandem.tidyGroup();
     tandem.tidyTransport();
     tidyCompare();
   };
   tandem.tidyStage = tidy;
 
-  // Compare: a press chooses the clip on the stage, the next one in the strip is compared with it. With two clips there
-  // is nothing to choose.
+  // Compare: a press chooses the clip on the stage, the next one in its group or in the strip is compared with it. With
+  // two clips there is nothing to choose.
   let first = "";
-  const others = (id) => [...document.querySelectorAll("#recent [data-done]")].map((clip) => clip.dataset.show)
-    .filter((one) => one !== id);
+  const others = (id) => {
+    const clips = [...document.querySelectorAll("#picture [data-pick][data-done], #recent [data-done]")];
+    const ids = clips.filter((clip) => !clip.dataset.members?.split(" ").includes(id))
+      .map((clip) => clip.dataset.pick ?? clip.dataset.show);
+    return [...new Set(ids)].filter((other) => other !== id);
+  };
+  tandem.isComparing = () => Boolean(first);
+  // Compares the chosen clip with another one; returns whether one was chosen.
+  tandem.compareWith = (id) => {
+    if (!first || id === first) return false;
+    tandem.compare([id, first]);
+    first = "";
+    tidyCompare();
+    return true;
+  };
   const tidyCompare = () => {
     const button = $("#facts [data-compare-with]");
     if (first && first !== button?.dataset.compareWith) first = "";
@@ -52,10 +66,14 @@
     if (found.length === 1) { tandem.compare([found[0], id]); return; }
     first = first ? "" : id;
     tidyCompare();
-    if (first) $("#recent [data-done]:not([aria-current])").focus({ focusVisible: true });
+    if (first) {
+      $("#picture [data-pick][data-done][aria-pressed=false], #recent [data-done]:not([aria-current])")
+        .focus({ focusVisible: true });
+    }
   };
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || !first) return;
+    event.preventDefault();
     first = "";
     tidyCompare();
     $("#facts [data-compare-with]").focus();
@@ -84,10 +102,6 @@
     const clip = event.target.closest("[data-show]");
     const comparing = event.target.closest("[data-compare-with]");
     if (comparing) choose(comparing.dataset.compareWith);
-    if (clip && first && clip.dataset.show !== first && "done" in clip.dataset) {
-      tandem.compare([clip.dataset.show, first]);
-      first = "";
-      tidyCompare();
-    } else if (clip) tandem.show(clip.dataset.show);
+    if (clip && !("done" in clip.dataset && tandem.compareWith(clip.dataset.show))) tandem.show(clip.dataset.show);
   });
 })();

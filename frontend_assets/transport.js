@@ -7,7 +7,9 @@
   const SHOW_MS = 100, DRAW_MS = 500;
   const FRAME_SECONDS = 1 / 16, JUMP_SECONDS = 1;
   const $ = (selector) => document.querySelector(selector);
-  const video = () => $("#picture video");
+  // All videos of a group play together; the position is that of the selected one.
+  const videos = () => [...document.querySelectorAll("#picture video")];
+  const video = tandem.stageVideo = () => $("#picture [aria-pressed=true] video") ?? $("#picture video");
   const row = () => $("#transport .transport");
   const clock = (seconds) => `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
   const set = (node, name, text) => { if (node.getAttribute(name) !== text) node.setAttribute(name, text); };
@@ -23,6 +25,7 @@
     if (!playing) return;
     const button = $("#transport [data-play]"), text = playing.paused ? "Play" : "Pause";
     set(button, "aria-label", text);
+    set(button, "title", `Play or pause (${tandem.hasGroup() ? "Space" : "K"})`);
     const seconds = Number.isFinite(playing.duration) ? playing.duration : 0;
     const bar = $("#transport input");
     set(bar, "max", String(seconds || 1));
@@ -48,36 +51,48 @@
   };
   setInterval(draw, DRAW_MS);
 
-  const toggle = () => { const playing = video(); if (playing?.paused) playing.play(); else playing?.pause(); };
-  const seek = (by) => {
-    const playing = video();
-    if (!playing || !playing.duration) return;
-    playing.currentTime = Math.min(Math.max(playing.currentTime + by, 0), playing.duration - FRAME_SECONDS / 2);
+  const toggle = tandem.togglePlay = () => {
+    const { paused } = video() ?? {};
+    for (const each of videos()) if (paused) each.play(); else each.pause();
   };
+  const go = (seconds) => {
+    for (const each of videos()) {
+      if (each.duration) each.currentTime = Math.min(Math.max(seconds, 0), each.duration - FRAME_SECONDS / 2);
+    }
+  };
+  const seek = (by) => { if (video()) go(video().currentTime + by); };
+  // A video that joins a group plays in step with the others.
+  document.addEventListener("loadedmetadata", ({ target }) => {
+    const leader = target.matches?.("#picture .cells video") && videos().find((each) => each !== target && each.duration);
+    if (!leader) return;
+    target.currentTime = Math.min(leader.currentTime, target.duration);
+    // Before its first frame it is not paused by the user.
+    if (leader.paused && leader.currentTime) target.pause();
+  }, true);
   const full = () => {
     if (document.fullscreenElement) document.exitFullscreen(); else $("#picture .mat")?.requestFullscreen?.();
   };
   document.addEventListener("click", ({ target }) => {
-    if (target.closest("#transport [data-play]") || target.matches("#picture video")) toggle();
+    if (target.closest("#transport [data-play]") || target.matches("#picture .mat > video")) toggle();
     if (target.closest("#transport [data-full]")) full();
     if (target.closest("#transport [data-actual]")) {
       tandem.write("localStorage", ACTUAL, document.body.classList.contains("actual") ? "no" : "yes");
       show();
     }
   });
-  document.addEventListener("dblclick", ({ target }) => { if (target.matches("#picture video")) full(); });
+  document.addEventListener("dblclick", ({ target }) => { if (target.matches("#picture .mat > video")) full(); });
   document.addEventListener("input", ({ target }) => {
     if (!target.matches("#transport input")) return;
     dragging = true;
-    video().currentTime = target.value;
+    go(Number(target.value));
   });
   document.addEventListener("change", ({ target }) => { if (target.matches("#transport input")) dragging = false; });
-  // Keys of video editors, wherever no text is typed.
+  // Keys of video editors, wherever no text is typed. Keys of a group come first, see group.js.
   const KEYS = { k: toggle, f: full, j: () => seek(-JUMP_SECONDS), l: () => seek(JUMP_SECONDS),
     ",": () => seek(-FRAME_SECONDS), ".": () => seek(FRAME_SECONDS) };
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || $("dialog[open]")) return;
-    if (event.target.closest("textarea, select, [contenteditable], input:not([type=range], [type=radio], [type=checkbox])")) return;
+    if (tandem.isTyping(event.target)) return;
     if (event.key === "?") { $("#keys").togglePopover(); return; }
     const run = KEYS[event.key.toLowerCase()];
     if (!run || !video()?.offsetParent) return;

@@ -286,6 +286,14 @@ class JobQueue:
             return None
         return None if record.kind != "video" or record.plan is None else self._job_of(record)
 
+    def group(self, job: Job) -> list[tuple[Job, bool]]:
+        """Return the videos of a job's group in order, and whether each is starred; none if it is the only one."""
+        ids = {} if job.group is None else self.store.group(job.group)
+        if len(ids) == 1 or job.id not in ids:
+            return []
+        views = [(job if job_id == job.id else self.job(job_id), starred) for job_id, starred in ids.items()]
+        return [(member, starred) for member, starred in views if member is not None]
+
     def tasks(self) -> list[Task]:
         """Return queued, running and recently ended tasks in the order of submission."""
         with self._lock:

@@ -39,6 +39,13 @@ LAST_SECOND = 253_402_300_799.0
 _Seconds = Annotated[float, Field(ge=0, le=LAST_SECOND, allow_inf_nan=False)]
 
 
+class Group(NamedTuple):
+    """The videos of a batch that have the same prompt: variations, shown together."""
+
+    batch: str
+    prompt: str
+
+
 class JobRecord(FrozenModel):
     """One job: a row of the table, whose columns have the same names or those in the aliases.
 
@@ -56,7 +63,7 @@ class JobRecord(FrozenModel):
         begun: whether the job has run: then it continues with its plan.
         output: the MP4 to write.
         owner: the visitor that the job belongs to; `None` for the user of this machine.
-        batch: shared by the jobs of a batch.
+        batch: shared by the jobs of a batch, see `group`.
         instance: the process that runs it, or ran it last.
         created, started, ended, deleted: seconds since 1970.
         result: `VideoSaved` as JSON, see `saved`.
@@ -112,6 +119,11 @@ class JobRecord(FrozenModel):
     def open(self) -> bool:
         """Whether it is queued or running."""
         return self.state in {"queued", "running"}
+
+    @property
+    def group(self) -> Group | None:
+        """The group that it belongs to; `None` if it was queued alone."""
+        return None if self.batch is None or self.kind != "video" else Group(self.batch, self.prompt)
 
     @property
     def idle(self) -> bool:

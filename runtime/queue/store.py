@@ -35,6 +35,7 @@ from runtime.queue.records import (
     RESUMABLE,
     VIDEOS,
     Control,
+    Group,
     JobRecord,
     Kind,
     State,
@@ -382,6 +383,8 @@ class JobStore:
         offset: int = 0,
         after: int | None = None,
         oldest_first: bool = False,
+        batches: Collection[str] | None = None,
+        stacked: bool = False,
     ) -> Sequence[JobRecord]:
         """Return jobs, newest first unless `oldest_first`.
 
@@ -393,6 +396,8 @@ class JobStore:
             starred: only starred jobs.
             limit: maximum number, after `offset`; negative for all.
             after: only jobs that follow the one of this number.
+            batches: only jobs of these batches.
+            stacked: of the matching videos of a group only the newest one.
         """
         where: dict[str, Iterable[Any]] = {
             f"kind IN ({marks(kinds)})": kinds,
@@ -411,10 +416,31 @@ class JobStore:
             prompt = " AND ".join(["prompt LIKE ? ESCAPE '\\'"] * len(words))
             patterns = [f"%{word.translate(_LIKE_SPECIAL)}%" for word in words]
             where[f"(({prompt}) OR id LIKE ? ESCAPE '\\')"] = (*patterns, _starts_with(search.strip()))
-        values = [*chain.from_iterable(where.values()), limit, offset]
+        if batches is not None:
+            where[f"batch IN ({marks(batches)})"] = batches
+        matching, values = " AND ".join(where), [*chain.from_iterable(where.values())]
+        if stacked:
+            # The names of columns in `matching` are those of `newer` there.
+            newer = (
+                "SELECT 1 FROM jobs AS newer INDEXED BY jobs_by_batch WHERE newer.batch = jobs.batch "
+                f"AND newer.number > jobs.number AND newer.prompt = jobs.prompt AND {matching}"
+            )
+            matching, values = f"{matching} AND NOT EXISTS ({newer})", values * 2
         order = "ASC" if oldest_first else "DESC"
-        query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY number {order} LIMIT ? OFFSET ?"
-        return self._rows.records((query, values))
+        query = f"SELECT * FROM jobs WHERE {matching} ORDER BY number {order} LIMIT ? OFFSET ?"
+        return self._rows.records((query, [*values, limit, offset]))
+
+    def group(self, group: Group) -> dict[str, bool]:
+        """Return the ids of a group's videos in the order in which they were queued, and whether each is starred.
+
+        Deleted videos do not belong to it any more.
+        """
+        query = (
+            "SELECT id, starred FROM jobs INDEXED BY jobs_by_batch WHERE batch = ? AND prompt = ? AND kind = 'video' "
+            "AND deleted IS NULL AND unreadable IS NULL ORDER BY number"
+        )
+        with self.database.reading() as connection:
+            return {row["id"]: bool(row["starred"]) for row in connection.execute(query, group)}
 
     def ended_since(self, seconds: float, owner: str | None, limit: int) -> dict[str, State]:
         """Return the states of an owner's videos that ended in the last `seconds`, by id, the newest first."""

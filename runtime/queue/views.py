@@ -78,6 +78,7 @@ class Job:
 
     Attributes:
         id, owner: as in the record.
+        group: as in the record when it was last read.
         summary: of the plan.
         state: as in the record; a `held` job waits until it is resumed.
         cancelling: whether it runs and a cancel was requested.
@@ -91,6 +92,7 @@ class Job:
     def __init__(self, record: JobRecord, plan: ExecutionPlan, model_title: str, store: JobStore) -> None:
         self.id = record.id
         self.owner = record.owner
+        self.group = record.group
         self.summary = PlanSummary.of(plan)
         self.model_title = model_title
         self.state: State = record.state
@@ -167,6 +169,7 @@ class Job:
                 self.progress = replace(self.progress, preview=preview)
             self.cancelling = record.state == "running" and record.pending == "cancel"
             self.state, self.held, self.finishing = record.state, record.held, record.finish
+            self.group = record.group
             self.seen = (record.state, record.held, record.pending, record.live)
         self.changes.notify()
 

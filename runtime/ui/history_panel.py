@@ -1,8 +1,10 @@
 """The panel History: a gallery of finished jobs, their details, disk usage, and the comparison of two videos."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
-from runtime.core.units import byte_size
+from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
-from runtime.queue.records import RESUMABLE, JobRecord, State
+from runtime.queue.records import RESUMABLE, Group, JobRecord, State
 from runtime.ui import fields, formatting, job_view
 from runtime.ui.formatting import paragraph, render, sentences
 from runtime.ui.image_places import used_images
@@ -57,6 +59,7 @@ class View:
     Attributes:
         search, state: filters of the gallery.
         pages: how many pages of the gallery are shown.
+        stacks: ids of videos whose stacks are open.
         open: the job whose details are shown.
         pair: the ids of the two jobs whose videos are compared, or none.
     """
@@ -64,6 +67,7 @@ class View:
     search: str = ""
     state: str = ALL
     pages: int = 1
+    stacks: frozenset[str] = frozenset()
     open: str = ""
     pair: tuple[str, ...] = ()
 
@@ -75,18 +79,43 @@ class Card:
     Attributes:
         picture: address of its still image; empty without one.
         video: address of its video; empty if that cannot be played.
+        plays: whether that, or each video of a closed stack, can be played.
         width, height: of the video, in pixels.
         size: of the video on disk, in bytes.
         problem: why there is no video, or where it is.
+        stack: the videos of its group that match the view, in the order in which they were queued, if there are
+            several. The card of a closed stack shows the newest one that can be played.
+        place: in an open stack, from 1; 0 for the card of a closed stack or of a video without a group.
     """
 
     job: JobRecord
     picture: str
     video: str
+    plays: bool
     width: int
     height: int
     size: int
     problem: str
+    stack: Sequence[JobRecord] = ()
+    place: int = 0
+
+    @property
+    def jobs(self) -> Sequence[JobRecord]:
+        """The videos that the card stands for."""
+        return self.stack if self.is_stack else (self.job,)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is the card of a closed stack."""
+        return len(self.stack) > 1 and not self.place
+
+    @property
+    def counts(self) -> list[str]:
+        """How many videos a stack has, and how many of them are starred or not done."""
+        states = Counter(job.state for job in self.stack)
+        starred = sum(job.starred for job in self.stack)
+        rest = [f"{states[state]} {FILTERS[state].lower()}" for state in RESUMABLE if states[state]]
+        return [counted(len(self.stack), "variation"), *([f"{starred} starred"] if starred else []), *rest]
 
     @property
     def short_problem(self) -> str:
@@ -218,21 +247,35 @@ class HistoryPanel(JobsPanel):
     def _cards(self, view: View, first: int = 0) -> tuple[list[Card], bool]:
         """Return the cards of a view from page `first` on, and whether there are more."""
         count = _PAGE * (view.pages - first)
-        records = self._store.list(
+        matching = partial(
+            self._store.list,
             states=tuple(state for state in _ENDED if view.state in {state, ALL, STARRED, DELETED}),
             search=view.search,
             owner=self._owner,
             deleted=view.state == DELETED,
             starred=view.state == STARRED,
-            limit=count + 1,
-            offset=_PAGE * first,
         )
-        return [self._card(job) for job in records[:count]], len(records) > count
+        records = matching(stacked=True, limit=count + 1, offset=_PAGE * first)
+        stacks: dict[Group | None, list[JobRecord]] = defaultdict(list)
+        for job in matching(batches={job.batch for job in records[:count] if job.batch is not None}):
+            stacks[job.group].insert(0, job)
+        cards = [self._stack(stacks[job.group] or [job], view) for job in records[:count]]
+        return list(chain.from_iterable(cards)), len(records) > count
+
+    def _stack(self, jobs: Sequence[JobRecord], view: View) -> list[Card]:
+        """Return the card of a stack, or those of its videos if it is open."""
+        if len(jobs) == 1:
+            return [self._card(jobs[0])]
+        if any(job.id in view.stacks for job in jobs):
+            return [replace(self._card(job), stack=jobs, place=place) for place, job in enumerate(jobs, 1)]
+        playable = [job for job in jobs if self._plays(job)]
+        front, size = [*jobs, *playable][-1], sum(map(storage.video_bytes, jobs))
+        return [replace(self._card(front), stack=jobs, plays=len(playable) == len(jobs), size=size)]
 
     def _card(self, job: JobRecord) -> Card:
         plays, size = self._plays(job), storage.video_bytes(job)
         video = job_view.file_url(job.output, job.saved) if plays else ""
-        return Card(job, self._picture(job), video, *proportions(job), size, self._problem(job, plays, size))
+        return Card(job, self._picture(job), video, plays, *proportions(job), size, self._problem(job, plays, size))
 
     def _problem(self, job: JobRecord, plays: bool, size: int) -> str:
         """Return why a job has no video that can be played; empty if it has one."""
@@ -305,11 +348,19 @@ def read_view(view: Mapping[str, Any]) -> View:
         InvalidRequestError: if the page's script does not send such a view.
     """
     match view:
-        case {"search": str(search), "state": str(state), "pages": int(pages), "open": opened, "pair": [*pair]} if (
-            state in FILTERS and 1 <= pages <= _MAX_PAGES and len(search) <= _MAX_SEARCH
-        ):
+        case {
+            "search": str(search), "state": str(state), "pages": int(pages),
+            "stacks": [*stacks], "open": opened, "pair": [*pair],
+        } if state in FILTERS and 1 <= pages <= _MAX_PAGES and len(search) <= _MAX_SEARCH:  # fmt: skip
             ids = tuple(job_id for job_id in pair if is_job_id(job_id))
-            return View(search, state, pages, opened if is_job_id(opened) else "", ids if len(ids) == _PAIR else ())
+            return View(
+                search,
+                state,
+                pages,
+                frozenset(job_id for job_id in stacks if is_job_id(job_id)),
+                opened if is_job_id(opened) else "",
+                ids if len(ids) == _PAIR else (),
+            )
     raise unknown_action()
 
 

@@ -5,9 +5,7 @@ page, child by child. Every state therefore has the same elements in the same or
 not flicker, and screen readers keep their live regions.
 """
 
-import asyncio
 import base64
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +39,6 @@ from runtime.ui.image_places import used_images
 
 # At most this late, a page that has to end is noticed.
 _LOOK_SECONDS = 0.5
-# The time left counts down at this rate; the page takes a longer silence for a lost connection.
-_TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -133,11 +129,10 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
     progress = job.progress
     line = status_line(job, progress, worker, audience, now)
     address = audience.address(job) if line.state == "done" else ""
-    size = (job.summary.width, job.summary.height)
+    size, poster = (job.summary.width, job.summary.height), poster_address(job, audience)
+    clip = _clip(job, progress, line, audience)
     return View(
-        picture=picture_html(
-            progress, line.state, icon, address, _poster(job, audience), size, _clip(job, progress, line, audience)
-        ),
+        picture=picture_html(progress, line.state, icon, address, poster, size, clip),
         status=status_html(line, job.id, panels=audience.panels),
         facts=_facts(job, progress, address, audience),
         busy=progress.end is None and job.state != "interrupted",
@@ -161,6 +156,43 @@ class Clip:
     making: int
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One video of a group.
+
+    Attributes:
+        number: in the group, from 1.
+        state: queued, running, stopping, done, failed or cancelled.
+        text: what it does, or why there is no video.
+        still: address of its last preview or its still image; empty without one.
+        address: of its video; empty if it is not played.
+        percent: progress of a running one.
+    """
+
+    id: str
+    number: int
+    state: str
+    text: str
+    still: str
+    address: str
+    percent: int | None
+    selected: bool
+    starred: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The videos of a group.
+
+    Attributes:
+        rows: how many are in view at once; the others are scrolled to.
+    """
+
+    cells: Sequence[Cell]
+    columns: int
+    rows: int
+
+
 def _clip(job: Job, progress: Progress, line: Line, audience: Audience) -> Clip | None:
     clip = None if line.state == "done" else job.clip
     if clip is None:
@@ -173,26 +205,6 @@ def _clip(job: Job, progress: Progress, line: Line, audience: Audience) -> Clip 
         # While the last of them is being saved, it is still the one that is made.
         making=progress.section if line.state in {"running", "stopping"} and progress.section > clip[0] else 0,
     )
-
-
-async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str, watch: Watch) -> AsyncIterator[View]:
-    """Yield views of a job as it changes, at least one a second while it runs, until the job or `watch` ends."""
-    last_view, shown_at = None, 0.0
-    last_key: object = None
-    while True:
-        now, count = time.monotonic(), job.changes.count
-        key = (job.progress, job.state, job.held, job.cancelling, job.finishing)
-        if key != last_key or now - shown_at >= _TICK_SECONDS:
-            current = await asyncio.to_thread(view, job, worker, audience, icon, now)
-            last_key, shown_at = key, now
-            if current != last_view:
-                last_view = current
-                yield current
-            if not current.busy:
-                return
-        await job.changes.after(count, _LOOK_SECONDS)
-        if watch.ended:
-            return
 
 
 async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
@@ -252,6 +264,7 @@ def picture_html(
     poster: str = "",
     size: tuple[int, int] = _USUAL_SIZE,
     clip: Clip | None = None,
+    grid: Grid | None = None,
 ) -> str:
     """Return the frame with the video, or else with the last preview: dimmed if the job ended without a video.
 
@@ -260,9 +273,9 @@ def picture_html(
         poster: address of a finished video's still image, for a video that is not served.
         size: width and height of the video in pixels.
         clip: of what is finished, while there is no video; the last preview is of the section that is made meanwhile.
+        grid: the videos of a group, which take the whole frame.
     """
-    preview = progress.preview if progress else None
-    still = f"data:image/webp;base64,{base64.b64encode(preview).decode()}" if preview else ""
+    still = preview_address(progress) if progress else ""
     if state == "done":
         still = "" if address else still or poster
     if clip is not None and not clip.making:
@@ -279,9 +292,16 @@ def picture_html(
         label=f"Video so far: {clip.of}" if clip else label,
         clip=clip,
         icon=icon,
-        text=words,
+        text="" if grid else words,
         size=size,
+        grid=grid,
     )
+
+
+def preview_address(progress: Progress) -> str:
+    """Return the last preview as an address; empty without one."""
+    preview = progress.preview
+    return f"data:image/webp;base64,{base64.b64encode(preview).decode()}" if preview else ""
 
 
 def status_html(line: Line, job_id: str = "", *, panels: bool = True) -> str:
@@ -344,7 +364,7 @@ def _is_unknown_words(fact: Fact) -> bool:
     return fact.code == "pipeline.unknown_words" and fact.data.get("field") == "prompt"
 
 
-def _poster(job: Job, audience: Audience) -> str:
+def poster_address(job: Job, audience: Audience) -> str:
     """Return the address of a finished job's still image; only the owner's page serves them."""
     return f"tandem/poster/{job.id}.webp" if audience.panels else ""
 

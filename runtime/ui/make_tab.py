@@ -19,7 +19,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
 from runtime.server.watchers import MOST_WATCHERS, Watchers
-from runtime.ui import form, image_places, job_view, restored, theme
+from runtime.ui import form, image_places, job_view, restored, stage, theme
 from runtime.ui.form import LOCAL, SERVED, WATCHING, Form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.job_view import Audience
@@ -246,7 +246,7 @@ class Handlers:
 
         def find_job() -> Job | None:
             owner, job = self._owner(request), self._job(remembered, request)
-            if job is not None and job.open:
+            if job is not None and (job.open or any(member.open for member, _ in self._worker.group(job))):
                 return job
             return self._worker.active(owner) or job or self._worker.latest(owner, self._shows)
 
@@ -282,11 +282,13 @@ class Handlers:
             yield updates
 
     def cancel(self, request: gr.Request, watched: Any) -> Any:
-        """Cancel the job that this page watches; return the update of the button."""
+        """Cancel the job that this page watches, with its group; return the update of the button."""
         job = self._job(watched, request)
-        if job is None or not job.open:
+        jobs = [] if job is None else [job, *(member for member, _ in self._worker.group(job))]
+        ids = dict.fromkeys(member.id for member in jobs if member.open)
+        if not ids:
             return gr.skip()
-        job.request_cancel()
+        self._worker.cancel(ids)
         return gr.update(value="Stopping…", interactive=False)
 
     def image(self, request: gr.Request, question: Any) -> str:
@@ -354,7 +356,7 @@ class Handlers:
         """Yield the updates of a page that shows a job, until the job ends or newer pages take the page's place."""
         before: job_view.View | None = None
         with self._watchers.watching(self._owner(request) or "", request.session_hash or "") as watch:
-            async for view in job_view.follow_views(job, self._worker, self.audience, self.icon, watch):
+            async for view in stage.follow_views(job, self._worker, self.audience, self.icon, watch):
                 yield _updates(view, before)
                 before = view
         if watch.reason is not None:

@@ -1,9 +1,9 @@
 """The panel Queue: what runs and waits, adding several videos at once, and jobs that can be resumed."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
@@ -48,6 +48,8 @@ class Row:
         facts: seed, size and length of the video, and the names of its images.
         sections: whether it is made in sections and can end after the current one.
         seconds: estimated time that it takes, or still takes if it runs, if that is known.
+        variation: "Variation 2 of 4"; empty for a video without a group.
+        follows: whether the row before it is of the same group, and has the title of both.
     """
 
     id: str
@@ -66,6 +68,8 @@ class Row:
     facts: str = ""
     sections: bool = False
     seconds: float | None = None
+    variation: str = ""
+    follows: bool = False
 
     @property
     def runs(self) -> bool:
@@ -177,12 +181,23 @@ class QueuePanel(JobsPanel):
         owner = self._shown_owner
         jobs = self._store.order.jobs(owner=owner, limit=most)
         line = self._store.order.line(owner)
-        rows = [self._row(job) for job in jobs]
+        rows = [replace(self._row(job), **place) for job, place in zip(jobs, self._variations(jobs), strict=True)]
         rest = self._store.order.seconds(sum(not row.runs for row in rows), owner)
         problems = (self._store.problem, self._store.unreadable if self._owner is None else None)
         workers = max(self._worker.videos_at_once(), 1)
         problem = " ".join(paragraph(problem) for problem in problems if problem is not None)
         return queue_html(rows, line, rest, workers, problem)
+
+    def _variations(self, jobs: Sequence[JobRecord]) -> Iterator[Mapping[str, Any]]:
+        """Yield of each job what its row shows of its group: see `Row.variation` and `Row.follows`."""
+        members = {group: list(self._store.group(group)) for group in {job.group for job in jobs} if group is not None}
+        for before, job in zip((None, *jobs), jobs, strict=False):
+            ids = [] if job.group is None else members[job.group]
+            if len(ids) < 2 or job.id not in ids:  # noqa: PLR2004 - it is alone
+                yield {}
+                continue
+            variation = f"Variation {ids.index(job.id) + 1} of {len(ids)}"
+            yield {"variation": variation, "follows": before is not None and before.group == job.group}
 
     def _row(self, record: JobRecord) -> Row:
         state = {"cancel": "stopping", "pause": "pausing"}.get(record.pending, "running")

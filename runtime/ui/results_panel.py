@@ -1,17 +1,17 @@
 """The panel of results in Make: a strip of recent videos, and what can be done with the one that is shown."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
-from runtime.queue.records import JobRecord, State
+from runtime.queue.records import Group, JobRecord, State
 from runtime.queue.views import Job
 from runtime.ui.formatting import render
-from runtime.ui.jobs_panel import JobsPanel
+from runtime.ui.jobs_panel import JobsPanel, title
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
 _SHOWN = 12
@@ -23,12 +23,14 @@ class Card:
     """One video of the strip.
 
     Attributes:
+        members: ids of the videos of its group, for which the card stands; its own if it has none.
         poster: address of its still image; empty if there is none.
         line: shown without an image.
         width, height: of the video in pixels.
     """
 
     id: str
+    members: Sequence[str]
     prompt: str
     running: bool
     poster: str
@@ -55,11 +57,29 @@ class ResultsPanel(JobsPanel):
         return drawn({"strip": self._strip})
 
     def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
-        return {**super()._job_actions(), "reveal": self._reveal}
+        return {**super()._job_actions(), "discard": self._discard, "reveal": self._reveal}
 
     def _delete(self, call: Call) -> Reply:
+        """Delete a video; the stage shows the next one of its group, or else the newest one."""
+        job = self._job(call.target)
+        members = [] if job.group is None else list(self._store.group(job.group))
         reply = super()._delete(call)
-        return reply | {"show": next((job.id for job in self._videos()), "")}
+        place = members.index(job.id) if job.id in members else 0
+        neighbors = [*members[place + 1 :], *members[:place][-1:]]
+        return reply | {"show": next(iter(neighbors), "") or next((video.id for video in self._videos()), "")}
+
+    def _discard(self, job: JobRecord, call: Call) -> Reply:
+        """Delete a video of a group; a running one is stopped."""
+        if job.state != "running":
+            return self._delete(call)
+        self._worker.cancel([job.id])
+        return {"message": f"Stopping: {title(job)}."}
+
+    def _restore(self, call: Call) -> Reply:
+        return super()._restore(call) | {"show": call.target.split()[0]}
+
+    def _star(self, call: Call, starred: bool) -> Reply:
+        return super()._star(call, starred) | {"show": call.target.split()[0]}
 
     def _reveal(self, job: JobRecord, _call: Call) -> Reply:
         if not self._opens_folders or not self._plays(job):
@@ -68,21 +88,36 @@ class ResultsPanel(JobsPanel):
         return {}
 
     def _strip(self) -> str:
-        runs = self._store.order.jobs(states=["running"], owner=self._owner)
-        cards = [_running_card(job) for job in map(self._worker.job, [run.id for run in runs if run.plan]) if job]
-        cards += [self._card(job) for job in self._videos()]
-        return render("results_strip.html", cards=cards[:_SHOWN])
+        runs = [job for job in self._store.order.jobs(states=["running"], owner=self._owner) if job.plan]
+        # A group has one card: while one of its videos runs, the first, with the picture of its newest finished one.
+        cards: dict[object, Card] = {}
+        for job, view in [(job, self._worker.job(job.id)) for job in runs]:
+            if view is not None:
+                cards.setdefault(job.group or job.id, _running_card(view))
+        for job in self._videos():
+            key = job.group or job.id
+            cards[key] = replace(self._card(job), running=key in cards)
+        return render("results_strip.html", cards=[self._stack(*entry) for entry in list(cards.items())[:_SHOWN]])
+
+    def _stack(self, key: object, card: Card) -> Card:
+        """Return the card of a group, or the same card for a video without one."""
+        members = list(self._store.group(key)) if isinstance(key, Group) else []
+        return replace(card, members=members) if members else card
 
     def _videos(self) -> list[JobRecord]:
-        """Return recent finished videos that can be played: `generate --out` may have put one elsewhere."""
-        return [job for job in self._store.list(states=_DONE, owner=self._owner, limit=_SHOWN) if self._plays(job)]
+        """Return recent finished videos that can be played, one of each group.
+
+        `generate --out` may have put one elsewhere.
+        """
+        videos = self._store.list(states=_DONE, owner=self._owner, limit=_SHOWN, stacked=True)
+        return [job for job in videos if self._plays(job)]
 
     def _card(self, job: JobRecord) -> Card:
         width, height = (1, 1) if job.plan is None else (job.plan.width, job.plan.height)
         poster = self._picture(job)
-        return Card(job.id, job.prompt, False, poster, "" if poster else "No picture", width, height)
+        return Card(job.id, (job.id,), job.prompt, False, poster, "" if poster else "No picture", width, height)
 
 
 def _running_card(job: Job) -> Card:
     line = f"{round(100 * job.progress.fraction)}%"
-    return Card(job.id, job.summary.prompt, True, "", line, job.summary.width, job.summary.height)
+    return Card(job.id, (job.id,), job.summary.prompt, True, "", line, job.summary.width, job.summary.height)

@@ -137,12 +137,15 @@ def deleted_and_restored(page: Any, card: str) -> None:
 
 def test_clips_are_shown_starred_and_selected_by_keyboard(open_page: OpenPage) -> None:
     page = open_page(reduced_motion="reduce")
-    ask(page, "a red boat on the calm sea at night")
     go(page, "Queue")
-    page.fill("#several-count", "3")
+    # Other prompts: variations of one would be a stack.
+    page.fill(
+        "#several-prompts", "\n".join(f"a {color} boat on the calm sea at night" for color in ("red", "blue", "green"))
+    )
     page.click("#queue-add [data-action=add]")
     go(page, "History")
-    search(page, "calm sea at night red boat", 3, "a red boat on the calm sea at night")
+    search(page, "calm sea at night boat", 3)
+    page.wait_for_function("() => document.querySelectorAll('#history-gallery li[data-plays]').length === 3")
     ids = page.evaluate("() => [...document.querySelectorAll('#history-gallery li')].map((card) => card.dataset.job)")
     focused = "() => document.activeElement.closest('li')?.dataset.job"
     page.focus("#history-gallery .poster")

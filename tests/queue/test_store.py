@@ -423,6 +423,28 @@ def test_a_store_in_memory_has_no_folders(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_videos_of_a_batch_with_one_prompt_are_a_group(store: JobStore) -> None:
+    prompts = ("a red boat", "a red boat", "a kite", "a red boat")
+    batch = store.add_all([(sample_request(prompt=prompt), sample_plan(seed=n)) for n, prompt in enumerate(prompts)])
+    alone = store.add(sample_request(prompt="a red boat"), sample_plan())
+    first, second, kite, third = batch
+    assert first.group is not None and first.group == third.group and kite.group != first.group
+    assert alone.group is None
+    store.star([second.id], True)
+    assert store.group(first.group) == {first.id: False, second.id: True, third.id: False}
+    assert ids(store.list(batches=[first.batch or ""])) == ids(reversed(batch))
+    # Of a group, lists show the newest that matches; deleted ones are in no group.
+    assert ids(store.list(stacked=True)) == ids([alone, third, kite])
+    assert ids(store.list(stacked=True, limit=1, offset=1)) == ids([third])
+    assert ids(store.list(stacked=True, starred=True)) == ids([second])
+    assert ids(store.list(stacked=True, search=first.id)) == ids([first])
+    assert ids(store.list(stacked=True, states=["done"])) == []
+    store.delete(third.id)
+    assert ids(store.list(stacked=True)) == ids([alone, kite, second])
+    assert list(store.group(first.group)) == ids([first, second])
+    assert ids(store.list(stacked=True, deleted=True)) == ids([third])
+
+
 def test_the_plan_must_be_for_the_request(store: JobStore, tmp_path: Path) -> None:
     spec = read_spec(EMBEDDED / "diorama", "diorama")
     assert tiny_plan(spec, tmp_path / "a.mp4").model == sample_request().model

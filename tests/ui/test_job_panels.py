@@ -35,7 +35,7 @@ from tests.ui.page_texts import UNKNOWN, line, message
 from tests.ui.test_form import GOOD
 
 WIDTH_33 = {"field": "width", "value": 33, "model": "tiny", "stride": 16, "able": [32, 48]}
-VIEW: dict[str, Any] = {"search": "", "state": "all", "pages": 1, "open": "", "pair": []}
+VIEW: dict[str, Any] = {"search": "", "state": "all", "pages": 1, "stacks": [], "open": "", "pair": []}
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,30 @@ def test_a_video_is_repeated_with_new_seeds(desk: Panels, worker: JobQueue, acti
     assert asked == [before] * count
 
 
+def test_the_variations_of_a_prompt_are_one_card_until_it_is_opened(desk: Panels, worker: JobQueue) -> None:
+    alone = add(worker, "a calm sea")
+    finish(worker, alone)
+    ids = [job.id for job in worker.submit_all(combined(small(prompt="a red boat", seed=1), [], [1, 2, 3]))]
+    for job_id in ids[:2]:
+        finish(worker, job_id)
+
+    def cards(**view: Any) -> list[str]:
+        """Return the ids of each card, whose selection deletes and stars them all."""
+        return re.findall(r'<li [^>]*data-job="([^"]+)"', act(desk, "refresh", tab="history", **view)[0]["gallery"])
+
+    assert cards() == [" ".join(ids[:2]), alone]
+    worker.cancel(ids)
+    assert cards() == [" ".join(ids), alone]
+    assert cards(stacks=[ids[1]]) == [*ids, alone]
+    assert cards(state="done") == [" ".join(ids[:2]), alone]
+    assert cards(search="boat") == [" ".join(ids)]
+    assert cards(search=ids[0]) == [ids[0]]
+    act(desk, "star", ids[2], tab="history")
+    assert cards(state="starred") == [ids[2]]
+    act(desk, "delete", " ".join(ids), tab="history")
+    assert (cards(), cards(state="deleted")) == ([alone], [" ".join(ids)])
+
+
 @pytest.mark.parametrize(
     ("panel", "changes"),
     [
@@ -181,8 +205,8 @@ def test_unknown_actions_are_rejected(desk: Panels, worker: JobQueue, panel: str
 
 
 def test_invalid_ids_are_ignored() -> None:
-    view = read_view(VIEW | {"open": "../x", "pair": ["01234567", 5], "pages": 3})
-    assert (view.open, view.pair, view.pages) == ("", (), 3)
+    view = read_view(VIEW | {"open": "../x", "pair": ["01234567", 5], "pages": 3, "stacks": [[], "01234567"]})
+    assert (view.open, view.pair, view.pages, view.stacks) == ("", (), 3, frozenset(["01234567"]))
 
 
 def test_several_prompts_and_variations_are_added_together(desk: Panels, worker: JobQueue) -> None:

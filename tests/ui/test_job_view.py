@@ -33,7 +33,7 @@ from runtime.queue.run import ControlPoller, Run
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
 from runtime.server.watchers import Watch
-from runtime.ui import formatting, job_view
+from runtime.ui import formatting, job_view, stage
 from tests.plans import tiny_plan
 from tests.ui.page_texts import line
 
@@ -289,9 +289,7 @@ def test_every_state_has_the_same_children(job: Job, store: JobStore) -> None:
 def test_following_ends_with_the_job(job: Job, store: JobStore) -> None:
     async def collect() -> tuple[list[job_view.View], list[Event]]:
         async def views() -> list[job_view.View]:
-            return [
-                view async for view in job_view.follow_views(job, cast(JobQueue, EmptyQueue()), AUDIENCE, "", Watch())
-            ]
+            return [view async for view in stage.follow_views(job, cast(JobQueue, EmptyQueue()), AUDIENCE, "", Watch())]
 
         async def events() -> list[Event]:
             return [event async for event in job_view.follow_events(job, Watch())]

@@ -47,7 +47,7 @@ def detail(job: Any, text: str = "", request: Any = None) -> str:
         request=request or {"prompt": text},
         rows=[(text, text)],
         images=[UsedImage(text, text, text)],
-        card=Card(job, text, text, 16, 9, 5, text),
+        card=Card(job, text, text, True, 16, 9, 5, text),
         warning_lines=[text],
         reasons=text,
         resume_line=text,
@@ -115,7 +115,7 @@ def test_all_text_is_escaped() -> None:
         for letter in "ab"
     ]
     gallery: dict[str, Any] = {"more": False, "filtered": False, "searched": False, "state": "all", "titles": FILTERS}
-    card = Card(job, HOSTILE, HOSTILE, 16, 9, 5, HOSTILE)
+    card = Card(job, HOSTILE, HOSTILE, True, 16, 9, 5, HOSTILE)
     for shown in (
         listed([Row("a" * 8, HOSTILE, "running", True, HOSTILE, picture=HOSTILE, facts=HOSTILE)], 1, HOSTILE),
         resumable_html([(job, status)]),

@@ -10,10 +10,11 @@ import typer
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER
-from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_queue import JobQueue, combined
 from runtime.ui.jobs_panel import example_of
 from runtime.ui.panels import respond
 from runtime.ui.results_panel import ResultsPanel
+from tests.queue.test_worker import small
 from tests.ui.test_job_panels import add, finish, models, panel_call, worker
 
 __all__ = ["models", "worker"]
@@ -70,6 +71,31 @@ def test_a_deleted_video_is_replaced_by_the_newest_left(
     reply = respond(panel(False), panel_call("delete", second))
     assert (reply["show"], reply["undo"]) == (first, [second])
     assert respond(panel(False), panel_call("delete", first))["show"] == ""
+
+
+def test_a_group_has_one_card_and_its_next_video_replaces_a_discarded_one(
+    worker: JobQueue, panel: Callable[[bool], ResultsPanel]
+) -> None:
+    alone = add(worker, "a red boat")
+    finish(worker, alone)
+    first, second, third = (
+        job.id for job in worker.submit_all(combined(small(prompt="a kite", seed=1), [], [1, 2, 3]))
+    )
+    for job in (first, second):
+        finish(worker, job)
+    strip = respond(panel(False), panel_call("refresh"))["parts"]["strip"]
+    assert re.findall(r'data-show="(\w+)" data-members="([^"]+)"', strip) == [
+        (second, f"{first} {second} {third}"),
+        (alone, alone),
+    ]
+    assert worker.store.order.claim("here") is not None
+    assert shown(panel(False)) == [second, alone]
+    # One that runs is stopped and stays.
+    assert "show" not in respond(panel(False), panel_call("discard", third))
+    assert worker.store.get(third).pending == "cancel"
+    replies = [respond(panel(False), panel_call("discard", job)) for job in (first, second)]
+    assert [reply["show"] for reply in replies] == [second, third]
+    assert respond(panel(False), panel_call("restore", first))["show"] == first
 
 
 def test_folders_are_opened_on_this_machine_only(

@@ -14,6 +14,10 @@ MESSAGES: Mapping[str, Message] = {
     "ui.build_waits_idle": Message("Starts when nothing else is queued."),
     "ui.takes": Message("Takes {seconds:about}."),
     "ui.ends_after_section": Message("The video ends after this section."),
+    # The status line of a group.
+    "ui.group_done": Message("{done} of {videos} done"),
+    "ui.group_failed": Message("{failed} failed"),
+    "ui.group_cancelled": Message("{cancelled} cancelled"),
     "ui.nothing_saved": Message("No video was saved."),
     "ui.sections_kept": Message("Its finished sections are kept."),
     "ui.video_ready": Message("The video is ready."),
