@@ -102,9 +102,7 @@ def test_the_forecast_is_an_estimate_until_a_file_was_decoded(model: str, cache_
     estimate = forecast()
     assert not estimate.known
     assert 0 < estimate.low < estimate.likely < estimate.high
-    done = decode_file(
-        decode_request, settings, EngineService.from_settings(settings, machine), lambda _: None, Cancel()
-    )
+    done = decode_file(decode_request, settings, engines, lambda _: None, Cancel())
     assert forecast().known
     assert forecast().likely == pytest.approx(done.seconds, rel=0.01)
 
