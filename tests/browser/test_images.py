@@ -212,10 +212,15 @@ def test_a_model_without_images_names_others_and_two_places_take_two(open_page: 
     assert page.locator("#images .place").count() == 0
     hand(page, file(40, 40, "boat.png"))
     page.wait_for_selector("#images .note:has-text('Tiny does not start from an image. Select one of')")
-    assert "first" in page.inner_text("#images .note")
+    assert "First" in page.inner_text("#images .note")
     assert not page.is_visible("[data-chip=images]")
+    # One that runs here is offered, with the image.
+    page.click("#images [data-offer]:has-text('Use First')")
+    page.wait_for_selector("#images .images[data-model=first]", state="attached")
+    chosen(page, "boat.png")
     select_model(page, "Both")
     open_chip(page, "images")
+    page.click("[data-clear=image]")
     page.wait_for_selector("#images [data-place=image]:has-text('required')")
     hand(page, file(40, 40, "boat.png"))
     chosen(page, "boat.png")
