@@ -292,7 +292,15 @@
     if (text && !undo && !error) hiding = setTimeout(() => notify(""), MESSAGE_MS);
   };
   // Says something to screen readers only.
-  const announce = (text) => { raise(); foot.querySelector(".unseen").textContent = text; };
+  let forgetting = 0;
+  const announce = (text) => {
+    raise();
+    const line = foot.querySelector(".unseen");
+    line.textContent = text;
+    // It must not be read when it is no longer true, and must be announced again if it happens again.
+    clearTimeout(forgetting);
+    forgetting = setTimeout(() => { line.textContent = ""; }, MESSAGE_MS);
+  };
   const edit = ({ id, title, request }) => {
     const bar = foot.querySelector("#editing");
     bar.hidden = false;
