@@ -331,12 +331,12 @@ def known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, spee
 
     It is measured if this very call was: in a job, or when its engine was built.
     """
-    known = _ran(inputs, strategy, name, speed) or _known_call(inputs, strategy, name, speed)
-    if known is None:
+    source = _ran(inputs, strategy, name, speed) or _known_call(inputs, strategy, name, speed)
+    if source is None:
         return None
     calls = inputs.calls[name] or 1.0
     call = _seconds_of_calls(inputs, strategy, name, speed, calls) * (1 / calls)
-    measured = known.measured and isclose(call.likely, known.likely)
+    measured = source.measured and isclose(call.likely, source.likely)
     return replace(call, measured=measured, inferred=not measured)
 
 
