@@ -330,4 +330,7 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
         assert beside <= 0
         generate = page.locator("#generate").bounding_box()
         assert generate["y"] + generate["height"] <= viewport["height"]
+        # What the chip opened scrolls within the space above the bar with Generate.
+        popover, bar = page.locator("#pop-images").bounding_box(), page.locator("#bar").bounding_box()
+        assert popover["y"] >= 0 and popover["y"] + popover["height"] <= bar["y"]
     assert page.complaints == []
