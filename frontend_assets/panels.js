@@ -99,6 +99,7 @@
     if (reply.added) { $("#queue-add form")?.reset(); watch(reply.added[0]); }
     if (reply.models) tandem.modelsChanged(reply);
     document.dispatchEvent(new CustomEvent("tandem:reply", { detail: { panel, call, reply } }));
+    tandem.showTimes();
     tandem.tidy();
     if (!["preview", "models", "loras"].includes(panel)) setTimeout(states, 0);
   };
@@ -132,6 +133,8 @@
         if (same.nodeValue !== next.nodeValue) same.nodeValue = next.nodeValue;
         continue;
       }
+      // times.js shows it relative to now.
+      if (same.nodeName === "TIME" && same.dateTime === next.dateTime) continue;
       for (const { name } of [...same.attributes]) {
         if (!next.hasAttribute(name) && !(name === "open" && same.nodeName === "DETAILS")) same.removeAttribute(name);
       }

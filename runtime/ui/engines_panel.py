@@ -337,7 +337,7 @@ def _row(entry: Entry) -> dict[str, Any]:
             ("Build", _built(record)),
             ("Pays off", str(entry.break_even) if entry.break_even else ""),
         ),
-        "used": formatting.clock_time(record.last_used),
+        "used": formatting.moment(record.last_used),
     }
 
 

@@ -21,8 +21,9 @@ ASSETS = Path(__file__).parents[2] / "frontend_assets"
 ICON = ASSETS / "icon.svg"
 # In this order; the later ones use the first.
 _SCRIPTS = (
-    "page.js", "form.js", "own_presets.js", "popovers.js", "stage.js", "transport.js", "panels.js", "gallery.js",
-    "queue.js", "images.js", "restore.js", "compare.js", "menus.js", "models.js", "loras.js", "palette.js",
+    "page.js", "form.js", "own_presets.js", "popovers.js", "stage.js", "transport.js", "times.js", "panels.js",
+    "gallery.js", "queue.js", "images.js", "restore.js", "compare.js", "menus.js", "models.js", "loras.js",
+    "palette.js",
 )  # fmt: skip
 _STYLES = ("style.css", "form.css", "stage.css", "panels.css", "engines.css")
 

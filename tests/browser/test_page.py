@@ -239,7 +239,7 @@ def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_pag
     page.keyboard.press("Escape")
     page.wait_for_selector("#details", state="hidden")
     # A short clip shows tenths of a second: nine frames at eight a second.
-    page.wait_for_selector("#transport .time:text-matches('^[01]\\.\\d / 1\\.1 s$')")
+    page.wait_for_selector("#transport .time:text-matches('^[01][.][0-9] / 1[.]1 s$')")
     # A small video fills the stage; its original size is a choice that stays.
     large = page.locator("#picture video").bounding_box()["width"]
     page.click("#transport [data-actual]")
