@@ -11,9 +11,9 @@
   const video = () => $("#picture video");
   const row = () => $("#transport .transport");
   const clock = (seconds) => `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
-  // Short clips show tenths of a second, rounded down so that the position does not exceed the end.
-  const tenths = (seconds) => (Math.floor(10 * seconds + 0.01) / 10).toFixed(1);
-  const position = (now, end) => end < SHORT_SECONDS ? `${tenths(now)} / ${tenths(end)} s` : `${clock(now)} / ${clock(end)}`;
+  // Short clips show tenths of a second, as the chip of the length does.
+  const position = (now, end) => end < SHORT_SECONDS ? `${now.toFixed(1)} / ${end.toFixed(1)} s`
+    : `${clock(now)} / ${clock(end)}`;
   const set = (node, name, text) => { if (node.getAttribute(name) !== text) node.setAttribute(name, text); };
 
   let dragging = false;
