@@ -83,6 +83,9 @@
     if (offer) write(button, offer.installed ? `Use ${offer.title}` : `Download ${offer.title} in Models`);
     if (bad) tandem.openPopover(line);
   };
+  document.addEventListener("toggle", ({ target, newState }) => {
+    if (target.id === "pop-images" && newState === "closed") note("");
+  }, true);
   const show = () => {
     if (tandem.panels?.tab() !== "Make") tandem.goTo?.("Make");
     for (const dialog of $$("dialog[open]")) dialog.close();

@@ -38,7 +38,10 @@
         return pair;
       }));
     }
-    return presets[chosen.indexOf(true)]?.name ?? "";
+    const name = presets[chosen.indexOf(true)]?.name ?? "";
+    const tag = $("#presets legend .tag");  // "Custom"
+    if (tag && tag.hidden !== Boolean(name)) tag.hidden = Boolean(name);
+    return name;
   };
   const save = () => {
     const field = $("#preset-name"), name = field.value.trim();
