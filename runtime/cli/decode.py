@@ -1,5 +1,6 @@
 """`decode`: latents of a file to an MP4."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from runtime.cli.exit_codes import cancel_on_signals
 from runtime.cli.plan_and_doctor import forecast_text
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Event, FellBack, Warned
+from runtime.core.events import Event, FellBack, StageStarted, Warned
 from runtime.core.facts import render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import BACKEND_TITLES
@@ -55,17 +56,22 @@ def decode(
     )
     machine = probe()
     _print_plan(request, loaded, machine)
-    # It imports torch, which takes seconds that a refused request does not need.
-    from runtime.pipeline.decode import decode_file
-
-    progress = terminal.ProgressLine()
+    progress, loaded_at = terminal.ProgressLine(), 0.0
 
     def emit(event: Event) -> None:
+        nonlocal loaded_at
         progress.event(event)
+        if isinstance(event, StageStarted) and event.stage == "decode":
+            loaded_at = time.monotonic()
         if isinstance(event, FellBack | Warned):
             terminal.warning(render(event.fact).what)
 
     with cancel_on_signals() as cancel, progress.shown():
+        began = time.monotonic()
+        emit(StageStarted(stage="load"))
+        # It imports torch, which takes seconds that a refused request does not need.
+        from runtime.pipeline.decode import decode_file
+
         done = decode_file(request, loaded, EngineService.from_settings(loaded, machine), emit, cancel)
     if loaded.outputs_dir not in output.parents:
         give_usual_permissions(output)
@@ -73,7 +79,7 @@ def decode(
     where = BACKEND_TITLES.get(done.backend, done.backend)
     terminal.line(
         f"Saved. {done.frames} frames of {done.width}×{done.height} · {done.seconds:.1f} s ({rate:.1f} frames/s on "
-        f"{where}) · loading {done.load_seconds:.1f} s"
+        f"{where}) · loading {loaded_at - began:.1f} s"
     )
     terminal.result_path(output)
     return done.to_json()
@@ -88,7 +94,8 @@ def _print_plan(request: DecodeRequest, loaded: settings.Settings, machine: Mach
     terminal.line(
         f"{request.spec.title}: {plan.width}x{plan.height}, {count} frames ({count / plan.fps:.1f} s at {plan.fps} fps)"
     )
-    terminal.line(forecast_text(plan.seconds(machine, HistoryFile(loaded.cache_dir, machine).read())))
+    seconds = plan.seconds(machine, HistoryFile(loaded.cache_dir, machine).read())
+    terminal.line(forecast_text(seconds, plan.load_seconds))
 
 
 def _path(field: str, text: str) -> Path:

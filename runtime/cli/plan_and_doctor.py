@@ -131,14 +131,14 @@ def _show_strategies(strategies: Sequence[StrategyForecast], where: str, chosen:
 def time_text(plan: ExecutionPlan) -> str:
     """Return a line with the forecast of a plan's duration."""
     stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
-    load = plan.seconds["load"]
-    return f"{forecast_text(plan.seconds['total'])}: {stages}; before that loading, about {_about(load.likely)}"
+    return forecast_text(plan.seconds["total"], plan.seconds["load"].likely, f": {stages}")
 
 
-def forecast_text(seconds: Seconds) -> str:
-    """Return a line with a duration, its range, and what it rests on."""
+def forecast_text(seconds: Seconds, load_seconds: float, stages: str = "") -> str:
+    """Return a line with a duration, its range, what it rests on, its stages, and how long loading takes before."""
     span = f"{_about(seconds.low)} to {_about(seconds.high)}"
-    return f"Time: about {_about(seconds.likely)}, {span} ({short(seconds.basis)})"
+    about = f"Time: about {_about(seconds.likely)}, {span} ({short(seconds.basis)}){stages}"
+    return f"{about}; before that loading, about {_about(load_seconds)}"
 
 
 def _about(seconds: float) -> str:

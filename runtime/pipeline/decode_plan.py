@@ -21,8 +21,11 @@ from runtime.models.latent_files import RGB, LatentFile
 from runtime.models.spec import FRAME_DECODER, ModelSpec
 from runtime.planner import forecast
 from runtime.planner.history import History, Kind, Run, architecture, device_name, seconds_per_call
+from runtime.planner.memory_model import DTYPE_BYTES
 
 COLORS = 3
+# PyTorch, diffusers and transformers, from the page cache, on 2 cores.
+_IMPORT_SECONDS = 3.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +254,12 @@ class DecodePlan:
             quantization="none",
             offload="none",
         )
+
+    @property
+    def load_seconds(self) -> float:
+        """About how long a new process takes to import its libraries and to read the decoder's weights."""
+        size = self.request.spec.parameters[self.layout.component] * DTYPE_BYTES[self.layout.dtype_on(self.device)]
+        return _IMPORT_SECONDS + forecast.read_seconds(size).likely
 
     def run(self, machine: Machine, seconds: float, *, loaded: bool) -> Run:
         """Return the run that records, for later forecasts, how long decoding took; `loaded` as in `history.Run`."""

@@ -453,7 +453,12 @@ def _reading_seconds(workload: Workload, components: set[str]) -> Seconds:
     """Estimate how long reading the weights of some components from disk takes."""
     every = weights_bytes(workload.spec, workload.dtypes) | dict(workload.engine_bytes)
     sizes = {name: size for name, size in every.items() if name in components}
-    size, modules = sum(sizes.values()), _MODULE_SECONDS * len(sizes)
+    return read_seconds(sum(sizes.values()), len(sizes))
+
+
+def read_seconds(size: int, components: int = 1) -> Seconds:
+    """Estimate how long making components and reading their `size` bytes of weights from disk takes."""
+    modules = _MODULE_SECONDS * components
     return Seconds(size / _DISK + modules, size / _DISK_FAST + modules, size / _DISK_SLOW + 2 * modules)
 
 
