@@ -386,7 +386,7 @@ def decode_seconds(spec: ModelSpec, operations: float, dtype: str, device: str, 
 
 def _decoder_share(spec: ModelSpec, dtype: str, slower: float) -> float:
     """Return the share of a GPU's rate that a decoder reaches; `slower` as from `_rates`."""
-    share = _DECODE_SHARE[dtype] * min((spec.vae.last_channels / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
+    share: float = _DECODE_SHARE[dtype] * min((spec.vae.last_channels / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
     return share * (2 * slower if DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"] else 1.0)
 
 
