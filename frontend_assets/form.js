@@ -9,8 +9,7 @@
   const WORD = /[\p{L}\p{N}\p{M}]+/gu;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
-  const names = () => $("#top header").dataset.fields.split(" ");
-  const value = (name) => tandem.values[names().indexOf(name)];
+  const { names, value } = tandem;
 
   // Changes controls of Gradio's, by name: a hidden button hands them over.
   let pending = {};
@@ -149,15 +148,15 @@
     exampleShown = null;
   });
   // Presses Generate once the form has the example's prompt.
-  tandem.generateSoon = () => setTimeout(() => {
-    if (prompt().value === exampleShown?.prompt) $("#generate")?.click(); else if (exampleShown) tandem.generateSoon();
+  const generateSoon = () => setTimeout(() => {
+    if (prompt().value === exampleShown?.prompt) $("#generate")?.click(); else if (exampleShown) generateSoon();
   }, 50);
   document.addEventListener("click", ({ target }) => {
     const example = target.closest("[data-suggestion], [data-make]"), word = target.closest("[data-word]");
     if (example) {
       exampleShown = JSON.parse(example.dataset.suggestion ?? example.dataset.make);
       apply({ prompt: exampleShown.prompt, seed: String(exampleShown.seed) });
-      if (example.dataset.make) tandem.generateSoon();
+      if (example.dataset.make) generateSoon();
     }
     if (word) apply({ prompt: articles(withWord(prompt().value, word.dataset.word, word.closest("[data-group]"))) });
     const instead = target.closest("[data-replace]");
@@ -193,7 +192,7 @@
       area.after(layer);
       area.addEventListener("scroll", () => { layer.scrollTop = area.scrollTop; });
     }
-    const found = unknownWords(area.value), key = `${area.value}\n${found.join(" ")}`;
+    const found = unknownWords(area.value), key = [area.value, $("#card .model")?.dataset.title, ...found].join("\n");
     if (layer.dataset.of !== key) {
       layer.dataset.of = key;
       const pieces = [];
@@ -224,8 +223,9 @@
     const groups = $$("#card [data-group]").sort((one, other) => other.children.length - one.children.length);
     const hidden = !word || !groups.length;
     if (row.hidden !== hidden) row.hidden = hidden;
-    if (hidden || row.dataset.of === word) return;
-    row.dataset.of = word;
+    const key = `${$("#card .model").dataset.title}: ${word}`;
+    if (hidden || row.dataset.of === key) return;
+    row.dataset.of = key;
     row.replaceChildren(...$$("button", groups[0]).slice(0, MOST_OFFERED).map((known, at) => {
       const chip = document.createElement("button");
       Object.assign(chip, { type: "button", className: "chip", textContent: known.dataset.word, tabIndex: at ? -1 : 0 });

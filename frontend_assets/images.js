@@ -10,8 +10,7 @@
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
-  const names = () => $("#top header").dataset.fields.split(" ");
-  const value = (name) => tandem.values[names().indexOf(name)];
+  const { value } = tandem;
   const section = () => $("#images .images");
   const place = (field) => $(`#images [data-place=${field}]`);
   const able = () => JSON.parse(section()?.dataset.able ?? "[]");
@@ -74,23 +73,45 @@
   };
 
   // One line below the places.
-  const note = (text, bad = false) => {
+  const note = (text, bad = false, offer = null) => {
     const line = $("#images .note");
     if (!line) return;
     write(line, text);
     line.classList.toggle("bad", bad);
+    const button = $("#images [data-offer]");
+    hide(button, !offer);
+    if (offer) write(button, offer.installed ? `Use ${offer.title}` : `Download ${offer.title} in Models`);
     if (bad) tandem.openPopover(line);
   };
+  document.addEventListener("toggle", ({ target, newState }) => {
+    if (target.id === "pop-images" && newState === "closed") note("");
+  }, true);
   const show = () => {
     if (tandem.panels?.tab() !== "Make") tandem.goTo?.("Make");
     for (const dialog of $$("dialog[open]")) dialog.close();
     setTimeout(() => { if (section()) tandem.openPopover(section()); }, 0);
   };
-  const refuse = async () => {
+  // A model without images says which take them, and offers the first that runs here, with the image.
+  let offered = null;
+  const refuse = async (file) => {
     show();
     const title = $("#card .model")?.dataset.title ?? section().dataset.model;
-    note((await ask({ what: "refusal", model: title })).error, true);
+    note(`${title} does not start from an image.`, true);
+    const { error, offer } = await ask({ what: "refusal", model: title });
+    offered = offer ? { ...offer, file } : null;
+    note(error, true, offer);
   };
+  const takeOffer = async () => {
+    const { name, title, installed, file } = offered;
+    if (!installed) { tandem.goTo("Models"); return; }
+    const sent = await send(file);
+    if (!sent) return;
+    remember(digestOf(sent.image), { url: await pictureOf(file), width: sent.width, height: sent.height });
+    startWith(name, title, sent.image);
+  };
+  const startWith = (name, title, image) => tandem.fill(
+    { prompt: value("prompt"), model: name, image, width: "auto", height: "auto" }, "all",
+    `${title} is selected: it starts from images.`);
   // Some models have other guidance with an image: it replaces the usual one, unless the user has changed that.
   const guidance = (given) => {
     const { text, image } = JSON.parse(section().dataset.guidance);
@@ -105,29 +126,32 @@
     tandem.apply({ [field]: reference, ...first, ...changes });
   };
 
-  // The newest file of a place counts.
-  const newest = {};
-  const take = async (file, field, line = "") => {
-    if (!place("image")) { refuse(); return; }
-    show();
-    const most = Number(section().dataset.most), turn = newest[field] = {};
+  // Returns what the server has kept of a file; nothing if it was refused, or if `isCurrent` no longer holds.
+  const send = async (file, isCurrent = () => true) => {
+    const most = Number(section().dataset.most);
     if (file.size > most) {
       note(`“${file.name}” is larger than ${Math.round(most / 2 ** 20)} MB. Save a smaller copy of it.`, true);
-      return;
+      return null;
     }
     note(`Loading “${file.name}”…`);
     const path = `tandem/images/${encodeURIComponent(file.name.slice(-NAME).toWellFormed?.() ?? "image")}`;
     const answer = await fetch(path, { method: "POST", body: file, cache: "no-store" }).catch(() => null);
-    const found = answer?.ok ? await answer.json().catch(() => null) : null;
-    if (newest[field] !== turn) return;
-    if (!found) {
-      note(await tandem.refusal(answer) || `“${file.name}” cannot be sent. Try again.`, true);
-      return;
-    }
+    const sent = answer?.ok ? await answer.json().catch(() => null) : null;
+    if (!sent && isCurrent()) note(await tandem.refusal(answer) || `“${file.name}” cannot be sent. Try again.`, true);
+    return isCurrent() ? sent : null;
+  };
+  // The newest file of a place counts.
+  const newest = {};
+  const take = async (file, field, line = "") => {
+    if (!place("image")) { refuse(file); return; }
+    show();
+    const turn = newest[field] = {};
+    const sent = await send(file, () => newest[field] === turn);
+    if (!sent) return;
     const url = await pictureOf(file);
     if (newest[field] !== turn) return;
     note(line);
-    use(field, found.image, { url, width: found.width, height: found.height });
+    use(field, sent.image, { url, width: sent.width, height: sent.height });
   };
   const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
   // Takes the first image of several files; returns whether there is one.
@@ -182,8 +206,7 @@
     } else {
       const [name, title] = able()[0];
       remember(digestOf(image), known);
-      tandem.fill({ prompt: value("prompt"), model: name, image, width: "auto", height: "auto" }, "all",
-        `${title} is selected: it starts from images.`);
+      startWith(name, title, image);
     }
     setTimeout(() => $("#field-prompt textarea")?.focus({ preventScroll: true }), 100);
   };
@@ -203,6 +226,7 @@
       if (error) note(error, true); else { note(""); use("image", image, { url: picture, width, height }); }
     }
     if (frame) proceed(frame);
+    if (target.closest("#images [data-offer]")) takeOffer();
   });
 
   // The frame of the plan, or what is known of it before there is a plan.

@@ -12,8 +12,7 @@
   };
   tandem.modelsChanged = ({ models, gone, first }) => {
     const panel = $('[data-panel="models"]');
-    const names = $("#top header").dataset.fields.split(" ");
-    if (gone && tandem.values[names.indexOf("model")] === gone) tandem.useModel(first);
+    if (gone && tandem.value("model") === gone) tandem.useModel(first);
     else if (Number(panel.dataset.models) !== models) $("#refresh-models").click();
     panel.dataset.models = models;
   };

@@ -2,10 +2,10 @@
 (() => {
   "use strict";
   const tandem = window.tandem;
+  const { names } = tandem;
   const PRESETS = "tandem.presets", MOST = 30;
   const OF_A_VIDEO = /^(prompt|model|seed|seconds|size_from|(last_)?image.*)$/;
   const $ = (selector) => document.querySelector(selector);
-  const names = () => $("#top header").dataset.fields.split(" ");
   const stored = () => {
     try {
       const all = JSON.parse(tandem.read("localStorage", PRESETS) ?? "[]");
@@ -38,7 +38,10 @@
         return pair;
       }));
     }
-    return presets[chosen.indexOf(true)]?.name ?? "";
+    const name = presets[chosen.indexOf(true)]?.name ?? "";
+    const tag = $("#presets legend .tag");  // "Custom"
+    if (tag && tag.hidden !== Boolean(name)) tag.hidden = Boolean(name);
+    return name;
   };
   const save = () => {
     const field = $("#preset-name"), name = field.value.trim();

@@ -20,6 +20,8 @@
     read, write,
     used: {},
     values: [],   // of the form, in the order of the server's form
+    names: () => $("#top header").dataset.fields.split(" "),   // of the form's fields, in the same order
+    value: (name) => tandem.values[tandem.names().indexOf(name)],
     restored: false,
     job: () => read("sessionStorage", JOB) || "",
     remember: (id) => { if (id) write("sessionStorage", JOB, id); },
@@ -29,7 +31,7 @@
       tandem.values = values;
       tandem.showForm();
       if (!tandem.restored) return;
-      const names = $("#top header").dataset.fields.split(" ");
+      const names = tandem.names();
       const form = Object.fromEntries(names.map((name, i) => [name, values[i]]));
       // Launch flags override backends that were stored under other flags.
       write("localStorage", FORM, JSON.stringify({ ...form, preset: $("#top header").dataset.preset }));

@@ -98,6 +98,7 @@
     if (reply.added) { $("#queue-add form")?.reset(); watch(reply.added[0]); }
     if (reply.models) tandem.modelsChanged(reply);
     document.dispatchEvent(new CustomEvent("tandem:reply", { detail: { panel, call, reply } }));
+    tandem.showTimes();
     tandem.tidy();
     if (!["preview", "models", "loras", "settings"].includes(panel)) setTimeout(states, 0);
   };
@@ -131,6 +132,8 @@
         if (same.nodeValue !== next.nodeValue) same.nodeValue = next.nodeValue;
         continue;
       }
+      // times.js shows it relative to now.
+      if (same.nodeName === "TIME" && same.dateTime === next.dateTime) continue;
       for (const { name } of [...same.attributes]) {
         if (!next.hasAttribute(name) && !(name === "open" && same.nodeName === "DETAILS")) same.removeAttribute(name);
       }
@@ -291,7 +294,15 @@
     if (text && !undo && !error) hiding = setTimeout(() => notify(""), MESSAGE_MS);
   };
   // Says something to screen readers only.
-  const announce = (text) => { raise(); foot.querySelector(".unseen").textContent = text; };
+  let forgetting = 0;
+  const announce = (text) => {
+    raise();
+    const line = foot.querySelector(".unseen");
+    line.textContent = text;
+    // It must not be read when it is no longer true, and must be announced again if it happens again.
+    clearTimeout(forgetting);
+    forgetting = setTimeout(() => { line.textContent = ""; }, MESSAGE_MS);
+  };
   const edit = ({ id, title, request }) => {
     const bar = foot.querySelector("#editing");
     bar.hidden = false;

@@ -6,11 +6,16 @@
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const chipOf = (popover) => $(`#chips [popovertarget="${popover.id}"]`);
 
+  // Where the bar with Generate stays at the foot of the window, what a chip opens ends above it.
+  const foot = () => {
+    const bar = $("#bar");
+    return bar && getComputedStyle(bar).position === "fixed" ? bar.getBoundingClientRect().top : innerHeight;
+  };
   // Below the chip or, if there is more room, above it; in a narrow window as wide as the window.
   const place = (popover) => {
     const opener = chipOf(popover);  // hidden for a model without images: a refusal is shown there too
     const chip = (opener.hidden ? $("#chips") : opener).getBoundingClientRect(), { offsetWidth: wide, offsetHeight: high } = popover;
-    const below = innerHeight - chip.bottom - 2 * GAP, above = chip.top - 2 * GAP;
+    const below = foot() - chip.bottom - 2 * GAP, above = chip.top - 2 * GAP;
     const under = high <= below || below >= above;
     popover.style.maxHeight = `${under ? below : above}px`;
     popover.style.left = `${Math.max(GAP, Math.min(chip.left, document.documentElement.offsetWidth - wide - GAP))}px`;

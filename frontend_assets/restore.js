@@ -104,6 +104,15 @@
     const use = target.closest("[data-use]");
     if (use) $("#restored").textContent = use.dataset.source ?? "";
   }, true);
+  // What was filled in is history once the form is changed by hand, what was refused once a video is made.
+  const forget = () => {
+    if ($("#restored").textContent) $("#restored").textContent = "";
+    $("#refused .restored")?.replaceChildren();
+  };
+  document.addEventListener("input", ({ target, isTrusted }) => {
+    if (isTrusted && target.closest("#compose, #settings") && !$("#refused .trouble")) forget();
+  });
+  document.addEventListener("click", ({ target }) => { if (target.closest("#generate")) forget(); });
   document.addEventListener("change", (event) => {
     if (event.target.id !== "restore" || !event.target.files.length) return;
     restore(event.target.files[0]);

@@ -5,6 +5,7 @@
   const ACTUAL = "tandem.actual-size";
   const BACKDROP = [12, 7];   // pixels, which the browser enlarges smoothly
   const SHOW_MS = 100, DRAW_MS = 500;
+  const SHORT_SECONDS = 10;
   const FRAME_SECONDS = 1 / 16, JUMP_SECONDS = 1;
   const $ = (selector) => document.querySelector(selector);
   // All videos of a group play together; the position is that of the selected one.
@@ -12,6 +13,9 @@
   const video = tandem.stageVideo = () => $("#picture [aria-pressed=true] video") ?? $("#picture video");
   const row = () => $("#transport .transport");
   const clock = (seconds) => `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
+  // Short clips show tenths of a second, as the chip of the length does.
+  const position = (now, end) => end < SHORT_SECONDS ? `${now.toFixed(1)} / ${end.toFixed(1)} s`
+    : `${clock(now)} / ${clock(end)}`;
   const set = (node, name, text) => { if (node.getAttribute(name) !== text) node.setAttribute(name, text); };
 
   let dragging = false;
@@ -31,7 +35,7 @@
     set(bar, "max", String(seconds || 1));
     if (!dragging) bar.value = playing.currentTime;
     set(bar, "aria-valuetext", `${playing.currentTime.toFixed(1)} of ${seconds.toFixed(1)} seconds`);
-    const time = `${clock(playing.currentTime)} / ${clock(seconds)}`;
+    const time = position(playing.currentTime, seconds);
     if ($("#transport .time").textContent !== time) $("#transport .time").textContent = time;
   };
   tandem.tidyTransport = show;

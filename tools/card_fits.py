@@ -4,23 +4,22 @@ Pure, without torch. Of the memory of the simulated machines, 5 % is in use.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from runtime.core.errors import MemoryShortError
 from runtime.core.request import AUTO, GenerationRequest
-from runtime.machine.probe import Gpu, Machine
+from runtime.machine.probe import Machine
 from runtime.models.catalogue import find, known_models
 from runtime.models.spec import ModelSpec
+from runtime.planner.requirements import PLENTY_OF_RAM, card_machine
 from runtime.planner.resolve import PlanningContext, resolve
 
 _GIB = 1 << 30
-_FREE_SHARE = 0.95
 _NOWHERE = Path("none")
 _SHIPPED = "diorama"
-# RAM that is no limit, in GiB.
-_PLENTY = 1 << 12
 CARDS = (6, 8, 12, 16, 24, 48, 80)
 # GPU memory and RAM of machines whose RAM may be the limit, in GiB.
 MACHINES = ((6, 32), (8, 16), (8, 32), (12, 32), (16, 32), (24, 32), (24, 64))
@@ -90,26 +89,13 @@ def clips() -> list[Clip]:
 
 @cache
 def machine(gib: int, ram: int) -> Machine:
-    """Return a computer with one GPU of the Ada generation.
+    """Return a `card_machine` with the packages that quantize weights.
 
     Args:
         gib: memory of the GPU in GiB.
         ram: system memory in GiB.
     """
-    gpu = Gpu("a card", (8, 9), gib * _GIB, int(gib * _GIB * _FREE_SHARE), "")
-    return Machine(
-        system="Linux x86_64",
-        cpu="",
-        cores=8,
-        ram_bytes=ram * _GIB,
-        ram_free_bytes=int(ram * _GIB * _FREE_SHARE),
-        gpus=(gpu,),
-        gpu_problem=None,
-        torch_version="2.13.0",
-        torch_cuda="13.0",
-        driver_cuda=(13, 0),
-        packages=_PACKAGES,
-    )
+    return replace(card_machine(gib, ram), packages=_PACKAGES)
 
 
 class Fit(NamedTuple):
@@ -131,7 +117,7 @@ class Fit(NamedTuple):
 @cache
 def fit(clip: Clip, gib: int, ram: int) -> Fit | None:
     """Return how a clip runs on a `machine`, `None` if no length does; with plenty of RAM, without quantization."""
-    quantization = "none" if ram == _PLENTY else AUTO
+    quantization = "none" if ram == PLENTY_OF_RAM else AUTO
     default_fit = _plan(clip, clip.frames, gib, ram, quantization)
     if default_fit is not None:
         return default_fit._replace(frames=0)
@@ -169,7 +155,7 @@ def by_card() -> str:
     """Return the table of GPUs in machines that have as much RAM as a clip needs, with that RAM in GiB."""
 
     def cell(clip: Clip, gib: int) -> str:
-        result = fit(clip, gib, _PLENTY)
+        result = fit(clip, gib, PLENTY_OF_RAM)
         if result is None:
             return _DOES_NOT_RUN
         return f"{_length(result)}{result.way} {_gib(result)}" + "*" * result.tiles
@@ -192,7 +178,7 @@ def for_readme() -> str:
     """Return the short table of README.md: the default clips of some models on three cards."""
 
     def cell(clip: Clip, gib: int) -> str:
-        result = fit(clip, gib, _PLENTY)
+        result = fit(clip, gib, PLENTY_OF_RAM)
         if result is None:
             return _DOES_NOT_RUN
         offloaded = result.way in _OFFLOADED.values()

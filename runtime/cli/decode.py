@@ -1,22 +1,27 @@
 """`decode`: latents of a file to an MP4."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
+from runtime.cli.plan_and_doctor import forecast_text
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Event, FellBack, Warned
+from runtime.core.events import Event, FellBack, StageStarted, Warned
 from runtime.core.facts import render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import BACKEND_TITLES
 from runtime.core.request import AUTO, MAX_FPS
 from runtime.engines.service import EngineService
-from runtime.machine.probe import probe
+from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import find
-from runtime.models.latent_files import parse_channels
+from runtime.models.latent_files import LatentFile, parse_channels
+from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.files import make_folder, output_path
+from runtime.pipeline.history_file import HistoryFile
+from runtime.video.mp4 import check_output
 
 _MAX_CRF = 51
 
@@ -46,28 +51,51 @@ def decode(
     else:
         output = _path("out", out)
     spec = find(loaded.model if model is None else model, loaded.weights_dir)
-    # It imports torch.
-    from runtime.pipeline.decode import DecodeRequest, decode_file
-
     request = DecodeRequest(
         latents=source, spec=spec, output=output, fps=fps, channels=parse_channels(channels), crf=crf, backend=backend
     )
-    progress = terminal.ProgressLine()
+    machine = probe()
+    _print_plan(request, loaded, machine)
+    progress, loaded_at = terminal.ProgressLine(), 0.0
 
     def emit(event: Event) -> None:
+        nonlocal loaded_at
         progress.event(event)
+        if isinstance(event, StageStarted) and event.stage == "decode":
+            loaded_at = time.monotonic()
         if isinstance(event, FellBack | Warned):
             terminal.warning(render(event.fact).what)
 
     with cancel_on_signals() as cancel, progress.shown():
-        done = decode_file(request, loaded, EngineService.from_settings(loaded, probe()), emit, cancel)
+        began = time.monotonic()
+        emit(StageStarted(stage="load"))
+        # It imports torch, which takes seconds that a refused request does not need.
+        from runtime.pipeline.decode import decode_file
+
+        done = decode_file(request, loaded, EngineService.from_settings(loaded, machine), emit, cancel)
     if loaded.outputs_dir not in output.parents:
         give_usual_permissions(output)
     rate = done.to_json()["frames_per_second"]
     where = BACKEND_TITLES.get(done.backend, done.backend)
-    terminal.line(f"Saved. {done.frames} frames of {done.width}×{done.height}, {rate:.1f} frames/s on {where}.")
+    terminal.line(
+        f"Saved. {done.frames} frames of {done.width}×{done.height} · {done.seconds:.1f} s ({rate:.1f} frames/s on "
+        f"{where}) · loading {loaded_at - began:.1f} s"
+    )
     terminal.result_path(output)
     return done.to_json()
+
+
+def _print_plan(request: DecodeRequest, loaded: settings.Settings, machine: Machine) -> None:
+    """Print what decoding makes and how long it takes; raises what `DecodePlan.of` and `check_output` raise."""
+    with LatentFile(request.latents) as file:
+        plan = DecodePlan.of(request, file, loaded.weights_dir, machine)
+    count = plan.layout.count
+    check_output(request.output, plan.width, plan.height, count, plan.crf)
+    terminal.line(
+        f"{request.spec.title}: {plan.width}x{plan.height}, {count} frames ({count / plan.fps:.1f} s at {plan.fps} fps)"
+    )
+    seconds = plan.seconds(machine, HistoryFile(loaded.cache_dir, machine).read())
+    terminal.line(forecast_text(seconds, plan.load_seconds))
 
 
 def _path(field: str, text: str) -> Path:

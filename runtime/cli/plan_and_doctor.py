@@ -8,7 +8,7 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import MemoryShortError, ModelError
-from runtime.core.estimates import MemoryStrategy, StrategyForecast
+from runtime.core.estimates import MemoryStrategy, Seconds, StrategyForecast
 from runtime.core.facts import Fact, Words, render, short
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import FIELDS, GenerationRequest
@@ -131,12 +131,14 @@ def _show_strategies(strategies: Sequence[StrategyForecast], where: str, chosen:
 def time_text(plan: ExecutionPlan) -> str:
     """Return a line with the forecast of a plan's duration."""
     stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
-    total, load = plan.seconds["total"], plan.seconds["load"]
-    how = short(total.basis)
-    return (
-        f"Time: about {_about(total.likely)}, {_about(total.low)} to {_about(total.high)} ({how}): {stages}; before "
-        f"that loading, about {_about(load.likely)}"
-    )
+    return forecast_text(plan.seconds["total"], plan.seconds["load"].likely, f": {stages}")
+
+
+def forecast_text(seconds: Seconds, load_seconds: float, stages: str = "") -> str:
+    """Return a line with a duration, its range, what it rests on, its stages, and how long loading takes before."""
+    span = f"{_about(seconds.low)} to {_about(seconds.high)}"
+    about = f"Time: about {_about(seconds.likely)}, {span} ({short(seconds.basis)}){stages}"
+    return f"{about}; before that loading, about {_about(load_seconds)}"
 
 
 def _about(seconds: float) -> str:

@@ -3,6 +3,9 @@
 `Pace` estimates the remaining time from the plan's forecast and the measured steps. Before the first step only the
 forecast counts. Each step halves the weight of the forecast in favor of the measured median. Decoding, which comes
 last, is expected to deviate from its forecast as much as the steps do.
+
+The share that is done weighs the parts of a job by their forecast seconds. Within a part whose work is not counted,
+such as loading, it moves with time, the slower the more the part exceeds its forecast.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,6 +38,11 @@ from runtime.core.plan import ExecutionPlan
 
 # The first step includes warm-up; it is left out of the median from this many steps on.
 _STEPS_FOR_MEDIAN = 3
+# Share of a job that saving the video counts as.
+_SAVING = 0.02
+_PARTS = ("load", "encode", "denoise", "decode")
+# Share of a part that is expected to progress evenly; what remains takes longer and longer.
+_STEADY = 0.7
 _COMPONENT: dict[str, str] = {"encode": "text_encoder", "decode": "vae"}
 
 
@@ -94,6 +102,57 @@ class Pace:
         if self.stage == "save":
             return 0.0
         return self._encode(plan, now) + self._loads(plan, now) + self._steps(plan, now) + self._decode(plan, now)
+
+    def fraction(self, now: float) -> float:
+        """Return the share of the job that is done, 0 to 1."""
+        plan = self.plan
+        if plan is None:
+            return 0.0
+        if self.stage == "save":
+            saving = _SAVING * sum(_weight(plan, part) for part in _PARTS)
+            return 1 - _SAVING * (1 - _share_of_time(now - self.began, saving))
+        total = sum(_weight(plan, part) for part in _PARTS)
+        done = (
+            self._loaded_share(plan, now) * _weight(plan, "load")
+            + self._encoded_share(plan, now) * _weight(plan, "encode")
+            + self._denoised_share(plan, now) * _weight(plan, "denoise")
+            + self._decoded_share(plan, now) * _weight(plan, "decode")
+        )
+        return (1 - _SAVING) * done / total if total else 0.0
+
+    def _loaded_share(self, plan: ExecutionPlan, now: float) -> float:
+        forecasts = {name: _load_forecast(plan, name) for name in plan.components}
+        total = sum(forecasts.values())
+        if not total:
+            return 0.0
+        done = sum(seconds for name, seconds in forecasts.items() if name in self.loaded or self._passed(plan, name))
+        if self.stage == "load" and self.part in forecasts and self.part not in self.loaded:
+            done += forecasts[self.part] * _share_of_time(now - self.began, forecasts[self.part])
+        return done / total
+
+    def _passed(self, plan: ExecutionPlan, name: str) -> bool:
+        """Return whether a component is not loaded any more in this job."""
+        names = list(plan.components)
+        return self.part in names and names.index(name) < names.index(self.part)
+
+    def _encoded_share(self, plan: ExecutionPlan, now: float) -> float:
+        if self.encoded:
+            return 1.0
+        return _share_of_time(now - self.began, _weight(plan, "encode")) if self.stage == "encode" else 0.0
+
+    def _denoised_share(self, plan: ExecutionPlan, now: float) -> float:
+        computed, total = sum(plan.computed[: self.step]), sum(plan.computed)
+        running = self.stage == "denoise" and computed < total
+        return (computed + (_share_of_time(now - self.last, self.step_seconds) if running else 0.0)) / total
+
+    def _decoded_share(self, plan: ExecutionPlan, now: float) -> float:
+        decoded = self.frames / plan.frames
+        if self.stage != "decode":
+            return decoded
+        # Up to the end of the section, and of a video that is made whole to its end.
+        goal = 1.0 if plan.sections == 1 else min((self.step // plan.steps) / plan.sections, 1.0)
+        rest = max(goal - decoded, 0.0)
+        return decoded + rest * _share_of_time(now - self.last, rest * self._scaled(_weight(plan, "decode")))
 
     def section_left(self, now: float) -> float | None:
         """Return the seconds until the section that is made is finished; `None` if none is made or it is unknown."""
@@ -155,7 +214,9 @@ class Pace:
             pace = replace(pace, loaded=pace.loaded | stay | {part})
         if event.stage == "denoise" and part != pace.expert:
             pace = pace._with_expert(self.plan, part)
-        encoded = pace.encoded or event.stage in {"denoise", "decode", "save"} or (event.stage, part) == ("load", "vae")
+        # The prompt and images are encoded before a transformer or the VAE's decoder is loaded.
+        later = event.stage == "load" and part is not None and (part == "vae" or part.startswith("transformer"))
+        encoded = pace.encoded or later or event.stage in {"denoise", "decode", "save"}
         return replace(pace, stage=event.stage, part=part, encoded=encoded, began=now, last=now)
 
     def _with_expert(self, plan: ExecutionPlan, expert: str | None) -> "Pace":
@@ -212,6 +273,22 @@ class Pace:
         return max(trust * measured + (1 - trust) * seconds * (1 - share) - (now - self.last), 0.0)
 
 
+def _weight(plan: ExecutionPlan, part: str) -> float:
+    """Return the forecast seconds of a part of a job; of a plan without a forecast, its operations."""
+    if plan.seconds:
+        return plan.seconds[part].likely
+    return {"denoise": plan.total_steps * plan.step_flops, "decode": plan.decode_flops}.get(part, 0.0)
+
+
+def _share_of_time(elapsed: float, forecast: float) -> float:
+    """Return about how much of a part is done after a time: 85% at its forecast, 94% at twice that, never all."""
+    if forecast <= 0:
+        return 0.0
+    ratio = max(elapsed, 0.0) / forecast
+    # A hyperbola that continues the straight line at the same slope.
+    return ratio if ratio <= _STEADY else 1 - (1 - _STEADY) ** 2 / (ratio + 1 - 2 * _STEADY)
+
+
 def _frames_after(plan: ExecutionPlan | None, step: int) -> int:
     """Return about how many frames of finished sections there are after a step; none of a video that is made whole."""
     return 0 if plan is None or plan.sections == 1 else step // plan.steps * (plan.frames // plan.sections)
@@ -241,6 +318,7 @@ class Progress:
         frames, frame_count: frames decoded, and their number.
         pace: measured and estimated times.
         now: the moment, in seconds of a monotonic clock.
+        reached: the share that was done at the last event.
         preview: the latest preview, an animated WebP.
         warnings: so far.
         paused: whether this run of the job ended in a pause.
@@ -258,6 +336,7 @@ class Progress:
     frame_count: int = 0
     pace: Pace = field(default_factory=Pace, repr=False)
     now: float = 0.0
+    reached: float = 0.0
     preview: bytes | None = None
     warnings: tuple[Fact, ...] = ()
     paused: bool = False
@@ -276,15 +355,11 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Share of the job's operations that are done, 0 to 1."""
+        """Share of the job that is done, 0 to 1; it decreases only if memory ran out or the job starts again."""
         if isinstance(self.end, VideoSaved):
             return 1.0
-        if self.plan is None or not self.steps:
-            return 0.0
-        denoise = self.plan.total_steps * self.plan.step_flops
-        decoded = self.frames / self.frame_count if self.frame_count else 0.0
-        done = self.step / self.steps * denoise + decoded * self.plan.decode_flops
-        return min(done / (denoise + self.plan.decode_flops), 1.0)
+        stopped = self.paused or self.end is not None
+        return self.reached if stopped else max(self.reached, self.pace.fraction(self.now))
 
     @property
     def section(self) -> int:
@@ -333,7 +408,8 @@ class Progress:
             # A resumed job starts again with this event.
             plan = event.plan
             return Progress(plan=plan, steps=plan.total_steps, frame_count=plan.frames, pace=pace, now=now)
-        return replace(self, pace=pace, now=now, **self._changes(event))
+        at_event = replace(self, pace=pace, now=now, reached=self.at(now).fraction, **self._changes(event))
+        return replace(at_event, reached=0.0) if isinstance(event, OutOfMemory) and event.plan is not None else at_event
 
     def _changes(self, event: Event) -> dict[str, Any]:
         changes: dict[str, Any] = {}

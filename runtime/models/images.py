@@ -142,7 +142,7 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
     files = {"image": request.image, "last_image": request.last_image}
     for field, file in files.items():
         if file is not None and image_input is None:
-            able = models_with_images(weights_dir)
+            able = [spec.name for spec in image_models(weights_dir)]
             code = "image.model_without" if able else "image.no_model"
             raise InvalidRequestError(field, code, model=spec.title, models=able)
     if image_input is None:
@@ -157,13 +157,13 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
         raise InvalidRequestError("last_image", "image.last_required", model=spec.title)
 
 
-def models_with_images(weights_dir: Path) -> list[str]:
-    """Return the names of the models that start from an image, installed ones first."""
+def image_models(weights_dir: Path) -> list[ModelSpec]:
+    """Return the models that start from an image, installed ones first."""
     try:
         specs = [*add_usable({}, weights_dir).values(), *not_downloaded(weights_dir)]
     except TandemError:  # the weights folder cannot be read
         return []
-    return [spec.name for spec in specs if spec.image_input is not None]
+    return [spec for spec in specs if spec.image_input is not None]
 
 
 def _decoded_size(data: bytes, digest: str, name: str, field: str, check: Callable[[], None]) -> tuple[int, int]:

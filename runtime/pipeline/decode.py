@@ -1,12 +1,12 @@
 """Decodes a file of latents to an MP4, a batch at a time: memory does not depend on its length.
 
-A decoder of single frames takes latents [n, c, h, w] or [b, n, c, h, w]; a model that makes videos [c, f, h, w] or
-[b, c, f, h, w]. Those of `b` clips are shown one after the other. Latents are scaled as a diffusion model makes them.
+For the axes of latents, see `decode_plan`. Clips are shown one after the other. Latents are scaled as a diffusion model
+makes them.
 """
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,50 +19,26 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError, ran_out
 from runtime.core.events import Event, FellBack, FramesDecoded, StageStarted, Warned
 from runtime.core.facts import Fact
-from runtime.core.plan import PYTORCH, ComponentPlan, default_crf
-from runtime.core.request import AUTO, MAX_SIDE
+from runtime.core.plan import PYTORCH, ComponentPlan
+from runtime.core.request import AUTO
 from runtime.core.settings import Settings
-from runtime.core.units import shape_text
 from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
 from runtime.execution import components
 from runtime.execution.decoded_frames import fetched
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
-from runtime.models.catalogue import add_usable, decoders
-from runtime.models.latent_files import RGB, LatentFile
-from runtime.models.spec import ModelSpec
+from runtime.machine.load import LoadMeter
+from runtime.models.latent_files import LatentFile
 from runtime.models.weights import load_module
+from runtime.pipeline.decode_plan import COLORS, DecodePlan, DecodeRequest, LatentLayout
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.memory_model import DTYPE_BYTES, tile_sides_of
 from runtime.video.mp4 import VideoWriter, check_output
 
-_COLORS = 3
 # Latent frames in one call of a VAE.
 _VAE_CHUNK = 1
 # Share of free memory that one call of a VAE may take; the weights, the allocator and ffmpeg need the rest.
 _VAE_SHARE = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeRequest:
-    """What to decode.
-
-    Attributes:
-        latents: the file.
-        spec: the model.
-        output: the MP4.
-        fps: by default, the model's.
-        channels: the panels of each frame, from left to right: `RGB`, or the number of a channel, which is shown gray.
-        crf: of the MP4, by default as for generated videos.
-        backend: of a decoder of single frames; see `make_batched_decode_fn`.
-    """
-
-    latents: Path
-    spec: ModelSpec
-    output: Path
-    fps: int | None = None
-    channels: tuple[str, ...] = (RGB,)
-    crf: int | None = None
-    backend: str = AUTO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +47,7 @@ class Decoded:
 
     Attributes:
         seconds: of decoding and encoding, without loading the model.
+        load_seconds: of loading the model, and building its engine if that was missing.
         backend, engine, fallbacks: see `families.dcae.batched.BatchedDecoder`.
     """
 
@@ -83,6 +60,7 @@ class Decoded:
     fps: int
     channels: tuple[str, ...]
     seconds: float
+    load_seconds: float
     backend: str
     engine: str = ""
     fallbacks: tuple[Fact, ...] = field(default=())
@@ -96,6 +74,7 @@ class Decoded:
             "channels": list(self.channels),
             "fallbacks": list(map(str, self.fallbacks)),
             "seconds": round(self.seconds, 3),
+            "load_seconds": round(self.load_seconds, 3),
             "frames_per_second": round(rate, 2),
         }
 
@@ -121,27 +100,21 @@ def decode_file(
         BadResultError: if the model returns NaN or Inf.
         CancelledError: within one batch of the request; nothing is left.
     """
+    machine = engines.machine
     with LatentFile(request.latents) as file:
-        source = (_Frames if request.spec.only_decodes else _Clips)(file, request.spec)
-        source.check_channels(settings.weights_dir)
-        height, width = source.frame_size
-        panels = _panels(request, source.channels)
-        width *= len(panels)
-        if height % 2 or width % 2 or max(height, width) > MAX_SIDE:
-            raise InvalidRequestError("latents", "latents.frame_size", width=width, height=height, most=MAX_SIDE)
-        crf = default_crf(width, height) if request.crf is None else request.crf
-        check_output(request.output, width, height, source.count, crf)
-        machine = engines.machine
-        device = f"cuda:{gpu}" if machine.gpus and machine.torch_cuda else "cpu"
-        with source.opened(request.backend, settings, engines, device, emit, cancel) as batches:
-            fps = request.fps or request.spec.defaults.fps
+        plan = DecodePlan.of(request, file, settings.weights_dir, machine, gpu)
+        layout = plan.layout
+        check_output(request.output, plan.width, plan.height, layout.count, plan.crf)
+        source = (_Frames if request.spec.only_decodes else _Clips)(file, layout)
+        loading = time.monotonic()
+        with source.opened(request.backend, settings, engines, plan.device, emit, cancel) as batches:
             emit(StageStarted(stage="decode"))
-            started, written = time.monotonic(), 0
-            with VideoWriter(request.output, width, height, fps, crf) as writer:
-                for frames in fetched(_shown(batches, panels), cancel.check):
+            started, meter, written = time.monotonic(), LoadMeter(), 0
+            with VideoWriter(request.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
+                for frames in fetched(_shown(batches, plan.panels), cancel.check):
                     writer.write(frames.numpy())
                     written += len(frames)
-                    emit(FramesDecoded(frames=written, of=source.count))
+                    emit(FramesDecoded(frames=written, of=layout.count))
                 emit(StageStarted(stage="save"))
                 writer.close_stream()
                 cancel.check()
@@ -150,89 +123,42 @@ def decode_file(
                     latents=request.latents.name,
                     model=request.spec.name,
                     frames=written,
-                    width=width,
-                    height=height,
-                    fps=fps,
+                    width=plan.width,
+                    height=plan.height,
+                    fps=plan.fps,
                     channels=request.channels,
                     seconds=time.monotonic() - started,
+                    load_seconds=started - loading,
                     **source.outcome,
                 )
                 writer.finish(f"{request.latents.name} · {request.spec.title}", _metadata(done, file))
+        if not done.fallbacks:
+            HistoryFile(settings.cache_dir, machine).add([plan.run(machine, done.seconds, loaded=meter.loaded)])
         return done
 
 
-def _panels(request: DecodeRequest, channels: int) -> list[list[int]]:
-    """Return the three channels of each panel."""
-    panels = []
-    for name in request.channels:
-        if name == RGB:
-            # Frames of one or two channels are shown gray.
-            panels.append([0, 1, 2] if channels >= _COLORS else [0] * _COLORS)
-        elif int(name) < channels:
-            panels.append([int(name)] * _COLORS)
-        else:
-            raise InvalidRequestError(
-                "channels", "latents.no_such_channel", channel=name, model=request.spec.title, last=channels - 1
-            )
-    return panels
-
-
-def _shown(batches: Iterable[torch.Tensor], panels: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+def _shown(batches: Iterable[torch.Tensor], panels: tuple[tuple[int, ...], ...]) -> Iterator[torch.Tensor]:
     """Yield frames (n, height, width, 3) in -1 to 1, or uint8, with the panels next to each other.
 
     Args:
         batches: (n, height, width, channels) in about -1 to 1, or uint8.
     """
-    plain = [[0, 1, 2]]
+    plain = ((0, 1, 2),)
     for batch in batches:
         frames = batch if panels == plain else torch.cat([batch[..., list(panel)] for panel in panels], dim=2)
-        yield frames if frames.dtype == torch.uint8 else frames[..., :_COLORS].float().clamp(-1.0, 1.0)
+        yield frames if frames.dtype == torch.uint8 else frames[..., :COLORS].float().clamp(-1.0, 1.0)
 
 
 class _Source:
     """Latents of a file for one kind of decoder."""
 
-    # The axis of the channels, and of the frames, among the last four.
-    channel_axis: int
-    frame_axis: int
-    layout: str
-
-    def __init__(self, file: LatentFile, spec: ModelSpec) -> None:
-        self.file, self.spec = file, spec
-        self.clips = file.shape[0] if len(file.shape) > 4 else 1  # noqa: PLR2004 - [b, …]
-        self.axes = file.shape[-4:]
+    def __init__(self, file: LatentFile, layout: LatentLayout) -> None:
+        self.file, self.layout, self.spec = file, layout, layout.spec
         self.outcome: dict[str, Any] = {"backend": PYTORCH}
-
-    def check_channels(self, weights_dir: Path) -> None:
-        """Check that the model takes the latents.
-
-        Args:
-            weights_dir: has the models that the error names if they take them.
-
-        Raises:
-            InvalidRequestError: if they have other channels.
-        """
-        channels, model_channels = self.axes[self.channel_axis], self.spec.vae.z_dim
-        if channels == model_channels:
-            return
-        facts = {
-            "model": self.spec.title,
-            "wanted": model_channels,
-            "found": channels,
-            "shape": shape_text(self.file.shape),
-        }
-        models = _models_for(self.axes, weights_dir)
-        if models:
-            raise InvalidRequestError("latents", "latents.of_another_model", models=models, **facts)
-        raise InvalidRequestError("latents", "latents.channels", layout=self.layout, **facts)
-
-    def dtype_on(self, device: str) -> str:
-        """Return the dtype that the decoder computes in."""
-        return "bfloat16" if device != "cpu" and not self.spec.small else "float32"
 
     def clip(self, number: int) -> list[int]:
         """Return the index of a clip in the file."""
-        return [number] if len(self.file.shape) > 4 else []  # noqa: PLR2004 - [b, …]
+        return [number] if self.layout.batched else []
 
     def tensor(self, values: Any, first: int) -> torch.Tensor:
         """Return what was read from the file as a tensor.
@@ -255,27 +181,6 @@ class _Source:
 class _Frames(_Source):
     """Latents [n, c, h, w] or [b, n, c, h, w] of a decoder of single frames."""
 
-    channel_axis, frame_axis = 1, 0
-    layout = "[n, c, h, w] or [b, n, c, h, w]"
-
-    @property
-    def channels(self) -> int:
-        """Channels of the frames."""
-        architecture: Any = self.spec.vae
-        return int(architecture.channels)
-
-    @property
-    def frame_size(self) -> tuple[int, int]:
-        """(height, width) of the frames."""
-        architecture: Any = self.spec.vae
-        height, width = architecture.frame_size(*self.axes[2:])
-        return int(height), int(width)
-
-    @property
-    def count(self) -> int:
-        """Frames of all clips."""
-        return self.clips * self.axes[0]
-
     def opened(
         self,
         backend: str,
@@ -286,20 +191,20 @@ class _Frames(_Source):
         cancel: Cancel,
     ) -> "_Opened":
         """Load the decoder."""
-        decoder = load_decoder(str(self.spec.directory), device=device, dtype=self.dtype_on(device))
+        decoder = load_decoder(str(self.spec.directory), device=device, dtype=self.layout.dtype_on(device))
         decode = make_batched_decode_fn(
             decoder, BATCH, backend=backend, settings=settings, engines=engines, emit=emit, cancel=cancel
         )
-        decode.prepare(*self.axes[2:])
+        decode.prepare(*self.layout.axes[2:])
         return _Opened(self._batches(decode), decode.close)
 
     def _batches(self, decode: Any) -> Iterator[torch.Tensor]:
         architecture: Any = self.spec.vae
-        for clip in range(self.clips):
-            for start in range(0, self.axes[0], BATCH):
-                stop = min(start + BATCH, self.axes[0])
+        for clip in range(self.layout.clips):
+            for start in range(0, self.layout.axes[0], BATCH):
+                stop = min(start + BATCH, self.layout.axes[0])
                 values = self.file.read(self.clip(clip), start, stop)
-                latents = self.tensor(values, clip * self.axes[0] + start).float() * architecture.latent_factor
+                latents = self.tensor(values, clip * self.layout.axes[0] + start).float() * architecture.latent_factor
                 frames = decode(latents[None])[0]
                 self.outcome = {"backend": decode.backend, "engine": decode.engine, "fallbacks": decode.fallbacks}
                 yield frames.permute(0, 2, 3, 1)
@@ -307,21 +212,6 @@ class _Frames(_Source):
 
 class _Clips(_Source):
     """Latents [c, f, h, w] or [b, c, f, h, w] of a model that makes videos, decoded by its VAE in PyTorch."""
-
-    channel_axis, frame_axis = 0, 1
-    layout = "[c, f, h, w] or [b, c, f, h, w]"
-    channels = _COLORS
-
-    @property
-    def frame_size(self) -> tuple[int, int]:
-        """(height, width) of the frames."""
-        scale = self.spec.vae.scale_factor_spatial
-        return self.axes[2] * scale, self.axes[3] * scale
-
-    @property
-    def count(self) -> int:
-        """Frames of all clips."""
-        return self.clips * ((self.axes[1] - 1) * self.spec.vae.scale_factor_temporal + 1)
 
     def opened(
         self,
@@ -338,7 +228,7 @@ class _Clips(_Source):
             reason = Fact("decode.clips_in_pytorch")
             emit(FellBack(component="vae", backend=backend, reason=reason))
             self.outcome["fallbacks"] = (reason,)
-        dtype = self.dtype_on(device)
+        dtype = self.layout.dtype_on(device)
         part = ComponentPlan(backend=PYTORCH, device=device, dtype=dtype, weights_bytes=0, reasons=())
         decoder = components.components_of(self.spec).video_decoder(load_module(self.spec, "vae", part), device)
         machine = engines.machine
@@ -351,7 +241,7 @@ class _Clips(_Source):
 
         `None` decodes frames whole.
         """
-        height, width = self.frame_size
+        height, width = self.layout.frame_size
         scale, element = self.spec.vae.scale_factor_spatial, DTYPE_BYTES[dtype]
         tiles: list[int | None] = [None, *tile_sides_of(self.spec, height, width)]
 
@@ -366,8 +256,8 @@ class _Clips(_Source):
     def _batches(self, decoder: Any, tiles: list[int | None], emit: Callable[[Event], None]) -> Iterator[torch.Tensor]:
         """Yield the frames of all clips; if memory runs out, those that are left in the next smaller tiles."""
         self._warn_tiled(tiles[0], emit)
-        frames = self.count // self.clips
-        for clip in range(self.clips):
+        frames = self.layout.frames_per_clip
+        for clip in range(self.layout.clips):
             done = 0
             while done < frames:
                 try:
@@ -409,9 +299,9 @@ class _ClipInFile:
         self._source, self._number = source, number
         self._rows, self._columns = rows, columns
         height, width = (
-            len(range(*cut.indices(side))) for cut, side in zip((rows, columns), source.axes[2:], strict=True)
+            len(range(*cut.indices(side))) for cut, side in zip((rows, columns), source.layout.axes[2:], strict=True)
         )
-        self.shape = torch.Size((1, *source.axes[:2], height, width))
+        self.shape = torch.Size((1, *source.layout.axes[:2], height, width))
 
     def __getitem__(self, index: Any) -> Any:
         """Return `tensor[:, :, start:stop]`, or, unread, the part `tensor[..., rows, columns]` of the whole frames."""
@@ -426,13 +316,6 @@ class _ClipInFile:
             values = source.tensor(values, self._number * self.shape[2] + start)
             parts.append(values[:, self._rows, self._columns])
         return torch.stack(parts)[None].float()
-
-
-def _models_for(axes: Sequence[int], weights_dir: Path) -> list[str]:
-    """Return the names of the usable models whose latents have these last four axes."""
-    names = [spec.name for spec in decoders(weights_dir) if spec.vae.z_dim == axes[_Frames.channel_axis]]
-    videos = add_usable({}, weights_dir).items()
-    return names + [name for name, spec in videos if spec.vae.z_dim == axes[_Clips.channel_axis]]
 
 
 class _Opened:

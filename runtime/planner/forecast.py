@@ -13,7 +13,7 @@ from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.core.step_cache import NONE
-from runtime.machine.probe import Machine
+from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import (
     IMAGE_ENCODER,
     VAE_ENCODER,
@@ -331,12 +331,12 @@ def known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, spee
 
     It is measured if this very call was: in a job, or when its engine was built.
     """
-    known = _ran(inputs, strategy, name, speed) or _known_call(inputs, strategy, name, speed)
-    if known is None:
+    source = _ran(inputs, strategy, name, speed) or _known_call(inputs, strategy, name, speed)
+    if source is None:
         return None
     calls = inputs.calls[name] or 1.0
     call = _seconds_of_calls(inputs, strategy, name, speed, calls) * (1 / calls)
-    measured = known.measured and isclose(call.likely, known.likely)
+    measured = source.measured and isclose(call.likely, source.likely)
     return replace(call, measured=measured, inferred=not measured)
 
 
@@ -361,8 +361,33 @@ def compute_seconds(workload: Workload, component: str, machine: Machine, strate
         return Seconds(measured, _ENGINE[0] * measured, _ENGINE[1] * measured, measured=True)
     if workload.cuda:
         return _on_gpu(workload, component, machine, strategy)
-    likely = workload.flops(component, strategy.decode_tile) / (_CORE_RATE * machine.cores)
+    return _on_cpu(workload.flops(component, strategy.decode_tile), machine)
+
+
+def _on_cpu(operations: float, machine: Machine) -> Seconds:
+    likely = operations / (_CORE_RATE * machine.cores)
     return Seconds(likely, _CPU[0] * likely, _CPU[1] * likely)
+
+
+def decode_seconds(spec: ModelSpec, operations: float, dtype: str, device: str, machine: Machine) -> Seconds:
+    """Estimate decoding latents in PyTorch, uncompiled, with the weights on the device.
+
+    Args:
+        operations: of the decoder.
+        device: a torch device.
+    """
+    if device == "cpu":
+        return _on_cpu(operations, machine)
+    rate, _, slower, known_gpu = _rates(machine.gpu_of(device), dtype)
+    likely = operations / (_decoder_share(spec, dtype, slower) * rate)
+    low, high = _KNOWN_GPU if known_gpu else _OTHER_GPU
+    return Seconds(likely, low * likely, high * likely)
+
+
+def _decoder_share(spec: ModelSpec, dtype: str, slower: float) -> float:
+    """Return the share of a GPU's rate that a decoder reaches; `slower` as from `_rates`."""
+    share: float = _DECODE_SHARE[dtype] * min((spec.vae.last_channels / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
+    return share * (2 * slower if DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"] else 1.0)
 
 
 def attention_seconds(inputs: ForecastInputs, dtype: str, kernel: str) -> float:
@@ -377,7 +402,7 @@ def attention_seconds(inputs: ForecastInputs, dtype: str, kernel: str) -> float:
         return calls * measured.likely
     if not workload.cuda:
         return calls * flops / (_CORE_RATE * inputs.machine.cores)
-    rate, _, slower, _ = _rates(workload, inputs.machine, dtype)
+    rate, _, slower, _ = _rates(inputs.machine.gpu_of(workload.device), dtype)
     return calls * flops / (_MATRIX_SHARE * rate * slower * _ATTENTION_SPEEDUP.get(kernel, 1.0))
 
 
@@ -428,7 +453,12 @@ def _reading_seconds(workload: Workload, components: set[str]) -> Seconds:
     """Estimate how long reading the weights of some components from disk takes."""
     every = weights_bytes(workload.spec, workload.dtypes) | dict(workload.engine_bytes)
     sizes = {name: size for name, size in every.items() if name in components}
-    size, modules = sum(sizes.values()), _MODULE_SECONDS * len(sizes)
+    return read_seconds(sum(sizes.values()), len(sizes))
+
+
+def read_seconds(size: int, components: int = 1) -> Seconds:
+    """Estimate how long making components and reading their `size` bytes of weights from disk takes."""
+    modules = _MODULE_SECONDS * components
     return Seconds(size / _DISK + modules, size / _DISK_FAST + modules, size / _DISK_SLOW + 2 * modules)
 
 
@@ -540,16 +570,13 @@ def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: st
 
 def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: MemoryStrategy) -> Seconds:
     dtype = workload.dtypes[component]
-    full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]
-    rate, bandwidth, slower, is_known = _rates(workload, machine, dtype)
+    rate, bandwidth, slower, is_known = _rates(machine.gpu_of(workload.device), dtype)
     operations = workload.flops(component, strategy.decode_tile)
     low, high = _KNOWN_GPU if is_known else _OTHER_GPU
     if is_text_encoder(component) or component == IMAGE_ENCODER:
         likely = operations / (_TEXT_SHARE * rate * slower)
     elif component in {"vae", VAE_ENCODER}:
-        channels = workload.spec.vae.last_channels
-        share = _DECODE_SHARE[dtype] * min((channels / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
-        likely = operations / (share * rate * (2 * slower if full else 1.0))
+        likely = operations / (_decoder_share(workload.spec, dtype, slower) * rate)
     else:
         spec = workload.spec.transformer
         per_token = _BLOCK_TRAFFIC_TIME_PER_TOKEN if workload.spec.expand_timesteps else _BLOCK_TRAFFIC
@@ -560,9 +587,8 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
     return Seconds(likely, low * likely, high * likely)
 
 
-def _rates(workload: Workload, machine: Machine, dtype: str) -> tuple[float, float, float, bool]:
+def _rates(gpu: Gpu, dtype: str) -> tuple[float, float, float, bool]:
     """Return a GPU's operations and bytes per second, the share of operations in a dtype, and if it is a known GPU."""
-    gpu = machine.gpu_of(workload.device)
     entry = next(((rate, memory) for name, rate, memory in _GPUS if name in gpu.name), None)
     rate, bandwidth = entry or next((rate, memory) for least, rate, memory in _BY_CAPABILITY if gpu.capability >= least)
     full = DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"]

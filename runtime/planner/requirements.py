@@ -23,7 +23,8 @@ _GIB = 1 << 30
 # Memory of GPUs on the market in GiB; 5 % of it is assumed to be in use.
 CARDS = (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 180, 288)
 _FREE_SHARE = 0.95
-_RAM_BYTES = 1 << 42
+# RAM that is no limit, in GiB.
+PLENTY_OF_RAM = 1 << 12
 _NOWHERE = Path("none.mp4")
 # A model runs well if its default clip takes at most this long: people try a prompt, watch the clip and change the
 # prompt, and a quarter of an hour leaves them four tries an hour. Slower models are for clips that run unattended.
@@ -210,7 +211,7 @@ def smallest_card(spec: ModelSpec, *, resident: bool = False, at_least: int = 0)
             continue
         try:
             request = _request(spec, offload="none" if resident else "auto")
-            plan = resolve(request, spec, PlanningContext(_card_machine(gib), _NOWHERE))
+            plan = resolve(request, spec, PlanningContext(card_machine(gib), _NOWHERE))
         except TandemError:
             continue
         if plan.strategy.keep_loaded or not resident:
@@ -221,15 +222,21 @@ def smallest_card(spec: ModelSpec, *, resident: bool = False, at_least: int = 0)
 
 
 @lru_cache
-def _card_machine(gib: int) -> Machine:
-    card = Gpu("a card", (8, 9), gib * _GIB, int(gib * _GIB * _FREE_SHARE), "")
+def card_machine(gib: int, ram_gib: int = PLENTY_OF_RAM) -> Machine:
+    """Return a computer with one GPU of the Ada generation, of whose memory 5 % is in use.
+
+    Args:
+        gib: memory of the GPU in GiB.
+        ram_gib: system memory in GiB.
+    """
+    gpu = Gpu("a card", (8, 9), gib * _GIB, int(gib * _GIB * _FREE_SHARE), "")
     return Machine(
         system="Linux x86_64",
         cpu="",
         cores=8,
-        ram_bytes=_RAM_BYTES,
-        ram_free_bytes=_RAM_BYTES,
-        gpus=(card,),
+        ram_bytes=ram_gib * _GIB,
+        ram_free_bytes=int(ram_gib * _GIB * _FREE_SHARE),
+        gpus=(gpu,),
         gpu_problem=None,
         torch_version="2.13.0",
         torch_cuda="13.0",

@@ -35,6 +35,7 @@ from runtime.models.catalogue import find, look_up
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
+from runtime.pipeline.decode_plan import DecodeRequest
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
@@ -365,7 +366,7 @@ class _Task:
 
     def _decode(self, work: DecodeLatents) -> Fact:
         # It imports torch.
-        from runtime.pipeline.decode import DecodeRequest, decode_file
+        from runtime.pipeline.decode import decode_file
 
         self.free()
         spec = find(work.model, self.weights_dir)

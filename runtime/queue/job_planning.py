@@ -130,9 +130,9 @@ def seconds_gained(plan: ExecutionPlan, offers: Offers, built: Collection[str]) 
     for name, part in plan.components.items():
         offered = offers(name, plan.latent_size, part.device)
         new = {offer.builder for offer in offered if not {use.id for use in offer.engines}.isdisjoint(built)}
-        others = [entry.seconds.likely for entry in part.compared if entry.builder not in new]
-        if part.engines and part.engines[-1].builder in new and others and part.seconds is not None:
-            before += min(others) - part.seconds.likely
+        alternatives = [entry.seconds.likely for entry in part.compared if entry.builder not in new]
+        if part.engines and part.engines[-1].builder in new and alternatives and part.seconds is not None:
+            before += min(alternatives) - part.seconds.likely
     return now, before
 
 

@@ -453,7 +453,7 @@ class PruneEngines(FrozenModel):
 
 
 class DecodeLatents(FrozenModel):
-    """Decode a file of latents to an MP4; see `pipeline.decode.DecodeRequest`."""
+    """Decode a file of latents to an MP4; see `pipeline.decode_plan.DecodeRequest`."""
 
     kind: Literal["decode"] = "decode"
     latents: Path

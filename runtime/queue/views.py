@@ -120,6 +120,11 @@ class Job:
         return self.state in {"queued", "running"}
 
     @property
+    def share(self) -> float:
+        """The share that is done now, 0 to 1."""
+        return self.progress.at(time.monotonic()).fraction
+
+    @property
     def checkpoint_step(self) -> int | None:
         """The step that its checkpoint resumes after; `None` without a checkpoint."""
         return checkpoint_step(self._store.folder(self.id))

@@ -146,7 +146,7 @@ class _JobFiles:
         states = self._store.ended_since(_RECENT_SECONDS, None, _RECENT_JOBS) | self._store.order.ids(
             limit=_RECENT_JOBS
         )
-        percent = None if job is None else round(100 * job.progress.fraction)
+        percent = None if job is None else round(100 * job.share)
         return {"queue": self._store.order.line().jobs, "percent": percent, "jobs": states}
 
     async def poster(self, request: Request) -> Response:

@@ -124,7 +124,7 @@ def video_of(
         expires = retention.expires_at(record.ended or record.created)
     percent = 100 if record.state == "done" else 0
     if record.state == "running" and job is not None:
-        percent = min(round(100 * job.progress.fraction), _MOST_RUNNING)
+        percent = min(round(100 * job.share), _MOST_RUNNING)
     values: dict[str, Any] = {}
     if plan is not None:
         values = {"seed": plan.seed, "frames": plan.frames, "fps": plan.fps, "steps": plan.steps}

@@ -42,7 +42,7 @@ from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.job_view import waiting_text
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_panel import summarize
-from runtime.ui.plan_preview import PlanPreview, Preview
+from runtime.ui.plan_preview import PlanPreview, Preview, to_build
 
 # Suffixes of engine files that can be imported, as text.
 FILE_KINDS = f"{', '.join(list(BACKENDS)[:-1])} or {list(BACKENDS)[-1]}"
@@ -155,9 +155,8 @@ class EnginesPanel:
         assert plan is not None, "neither a plan nor an error"
         title = _title_of_build(plan, spec, component, backend)
         part = None if component == _ALL else component
-        offers = {name: offered for name, offered in _offers(preview, plan).items() if part in {None, name}}
-        seconds = _build_seconds(preview, plan, offers)
-        return BuildEngines(request=request.to_json(), component=part), title, seconds
+        names = list(plan.components) if part is None else [part]
+        return BuildEngines(request=request.to_json(), component=part), title, preview.build_seconds(names)
 
     def _import(self, call: Call) -> tuple[Work, Fact]:
         """Check the file's path, its first bytes, disk space and the user's trust; return the task and its title."""
@@ -338,7 +337,7 @@ def _row(entry: Entry) -> dict[str, Any]:
             ("Build", _built(record)),
             ("Pays off", str(entry.break_even) if entry.break_even else ""),
         ),
-        "used": formatting.clock_time(record.last_used),
+        "used": formatting.moment(record.last_used),
     }
 
 
@@ -454,12 +453,12 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
     plan = preview.plan
     all_building = _title_of_build(plan, preview.spec, _ALL) in building
     badges = summarize(preview, tuple(plan.components)).badges
-    offers = _offers(preview, plan)
+    offers = {name: preview.offers_for(name) for name in plan.components}
     gains = _break_evens(preview, plan, offers)
     rows: list[dict[str, Any]] = []
     for name, offered in offers.items():
         requested = plan.request.backend(name)
-        tried = _tried(requested, offered) if preview.complete else []
+        tried = to_build(requested, offered) if preview.complete else []
         state = _unbuilt(requested, offered) if preview.complete else ""
         if name in gains:
             backend, gain = gains[name]
@@ -514,21 +513,8 @@ def _total(
         total = f"{'In total' if len(gains) == len(offers) else 'Engines that are built'}: {combined}."
     elif preview.complete:
         total = "Savings are known once engines are built and measured."
-    seconds = _build_seconds(preview, plan, offers)
+    seconds = preview.build_seconds(plan.components)
     return f"{total} Building what is missing takes {about(seconds)}." if seconds else total
-
-
-def _offers(preview: Preview, plan: ExecutionPlan) -> dict[str, Sequence[EngineOffer]]:
-    return {name: preview.offers(name, plan.latent_size, part.device) for name, part in plan.components.items()}
-
-
-def _build_seconds(preview: Preview, plan: ExecutionPlan, offers: Mapping[str, Sequence[EngineOffer]]) -> float | None:
-    """Return about how long building what is missing takes; `None` if that is unknown, or nothing is missing."""
-    if not preview.complete:
-        return None
-    missing = [offer for name, offered in offers.items() for offer in _tried(plan.request.backend(name), offered)]
-    # Components may share engines.
-    return sum({tuple(use.id for use in offer.engines): offer.build_seconds for offer in missing}.values()) or None
 
 
 def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:
@@ -543,21 +529,6 @@ def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:
     return [(name, BACKEND_TITLES[name], reason) for name, reason in reasons.items()]
 
 
-def _tried(requested: str, offered: Sequence[EngineOffer]) -> list[EngineOffer]:
-    """Return the offers that Build builds for the requested backend."""
-    tried = [
-        offer
-        for offer in offered
-        if requested in {AUTO, offer.backend} and requested != PYTORCH and offer.problem is None and not offer.ready
-    ]
-    if requested != AUTO:
-        return tried[:1]
-    tried = [offer for offer in tried if not offer.on_request]
-    # Of engines of whole transformers and of their blocks, one kind for each backend is built.
-    kinds = {offer.backend: offer.in_blocks for offer in reversed(tried)}
-    return [offer for offer in tried if offer.in_blocks == kinds[offer.backend]]
-
-
 def _missing(tried: Sequence[EngineOffer]) -> str:
     titles = " and ".join(dict.fromkeys(BACKEND_TITLES[offer.backend] for offer in tried))
     return f"not built yet with {titles}"
@@ -568,7 +539,7 @@ def _unbuilt(requested: str, offered: Sequence[EngineOffer]) -> str:
     if requested == PYTORCH:
         return "none needed"
     candidates = [offer for offer in offered if requested in {AUTO, offer.backend}]
-    tried = _tried(requested, offered)
+    tried = to_build(requested, offered)
     if not tried:
         return "not measured" if any(offer.ready for offer in candidates) else "none can be built on this machine"
     seconds = sum(offer.build_seconds for offer in tried)

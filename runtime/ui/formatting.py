@@ -51,6 +51,14 @@ def clock_time(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M") if seconds else ""
 
 
+def moment(seconds: float | None) -> Markup:
+    """Return a time as `clock_time` in an element that times.js shows relative to now: "2 min ago"; empty for none."""
+    if not seconds:
+        return Markup()
+    exact = datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+    return Markup('<time datetime="{}">{}</time>').format(exact, clock_time(seconds))
+
+
 def size(width: int, height: int) -> str:
     """Return "192 × 112"."""
     return f"{width} × {height}"
@@ -120,7 +128,7 @@ _ENVIRONMENT.filters |= {
     "memory": memory_size,
     "duration": duration,
     "count": counted,
-    "clock_time": clock_time,
+    "moment": moment,
     "quoted": lambda text: f"“{text}”",
     "lower_first": lambda text: f"{text[:1].lower()}{text[1:]}",
     "json": json.dumps,

@@ -299,7 +299,7 @@ class HistoryPanel(JobsPanel):
         rows: list[tuple[str, str]] = []
         if saved is not None and job.plan is not None and live is not None:
             rows = job_view.result_rows(saved, job.plan, live.model_title)
-        rows += [("Ended", formatting.clock_time(job.ended or job.created)), ("Job", job.id)]
+        rows += [("Ended", formatting.moment(job.ended or job.created)), ("Job", job.id)]
         rows += [("Video on disk", byte_size(size))] if size else []
         rows += [("Checkpoints", byte_size(checkpoints))] if checkpoints else []
         resume_line = ""

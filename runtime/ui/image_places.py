@@ -15,15 +15,18 @@ from PIL import Image
 
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
+from runtime.core.facts import Fact
 from runtime.core.images import PREFIX, ImageUse
 from runtime.core.request import FIELDS
 from runtime.core.settings import ROOT, Settings
+from runtime.machine.probe import Machine
 from runtime.models.catalogue import EMBEDDED
-from runtime.models.images import find_image, models_with_images, open_image
+from runtime.models.images import find_image, image_models, open_image
 from runtime.models.spec import ModelSpec
+from runtime.planner.requirements import fit
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
-from runtime.ui.formatting import page_text, render
+from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.panels import unknown_action
 from runtime.video.image_messages import MAX_FILE_BYTES, MEDIA_TYPES, SUFFIXES
 from runtime.video.images import thumbnail
@@ -75,12 +78,24 @@ class ImageAnswers:
 
     Args:
         keep: checks and keeps an image: its file's content and name, and the visitor's name or "" for the owner.
+        models: what the page offers, by name.
+        machine: returns this machine.
         pictures: whether the page is sent pictures of all images that it names: a visitor may name another's.
     """
 
-    def __init__(self, settings: Settings, keep: Callable[[bytes, str, str], ImageUse], *, pictures: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        keep: Callable[[bytes, str, str], ImageUse],
+        models: Mapping[str, ModelSpec],
+        machine: Callable[[], Machine],
+        *,
+        pictures: bool,
+    ) -> None:
         self._settings = settings
         self._keep = keep
+        self._models = models
+        self._machine = machine
         self._pictures = pictures
 
     def answer(self, question: Mapping[str, Any], job: Job | None, visitor: str) -> dict[str, Any]:
@@ -102,10 +117,24 @@ class ImageAnswers:
                 use = find_image(image, "image", self._settings.cache_dir, keep=False)
                 return {"picture": picture(open_image(use)), "width": use.width, "height": use.height}
             case {"what": "refusal", "model": str(model)}:
-                able = models_with_images(self._settings.weights_dir)
-                code = "image.model_without" if able else "image.no_model"
-                raise InvalidRequestError("image", code, model=model, models=able)
+                return self._refusal(model)
         raise unknown_action()
+
+    def _refusal(self, model: str) -> dict[str, Any]:
+        """Return why a model takes no image, and the first model that takes one and runs here."""
+        able = image_models(self._settings.weights_dir)
+        code = "image.model_without" if able else "image.no_model"
+        answer: dict[str, Any] = {
+            "error": paragraph(Fact(code, {"model": model, "models": [spec.title for spec in able]}))
+        }
+        machine = self._machine()
+        # Those on the page in its order, then, if it has the panel Models, those to download.
+        downloads = [spec for spec in able if self._pictures and spec.name not in self._models]
+        for spec in (*self._models.values(), *downloads):
+            if spec.image_input is not None and fit(spec, machine).runs:
+                installed = spec.name in self._models
+                return answer | {"offer": {"name": spec.name, "title": spec.title, "installed": installed}}
+        return answer
 
     def _frame(self, job: Job, seconds: float | None, visitor: str) -> dict[str, Any]:
         saved = job.progress.end

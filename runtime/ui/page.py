@@ -83,7 +83,7 @@ def build(
             opens_folders=opens_folders,
         ),
         theme.icon_svg(),
-        ImageAnswers(settings, keep, pictures=True),
+        ImageAnswers(settings, keep, models, preview.machine, pictures=True),
         form.preset_name(settings.backends),
         lambda: len(usable_gpus(preview.machine())),
     )

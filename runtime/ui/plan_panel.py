@@ -30,7 +30,7 @@ from runtime.ui import fields, form, formatting
 from runtime.ui.formatting import WORDS, page_text, paragraph, render, sentences
 from runtime.ui.jobs_panel import example_of
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
-from runtime.ui.plan_preview import PlanPreview, Preview
+from runtime.ui.plan_preview import PlanPreview, Preview, to_build
 
 _SEARCHING = page_text(Fact("ui.looking_for_engines")).what
 # Estimates are shown in tenths of a second.
@@ -264,17 +264,16 @@ def clip_line(plan: ExecutionPlan) -> str:
 
 
 def speed_up(preview: Preview) -> str:
-    """Return how long building takes what no engine exists for, and can be built; empty if nothing can."""
+    """Return how long Build takes if a component without any engine gets one; empty if none does."""
     plan = preview.plan
     if plan is None or not preview.complete:
         return ""
-    builds: dict[tuple[str, ...], float] = {}
-    for name, part in plan.components.items():
-        offers = preview.offers(name, plan.latent_size, part.device)
-        able = [offer for offer in offers if offer.problem is None and not offer.on_request]
-        if part.backend == PYTORCH and able and not any(offer.ready for offer in offers):
-            builds[tuple(use.id for use in able[0].engines)] = able[0].build_seconds
-    seconds = sum(builds.values())
+
+    def lacks_engine(name: str) -> bool:
+        offered = preview.offers_for(name)
+        return bool(to_build(plan.request.backend(name), offered)) and not any(offer.ready for offer in offered)
+
+    seconds = preview.build_seconds(plan.components) if any(map(lacks_engine, plan.components)) else None
     return f"Speed up: build engines, {about(seconds)}" if seconds else ""
 
 

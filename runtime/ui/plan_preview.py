@@ -9,20 +9,20 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.core.errors import TandemError
-from runtime.core.plan import ExecutionPlan
-from runtime.core.request import GenerationRequest
+from runtime.core.plan import PYTORCH, ExecutionPlan
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec, folder_of
 from runtime.planner.choice.engine_index import EngineRecord
-from runtime.planner.choice.engine_offers import Offers, no_offers
+from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.requirements import Fit, fit
 from runtime.planner.resolve import PlanningContext, resolve
@@ -55,6 +55,35 @@ class Preview:
     records: Sequence[EngineRecord]
     complete: bool
     spec: ModelSpec
+
+    def offers_for(self, component: str) -> Sequence[EngineOffer]:
+        """Return the engines for a component of the plan, built or not."""
+        assert self.plan is not None
+        return self.offers(component, self.plan.latent_size, self.plan.components[component].device)
+
+    def build_seconds(self, components: Iterable[str]) -> float | None:
+        """Return about how long Build takes for components of the plan; `None` if unknown, or nothing is missing."""
+        if self.plan is None or not self.complete:
+            return None
+        request = self.plan.request
+        missing = [offer for name in components for offer in to_build(request.backend(name), self.offers_for(name))]
+        # Components may share engines.
+        return sum({tuple(use.id for use in offer.engines): offer.build_seconds for offer in missing}.values()) or None
+
+
+def to_build(requested: str, offered: Sequence[EngineOffer]) -> list[EngineOffer]:
+    """Return the offers that Build builds for the requested backend."""
+    missing = [
+        offer
+        for offer in offered
+        if requested in {AUTO, offer.backend} and requested != PYTORCH and offer.problem is None and not offer.ready
+    ]
+    if requested != AUTO:
+        return missing[:1]
+    missing = [offer for offer in missing if not offer.on_request]
+    # Of engines of whole transformers and of their blocks, one kind for each backend is built.
+    kinds = {offer.backend: offer.in_blocks for offer in reversed(missing)}
+    return [offer for offer in missing if offer.in_blocks == kinds[offer.backend]]
 
 
 class PlanPreview:

@@ -119,5 +119,5 @@ class ResultsPanel(JobsPanel):
 
 
 def _running_card(job: Job) -> Card:
-    line = f"{round(100 * job.progress.fraction)}%"
+    line = f"{round(100 * job.share)}%"
     return Card(job.id, (job.id,), job.summary.prompt, True, "", line, job.summary.width, job.summary.height)

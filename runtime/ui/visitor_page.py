@@ -77,7 +77,7 @@ class VisitorHandlers(Handlers):
         folders = private_folders(settings)
         redact = partial(without_paths, folders=folders)
         audience = Audience(_DETAILS, _address, _clip_address, redact, panels=False)
-        images = ImageAnswers(settings, visitors.keep_image, pictures=False)
+        images = ImageAnswers(settings, visitors.keep_image, models, worker.machine, pictures=False)
         super().__init__(worker, models, audience, icon, images, watchers=watchers)
         self._settings = settings
         self._visitors = visitors

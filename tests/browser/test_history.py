@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ DROP = """({data, name}) => {
   return event.defaultPrevented;
 }"""
 TIMES = "() => [...document.querySelectorAll('[data-compare] video')].map((v) => v.currentTime * v.dataset.fps)"
+
+# Each of these local times as it is shown at 10:00.
+RELATIVE_TIMES = """() => {
+  const now = new Date(2026, 2, 30, 10, 0, 30);
+  const times = [[30, 10, 1], [30, 10, 0], [30, 9, 59], [30, 9, 1], [30, 8, 7], [29, 23, 59], [28, 10, 0]];
+  return times.map(([day, hour, minute]) => window.tandem.relativeTime(new Date(2026, 2, day, hour, minute), now));
+}"""
 
 
 def make(page: Any, prompt: str, **values: int) -> str:
@@ -135,6 +143,16 @@ def deleted_and_restored(page: Any, card: str) -> None:
     page.select_option("#history-state", "all")
 
 
+def check_times(page: Any) -> None:
+    """Check that times are relative, with the date as the title, and what each distance reads as."""
+    time = page.locator("#history-gallery time").first
+    assert re.fullmatch(r"just now|[1-9] min ago", time.inner_text())
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", time.get_attribute("title") or "")
+    assert page.evaluate(RELATIVE_TIMES) == [
+        "just now", "just now", "1 min ago", "59 min ago", "today 08:07", "yesterday 23:59", "2026-03-28 10:00",
+    ]  # fmt: skip
+
+
 def test_clips_are_shown_starred_and_selected_by_keyboard(open_page: OpenPage) -> None:
     page = open_page(reduced_motion="reduce")
     go(page, "Queue")
@@ -148,6 +166,7 @@ def test_clips_are_shown_starred_and_selected_by_keyboard(open_page: OpenPage) -
     page.wait_for_function("() => document.querySelectorAll('#history-gallery li[data-plays]').length === 3")
     ids = page.evaluate("() => [...document.querySelectorAll('#history-gallery li')].map((card) => card.dataset.job)")
     focused = "() => document.activeElement.closest('li')?.dataset.job"
+    check_times(page)
     page.focus("#history-gallery .poster")
     assert page.locator("#history-gallery .poster video").count() == 0
     # The lightbox: arrows, Escape, and the focus is back on the last clip.

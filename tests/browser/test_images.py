@@ -212,10 +212,15 @@ def test_a_model_without_images_names_others_and_two_places_take_two(open_page: 
     assert page.locator("#images .place").count() == 0
     hand(page, file(40, 40, "boat.png"))
     page.wait_for_selector("#images .note:has-text('Tiny does not start from an image. Select one of')")
-    assert "first" in page.inner_text("#images .note")
+    assert "First" in page.inner_text("#images .note")
     assert not page.is_visible("[data-chip=images]")
+    # One that runs here is offered, with the image.
+    page.click("#images [data-offer]:has-text('Use First')")
+    page.wait_for_selector("#images .images[data-model=first]", state="attached")
+    chosen(page, "boat.png")
     select_model(page, "Both")
     open_chip(page, "images")
+    page.click("[data-clear=image]")
     page.wait_for_selector("#images [data-place=image]:has-text('required')")
     hand(page, file(40, 40, "boat.png"))
     chosen(page, "boat.png")
@@ -325,4 +330,7 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
         assert beside <= 0
         generate = page.locator("#generate").bounding_box()
         assert generate["y"] + generate["height"] <= viewport["height"]
+        # What the chip opened scrolls within the space above the bar with Generate.
+        popover, bar = page.locator("#pop-images").bounding_box(), page.locator("#bar").bounding_box()
+        assert popover["y"] >= 0 and popover["y"] + popover["height"] <= bar["y"]
     assert page.complaints == []

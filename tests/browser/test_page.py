@@ -238,6 +238,8 @@ def test_recent_videos_are_shown_repeated_and_deleted_below_the_picture(open_pag
     assert page.locator("#facts .clamp").bounding_box()["height"] > 2 * cut
     page.keyboard.press("Escape")
     page.wait_for_selector("#details", state="hidden")
+    # A short clip shows tenths of a second: nine frames at eight a second.
+    page.wait_for_selector("#transport .time:text-matches('^[01][.][0-9] / 1[.]1 s$')")
     # A small video fills the stage; its original size is a choice that stays.
     large = page.locator("#picture video").bounding_box()["width"]
     page.click("#transport [data-actual]")
@@ -494,6 +496,7 @@ def test_settings_are_saved_as_a_preset_of_ones_own(open_page: OpenPage) -> None
     open_chip(page, "quality")
     page.click("[data-own-preset='Quick look']")
     page.wait_for_selector("[data-own-preset][aria-pressed=true]")
+    page.wait_for_selector("#presets legend .tag", state="hidden")  # it is not "Custom"
     assert (page.input_value("#field-steps input"), page.input_value("#field-width input")) == ("3", "48")
     assert page.input_value("#field-prompt textarea") == "a kite"
     page.click("[data-remove-preset]")
@@ -554,6 +557,14 @@ def test_reset_and_other_settings_are_not_called_those_of_an_earlier_file(open_p
     page.evaluate("() => window.tandem.fill({prompt: 'a red kite'})")
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'a red kite'")
     assert page.inner_text("#restored") == ""
+    # A change by hand makes both lines history.
+    page.set_input_files("#restore", file)
+    page.wait_for_selector("#restored:has-text('Settings of “mine.json”')")
+    page.wait_for_selector("#refused:has-text('All settings are filled in.')")
+    page.focus("#field-prompt textarea")
+    page.keyboard.type("s")
+    page.wait_for_function("() => !document.querySelector('#restored').textContent")
+    assert page.inner_text("#refused") == ""
 
 
 def test_the_answer_to_a_file_is_above_the_bar(open_page: OpenPage, tmp_path: Path) -> None:

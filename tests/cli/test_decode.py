@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from runtime.cli.main import run
 from runtime.core.cancel import Cancel, CancelledError
+from runtime.core.estimates import Seconds
 from runtime.core.events import Event, FramesDecoded, Warned
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
@@ -21,8 +22,11 @@ from runtime.execution.components import components_of
 from runtime.families.dcae import load_decoder
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
+from runtime.models.latent_files import LatentFile
 from runtime.models.weights import load_module
-from runtime.pipeline.decode import DecodeRequest, decode_file
+from runtime.pipeline.decode import decode_file
+from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
+from runtime.pipeline.history_file import HistoryFile
 from runtime.video.mp4 import find_ffmpeg, read_metadata
 from tests.cli.refusals import check_refusals, refused
 from tests.families.dcae import decoders
@@ -82,6 +86,25 @@ def test_files_of_each_kind_are_decoded(
         expected = decoder(torch.from_numpy(latents[:count]) * decoder.tandem_spec.vae.latent_factor)
     shown = ((expected.clamp(-1, 1).permute(0, 2, 3, 1) + 1) * 127.5).numpy()
     assert np.abs(luma(pixels(out)) - luma(shown)).mean() < 2
+
+
+def test_the_forecast_is_an_estimate_until_a_file_was_decoded(model: str, cache_dir: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "z.npy", values(*SHAPE))
+    decode_request = request(model, tmp_path / "z.npy", tmp_path / "z.mp4")
+    settings, machine = Settings(cache_dir=cache_dir), probe()
+    engines = EngineService.from_settings(settings, machine)
+
+    def forecast() -> Seconds:
+        with LatentFile(decode_request.latents) as file:
+            plan = DecodePlan.of(decode_request, file, tmp_path, machine)
+        return plan.seconds(machine, HistoryFile(cache_dir, machine).read())
+
+    estimate = forecast()
+    assert not estimate.known
+    assert 0 < estimate.low < estimate.likely < estimate.high
+    done = decode_file(decode_request, settings, engines, lambda _: None, Cancel())
+    assert forecast().known
+    assert forecast().likely == pytest.approx(done.seconds, rel=0.01)
 
 
 def test_channels_are_shown_side_by_side(tmp_path: Path) -> None:
@@ -176,6 +199,7 @@ def test_bad_latents_are_refused_and_leave_nothing(
     np.save(tmp_path / "axes.npy", values(8, 3, 4))
     save_file({"latents": torch.full((4, 8, 3, 4), torch.inf)}, tmp_path / "inf.safetensors")
     out = tmp_path / "bad.mp4"
+    command = ["decode", "--model", model, "--out", str(out)]
     of_file: list[tuple[list[str], str, dict[str, Any]]] = [
         ([str(tmp_path / "nan.npy")], "latents.not_finite", {"file": "nan.npy", "frame": 9}),
         ([str(tmp_path / "inf.safetensors")], "latents.not_finite", {"file": "inf.safetensors", "frame": 0}),
@@ -184,7 +208,9 @@ def test_bad_latents_are_refused_and_leave_nothing(
         ([str(tmp_path / "none.npy")], "latents.unreadable", {"file": str(tmp_path / "none.npy")}),
         ([""], "latents.path_unreadable", {}),
     ]
-    check_refusals(of_file, capsys, subtests, ["decode", "--model", model, "--out", str(out)], began=True)
+    # Values are checked while they are decoded; everything else before anything is printed or loaded.
+    check_refusals(of_file[:2], capsys, subtests, command, began=True)
+    check_refusals(of_file[2:], capsys, subtests, command)
     assert not out.exists()
     assert not list(tmp_path.glob(".tandem*"))
 

@@ -43,7 +43,6 @@ def test_the_forecast_counts_from_the_start_and_the_title_names_the_component(pl
     assert progress.seconds_left is not None
     assert progress.seconds_left > 0.0
     assert progress.seconds_per_step is None
-    assert progress.fraction == 0.0
     assert progress.title == f"{STAGE_TITLES['load']} the {planned.plan.title('transformer').lower()}"
     assert planned.plan.title("transformer") != planned.plan.title("transformer_2")
 
@@ -82,14 +81,49 @@ def test_a_resumed_job_starts_with_its_finished_steps(planned: Planned) -> None:
     assert again.end is None
 
 
-def test_the_fraction_never_decreases(planned: Planned) -> None:
-    events: list[tuple[float, Event]] = [(0.0, planned)]
-    events += [(float(i), StepDone(step=i, of=4, seconds=1.0, part="transformer")) for i in (1, 2, 3, 4)]
-    events += [(6.0, FramesDecoded(frames=1, of=9)), (7.0, FramesDecoded(frames=9, of=9))]
-    shares = [fold(events[: n + 1]).fraction for n in range(len(events))]
-    assert shares == sorted(shares)
-    assert shares[0] == 0.0
-    assert shares[-1] == pytest.approx(1.0)
+def test_the_fraction_moves_by_the_forecast_of_the_parts(planned: Planned, subtests: pytest.Subtests) -> None:
+    """Each part moves with time, slower when it exceeds its forecast, and steps and frames count as soon as done."""
+    likely = {"encode": 10, "denoise": 40, "decode": 30, "load": 20, "total": 80}
+    seconds = {name: Seconds(value, value, value) for name, value in likely.items()}
+    weights = {"text_encoder": 10, "transformer": 4, "transformer_2": 4, "vae": 2}
+    components = {name: part.replace(weights_bytes=weights[name]) for name, part in planned.plan.components.items()}
+    plan = planned.plan.replace(seconds=seconds, components=components, frames=9)
+    steps = [StepDone(step=i, of=4, seconds=10.0, part="transformer") for i in range(1, 5)]
+    timeline: list[tuple[float, Event | None, float]] = [
+        # Seconds, what happens, the share of 100 s that is done by then.
+        (0, Planned(plan=plan), 0),
+        (0, StageStarted(stage="load", part="text_encoder"), 0),
+        (5, None, 5),
+        (10, None, 8.5),
+        (20, None, 9.4375),
+        (20, StageStarted(stage="encode"), 10),
+        (25, None, 15),
+        (30, StageStarted(stage="load", part="transformer"), 20),
+        (34, StageStarted(stage="denoise", part="transformer"), 24),
+        (39, None, 29),
+        (44, steps[0], 34),
+        (54, steps[1], 44),
+        (54, StageStarted(stage="load", part="transformer_2"), 44),
+        (58, StageStarted(stage="denoise", part="transformer_2"), 48),
+        (68, steps[2], 58),
+        (78, steps[3], 68),
+        (78, StageStarted(stage="load", part="vae"), 68),
+        (80, StageStarted(stage="decode", part="vae"), 70),
+        (95, None, 85),
+        (100, FramesDecoded(frames=5, of=9), 90),
+        (130, FramesDecoded(frames=9, of=9), 100),
+        (130, StageStarted(stage="save"), 100),
+    ]
+    progress, before = Progress(), 0.0
+    for now, event, share in timeline:
+        progress = progress.at(now) if event is None else progress.after(event, now)
+        with subtests.test(msg=f"{now} s {event}"):
+            assert progress.fraction == pytest.approx(0.98 * share / 100, abs=0.001)
+            assert progress.fraction >= before
+        before = progress.fraction
+    assert before < progress.at(131).fraction < progress.at(1_000).fraction < 1.0
+    stopped = progress.after(Paused(step=4, of=4), 132)
+    assert stopped.at(500).fraction == stopped.fraction
 
 
 def test_a_finished_job_has_no_time_left(planned: Planned) -> None:
@@ -126,7 +160,7 @@ def test_sections_are_counted_and_the_time_left_includes_all(planned: Planned) -
     assert shown == [1, 1, 1, 2, 1, 2, 2, 2, 3, 2, 3, 3, 3, 3, 3]
     assert steps == [2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 4]
     assert of_section == pytest.approx(3 * [5, 4, 3, 1.5], abs=0.01)
-    assert shares == pytest.approx([1 / 3, 2 / 3, 1])
+    assert shares == pytest.approx([0.98 / 3, 0.98 * 2 / 3, 0.98])
     for moment, seconds_left in left:
         assert seconds_left == pytest.approx(18 - moment, abs=0.01)
 

@@ -116,7 +116,7 @@ def test_refusals(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(images, "models_with_images", lambda _: [])
+    monkeypatch.setattr(images, "image_models", lambda _: [])
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "boat.png")
     (tmp_path / "folder").mkdir()

@@ -14,9 +14,11 @@ import pytest
 from PIL import Image
 
 from runtime.core.errors import InvalidRequestError, OutputError
+from runtime.core.facts import Fact
+from runtime.core.images import ImageUse
 from runtime.core.settings import Settings
 from runtime.models.catalogue import find
-from runtime.models.images import find_image, keep_image
+from runtime.models.images import find_image, image_models, keep_image
 from runtime.models.spec import ModelSpec
 from runtime.ui import image_places
 from runtime.ui.formatting import paragraph
@@ -24,14 +26,18 @@ from runtime.ui.image_places import ImageAnswers, places_html, used_images
 from runtime.video.image_decoder import FORMATS
 from runtime.video.mp4 import VideoWriter, read_frame
 from tests.image_files import encoded, picture, saved, taking_images
-from tests.plans import tiny_plan
+from tests.plans import machine, tiny_plan
 
 
 @pytest.fixture
 def answers(tmp_path: Path) -> ImageAnswers:
     settings = Settings(cache_dir=tmp_path / "cache")
     return ImageAnswers(
-        settings, lambda data, name, _visitor: keep_image(data, name, "image", settings.cache_dir), pictures=True
+        settings,
+        lambda data, name, _visitor: keep_image(data, name, "image", settings.cache_dir),
+        {},
+        machine,
+        pictures=True,
     )
 
 
@@ -89,7 +95,7 @@ def test_a_picture_of_a_kept_image_is_small(answers: ImageAnswers, tmp_path: Pat
         answers.answer({"what": "picture", "image": use.reference}, None, "")
     assert refused.value.code == "image.copy_missing"
     # A visitors' page has no pictures of images: they may be another visitor's.
-    visitors = ImageAnswers(answers._settings, answers._keep, pictures=False)
+    visitors = ImageAnswers(answers._settings, answers._keep, {}, machine, pictures=False)
     with pytest.raises(InvalidRequestError) as refused:
         visitors.answer({"what": "picture", "image": use.reference}, None, "")
     assert refused.value.code == "ui.unknown_action"
@@ -118,13 +124,28 @@ def test_a_page_cannot_have_a_picture_of_a_file_of_its_choice(answers: ImageAnsw
     assert refused.value.code == "ui.unknown_action"
 
 
-def test_a_text_model_names_those_that_start_from_images(answers: ImageAnswers) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        answers.answer({"what": "refusal", "model": "Tiny"}, None, "")
-    answer = image_places.error_answer(refused.value, str)
-    assert refused.value.code == "image.model_without" and "wan2.2-ti2v-5b" in refused.value.data["models"]
-    assert answer["error"] == paragraph(refused.value.fact)
-    assert "\n" not in json.dumps(answer)
+def test_a_text_model_names_those_that_start_from_images_and_offers_one_that_runs(
+    tmp_path: Path, tiny: Callable[[str], ModelSpec]
+) -> None:
+    settings, text = Settings(cache_dir=tmp_path / "cache"), tiny("wan2.1")
+    able = replace(taking_images(text), name="images")
+
+    def answer(models: dict[str, ModelSpec], ram_free_gib: float = 20, *, pictures: bool = True) -> dict[str, Any]:
+        def keep(data: bytes, name: str, _visitor: str) -> ImageUse:
+            return keep_image(data, name, "image", settings.cache_dir)
+
+        page = ImageAnswers(settings, keep, models, lambda: machine(ram_free_gib=ram_free_gib), pictures=pictures)
+        return page.answer({"what": "refusal", "model": "Tiny"}, None, "")
+
+    titles = [spec.title for spec in image_models(settings.weights_dir)]
+    offered = answer({"text": text, "images": able})
+    assert offered["error"] == paragraph(Fact("image.model_without", {"model": "Tiny", "models": titles}))
+    assert offered["offer"] == {"name": able.name, "title": able.title, "installed": True}
+    assert "\n" not in json.dumps(offered)
+    # A model to download is offered to the owner only, and none that is too large.
+    assert not answer({"text": text}, 2000)["offer"]["installed"]
+    assert "offer" not in answer({"text": text}, 2000, pictures=False)
+    assert "offer" not in answer({"text": text, "images": able}, 0.001)
 
 
 def test_a_frame_is_the_one_of_that_number(tmp_path: Path) -> None:

@@ -320,6 +320,9 @@ def test_a_preset_that_does_not_fit_is_disabled_with_the_reason(spec: ModelSpec)
 def test_building_is_offered_where_no_engine_exists(spec: ModelSpec, built: bool) -> None:
     missing = offer("vae", "inductor", build=not built, seconds=1.0 if built else 0.0, build_seconds=240.0)
     seen = preview(spec, offers=offering(missing), build="never", compile="never")
+    # One rule for this button, for the panel Engines and for the forecast of the task.
+    assert seen.plan is not None
+    assert seen.build_seconds(seen.plan.components) == (None if built else 240.0)
     html = components_html(spec, summarize(seen, spec.component_names), seen, GPU)
     button = re.search(r'<button[^>]*data-action="build" data-target="all"[^>]*>([^<]*)<', html)
     assert (button is None) == built
@@ -424,9 +427,9 @@ def test_every_place_shows_the_seconds_of_the_choice(
     assert min(shown, key=lambda backend: shown[backend]) == part.backend
     # The Engines tab names the backend that it speaks of, which is the plan's.
     records = [replace(record(key()), id=each.engines[0].id, build_seconds=10.0 + len(each.backend)) for each in offers]
-    told = break_even_of_part(part, offers, records)
-    assert told is not None
-    backend, gain = told
+    break_even = break_even_of_part(part, offers, records)
+    assert break_even is not None
+    backend, gain = break_even
     assert backend == (part.backend if part.engines else "inductor")
     assert gain.build_seconds == 10.0 + len(backend)
     on = next(entry for entry in part.compared if entry.backend == backend)
