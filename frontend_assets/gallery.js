@@ -173,7 +173,7 @@
 
   // One clip in a dialog.
   const box = () => $("#lightbox");
-  let opened = "", onward = 0, stacked = "";
+  let opened = "", onward = 0, focusIds = "";
   const show = (id) => {
     $("#history-detail").querySelectorAll("video").forEach(release);
     view.open = id;
@@ -238,11 +238,11 @@
 
   const ACTIONS = {
     open: ({ target }) => show(target),
-    unstack: ({ target }) => { view.stacks.push(...target.split(" ")); stacked = target; request("history"); },
+    unstack: ({ target }) => { view.stacks.push(...target.split(" ")); focusIds = target; request("history"); },
     stack: ({ target }) => {
       const ids = target.split(" ");
       view.stacks = view.stacks.filter((id) => !ids.includes(id));
-      stacked = target;
+      focusIds = target;
       request("history");
     },
     close: () => box().close(),
@@ -311,9 +311,9 @@
       }
     }
     // The card of a stack was replaced by those of its clips, or the other way round.
-    if (stacked && call.action === "refresh") {
-      cardOf(stacked.split(" ")[0])?.querySelector(".poster").focus({ preventScroll: true });
-      stacked = "";
+    if (focusIds && call.action === "refresh") {
+      cardOf(focusIds.split(" ")[0])?.querySelector(".poster").focus({ preventScroll: true });
+      focusIds = "";
     }
     if (call.action === "open" || box()?.open) shown();
     if (reply.compare) {

@@ -14,22 +14,22 @@
     "textarea, select, [contenteditable], input:not([type=range], [type=radio], [type=checkbox])"));
 
   // What was selected last, until the server's answer shows it.
-  let selected = "", resting = 0;
+  let selectedId = "", resting = 0;
   let isLarge = false;
-  let inView = "";
+  let visibleId = "";
   // Scrolls the cells only, not the page.
   const scrollTo = (pick) => {
     const cells = $("#picture .cells"), { top, bottom } = pick.getBoundingClientRect();
     const frame = cells.getBoundingClientRect();
     cells.scrollTop += Math.min(top - frame.top, 0) + Math.max(bottom - frame.bottom, 0);
-    inView = idOf(pick);
+    visibleId = idOf(pick);
   };
   const tidy = tandem.tidyGroup = () => {
     const all = picks(), shown = $("#status .status")?.dataset.job ?? "";
-    if (selected === shown || !all.some((pick) => idOf(pick) === selected)) selected = "";
+    if (selectedId === shown || !all.some((pick) => idOf(pick) === selectedId)) selectedId = "";
     if (!all.length) isLarge = false;
-    const now = selected || shown;
-    if (now !== inView && !isLarge && all.length) scrollTo(all.find((pick) => idOf(pick) === now) ?? all[0]);
+    const now = selectedId || shown;
+    if (now !== visibleId && !isLarge && all.length) scrollTo(all.find((pick) => idOf(pick) === now) ?? all[0]);
     for (const pick of all) {
       const on = idOf(pick) === now, cell = pick.parentNode;
       set(pick, "aria-pressed", String(on));
@@ -45,7 +45,7 @@
     if (!pick) return;
     const id = idOf(pick);
     if (pick === pressed()) return;
-    selected = id;
+    selectedId = id;
     tandem.rememberOnly(id);
     tidy();
     clearTimeout(resting);

@@ -288,7 +288,10 @@ class JobQueue:
 
     def group(self, job: Job) -> list[tuple[Job, bool]]:
         """Return the videos of a job's group in order, and whether each is starred; none if it is the only one."""
-        ids = {} if job.group is None else self.store.group(job.group)
+        try:
+            ids = {} if job.group is None else self.store.group(job.group)
+        except StoreError:  # the page shows the job
+            return []
         if len(ids) == 1 or job.id not in ids:
             return []
         views = [(job if job_id == job.id else self.job(job_id), starred) for job_id, starred in ids.items()]

@@ -28,7 +28,8 @@ _MOST_PLAYING = 4
 _MOST_IN_VIEW = 16
 _TEXTS = {"queued": "Waiting", "stopping": "Stopping…", "done": "", "failed": "Failed", "cancelled": "Cancelled"}
 
-Group = Sequence[tuple[Job, bool]]
+# The videos of a group, and whether each is starred; empty for a job without a group.
+Members = Sequence[tuple[Job, bool]]
 
 
 async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str, watch: Watch) -> AsyncIterator[View]:
@@ -67,11 +68,11 @@ async def _change(waits: Collection[Coroutine[Any, Any, None]]) -> None:
             task.cancel()
 
 
-def view(job: Job, group: Group, worker: JobQueue, audience: Audience, icon: str, now: float) -> View:
+def view(job: Job, group: Members, worker: JobQueue, audience: Audience, icon: str, now: float) -> View:
     """Return what to show of a job at `now`, in seconds of the monotonic clock.
 
     Args:
-        group: the videos of its group, and whether each is starred; empty if it has none.
+        group: its group, as `JobQueue.group` returns it.
     """
     alone = job_view.view(job, worker, audience, icon, now)
     if not group:
