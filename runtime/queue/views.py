@@ -267,7 +267,7 @@ class Task(TaskProgress):
     def seconds_left(self) -> float | None:
         """About how long it still takes once it runs; `None` if that is unknown."""
         if not self.builds:
-            return self.seconds
+            return None if self.seconds is None else self.seconds * (1 - (self.share or 0.0))
         # A build that takes longer than expected may end at any moment.
         rest = [max(build.expected - self.seconds_running(build), 0.0) for build in self.builds if build.open]
         return sum(rest)

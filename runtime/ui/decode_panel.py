@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from runtime.core.errors import EngineError, InvalidRequestError
+from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact
 from runtime.models.catalogue import check_offered
-from runtime.models.latent_files import RGB, latent_files_in, parse_channels
+from runtime.models.latent_files import RGB, LatentFile, latent_files_in, parse_channels
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.files import make_folder, output_path
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import DecodeLatents
@@ -32,6 +34,7 @@ class DecodePanel:
         models: the models that make videos, by name.
         decoders: returns the decoders of single frames.
         latents_dir: folder whose files can be chosen by name.
+        weights_dir: folder of the models.
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class DecodePanel:
         decoders: Callable[[], list[ModelSpec]],
         outputs_dir: Path,
         latents_dir: Path,
+        weights_dir: Path,
     ) -> None:
         self._worker = worker
         self._models = models
         self._decoders = decoders
         self._outputs_dir = outputs_dir
         self._latents_dir = latents_dir
+        self._weights_dir = weights_dir
 
     def act(self, call: Call) -> Reply:
         """Carry out an action."""
@@ -74,7 +79,7 @@ class DecodePanel:
 
     def _decode(self, call: Call) -> Reply:
         file, name, channels = (call.values.get(field) for field in ("file", "model", "channels"))
-        check_offered(name, self._offered())
+        spec = check_offered(name, self._offered())
         if not isinstance(file, str) or not isinstance(channels, str) or len(file) > _MAX_CHARACTERS:
             raise unknown_action()
         path = self._path(file.strip())
@@ -86,8 +91,17 @@ class DecodePanel:
         work = DecodeLatents(
             latents=path, model=str(name), output=output_path(self._outputs_dir, path.stem), channels=panels
         )
-        task = self._worker.add_task(work, Fact("task.decode", {"file": path.name}))
+        request = DecodeRequest(latents=path, spec=spec, output=work.output, channels=panels)
+        task = self._worker.add_task(work, Fact("task.decode", {"file": path.name}), self._seconds(request))
         return {"message": f"{task.title}: {'queued' if self._worker.ahead(task) else 'started'}."}
+
+    def _seconds(self, request: DecodeRequest) -> float | None:
+        """Return the forecast of a task; `None` for latents that it will refuse."""
+        machine = self._worker.machine()
+        with suppress(TandemError), LatentFile(request.latents) as file:
+            plan = DecodePlan.of(request, file, self._weights_dir, machine)
+            return plan.seconds(machine, self._worker.history()).likely
+        return None
 
     def _path(self, text: str) -> Path:
         """Return the file with a name in the folder of latents, or with an absolute path.

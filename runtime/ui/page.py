@@ -100,7 +100,9 @@ def build(
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
             "engines": EnginesPanel(worker, engines, models, builds, frame_decoders),
-            "decode": DecodePanel(worker, models, frame_decoders, settings.outputs_dir, settings.latents_dir),
+            "decode": DecodePanel(
+                worker, models, frame_decoders, settings.outputs_dir, settings.latents_dir, settings.weights_dir
+            ),
             "models": ModelsPanel(model_tasks, models, settings, preview, worker),
             "loras": LorasPanel(models, settings.weights_dir),
             "settings": SettingsPanel(worker, engines.store, models, settings, sharing),

@@ -29,7 +29,7 @@ def panel(
     engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
     worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     models = {"wan": tiny("wan2.1")}
-    folders = tmp_path / "outputs", tmp_path / "latents"
+    folders = tmp_path / "outputs", tmp_path / "latents", tmp_path / "weights"
     yield DecodePanel(worker, models, lambda: frame_decoders(tmp_path / "weights"), *folders), worker
     worker.close()
 
@@ -50,6 +50,7 @@ def test_a_file_is_decoded_and_played(panel: tuple[DecodePanel, RunningQueue], t
     until(lambda: not worker.tasks()[-1].open)
     (task,) = worker.tasks()
     assert task.state == "done", task.result
+    assert task.seconds is not None and task.seconds > 0
     parts = page.draw(Call(), {})
     (video,) = (tmp_path / "outputs").glob("*.mp4")
     assert video.name in parts["player"]
