@@ -5,16 +5,71 @@ import logging
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from itertools import chain
+from types import EllipsisType
+from typing import Any, TypedDict
 
 from runtime.core.errors import StoreError
 from runtime.queue.database import Database
-from runtime.queue.records import JobRecord, read_row
+from runtime.queue.records import VIDEOS, JobRecord, Kind, State, read_row
 
 # One value for any number of ids, see `listed`: a statement of SQLite has at most 32,766.
 AMONG = "id IN (SELECT value FROM json_each(?))"
+_LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
+
+
+class JobFilter(TypedDict, total=False):
+    """Which jobs are listed.
+
+    Attributes:
+        states: those in one of these states; `None` for any.
+        search: those whose prompt contains all of these words, or whose id starts with the text.
+        owner: those of this owner; `...` for all owners.
+        kinds: by default, videos.
+        deleted: deleted jobs that can be restored, instead of the others.
+        starred: only starred jobs.
+        batches: those of these batches.
+    """
+
+    states: Collection[State] | None
+    search: str
+    owner: str | EllipsisType | None
+    kinds: Collection[Kind]
+    deleted: bool
+    starred: bool
+    batches: Collection[str]
+
+
+def conditions(wanted: JobFilter) -> tuple[str, list[Any]]:
+    """Return the condition by which rows match a filter, and its values."""
+    kinds, deleted = wanted.get("kinds", VIDEOS), wanted.get("deleted", False)
+    where: dict[str, Iterable[Any]] = {
+        f"kind IN ({marks(kinds)})": kinds,
+        f"deleted IS {'NOT ' if deleted else ''}NULL AND unreadable IS NULL": (),
+    }
+    if wanted.get("starred", False):
+        where["starred"] = ()
+    states, owner = wanted.get("states"), wanted.get("owner", ...)
+    if states is not None:
+        where[f"state IN ({marks(states)})"] = states
+    if not isinstance(owner, EllipsisType):
+        where["owner IS ?"] = (owner,)
+    search = wanted.get("search", "")
+    words = search.split()
+    if words:
+        prompt = " AND ".join(["prompt LIKE ? ESCAPE '\\'"] * len(words))
+        patterns = [f"%{word.translate(_LIKE_SPECIAL)}%" for word in words]
+        where[f"(({prompt}) OR id LIKE ? ESCAPE '\\')"] = (*patterns, starts_with(search.strip()))
+    if "batches" in wanted:
+        where[f"batch IN ({marks(wanted['batches'])})"] = wanted["batches"]
+    return " AND ".join(where), [*chain.from_iterable(where.values())]
+
+
+def starts_with(text: str) -> str:
+    """Return the pattern of LIKE for ids that start with a text."""
+    return f"{text.lower().translate(_LIKE_SPECIAL)}%"
 
 
 class Rows:

@@ -13,10 +13,10 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, NamedTuple
+
+from typing_extensions import Unpack
 
 from runtime.core.errors import StoreError
 from runtime.core.events import Cancelled, Failed, VideoSaved
@@ -33,7 +33,6 @@ from runtime.queue.records import (
     ASKED_BUILD,
     IDLE_BUILD,
     RESUMABLE,
-    VIDEOS,
     Control,
     Group,
     JobRecord,
@@ -43,7 +42,19 @@ from runtime.queue.records import (
     read_row,
     stored_request,
 )
-from runtime.queue.rows import AMONG, Rows, find_row, listed, marks, read_all, read_job, update_row
+from runtime.queue.rows import (
+    AMONG,
+    JobFilter,
+    Rows,
+    conditions,
+    find_row,
+    listed,
+    marks,
+    read_all,
+    read_job,
+    starts_with,
+    update_row,
+)
 
 NAME = "jobs.sqlite"
 
@@ -56,7 +67,6 @@ _NOTHING_BUILT = (
 _HOUR_SECONDS = 3600.0
 # Between two attempts to open the store.
 _RETRY_SECONDS = 5.0
-_LIKE_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\%_"})
 
 logger = logging.getLogger(__name__)
 
@@ -346,7 +356,7 @@ class JobStore:
         with self.database.reading() as connection:
             rows = connection.execute(
                 "SELECT * FROM jobs WHERE kind = 'video' AND id LIKE ? ESCAPE '\\' LIMIT 3",
-                (_starts_with(beginning),),
+                (starts_with(beginning),),
             ).fetchall()
         if not rows or not beginning:
             raise StoreError("queue.no_such_job", job=beginning[:40])
@@ -373,61 +383,33 @@ class JobStore:
     def list(
         self,
         *,
-        states: Collection[State] | None = None,
-        search: str = "",
-        owner: str | EllipsisType | None = ...,
-        kinds: Collection[Kind] = VIDEOS,
-        deleted: bool = False,
-        starred: bool = False,
         limit: int = -1,
         offset: int = 0,
         after: int | None = None,
         oldest_first: bool = False,
-        batches: Collection[str] | None = None,
         stacked: bool = False,
+        **wanted: Unpack[JobFilter],
     ) -> Sequence[JobRecord]:
         """Return jobs, newest first unless `oldest_first`.
 
         Args:
-            states: only jobs in one of these states.
-            search: only jobs whose prompt contains all of these words, or whose id starts with the text.
-            owner: only jobs of this owner; `...` for all owners.
-            deleted: deleted jobs that can be restored, instead of the others.
-            starred: only starred jobs.
             limit: maximum number, after `offset`; negative for all.
             after: only jobs that follow the one of this number.
-            batches: only jobs of these batches.
             stacked: of the matching videos of a group only the newest one.
+            wanted: which jobs match.
         """
-        where: dict[str, Iterable[Any]] = {
-            f"kind IN ({marks(kinds)})": kinds,
-            f"deleted IS {'NOT ' if deleted else ''}NULL AND unreadable IS NULL": (),
-        }
-        if starred:
-            where["starred"] = ()
+        where, values = conditions(wanted)
         if after is not None:
-            where[f"number {'>' if oldest_first else '<'} ?"] = (after,)
-        if states is not None:
-            where[f"state IN ({marks(states)})"] = states
-        if not isinstance(owner, EllipsisType):
-            where["owner IS ?"] = (owner,)
-        words = search.split()
-        if words:
-            prompt = " AND ".join(["prompt LIKE ? ESCAPE '\\'"] * len(words))
-            patterns = [f"%{word.translate(_LIKE_SPECIAL)}%" for word in words]
-            where[f"(({prompt}) OR id LIKE ? ESCAPE '\\')"] = (*patterns, _starts_with(search.strip()))
-        if batches is not None:
-            where[f"batch IN ({marks(batches)})"] = batches
-        matching, values = " AND ".join(where), [*chain.from_iterable(where.values())]
+            where, values = f"{where} AND number {'>' if oldest_first else '<'} ?", [*values, after]
         if stacked:
-            # The names of columns in `matching` are those of `newer` there.
+            # The names of columns in `where` are those of `newer` there.
             newer = (
                 "SELECT 1 FROM jobs AS newer INDEXED BY jobs_by_batch WHERE newer.batch = jobs.batch "
-                f"AND newer.number > jobs.number AND newer.prompt = jobs.prompt AND {matching}"
+                f"AND newer.number > jobs.number AND newer.prompt = jobs.prompt AND {where}"
             )
-            matching, values = f"{matching} AND NOT EXISTS ({newer})", values * 2
+            where, values = f"{where} AND NOT EXISTS ({newer})", [*values, *values]
         order = "ASC" if oldest_first else "DESC"
-        query = f"SELECT * FROM jobs WHERE {matching} ORDER BY number {order} LIMIT ? OFFSET ?"
+        query = f"SELECT * FROM jobs WHERE {where} ORDER BY number {order} LIMIT ? OFFSET ?"
         return self._rows.records((query, [*values, limit, offset]))
 
     def group(self, group: Group) -> dict[str, bool]:
@@ -824,8 +806,3 @@ def _check_resumable(job: JobRecord, *states: State) -> None:
     if job.state == "running":
         raise StoreError("queue.job_running", job=job.id)
     raise StoreError("queue.job_done", job=job.id, video=job.output)
-
-
-def _starts_with(text: str) -> str:
-    """Return the LIKE pattern for values that start with `text`."""
-    return f"{text.lower().translate(_LIKE_SPECIAL)}%"
