@@ -159,7 +159,7 @@ class _Template(Formatter):
             "about": lambda: about(value),
             "latency": lambda: latency(value),
             "times": lambda: significant(value, 3),
-            "gib": lambda: f"{value / (1 << 30):.1f} GiB",
+            "gib": lambda: f"{value / (1 << 30):.1f} GB",
             "or": lambda: " or ".join(map(str, value)),
             "kernel": lambda: words.attention(value),
             "weights": lambda: words.quantization(value),

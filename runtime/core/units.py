@@ -17,8 +17,8 @@ def byte_size(count: int) -> str:
 
 
 def memory_size(count: int) -> str:
-    """Return a number of bytes in binary units: "812 MiB", "3.4 GiB"."""
-    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / _MIB:,.0f} MiB"
+    """Return a number of bytes of memory as makers of cards count them, 1 GB = 2³⁰ bytes: "812 MB", "3.4 GB"."""
+    return f"{count / _GIB:,.1f} GB" if count >= _GIB else f"{count / _MIB:,.0f} MB"
 
 
 def duration(seconds: float) -> str:

@@ -99,7 +99,7 @@ def test_a_video_is_found_shown_reused_deleted_and_restored(open_page: OpenPage,
     page.wait_for_selector("#lightbox[open] [data-detail]")
     page.wait_for_function("() => document.activeElement.matches('.about')")
     facts = page.inner_text("[data-detail]")
-    for expected in ("a red ball sails at night", "64 × 32", "PyTorch on the CPU", "denoising", "MiB at most", "KB"):
+    for expected in ("a red ball sails at night", "64 × 32", "PyTorch on the CPU", "denoising", "MB at most", "KB"):
         assert expected in facts
     page.wait_for_function("() => document.querySelector('[data-detail] video').videoWidth === 64")
     page.click("[data-reuse]:has-text('Use its settings')")

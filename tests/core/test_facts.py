@@ -121,7 +121,7 @@ def test_a_fact_is_rendered_in_the_words_of_a_front_end(monkeypatch: pytest.Monk
     monkeypatch.setitem(MESSAGES, "test.one", message)
     fact = Fact("test.one", {"part": "vae", "size": 3 << 30, "gpus": 2, "other": ("compile", "never")})
     assert render(fact) == (
-        "VAE decoder needs 3.0 GiB; 2 GPUs.",
+        "VAE decoder needs 3.0 GB; 2 GPUs.",
         "Take --offload group or --compile never.",
     )
     assert render(fact, Page()).remedy == "Take “Offload: group” or “Compile: never”."

@@ -6,8 +6,8 @@ from runtime.core.units import latency, memory_size, significant
 
 
 def test_memory_has_binary_units() -> None:
-    assert memory_size(812 << 20) == "812 MiB"
-    assert memory_size(7 << 29) == "3.5 GiB"
+    assert memory_size(812 << 20) == "812 MB"
+    assert memory_size(7 << 29) == "3.5 GB"
 
 
 @pytest.mark.parametrize(

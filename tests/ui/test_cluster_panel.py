@@ -49,7 +49,7 @@ def test_machines_and_queue_are_shown(queue: JobQueue, settings: Settings) -> No
     shown = parts(queue, sample_view(queue), settings)
     machines = shown["machines"]
     assert "1 video running on 3 workers" in machines
-    assert "2 × NVIDIA H100 80GB HBM3, 80.0 GiB each" in machines and "NVIDIA GeForce RTX 4090, 24.0 GiB" in machines
+    assert "2 × NVIDIA H100 80GB HBM3, 80.0 GB each" in machines and "NVIDIA GeForce RTX 4090, 24.0 GB" in machines
     assert "a red boat at sunset, number 1" in machines and "Denoising, 3 of 4 steps" in machines
     assert "Idle, Diorama is loaded" in machines
     assert line("engine.differs_version", package="torch", found="2.11.0", here="2.13.0") in machines

@@ -175,7 +175,7 @@ def test_a_finished_job_shows_video_and_details(job: Job, store: JobStore) -> No
     for expected in (
         "Seed",
         "3",
-        "1.0 GiB at most",
+        "1.0 GB at most",
         "denoising 3.0 s",
         "loading before that 1.5 s",
         "PyTorch on the CPU",

@@ -152,7 +152,7 @@ def test_each_card_says_whether_the_model_runs_well_here(shown: Shown) -> None:
     big = shown.card("wan2.2-t2v-a14b")
     assert 'data-fit="slow"' in big and "Transformers with 8-bit weights" in big
     assert re.search(r"<dd>about \d+ (min|h) .*\(estimated\)</dd>", big)
-    assert "GiB of 22.8 GiB free</dd>" in big
+    assert "GB of 22.8 GB free</dd>" in big
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_strategies_are_listed_if_memory_is_short() -> None:
     assert on(48, offload="group").strategies[4].in_use
     refused = on(2)
     assert refused.line == line("ui.does_not_fit")
-    assert "video memory; 2.0 GiB are free" in refused.problem
+    assert "video memory; 2.0 GB are free" in refused.problem
     assert len(refused.strategies) == len(lacking.strategies)
     assert not any(way.in_use or way.offered for way in refused.strategies)
     assert too_little in refused.strategies[-1].verdict
@@ -305,7 +305,7 @@ def test_choices_that_the_model_lacks_are_left_out(spec: ModelSpec) -> None:
 def test_a_preset_that_does_not_fit_is_disabled_with_the_reason(spec: ModelSpec) -> None:
     fast, balanced, best = presets(spec, GPU)
     tile = preset_tile(balanced, preview(spec, here=machine(ram_free_gib=0.1)))
-    assert re.fullmatch(r"Needs \d\.\d GiB, \d\.\d GiB free\.", tile.problem)
+    assert re.fullmatch(r"Needs \d\.\d GB, \d\.\d GB free\.", tile.problem)
     assert " disabled>" in presets_html([tile], "balanced")
     # An invalid width is no fault of a preset's.
     assert preset_tile(fast, preview(spec, width=65)).problem == ""
