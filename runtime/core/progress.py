@@ -131,9 +131,9 @@ class Pace:
         return done / total
 
     def _passed(self, plan: ExecutionPlan, name: str) -> bool:
-        """Return whether a component is not loaded any more in this job."""
+        """Return whether a component is not loaded any more in this job; engines are built before all loading."""
         names = list(plan.components)
-        return self.part in names and names.index(name) < names.index(self.part)
+        return self.stage != "build" and self.part in names and names.index(name) < names.index(self.part)
 
     def _encoded_share(self, plan: ExecutionPlan, now: float) -> float:
         if self.encoded:
