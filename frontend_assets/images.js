@@ -109,9 +109,11 @@
     remember(digestOf(sent.image), { url: await pictureOf(file), width: sent.width, height: sent.height });
     startWith(name, title, sent.image);
   };
-  const startWith = (name, title, image) => tandem.fill(
-    { prompt: value("prompt"), model: name, image, width: "auto", height: "auto" }, "all",
-    `${title} is selected: it starts from images.`);
+  const startWith = (name, title, image) => {
+    const prompt = value("prompt") ? { prompt: value("prompt") } : {};  // an empty one would be refused
+    tandem.fill({ ...prompt, model: name, image, width: "auto", height: "auto" }, "all",
+      `${title} is selected: it starts from images.`);
+  };
   // Some models have other guidance with an image: it replaces the usual one, unless the user has changed that.
   const guidance = (given) => {
     const { text, image } = JSON.parse(section().dataset.guidance);
