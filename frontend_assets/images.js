@@ -92,26 +92,28 @@
     setTimeout(() => { if (section()) tandem.openPopover(section()); }, 0);
   };
   // A model without images says which take them, and offers the first that runs here, with the image.
-  let offered = null;
+  let imageOffer = null;
   const refuse = async (file) => {
     show();
     const title = $("#card .model")?.dataset.title ?? section().dataset.model;
     note(`${title} does not start from an image.`, true);
     const { error, offer } = await ask({ what: "refusal", model: title });
-    offered = offer ? { ...offer, file } : null;
+    imageOffer = offer ? { ...offer, file } : null;
     note(error, true, offer);
   };
   const takeOffer = async () => {
-    const { name, title, installed, file } = offered;
+    const { name, title, installed, file } = imageOffer;
     if (!installed) { tandem.goTo("Models"); return; }
-    const sent = await send(file);
-    if (!sent) return;
-    remember(digestOf(sent.image), { url: await pictureOf(file), width: sent.width, height: sent.height });
-    startWith(name, title, sent.image);
+    const upload = await send(file);
+    if (!upload) return;
+    remember(digestOf(upload.image), { url: await pictureOf(file), width: upload.width, height: upload.height });
+    startWith(name, title, upload.image);
   };
-  const startWith = (name, title, image) => tandem.fill(
-    { prompt: value("prompt"), model: name, image, width: "auto", height: "auto" }, "all",
-    `${title} is selected: it starts from images.`);
+  const startWith = (name, title, image) => {
+    const prompt = value("prompt") ? { prompt: value("prompt") } : {};  // an empty one would be refused
+    tandem.fill({ ...prompt, model: name, image, width: "auto", height: "auto" }, "all",
+      `${title} is selected: it starts from images.`);
+  };
   // Some models have other guidance with an image: it replaces the usual one, unless the user has changed that.
   const guidance = (given) => {
     const { text, image } = JSON.parse(section().dataset.guidance);
@@ -136,9 +138,9 @@
     note(`Loading “${file.name}”…`);
     const path = `tandem/images/${encodeURIComponent(file.name.slice(-NAME).toWellFormed?.() ?? "image")}`;
     const answer = await fetch(path, { method: "POST", body: file, cache: "no-store" }).catch(() => null);
-    const sent = answer?.ok ? await answer.json().catch(() => null) : null;
-    if (!sent && isCurrent()) note(await tandem.refusal(answer) || `“${file.name}” cannot be sent. Try again.`, true);
-    return isCurrent() ? sent : null;
+    const upload = answer?.ok ? await answer.json().catch(() => null) : null;
+    if (!upload && isCurrent()) note(await tandem.refusal(answer) || `“${file.name}” cannot be sent. Try again.`, true);
+    return isCurrent() ? upload : null;
   };
   // The newest file of a place counts.
   const newest = {};
@@ -146,12 +148,12 @@
     if (!place("image")) { refuse(file); return; }
     show();
     const turn = newest[field] = {};
-    const sent = await send(file, () => newest[field] === turn);
-    if (!sent) return;
+    const upload = await send(file, () => newest[field] === turn);
+    if (!upload) return;
     const url = await pictureOf(file);
     if (newest[field] !== turn) return;
     note(line);
-    use(field, sent.image, { url, width: sent.width, height: sent.height });
+    use(field, upload.image, { url, width: upload.width, height: upload.height });
   };
   const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
   // Takes the first image of several files; returns whether there is one.

@@ -86,7 +86,12 @@ def decode(
 
 
 def _print_plan(request: DecodeRequest, loaded: settings.Settings, machine: Machine) -> None:
-    """Print what decoding makes and how long it takes; raises what `DecodePlan.of` and `check_output` raise."""
+    """Print what decoding makes and how long it takes.
+
+    Raises:
+        InvalidRequestError: if the latents cannot be read or do not fit the model.
+        OutputError, MachineError: if the MP4 cannot be written.
+    """
     with LatentFile(request.latents) as file:
         plan = DecodePlan.of(request, file, loaded.weights_dir, machine)
     count = plan.layout.count

@@ -131,9 +131,9 @@ class Pace:
         return done / total
 
     def _passed(self, plan: ExecutionPlan, name: str) -> bool:
-        """Return whether a component is not loaded any more in this job."""
+        """Return whether a component is not loaded any more in this job; engines are built before all loading."""
         names = list(plan.components)
-        return self.part in names and names.index(name) < names.index(self.part)
+        return self.stage != "build" and self.part in names and names.index(name) < names.index(self.part)
 
     def _encoded_share(self, plan: ExecutionPlan, now: float) -> float:
         if self.encoded:
@@ -146,13 +146,13 @@ class Pace:
         return (computed + (_share_of_time(now - self.last, self.step_seconds) if running else 0.0)) / total
 
     def _decoded_share(self, plan: ExecutionPlan, now: float) -> float:
-        decoded = self.frames / plan.frames
+        share = self.frames / plan.frames
         if self.stage != "decode":
-            return decoded
+            return share
         # Up to the end of the section, and of a video that is made whole to its end.
         goal = 1.0 if plan.sections == 1 else min((self.step // plan.steps) / plan.sections, 1.0)
-        rest = max(goal - decoded, 0.0)
-        return decoded + rest * _share_of_time(now - self.last, rest * self._scaled(_weight(plan, "decode")))
+        rest = max(goal - share, 0.0)
+        return share + rest * _share_of_time(now - self.last, rest * self._scaled(_weight(plan, "decode")))
 
     def section_left(self, now: float) -> float | None:
         """Return the seconds until the section that is made is finished; `None` if none is made or it is unknown."""
@@ -215,8 +215,10 @@ class Pace:
         if event.stage == "denoise" and part != pace.expert:
             pace = pace._with_expert(self.plan, part)
         # The prompt and images are encoded before a transformer or the VAE's decoder is loaded.
-        later = event.stage == "load" and part is not None and (part == "vae" or part.startswith("transformer"))
-        encoded = pace.encoded or later or event.stage in {"denoise", "decode", "save"}
+        after_encoding = (
+            event.stage == "load" and part is not None and (part == "vae" or part.startswith("transformer"))
+        )
+        encoded = pace.encoded or after_encoding or event.stage in {"denoise", "decode", "save"}
         return replace(pace, stage=event.stage, part=part, encoded=encoded, began=now, last=now)
 
     def _with_expert(self, plan: ExecutionPlan, expert: str | None) -> "Pace":
@@ -358,8 +360,8 @@ class Progress:
         """Share of the job that is done, 0 to 1; it decreases only if memory ran out or the job starts again."""
         if isinstance(self.end, VideoSaved):
             return 1.0
-        stopped = self.paused or self.end is not None
-        return self.reached if stopped else max(self.reached, self.pace.fraction(self.now))
+        is_stopped = self.paused or self.end is not None
+        return self.reached if is_stopped else max(self.reached, self.pace.fraction(self.now))
 
     @property
     def section(self) -> int:

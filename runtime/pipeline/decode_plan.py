@@ -55,7 +55,7 @@ class LatentLayout(ABC):
     """The axes of a file's latents for one kind of decoder.
 
     Attributes:
-        channel_axis, frame_axis: among the last four axes.
+        channel_axis: among the last four axes.
         text: the layout, for errors.
         component: what decodes.
         clips: the number of clips in the file.
@@ -63,7 +63,6 @@ class LatentLayout(ABC):
     """
 
     channel_axis: int
-    frame_axis: int
     text: str
     component: str
 
@@ -124,7 +123,7 @@ class LatentLayout(ABC):
 class FrameLayout(LatentLayout):
     """Latents [n, c, h, w] or [b, n, c, h, w] of a decoder of single frames."""
 
-    channel_axis, frame_axis = 1, 0
+    channel_axis = 1
     text = "[n, c, h, w] or [b, n, c, h, w]"
     component = FRAME_DECODER
 
@@ -150,7 +149,7 @@ class FrameLayout(LatentLayout):
 class ClipLayout(LatentLayout):
     """Latents [c, f, h, w] or [b, c, f, h, w] of a model that makes videos."""
 
-    channel_axis, frame_axis = 0, 1
+    channel_axis = 0
     text = "[c, f, h, w] or [b, c, f, h, w]"
     component = "vae"
     channels = COLORS

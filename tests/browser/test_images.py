@@ -218,6 +218,7 @@ def test_a_model_without_images_names_others_and_two_places_take_two(open_page: 
     page.click("#images [data-offer]:has-text('Use First')")
     page.wait_for_selector("#images .images[data-model=first]", state="attached")
     chosen(page, "boat.png")
+    page.wait_for_selector("#refused .aside:has-text('All settings are filled in.')", state="attached")
     select_model(page, "Both")
     open_chip(page, "images")
     page.click("[data-clear=image]")

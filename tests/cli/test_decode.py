@@ -28,6 +28,7 @@ from runtime.pipeline.decode import decode_file
 from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.history_file import HistoryFile
 from runtime.video.mp4 import find_ffmpeg, read_metadata
+from tests import plans
 from tests.cli.refusals import check_refusals, refused
 from tests.families.dcae import decoders
 
@@ -102,6 +103,11 @@ def test_the_forecast_is_an_estimate_until_a_file_was_decoded(model: str, cache_
     estimate = forecast()
     assert not estimate.known
     assert 0 < estimate.low < estimate.likely < estimate.high
+    with_gpu = plans.machine(gpu=plans.gpu(), torch_cuda="13.0")
+    with LatentFile(decode_request.latents) as file:
+        on_gpu = DecodePlan.of(decode_request, file, tmp_path, with_gpu)
+    assert on_gpu.device == "cuda:0"
+    assert 0 < on_gpu.seconds(with_gpu, ()).likely < estimate.likely
     done = decode_file(decode_request, settings, engines, lambda _: None, Cancel())
     assert forecast().known
     assert forecast().likely == pytest.approx(done.seconds, rel=0.01)

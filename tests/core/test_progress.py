@@ -92,6 +92,7 @@ def test_the_fraction_moves_by_the_forecast_of_the_parts(planned: Planned, subte
     timeline: list[tuple[float, Event | None, float]] = [
         # Seconds, what happens, the share of 100 s that is done by then.
         (0, Planned(plan=plan), 0),
+        (0, StageStarted(stage="build", part="vae"), 0),
         (0, StageStarted(stage="load", part="text_encoder"), 0),
         (5, None, 5),
         (10, None, 8.5),

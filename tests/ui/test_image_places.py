@@ -138,10 +138,10 @@ def test_a_text_model_names_those_that_start_from_images_and_offers_one_that_run
         return page.answer({"what": "refusal", "model": "Tiny"}, None, "")
 
     titles = [spec.title for spec in image_models(settings.weights_dir)]
-    offered = answer({"text": text, "images": able})
-    assert offered["error"] == paragraph(Fact("image.model_without", {"model": "Tiny", "models": titles}))
-    assert offered["offer"] == {"name": able.name, "title": able.title, "installed": True}
-    assert "\n" not in json.dumps(offered)
+    with_model = answer({"text": text, "images": able})
+    assert with_model["error"] == paragraph(Fact("image.model_without", {"model": "Tiny", "models": titles}))
+    assert with_model["offer"] == {"name": able.name, "title": able.title, "installed": True}
+    assert "\n" not in json.dumps(with_model)
     # A model to download is offered to the owner only, and none that is too large.
     assert not answer({"text": text}, 2000)["offer"]["installed"]
     assert "offer" not in answer({"text": text}, 2000, pictures=False)
