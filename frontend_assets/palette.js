@@ -37,8 +37,10 @@
     $("#palette input").setAttribute("aria-activedescendant", rows[chosen]?.id ?? "");
   };
   const search = () => {
-    const words = $("#palette input").value.toLowerCase().split(/\s+/);
-    offered = commands().filter(({ title }) => words.every((word) => title.toLowerCase().includes(word)));
+    const text = $("#palette input").value.trim().toLowerCase(), words = text.split(/\s+/);
+    const rank = ({ title }) => title.toLowerCase() === text ? 0 : title.toLowerCase().startsWith(text) ? 1 : 2;
+    offered = commands().filter(({ title }) => words.every((word) => title.toLowerCase().includes(word)))
+      .sort((one, other) => rank(one) - rank(other));
     $("#palette ul").replaceChildren(...offered.map(({ title }, n) => {
       const row = document.createElement("li");
       Object.assign(row, { id: `command-${n}`, textContent: title });

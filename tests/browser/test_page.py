@@ -683,7 +683,7 @@ def test_commands_are_found_by_their_words(open_page: OpenPage) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector("body.dark")
     page.keyboard.press("Control+k")
-    page.fill("#palette input", "settings")
+    page.fill("#palette input", "settings")  # other commands have the word, too
     page.keyboard.press("Enter")
     page.wait_for_selector("#settings-sheet", state="visible")
     assert page.is_checked("#settings-sheet [name=theme][value=dark]")
