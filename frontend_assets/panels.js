@@ -134,9 +134,9 @@
       }
       // times.js shows it relative to now.
       if (same.nodeName === "TIME" && same.dateTime === next.dateTime) continue;
-      for (const { name } of [...same.attributes]) {
-        if (!next.hasAttribute(name) && !(name === "open" && same.nodeName === "DETAILS")) same.removeAttribute(name);
-      }
+      // What is open, and the clip that is on the stage, only the page knows.
+      const isOfPage = (name) => name === "aria-current" || (name === "open" && same.nodeName === "DETAILS");
+      for (const { name } of [...same.attributes]) if (!next.hasAttribute(name) && !isOfPage(name)) same.removeAttribute(name);
       for (const { name, value } of next.attributes) if (same.getAttribute(name) !== value) same.setAttribute(name, value);
       patch(same, next);
     }
