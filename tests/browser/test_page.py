@@ -447,6 +447,7 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
     page.keyboard.press("Escape")
     page.wait_for_selector("#pop-model", state="hidden")
     page.fill("#field-prompt textarea", "an old dragon flies")
+    page.wait_for_selector("#unknown-words .instead:has-text('dragon')")
     page.click("#unknown-words [data-replace=dragon]:text-is('balloon')")
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'an old balloon flies'")
     page.fill("#field-prompt textarea", "a red boat")
