@@ -297,10 +297,10 @@
   tandem.planned = ({ field, problem, size }) => {
     tandem.plannedSize(size ?? null);
     tandem.showForm();
-    const mended = !problem && document.body.classList.contains("unplannable");
+    const recovery = !problem && document.body.classList.contains("unplannable");
     document.body.classList.toggle("unplannable", Boolean(problem));
     // The error of the refused request is out of date: the stage shows its video again.
-    if (mended && $('#status .status[data-state="failed"][data-job=""]:not([data-field=""])')) $("#show").click();
+    if (recovery && $('#status .status[data-state="failed"][data-job=""]:not([data-field=""])')) $("#show").click();
     const input = field && fieldOf(field);
     if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
     else if (!field && marked && marked.input.closest("#columns, .popover") && !$("#status .status[data-state=failed]")) tandem.unmark();
