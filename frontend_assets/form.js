@@ -6,6 +6,7 @@
   const CUSTOM = "custom", ADVANCED = "tandem.advanced";
   const TYPING_MS = 700;   // a word that is being typed is not reported before this rest
   const MOST_WORDS = 12, LONGEST_WORD = 30, MOST_OFFERED = 8;   // in the list of unknown words
+  const RIGHT_TO_LEFT = /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
   const WORD = /[\p{L}\p{N}\p{M}]+/gu;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
@@ -209,10 +210,15 @@
     }
     layer.scrollTop = area.scrollTop;
   };
+  // A long word is cut; one that is written from right to left does not turn the list.
+  const excerpt = (word) => {
+    const text = word.length > LONGEST_WORD ? `${word.slice(0, LONGEST_WORD)}…` : word;
+    return RIGHT_TO_LEFT.test(text) ? `\u2068${text}\u2069` : text;
+  };
   const reportWords = (found) => {
     const words = [...new Set(found.map(([word]) => word))];
     const rest = words.length - MOST_WORDS;
-    const listed = words.slice(0, MOST_WORDS).map((word) => word.length > LONGEST_WORD ? `${word.slice(0, LONGEST_WORD)}…` : word);
+    const listed = words.slice(0, MOST_WORDS).map(excerpt);
     write($("#unknown-words .unknown"), words.length
       ? `${$("#card .model").dataset.title} does not know: ${listed.join(", ")}${rest > 0 ? ` and ${rest} more` : ""}.` : "");
     offerWords(words);
@@ -226,7 +232,9 @@
     const key = `${$("#card .model").dataset.title}: ${word}`;
     if (hidden || row.dataset.of === key) return;
     row.dataset.of = key;
-    row.replaceChildren(...$$("button", groups[0]).slice(0, MOST_OFFERED).map((known, at) => {
+    const label = document.createElement("span");
+    Object.assign(label, { className: "instead", textContent: `Instead of “${excerpt(word)}”:` });
+    row.replaceChildren(label, ...$$("button", groups[0]).slice(0, MOST_OFFERED).map((known, at) => {
       const chip = document.createElement("button");
       Object.assign(chip, { type: "button", className: "chip", textContent: known.dataset.word, tabIndex: at ? -1 : 0 });
       chip.dataset.replace = word;
@@ -289,7 +297,10 @@
   tandem.planned = ({ field, problem, size }) => {
     tandem.plannedSize(size ?? null);
     tandem.showForm();
+    const recovery = !problem && document.body.classList.contains("unplannable");
     document.body.classList.toggle("unplannable", Boolean(problem));
+    // The error of the refused request is out of date: the stage shows its video again.
+    if (recovery && $('#status .status[data-state="failed"][data-job=""]:not([data-field=""])')) $("#show").click();
     const input = field && fieldOf(field);
     if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
     else if (!field && marked && marked.input.closest("#columns, .popover") && !$("#status .status[data-state=failed]")) tandem.unmark();

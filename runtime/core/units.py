@@ -60,8 +60,9 @@ def counted(number: int, noun: str) -> str:
 
 def about(seconds: float) -> str:
     """Return a rounded duration: "about 40 s", "about 4 min", "about 2 h"."""
-    if seconds < _MINUTE:
-        return f"about {max(round(seconds / 10) * 10, 5)} s"
+    tens = round(seconds / 10) * 10
+    if tens < _MINUTE:
+        return f"about {max(tens, 5)} s"
     if seconds < 1.5 * _HOUR:
         return f"about {round(seconds / _MINUTE)} min"
     return f"about {round(seconds / _HOUR)} h"

@@ -320,7 +320,7 @@ class HistoryPanel(JobsPanel):
             warning_lines=[]
             if saved is None
             else [paragraph(warning, saved.plan.get("components", ())) for warning in saved.warnings],
-            reasons="" if saved is None else job_view.backend_reasons(saved),
+            reasons=[] if saved is None or job.plan is None else job_view.backend_reasons(saved, job.plan),
             resume_line=resume_line,
             titles=FILTERS,
         )

@@ -456,7 +456,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         summary=_summary(saved),
         rows=rows,
         images=used_images(job.summary.images, pictures=audience.panels),
-        reasons=backend_reasons(saved),
+        reasons=backend_reasons(saved, job.plan),
     )
 
 
@@ -476,15 +476,15 @@ def _summary(saved: VideoSaved) -> str:
     )
 
 
-def backend_reasons(saved: VideoSaved) -> str:
-    """Return why each component ran where it did, equal reasons once."""
-    texts = [
-        " ".join(page_text(Fact(**fact)).what for fact in part["reasons"])
-        if "reasons" in part
-        else str(part["reason"])  # saved by an earlier version
-        for part in saved.plan["components"].values()
-    ]
-    return " ".join(dict.fromkeys(texts))
+def backend_reasons(saved: VideoSaved, plan: ExecutionPlan) -> list[tuple[str, str]]:
+    """Return why components ran where they did: their names, and the reason that they share."""
+    parts: dict[str, list[str]] = {}
+    for name, part in saved.plan["components"].items():
+        # Earlier versions saved text.
+        text = sentences(Fact(**fact) for fact in part["reasons"]) if "reasons" in part else str(part["reason"])
+        if text:
+            parts.setdefault(text, []).append(lowered(plan.title(name)))
+    return [(capitalized(", ".join(names)), text) for text, names in parts.items()]
 
 
 def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:

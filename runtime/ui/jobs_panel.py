@@ -189,8 +189,9 @@ def title(job: JobRecord) -> str:
 
 
 def named(jobs: Sequence[JobRecord]) -> str:
-    """Return one job's title, or the number of several jobs."""
-    return title(jobs[0]) if len(jobs) == 1 else f"{len(jobs)} jobs"
+    """Return one job's title, or the number of several."""
+    noun = "video" if all(job.kind == "video" for job in jobs) else "job"
+    return title(jobs[0]) if len(jobs) == 1 else counted(len(jobs), noun)
 
 
 def failure(job: JobRecord) -> str:

@@ -324,7 +324,7 @@ def _engine_state(
     size = {"width": plan.width, "height": plan.height, "seconds": offer.build_seconds}
     if offer.misfit is not None and offer.misfit.code != "engine.misfit_sizes":
         lacks = short(offer.misfit, WORDS)
-        return f"{lacks}: build, {about(offer.build_seconds)}" if offer.build_seconds else lacks
+        return f"{lacks}, {about(offer.build_seconds)} to build" if offer.build_seconds else lacks
     return short(Fact("ui.no_engine_for_size" if offer.build_seconds else "planner.badge_no_engine", size), WORDS)
 
 

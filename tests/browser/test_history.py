@@ -195,7 +195,7 @@ def test_clips_are_shown_starred_and_selected_by_keyboard(open_page: OpenPage) -
     page.wait_for_selector("#selected:text-is('2 selected')")
     assert page.get_attribute("#selection [data-action=compare]", "aria-disabled") == "false"
     page.keyboard.press("Delete")
-    page.wait_for_selector("#message:has-text('Deleted: 2 jobs.')")
+    page.wait_for_selector("#message:has-text('Deleted: 2 videos.')")
     page.wait_for_function("() => document.querySelectorAll('#history-gallery li').length === 1")
     assert page.evaluate(focused) == ids[2]
     page.click("#message [data-action=restore]")

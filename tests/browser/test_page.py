@@ -408,6 +408,7 @@ def test_a_typed_number_is_never_changed(open_page: OpenPage) -> None:
     fill_field(page, "frames", "9")
     page.wait_for_selector(".field-error", state="detached")
     page.wait_for_selector("#forecast :text('About')")
+    page.wait_for_selector("#status .status:not([data-state=failed])", state="attached")
 
 
 def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: OpenPage) -> None:
@@ -446,6 +447,7 @@ def test_words_of_the_model_make_a_sentence_and_others_are_marked(open_page: Ope
     page.keyboard.press("Escape")
     page.wait_for_selector("#pop-model", state="hidden")
     page.fill("#field-prompt textarea", "an old dragon flies")
+    page.wait_for_selector("#unknown-words .instead:has-text('dragon')")
     page.click("#unknown-words [data-replace=dragon]:text-is('balloon')")
     page.wait_for_function("() => document.querySelector('#field-prompt textarea').value === 'an old balloon flies'")
     page.fill("#field-prompt textarea", "a red boat")

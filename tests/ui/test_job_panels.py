@@ -351,7 +351,7 @@ def test_deleted_jobs_can_be_restored_until_they_are_purged(desk: Panels, worker
     output = worker.store.get(job).output
     drawn, says = act(desk, "delete", job, tab="history", open=job)
     assert says["undo"] == [job] and "Restore" in drawn["detail"]
-    assert "No clips yet" in drawn["gallery"] and output.is_file()
+    assert "No videos yet" in drawn["gallery"] and output.is_file()
     drawn, _ = act(desk, "restore", job, tab="history")
     assert "a red boat" in drawn["gallery"] and "1 video, 1.0 KB" in drawn["storage"]
     act(desk, "delete", job, tab="history")
@@ -397,13 +397,13 @@ def test_history_is_searched_and_loaded_in_pages(desk: Panels, worker: JobQueue)
     assert drawn["gallery"].count("<li") == 50 and 'data-key="more" hidden' in drawn["gallery"]
     drawn, _ = act(desk, "refresh", tab="history", search="17 BOAT")
     assert drawn["gallery"].count("<li") == 1
-    assert "No clip matches." in act(desk, "refresh", tab="history", state="done")[0]["gallery"]
+    assert "No video matches." in act(desk, "refresh", tab="history", state="done")[0]["gallery"]
 
 
 def test_starred_clips_are_kept_at_hand(desk: Panels, worker: JobQueue) -> None:
     first, second = (add(worker, prompt) for prompt in ("a red boat", "a blue ball"))
     worker.cancel([first, second])
-    assert "No starred clips." in act(desk, "refresh", tab="history", state="starred")[0]["gallery"]
+    assert "No starred videos." in act(desk, "refresh", tab="history", state="starred")[0]["gallery"]
     drawn, says = act(desk, "star", first, tab="history")
     assert "gallery" not in drawn and says["announce"] == "Starred: “a red boat”."
     drawn, _ = act(desk, "refresh", tab="history", state="starred")

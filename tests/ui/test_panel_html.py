@@ -49,7 +49,7 @@ def detail(job: Any, text: str = "", request: Any = None) -> str:
         images=[UsedImage(text, text, text)],
         card=Card(job, text, text, True, 16, 9, 5, text),
         warning_lines=[text],
-        reasons=text,
+        reasons=[(text, text), (text, text)],
         resume_line=text,
         titles=FILTERS,
         backends={},

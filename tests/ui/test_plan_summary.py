@@ -270,7 +270,7 @@ def test_a_backend_that_cannot_run_is_disabled_with_the_reason(spec: ModelSpec) 
     assert ready["pytorch"].state == "always possible: 3.0 s"
     missing = preview(spec, offers=offering(offer("vae", build=True, build_seconds=60.0)))
     state = {cell.backend: cell.state for cell in cells("vae", missing, GPU)}["tensorrt"]
-    assert state == "no engine for 64×32 yet: build, about 1 min"
+    assert state == "no engine for 64×32 yet, about 1 min to build"
     old = offer("vae", build=True, misfit=Fact("engine.misfit_export"))
     stale = {cell.backend: cell for cell in cells("vae", preview(spec, offers=offering(old)), GPU)}
     assert stale["tensorrt"].state == "outdated engine (other Tandem version)"

@@ -315,8 +315,8 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
     "planner.badge_build": Message(
-        "There is none for this video yet: building its engine takes {seconds:about}.",
-        badge="{lack:badge}: build, {seconds:about}",
+        "There is no engine for this video yet: building it takes {seconds:about}.",
+        badge="{lack:badge}, {seconds:about} to build",
     ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),

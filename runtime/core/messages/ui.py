@@ -37,7 +37,7 @@ MESSAGES: Mapping[str, Message] = {
     "ui.invalid_setting": Message("Invalid setting"),
     "ui.no_engine_for_size": Message(
         "There is no engine for {width}×{height} yet: building takes {seconds:about}.",
-        badge="no engine for {width}×{height} yet: build, {seconds:about}",
+        badge="no engine for {width}×{height} yet, {seconds:about} to build",
     ),
     "ui.builds_later": Message("{engines:n engine} to build when no video waits"),
     # The queue.
