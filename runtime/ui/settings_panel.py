@@ -127,7 +127,7 @@ def disk_uses(cache_dir: Path, history_bytes: int, store: EngineStore) -> list[D
     models_info = "With LoRAs and unfinished downloads, without linked folders."
     models = DiskUse("Models", folders["weights"], models_info, "Models")
     engines = DiskUse("Engines", store.total_bytes(), limit, "Engines")
-    history_info = "Videos, checkpoints, images, and deleted clips that can be restored."
+    history_info = "Videos, checkpoints, images, and deleted videos that can be restored."
     history = DiskUse("History", history_bytes, history_info, "History")
     latents = DiskUse("Latents", folders["latents"], "Files that you put there to decode.")
     caches_info = "Make later starts faster. Delete them only while Tandem is stopped."
