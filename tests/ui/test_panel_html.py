@@ -198,8 +198,8 @@ def test_storage_offers_only_what_can_be_removed() -> None:
         "3 videos, 3.0 MB",
         "of finished videos 400.0 KB",
         "older than 30 days (1, 1.0 MB)",
-        "1 clip, 10 B",
-        "Delete 1 clip older than 30 days (1.0 MB)? It can be restored for 7 days",
+        "1 video, 10 B",
+        "Delete 1 video older than 30 days (1.0 MB)? It can be restored for 7 days",
         "those that ended early can no longer be continued",
         "This cannot be undone.",
     ):
@@ -214,7 +214,7 @@ def test_storage_shows_what_is_deleted_without_being_asked() -> None:
         (Retention(days=30.0, bytes=10**9), "after 30 days, beyond 1.0 GB."),
         (Retention(days=30.0, videos=3, bytes=10**9), "after 30 days, beyond the newest 3, beyond 1.0 GB."),
     ):
-        assert f"{limits} Starred clips stay." in render("history_storage.html", usage=DiskUsage(), retention=retention)
+        assert f"{limits} Starred videos stay." in render("history_storage.html", usage=DiskUsage(), retention=retention)
 
 
 def test_settings_are_complete_on_the_page() -> None:
