@@ -76,7 +76,7 @@ def show_models() -> dict[str, Any]:
     for spec in frame_decoders:
         rows.append((spec.name, spec.title, byte_size(stored_bytes(spec)), "yes", "", "decodes latents"))
     terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine"), rows)
-    terminal.line(f"Details of one: `{program()} models show NAME`.")
+    terminal.line(f"Details of a model: `{program()} models show NAME`.")
     return {"models": listed, "parts": parts, "decoders": [_decoder(spec) for spec in frame_decoders]}
 
 

@@ -315,7 +315,7 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.badge_no_engine": Message("There is no engine yet.", badge="no engine yet"),
     "planner.badge_build": Message(
-        "There is none for this video yet: building its engine takes {seconds:about}.",
+        "No engine fits this video yet; building one takes {seconds:about}.",
         badge="{lack:badge}: build, {seconds:about}",
     ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
