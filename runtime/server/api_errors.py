@@ -50,8 +50,8 @@ class ErrorBody(BaseModel):
 
     message: str = Field(description="What is wrong and what to do, for people.")
     type: str = Field(description="The kind of error, as in OpenAI's API.")
-    param: str | None = Field(None, description="The field or parameter that is wrong.")
-    code: str | None = Field(None, description="The error, for programs.")
+    param: str | None = Field(default=None, description="The field or parameter that is wrong.")
+    code: str | None = Field(default=None, description="The error, for programs.")
 
 
 class ErrorAnswer(BaseModel):

@@ -46,12 +46,12 @@ class VideoProgress(Video):
     step: int = Field(description="Denoising steps done.")
     frame: int = Field(description="Frames decoded.")
     clip: str | None = Field(
-        None,
+        default=None,
         description="Path of an MP4 of the finished part: the start of the video or, with some models, its end. "
         "A longer part has another path.",
     )
-    seconds_left: float | None = Field(None, description="Estimated seconds until the video is completed.")
-    ahead: int | None = Field(None, description="While queued: number of jobs that run before this one.")
+    seconds_left: float | None = Field(default=None, description="Estimated seconds until the video is completed.")
+    ahead: int | None = Field(default=None, description="While queued: number of jobs that run before this one.")
 
 
 @dataclass(eq=False)

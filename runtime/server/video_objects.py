@@ -34,23 +34,23 @@ class Video(BaseModel):
     status: Status = Field(description="A cancelled or interrupted video is failed.")
     progress: int = Field(description="Percent.")
     created_at: int = Field(description="Unix time in seconds.")
-    completed_at: int | None = Field(None, description="Unix time in seconds.")
+    completed_at: int | None = Field(default=None, description="Unix time in seconds.")
     expires_at: int | None = Field(
-        None,
+        default=None,
         description="Unix time in seconds at which the video is deleted; null without an age limit.",
     )
     size: str = Field(description='Width and height in pixels, as in "832x480".')
     seconds: str = Field(description="Length of the video, as text.")
     prompt: str
-    remixed_from_video_id: str | None = Field(None, description="Always null.")
+    remixed_from_video_id: str | None = Field(default=None, description="Always null.")
     error: ErrorBody | None = Field(
-        None, description='Why the video failed. The code is "server.api_cancelled" if it was cancelled.'
+        default=None, description='Why the video failed. The code is "server.api_cancelled" if it was cancelled.'
     )
-    seed: int | None = Field(None, description="The seed that was used.")
-    frames: int | None = Field(None, description="Number of frames.")
-    fps: int | None = Field(None, description="Frames per second.")
-    steps: int | None = Field(None, description="Number of denoising steps.")
-    paused: bool = Field(False, description="Whether the owner of the server has paused the video.")
+    seed: int | None = Field(default=None, description="The seed that was used.")
+    frames: int | None = Field(default=None, description="Number of frames.")
+    fps: int | None = Field(default=None, description="Frames per second.")
+    steps: int | None = Field(default=None, description="Number of denoising steps.")
+    paused: bool = Field(default=False, description="Whether the owner of the server has paused the video.")
 
 
 class VideoList(BaseModel):
@@ -77,7 +77,7 @@ class Model(BaseModel):
 
     id: str = Field(description="The name to send as model.")
     object: Literal["model"] = "model"
-    created: int = Field(0, description="Always 0: models have no date.")
+    created: int = Field(default=0, description="Always 0: models have no date.")
     owned_by: str
     title: str = Field(description="The name to show to people.")
     sizes: list[str] = Field(description='Recommended sizes, as in "832x480"; the first is the default.')
