@@ -23,6 +23,8 @@ _PROMPT_SHOWN = 60
 _CHECKED = 1_000
 _OPEN: tuple[State, ...] = ("running", "queued")
 _DAYS_KEPT = round(storage.KEPT_SECONDS / 86_400)
+# Digits of an ID that a deletion needs.
+_DELETED_PREFIX = 4
 
 
 def listing(states: Sequence[str], search: str, limit: int, after: str | None) -> dict[str, Any]:
@@ -120,8 +122,11 @@ def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:
         confirmed: skips the confirmation.
 
     Raises:
-        StoreError: if a job does not exist or is running; then none is deleted.
+        StoreError: if a job does not exist or is running, or a prefix is too short; then none is deleted.
     """
+    short = next((prefix for prefix in id_prefixes if len(prefix) < _DELETED_PREFIX), None)
+    if short is not None:  # such as a number of a list, which matches some ID by chance
+        raise StoreError("queue.short_job_id", job=short, digits=_DELETED_PREFIX)
     store = _store(settings.load())
     jobs = {job.id: job for job in map(store.find, id_prefixes)}
     if not confirmed:

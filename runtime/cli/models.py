@@ -76,7 +76,7 @@ def show_models() -> dict[str, Any]:
     for spec in frame_decoders:
         rows.append((spec.name, spec.title, byte_size(stored_bytes(spec)), "yes", "", "decodes latents"))
     terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine"), rows)
-    terminal.line(f"Details of one: `{program()} models show NAME`.")
+    terminal.line(f"Details of a model: `{program()} models show NAME`.")
     return {"models": listed, "parts": parts, "decoders": [_decoder(spec) for spec in frame_decoders]}
 
 
@@ -89,7 +89,7 @@ def show_model(name: str) -> dict[str, Any]:
     loaded = settings.load()
     spec, machine = look_up(name, loaded.weights_dir), probe()
     if spec.only_decodes:
-        title = f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M weights"
+        title = f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M parameters"
         terminal.result(f"{title}, {byte_size(stored_bytes(spec))}, decodes latents")
         return _decoder(spec)
     need = needs(spec, machine, HistoryFile(loaded.cache_dir, machine).read())
@@ -163,15 +163,19 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     if of_images != guidance:
         guidance = f"{guidance} (from an image {of_images})"
     shift = _shift(spec)
-    least = f"{need.least} ({str(need.least.strategy).rstrip('.')})" if need.least else "more than any single GPU has"
-    resident = f"; to stay loaded: {need.resident}" if need.resident else ""
-    weights = f"{spec.total_parameters / 1e6:,.1f} M weights"
+    least = (
+        f"{need.least} ({str(need.least.strategy).rstrip('.')})"
+        if need.least
+        else "none; it needs more than any single GPU has"
+    )
+    resident = f"; to stay loaded: {need.resident}" if need.resident and str(need.resident) != str(need.least) else ""
+    parameters = f"{spec.total_parameters / 1e6:,.1f} M parameters"
     return [
-        f"{spec.name}: {spec.title}, {spec.license}, {weights}, {_size(spec)}, {where}",
+        f"{spec.name}: {spec.title}, {spec.license}, {parameters}, {_size(spec)}, {where}",
         f"    makes {defaults.width}x{defaults.height}, {defaults.frames} frames at {defaults.fps} fps, "
         f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(spec)}",
         *(f"    {line}" for line in _files(spec)),
-        f"    needs at least: {least}{resident}",
+        f"    smallest GPU: {least}{resident}",
         f"    on this machine: {need.fit.summary}",
     ]
 

@@ -43,6 +43,7 @@ _SAVING = 0.02
 _PARTS = ("load", "encode", "denoise", "decode")
 # Share of a part that is expected to progress evenly; what remains takes longer and longer.
 _STEADY = 0.7
+_IMAGE_PARTS = ("image_encoder", "vae_encoder")
 _COMPONENT: dict[str, str] = {"encode": "text_encoder", "decode": "vae"}
 
 
@@ -397,7 +398,7 @@ class Progress:
             part = self.plan.title(self.part)
             part = part if part.startswith("VAE") else part.lower()
             return f"{title} for the {part}" if self.stage == "build" else f"{title} the {part}"
-        return title
+        return "Reading the image" if self.stage == "encode" and self.part in _IMAGE_PARTS else title
 
     def at(self, now: float) -> "Progress":
         """Return the same progress at `now`, so that the time left counts down between events."""

@@ -521,4 +521,5 @@ def _declarations() -> dict[str, RequestField]:
 
 FIELDS: Mapping[str, RequestField] = MappingProxyType(_declarations())
 facts.OPTIONS.update({name: declared.flag for name, declared in FIELDS.items() if declared.flag})
+facts.OPTIONS["prompt"] = "PROMPT"
 facts.OPTIONS["guidance_scale_2"] = FIELDS["guidance_scale"].flag

@@ -9,6 +9,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import Field
+
 from runtime.core.disk_caches import LATENT_COLORS
 from runtime.core.errors import StoreError
 from runtime.core.files import remove_partial_files
@@ -42,9 +44,9 @@ logger = logging.getLogger(__name__)
 class Retention(FrozenModel):
     """Which ended videos are kept: for so many days, and the newest of each key; null for all."""
 
-    days: float | None = None
-    videos: int | None = None
-    bytes: int | None = None
+    days: float | None = Field(default=None, description="Days after the end of a video; null without a limit.")
+    videos: int | None = Field(default=None, description="Number of the newest ended videos; null without a limit.")
+    bytes: int | None = Field(default=None, description="Bytes of the newest ended videos; null without a limit.")
 
     def expires_at(self, ended: float) -> float | None:
         """Return when a video that ended then has reached its age; both in seconds since 1970."""

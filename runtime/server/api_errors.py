@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -46,19 +46,12 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorBody(BaseModel):
-    """One error.
+    """One error."""
 
-    Attributes:
-        message: what is wrong, and the remedy.
-        type: the kind of error, as OpenAI's.
-        param: the field that it is about.
-        code: for programs.
-    """
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
+    message: str = Field(description="What is wrong and what to do, for people.")
+    type: str = Field(description="The kind of error, as in OpenAI's API.")
+    param: str | None = Field(default=None, description="The field or parameter that is wrong.")
+    code: str | None = Field(default=None, description="The error, for programs.")
 
 
 class ErrorAnswer(BaseModel):

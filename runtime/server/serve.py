@@ -53,7 +53,7 @@ def launch(settings: Settings, *, cluster: bool = False) -> str:
 
     def started(url: str) -> None:
         addresses.append(url)
-        print_line(f"Tandem's API is at {url}v1 - Ctrl-C stops it.")
+        print_line(f"Tandem's API is at {url}v1, its documentation at {url}v1/docs - Ctrl-C stops it.")
 
     until_stopped(serve(settings, cluster=cluster), started)
     return addresses[0]

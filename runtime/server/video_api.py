@@ -93,7 +93,7 @@ _POLL_SECONDS = 0.1
 _PAGE, _MOST_PAGE = 20, 100
 _CACHED = {"Cache-Control": "private, max-age=3600"}
 
-VideoId = Annotated[str, PathParameter(description="The video's id.", max_length=100)]
+VideoId = Annotated[str, PathParameter(description="The video's ID.", max_length=100)]
 
 
 def serves(path: str) -> bool:
@@ -174,7 +174,12 @@ class VideoApi:
             add(CLUSTER, self._head.view, methods=["GET"], include_in_schema=False)
             add(f"{CLUSTER}/join", self._head.joining, methods=["GET"], include_in_schema=False)
         add("/v1/openapi.json", lambda: JSONResponse(_openapi(app)), methods=["GET"], include_in_schema=False)
-        add(DOCS, lambda: HTMLResponse(api_page.render(_openapi(app))), methods=["GET"], include_in_schema=False)
+
+        def docs(request: Request) -> HTMLResponse:
+            address = f"{request.url.scheme}://{request.url.netloc}"
+            return HTMLResponse(api_page.render(_openapi(app), address))
+
+        add(DOCS, docs, methods=["GET"], include_in_schema=False)
         add(HEALTH, self.health, methods=["GET", "HEAD"], include_in_schema=False)
         add("/metrics", self.metrics, methods=["GET"], include_in_schema=False)
         return app
@@ -198,9 +203,9 @@ class VideoApi:
     def list(
         self,
         request: Request,
-        after: Annotated[str | None, Query(description="The last id of the previous page.", max_length=100)] = None,
-        limit: Annotated[int, Query(ge=1, le=_MOST_PAGE)] = _PAGE,
-        order: Annotated[Literal["asc", "desc"], Query(description="By time of creation.")] = "desc",
+        after: Annotated[str | None, Query(description="The last ID of the previous page.", max_length=100)] = None,
+        limit: Annotated[int, Query(ge=1, le=_MOST_PAGE, description="Videos of a page.")] = _PAGE,
+        order: Annotated[Literal["asc", "desc"], Query(description="Order by time of creation.")] = "desc",
     ) -> Response:
         """List the videos of the caller."""
         number = None if after is None else self._record(after, request).number
@@ -238,11 +243,11 @@ class VideoApi:
         video_id: VideoId,
         variant: Annotated[
             Literal["video", "thumbnail", "clip"],
-            Query(description="The MP4, a still image as WebP, or the MP4 of what is finished of another video."),
+            Query(description="The MP4, a still image (WebP), or the finished part of a running video (MP4)."),
         ] = "video",
-        count: Annotated[int, Query(ge=0, description="Of a clip, as in its path.")] = 0,
+        count: Annotated[int, Query(ge=0, description="With clip: the number in the path of an event.")] = 0,
     ) -> Response:
-        """Send a completed video. Supports requests for one range of bytes."""
+        """Download a completed video. Supports requests for one range of bytes."""
         record = self._record(video_id, request)
         if variant == "clip":
             return self._clip(record, count)
@@ -278,7 +283,7 @@ class VideoApi:
         add_usable(self._models, self._settings.weights_dir)
         return ModelList(data=[_model(spec) for spec in tuple(self._models.values())])
 
-    def model(self, name: Annotated[str, PathParameter(max_length=200)]) -> Model:
+    def model(self, name: Annotated[str, PathParameter(description="The model's ID.", max_length=200)]) -> Model:
         """Return a model."""
         return _model(check_offered(self._key_of(name), self._models))
 
@@ -550,7 +555,12 @@ def _body() -> dict[str, Any]:
         video_requests.JSON: {"schema": {"$ref": f"{_SCHEMAS}CreateVideo"}},
         video_requests.FORM: {"schema": {"$ref": f"{_SCHEMAS}CreateVideoForm"}},
     }
-    header = {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 255}}
+    header = {
+        "name": "Idempotency-Key",
+        "in": "header",
+        "description": "A text that is unique for this video, so that a repeated request creates no second one.",
+        "schema": {"type": "string", "maxLength": 255},
+    }
     return {"requestBody": {"required": True, "content": content}, "parameters": [header]}
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from runtime.core.errors import StoreError, TandemError
 from runtime.core.facts import Fact, as_text
@@ -40,24 +40,18 @@ logger = logging.getLogger(__name__)
 
 
 class VideoProgress(Video):
-    """A video and how far it is.
+    """A video and its progress."""
 
-    Attributes:
-        stage: what it does, as a title.
-        step: denoising steps done.
-        frame: decoded frames.
-        clip: the path of the MP4 of what is finished, from the start of the video or, with some models, up to its end;
-            null without one. A longer one has another path.
-        seconds_left: estimated time until it is completed.
-        ahead: number of jobs that run before it, while it is queued.
-    """
-
-    stage: str
-    step: int
-    frame: int
-    clip: str | None = None
-    seconds_left: float | None = None
-    ahead: int | None = None
+    stage: str = Field(description="The current stage, to show to people.")
+    step: int = Field(description="Denoising steps done.")
+    frame: int = Field(description="Frames decoded.")
+    clip: str | None = Field(
+        default=None,
+        description="Path of an MP4 of the finished part: the start of the video or, with some models, its end. "
+        "A longer part has another path.",
+    )
+    seconds_left: float | None = Field(default=None, description="Estimated seconds until the video is completed.")
+    ahead: int | None = Field(default=None, description="While queued: number of jobs that run before this one.")
 
 
 @dataclass(eq=False)

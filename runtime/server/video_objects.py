@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from runtime.core.facts import Fact
 from runtime.queue.records import JobRecord, State
@@ -26,49 +26,42 @@ _UNLIMITED = Retention()
 
 
 class Video(BaseModel):
-    """One video.
+    """One video."""
 
-    Attributes:
-        created_at, completed_at: seconds since 1970.
-        expires_at: seconds since 1970 at which an ended video is deleted because of its age; null without that limit.
-        progress: percent.
-        seconds: length of the video, as text.
-        size: width and height, as in "832x480".
-        remixed_from_video_id: always null.
-        error: why it failed; its code is "server.api_cancelled" if it was cancelled.
-        seed, frames, fps, steps: as used.
-        paused: whether the owner of the server has paused it.
-    """
-
-    id: str
+    id: str = Field(description="The ID of the video.")
     object: Literal["video"] = "video"
-    model: str
-    status: Status
-    progress: int
-    created_at: int
-    completed_at: int | None = None
-    expires_at: int | None = None
-    size: str
-    seconds: str
+    model: str = Field(description="The ID of its model.")
+    status: Status = Field(description="A cancelled or interrupted video is failed.")
+    progress: int = Field(description="Percent.")
+    created_at: int = Field(description="Unix time in seconds.")
+    completed_at: int | None = Field(default=None, description="Unix time in seconds.")
+    expires_at: int | None = Field(
+        default=None,
+        description="Unix time in seconds at which the video is deleted; null without an age limit.",
+    )
+    size: str = Field(description='Width and height in pixels, as in "832x480".')
+    seconds: str = Field(description="Length of the video, as text.")
     prompt: str
-    remixed_from_video_id: str | None = None
-    error: ErrorBody | None = None
-    seed: int | None = None
-    frames: int | None = None
-    fps: int | None = None
-    steps: int | None = None
-    paused: bool = False
+    remixed_from_video_id: str | None = Field(default=None, description="Always null.")
+    error: ErrorBody | None = Field(
+        default=None, description='Why the video failed. The code is "server.api_cancelled" if it was cancelled.'
+    )
+    seed: int | None = Field(default=None, description="The seed that was used.")
+    frames: int | None = Field(default=None, description="Number of frames.")
+    fps: int | None = Field(default=None, description="Frames per second.")
+    steps: int | None = Field(default=None, description="Number of denoising steps.")
+    paused: bool = Field(default=False, description="Whether the owner of the server has paused the video.")
 
 
 class VideoList(BaseModel):
-    """A page of videos; `last_id` is the `after` of the next one."""
+    """A page of videos."""
 
     object: Literal["list"] = "list"
     data: list[Video]
     first_id: str | None
-    last_id: str | None
-    has_more: bool
-    retention: Retention
+    last_id: str | None = Field(description="Send it as after to get the next page.")
+    has_more: bool = Field(description="Whether there is a next page.")
+    retention: Retention = Field(description="How long ended videos are kept.")
 
 
 class DeletedVideo(BaseModel):
@@ -80,20 +73,14 @@ class DeletedVideo(BaseModel):
 
 
 class Model(BaseModel):
-    """A model that requests may name.
+    """A model that requests may name."""
 
-    Attributes:
-        created: always 0: models have no date.
-        title: for people.
-        sizes: recommended, as in "832x480".
-    """
-
-    id: str
+    id: str = Field(description="The name to send as model.")
     object: Literal["model"] = "model"
-    created: int = 0
+    created: int = Field(default=0, description="Always 0: models have no date.")
     owned_by: str
-    title: str
-    sizes: list[str]
+    title: str = Field(description="The name to show to people.")
+    sizes: list[str] = Field(description='Recommended sizes, as in "832x480"; the first is the default.')
 
 
 class ModelList(BaseModel):

@@ -39,9 +39,10 @@ _MOST_VALUES = 500
 _NESTED = re.compile(r"([a-z_0-9]{1,40})\[([a-z_0-9]{0,40})\]")
 _IMAGE_TYPE = re.compile(r"data:image/[a-z0-9.+-]{1,40}")
 _BASE64 = "base64"
+_IMAGE_EXAMPLE = {"image_url": "data:image/png;base64,…"}
 # JSON with more is read on a thread.
 _QUICK_BYTES = 64 << 10
-_NUMBER = {"type": "string", "pattern": r"^ *[+-]?[0-9]+(\.[0-9]+)? *$"}
+NUMBER_AS_TEXT = {"type": "string", "pattern": r"^ *[+-]?[0-9]+(\.[0-9]+)? *$"}
 # Bodies that are larger than the fields of a request: of one user, and of all.
 _MOST_UPLOADS, _MOST_UPLOADS_ALL = 2, 4
 
@@ -76,19 +77,27 @@ def json_schema(reference: str) -> dict[str, Any]:
     }
     for name in _IMAGES:
         described = {key: properties[name][key] for key in ("title", "description")}
-        properties[name] = {**described, "anyOf": [image], "default": None}
+        properties[name] = {**described, "anyOf": [image], "default": None, "examples": [_IMAGE_EXAMPLE]}
+    properties["model"]["description"] = "The ID of a model, from GET /v1/models."
+    properties["backends"]["examples"] = [{"vae": "onnxruntime"}]
+    properties["loras"]["examples"] = [["style:0.8"]]
     extra = {
         "size": {
             "title": "Size",
-            "description": "Width and height, instead of those fields.",
+            "description": "Width and height in pixels; replaces the fields width and height.",
             "anyOf": [{"type": "string", "pattern": SIZE_PATTERN}],
             "examples": ["832x480"],
         },
-        _REFERENCE: {"title": "Input reference", "description": "The same as image.", "anyOf": [image]},
+        _REFERENCE: {
+            "title": "Input reference",
+            "description": "The same as image.",
+            "anyOf": [image],
+            "examples": [_IMAGE_EXAMPLE],
+        },
     }
     for name, described in (properties | extra).items():
         if name not in schema["required"]:
-            _accept(described, {"type": "null"}, *[_NUMBER] * isinstance(FIELDS.get(name), Number))
+            _accept(described, {"type": "null"}, *[NUMBER_AS_TEXT] * isinstance(FIELDS.get(name), Number))
     return {**schema, "title": "CreateVideo", "properties": {**properties, **extra}, "additionalProperties": False}
 
 
@@ -109,7 +118,11 @@ def form_schema(reference: str) -> dict[str, Any]:
         | file
         for name in (*_IMAGES, _REFERENCE)
     }
-    return {**schema, "title": "CreateVideoForm", "properties": {**schema["properties"], **files}}
+    repeatable = {
+        name: schema["properties"][name] | {"examples": [example]}
+        for name, example in (("backends", "vae=onnxruntime"), ("loras", "style:0.8"))
+    }
+    return {**schema, "title": "CreateVideoForm", "properties": {**schema["properties"], **files, **repeatable}}
 
 
 class BodyReader:

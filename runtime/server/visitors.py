@@ -20,6 +20,7 @@ from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import check_offered
 from runtime.models.images import keep_image, with_images
+from runtime.models.loras import loras_dir
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import clip_of
 from runtime.queue.instances import is_alive
@@ -233,6 +234,7 @@ def private_folders(settings: Settings) -> dict[str, Path]:
     """Return the folders whose paths others must not see, by a name for messages; see `without_paths`."""
     folders = {"the folder of videos": settings.outputs_dir, "the cache folder": settings.cache_dir}
     folders |= {"the folder of models": settings.weights_dir, "the folder of engines": settings.engines_dir}
+    folders["the folder of LoRAs"] = loras_dir(settings.weights_dir)
     return folders | {"Tandem's folder": ROOT, "the home folder": Path.home()}
 
 

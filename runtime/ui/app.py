@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # imports ray
 
 __all__ = ["build", "launch", "serve"]
 
-_LOGIN_MESSAGE = "Enter the user and password that Tandem was started with (--auth)."
+_LOGIN_MESSAGE = "Enter the username and password that Tandem was started with (--auth)."
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from runtime.ui import server, visitor_page
 from runtime.upstream import gradio as private
 
 _HOST = "127.0.0.1"
-_LOGIN_MESSAGE = "Someone shares Tandem with you. Enter the user and password that came with the link."
+_LOGIN_MESSAGE = "Someone shares Tandem with you. Enter the username and password that came with the link."
 _REPORT_SECONDS = 0.5
 _CLOSE_SECONDS = 5.0
 # The newest ones are kept: each is sent to the owner's process.

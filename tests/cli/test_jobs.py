@@ -143,6 +143,8 @@ def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.Capture
     ids = [job.id for job in jobs]
     refused, _ = answer(["jobs", "delete", *ids], capsys, 2)  # there is no terminal here
     assert "--yes" in refused["error"]["remedy"]
+    refused, _ = answer(["jobs", "delete", ids[0], ids[1][:3], "--yes"], capsys, 2)
+    assert refused["error"]["code"] == "queue.short_job_id"
     refused, _ = answer(["jobs", "delete", ids[0], "nothing", "--yes"], capsys, 2)
     assert len(store.list()) == 2
     deleted, text = answer(["jobs", "delete", *ids, "--yes"], capsys)

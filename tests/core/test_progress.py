@@ -45,6 +45,8 @@ def test_the_forecast_counts_from_the_start_and_the_title_names_the_component(pl
     assert progress.seconds_per_step is None
     assert progress.title == f"{STAGE_TITLES['load']} the {planned.plan.title('transformer').lower()}"
     assert planned.plan.title("transformer") != planned.plan.title("transformer_2")
+    image = fold([(0.0, planned), (0.1, StageStarted(stage="encode", part="vae_encoder"))])
+    assert image.title not in STAGE_TITLES.values()
 
 
 def test_seconds_per_step_is_the_median(planned: Planned) -> None:

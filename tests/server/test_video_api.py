@@ -450,6 +450,7 @@ def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
 def test_the_schema_can_be_read_as_a_page(http: httpx.Client) -> None:
     answer = http.get("v1/docs")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert f"curl {http.base_url}v1/videos" in answer.text
     for path in http.get("v1/openapi.json").json()["paths"]:
         assert f"{path}</code>" in answer.text
     for name in (*FIELDS, "size", "input_reference"):

@@ -113,7 +113,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.manifest_changed": Message("engine.json was changed, or belongs to another engine."),
     # The engine folder.
     "engine.not_found": Message("There is no engine {engine!r}.", _LIST),
-    "engine.id_ambiguous": Message("{engine} matches several engines: {matches:list}.", "Give more digits of the id."),
+    "engine.id_ambiguous": Message("{engine} matches several engines: {matches:list}.", "Give more digits of the ID."),
     "engine.in_use": Message("The engine {engine} is in use.", "Wait for the job that uses it, or cancel that job."),
     "engine.damaged": Message("The engine {engine} is damaged: {cause}", "Delete it, or build it again."),
     "engine.not_finished": Message("The engine {engine} was not finished: {cause}", "Build it again."),

@@ -283,7 +283,8 @@ _OTHER_LORA = "Choose one that was made for this model."
 
 _LORA: Mapping[str, Message] = {
     "lora.unknown": Message(
-        "There is no LoRA {lora}.", "Put its .safetensors file into {folder}, or give the file's path."
+        "There is no LoRA {lora}.",
+        "Put its .safetensors file into {folder}. The command line also takes the file's path.",
     ),
     "lora.not_safetensors": Message(
         "The LoRA {lora} is not a safetensors file; other formats can run code when loaded.",

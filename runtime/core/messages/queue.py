@@ -11,8 +11,12 @@ MESSAGES: Mapping[str, Message] = {
         "Run `{installer} doctor`; see the log for details.",
     ),
     "queue.no_such_job": Message("There is no job '{job}'.", "Run `{tandem} jobs list` to list the jobs."),
+    "queue.short_job_id": Message(
+        "'{job}' is too short for the ID of a job to delete.",
+        "Give at least {digits} digits of the ID: `{tandem} jobs list` shows them.",
+    ),
     "queue.ambiguous_job": Message(
-        "Several jobs start with '{beginning}'.", "Give more digits of the id: `{tandem} jobs list` shows them."
+        "Several jobs start with '{beginning}'.", "Give more digits of the ID: `{tandem} jobs list` shows them."
     ),
     "queue.job_queued": Message("Job {job} is already queued.", "Wait for it, or cancel it."),
     "queue.job_running": Message("Job {job} is already running.", "Watch it in the web app, or wait until it ends."),

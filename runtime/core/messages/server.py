@@ -80,7 +80,7 @@ MESSAGES: Mapping[str, Message] = {
         "The host {host} can be reached from other machines, and there is no API key.",
         "Make a key with `{tandem} serve keys add NAME`, or listen on 127.0.0.1.",
     ),
-    "server.api_no_route": Message("There is no route {method} {path}.", "See /v1/openapi.json."),
+    "server.api_no_route": Message("There is no route {method} {path}.", "See /v1/docs."),
     "server.api_no_method": Message("{path} does not support {method}.", "Use {allowed}."),
     "server.api_no_video": Message("There is no video {video}.", "List your videos with GET /v1/videos."),
     "server.api_not_ready": Message("The video {video} is not completed.", "Wait until its status is completed."),
@@ -107,7 +107,7 @@ MESSAGES: Mapping[str, Message] = {
         "{field} is not an image.",
         'Send a file in a form, or {{"image_url": "data:image/png;base64,…"}} in JSON; no other address is fetched.',
     ),
-    "server.api_query": Message("{name} is {value}: {problem}.", "See /v1/openapi.json."),
+    "server.api_query": Message("{name} is {value}: {problem}.", "See /v1/docs."),
     "server.api_idempotency_key": Message(
         "The Idempotency-Key is not valid.", "Use 1 to 255 printable ASCII characters."
     ),
