@@ -214,7 +214,9 @@ def test_storage_shows_what_is_deleted_without_being_asked() -> None:
         (Retention(days=30.0, bytes=10**9), "after 30 days, beyond 1.0 GB."),
         (Retention(days=30.0, videos=3, bytes=10**9), "after 30 days, beyond the newest 3, beyond 1.0 GB."),
     ):
-        assert f"{limits} Starred videos stay." in render("history_storage.html", usage=DiskUsage(), retention=retention)
+        assert f"{limits} Starred videos stay." in render(
+            "history_storage.html", usage=DiskUsage(), retention=retention
+        )
 
 
 def test_settings_are_complete_on_the_page() -> None:
