@@ -65,7 +65,7 @@ def test_a_group_is_a_grid_with_one_status_line(worker: JobQueue, jobs: list[Job
     assert states(view) == ["done", "running", "queued", "queued"]
     assert view.picture.count("<video") == 1 and "data:image/webp;base64,d2VicA==" in view.picture
     assert re.findall(r'data-action="unstar" data-target="(\w+)"', view.picture) == [jobs[3].id]
-    assert line("ui.group_done", done=1, videos=4) in view.status and re.search(r"\d+ (s|min) left", view.status)
+    assert line("ui.group_done", done=1, videos=4) in view.status and re.search(r"\d (s|min|h) left", view.status)
     # A discarded video leaves; the last one is shown alone.
     for job in (jobs[0], jobs[2]):
         worker.store.delete(job.id)
