@@ -120,11 +120,12 @@
     const [before, after] = given ? [text, image] : [image, text];
     return Object.entries(before).every(([name, scale]) => Number(value(name)) === scale) ? after : {};
   };
+  const isFirst = (field) => field === "image" && !chosen("image");
   const use = (field, reference, picture, changes = {}) => {
     remember(digestOf(reference), picture);
     tandem.unmark();
     tandem.uncustomized();
-    const first = field === "image" && !chosen("image") ? { size_from: FROM_IMAGE, ...guidance(true) } : {};
+    const first = isFirst(field) ? { size_from: FROM_IMAGE, ...guidance(true) } : {};
     tandem.apply({ [field]: reference, ...first, ...changes });
   };
 
@@ -152,7 +153,7 @@
     if (!upload) return;
     const url = await pictureOf(file);
     if (newest[field] !== turn) return;
-    note(line);
+    note([isFirst(field) && value("size_from") !== FROM_IMAGE ? "The size follows the image." : "", line].filter(Boolean).join(" "));
     use(field, upload.image, { url, width: upload.width, height: upload.height });
   };
   const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";

@@ -29,8 +29,8 @@ def test_quality_rows_have_the_peaks_and_the_similarity() -> None:
     same = configuration("d", quality=alike(0) | {"same": True, "psnr": None})
     found = render.quality_rows(result(configuration("a"), other, unlike, same, failed("e")))
     assert all(len(row) == len(render.QUALITY_HEADINGS) for row in found)
-    assert found[0][:5] == ("a", "", "", "1.0 GiB (decode)", "the reference")
-    assert found[1] == ("b", "3.0 GiB (denoise)", "4.0 GiB (decode)", "", "44.4 dB", "0.9900", "yes")
+    assert found[0][:5] == ("a", "", "", "1.0 GB (decode)", "the reference")
+    assert found[1] == ("b", "3.0 GB (denoise)", "4.0 GB (decode)", "", "44.4 dB", "0.9900", "yes")
     assert found[2][4:] == ("another size", "", "no")
     assert found[3][4] == "same frames"
 

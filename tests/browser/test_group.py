@@ -34,7 +34,7 @@ def open_and_delete_stack(page: Any, ids: list[str]) -> None:
     page.click("#history-gallery .of-stack .count-badge >> nth=0")
     page.wait_for_selector(f'#history-gallery [data-job="{members}"]')
     page.keyboard.press("Delete")
-    page.wait_for_selector("#message:has-text('4 jobs')")
+    page.wait_for_selector("#message:has-text('4 videos')")
     page.wait_for_selector(f'#history-gallery [data-job="{members}"]', state="detached")
     page.click("#message [data-action=restore]")
     page.wait_for_selector(f'#history-gallery [data-job="{members}"]')

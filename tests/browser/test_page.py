@@ -831,8 +831,14 @@ def test_an_example_becomes_a_video(open_page: OpenPage, server: Server, tmp_pat
 def test_a_message_on_a_phone_is_above_the_bar(open_page: OpenPage) -> None:
     page = open_page(PHONE)
     page.evaluate("() => window.tandem.panels.notify('Deleted.', { undo: ['x'] })")
-    message, bar = page.locator("#message").bounding_box(), page.locator("#bar").bounding_box()
-    assert message["y"] + message["height"] <= bar["y"]
+    # The bar is measured after its text has changed.
+    page.wait_for_function(
+        """() => {
+          const box = (name) => document.querySelector(name).getBoundingClientRect();
+          const message = box("#message"), bar = box("#bar");
+          return message.height && message.bottom <= bar.top;
+        }"""
+    )
 
 
 def test_the_actions_of_a_video_are_in_view(open_page: OpenPage) -> None:
