@@ -21,6 +21,8 @@ from runtime.ui.job_view import Audience, Cell, Grid, Line, View
 _LOOK_SECONDS = 0.5
 # The time left counts down at this rate; the page takes a longer silence for a lost connection.
 _TICK_SECONDS = 1.0
+# Changes of a group within this time are shown together: pausing sixty videos is sixty changes.
+_TOGETHER_SECONDS = 0.25
 # Width of the frame, in heights.
 _ASPECT = 12 / 7
 # Browsers open six connections to one server, and each video that plays may take one.
@@ -50,6 +52,8 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
             if not current.busy:
                 return
         await _change([member.changes.after(count, _LOOK_SECONDS) for member, count in counts.items()])
+        if group:
+            await asyncio.sleep(_TOGETHER_SECONDS)
         if watch.ended:
             return
 
