@@ -1,7 +1,9 @@
-// The tab History: clips play under the pointer, more cards are loaded while scrolling, several clips are selected,
-// the variations of a prompt are one card, which can be opened, one clip is shown in a dialog with arrows to its neighbors, and two clips are compared in another one.
+// The tab History: clips play under the pointer, more cards are loaded while scrolling, several clips are selected, the
+// variations of a prompt are one card, which can be opened, one clip is shown in a dialog with arrows to its neighbors,
+// and two clips are compared in another one.
 (() => {
   "use strict";
+  const { set } = window.tandem;
   const { view, request, raise, goTo } = window.tandem.panels;
   const REST_MS = 120;       // the pointer rests this long before a clip plays
   const TYPING_MS = 200;
@@ -78,7 +80,6 @@
     showSelection();
   };
   const clear = () => { selected.clear(); anchor = ""; showSelection(); };
-  const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const showSelection = () => {
     const bar = $("#selection");
     if (!bar) return;

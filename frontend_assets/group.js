@@ -3,12 +3,12 @@
 (() => {
   "use strict";
   const tandem = window.tandem;
+  const { set } = tandem;
   const REST_MS = 120;   // the selection rests this long before the server is asked about it
   const $ = (selector) => document.querySelector(selector);
   const picks = () => [...document.querySelectorAll("#picture [data-pick]")];
   const idOf = (pick) => pick?.dataset.pick ?? "";
   const pressed = () => picks().find((pick) => pick.getAttribute("aria-pressed") === "true");
-  const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   tandem.hasGroup = () => Boolean(picks().length);
   tandem.isTyping = (node) => Boolean(node.closest(
     "textarea, select, [contenteditable], input:not([type=range], [type=radio], [type=checkbox])"));

@@ -10,14 +10,13 @@
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
-  const { value } = tandem;
+  const { set, value } = tandem;
   const section = () => $("#images .images");
   const place = (field) => $(`#images [data-place=${field}]`);
   const able = () => JSON.parse(section()?.dataset.able ?? "[]");
   const digestOf = (reference) => /^sha256:([0-9a-f]{64})/.exec(reference ?? "")?.[1] ?? "";
   const nameOf = (reference) => reference.slice(reference.indexOf("/") + 1);
   const chosen = (field) => place(field) ? value(field) || "" : "";
-  const set = (node, name, text) => { if (node.getAttribute(name) !== text) node.setAttribute(name, text); };
   const write = (node, text) => { if (node.textContent !== text) node.textContent = text; };
   const hide = (node, hidden) => { if (node.hidden !== hidden) node.hidden = hidden; };
 

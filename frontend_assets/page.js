@@ -16,8 +16,10 @@
   const $ = (selector) => document.querySelector(selector);
 
   let previewed = "", resting = 0;
+  // Observers of the page are not woken by an attribute that stays the same.
+  const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const tandem = window.tandem = {
-    read, write,
+    read, write, set,
     used: {},
     values: [],   // of the form, in the order of the server's form
     names: () => $("#top header").dataset.fields.split(" "),   // of the form's fields, in the same order
@@ -118,7 +120,6 @@
   };
 
   // Attributes for screen readers that Gradio leaves out: descriptions of fields, and whether an accordion is open.
-  const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const describe = () => {
     for (const info of document.querySelectorAll(".block[id] .info-text")) {
       const block = info.closest(".block[id]");

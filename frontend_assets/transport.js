@@ -2,6 +2,7 @@
 (() => {
   "use strict";
   const tandem = window.tandem;
+  const { set } = tandem;
   const ACTUAL = "tandem.actual-size";
   const BACKDROP = [12, 7];   // pixels, which the browser enlarges smoothly
   const SHOW_MS = 100, DRAW_MS = 500;
@@ -16,7 +17,6 @@
   // Short clips show tenths of a second, as the chip of the length does.
   const position = (now, end) => end < SHORT_SECONDS ? `${now.toFixed(1)} / ${end.toFixed(1)} s`
     : `${clock(now)} / ${clock(end)}`;
-  const set = (node, name, text) => { if (node.getAttribute(name) !== text) node.setAttribute(name, text); };
 
   let dragging = false;
   const show = () => {

@@ -80,7 +80,7 @@ class Model(BaseModel):
     created: int = Field(default=0, description="Always 0: models have no date.")
     owned_by: str
     title: str = Field(description="The name to show to people.")
-    sizes: list[str] = Field(description='Recommended sizes, as in "832x480"; the first is the default.')
+    sizes: list[str] = Field(description='Recommended sizes, such as "832x480". The first one is the default.')
 
 
 class ModelList(BaseModel):
