@@ -117,6 +117,15 @@ def _proxy(value: str) -> bool:
     return supported and value.isascii() and value.isprintable() and " " not in value and _is_host(host)
 
 
+def _address(value: str) -> bool:
+    """Return whether huggingface_hub, which reads the address when it is imported, can."""
+    try:
+        _ = urlsplit(value).port
+    except ValueError:
+        return False
+    return True
+
+
 def _is_host(host: str) -> bool:
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
@@ -138,6 +147,7 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(("SSL_CERT_FILE",), _certificates_file, kept_back=True),
     _Rule(("SSL_CERT_DIR",), _certificates_folders, kept_back=True),
     _Rule(("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), _token, kept_back=True),
+    _Rule(("HF_ENDPOINT",), _address, kept_back=True),
     _Rule(("SSLKEYLOGFILE",), _appendable),
     _Rule(("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"), _number),
     # Progress bars, which Tandem does not show.
@@ -185,6 +195,11 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         if rule.kept_back:
             environ[f"{_KEPT_BACK}{name}"] = value
     use_no_proxy_for_this_machine(environ)
+
+
+def value_of(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return a variable's value, also one that was kept back; empty if it is not set."""
+    return environ.get(name) or environ.get(f"{_KEPT_BACK}{name}", "")
 
 
 def _rule(name: str) -> _Rule | None:

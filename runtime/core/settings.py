@@ -13,6 +13,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, Val
 
 from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
+from runtime.core.foreign_variables import value_of
 from runtime.core.frozen import FrozenModel
 from runtime.core.request import MAX_FRAMES, MAX_STEPS
 from runtime.core.request_fields import read_size
@@ -298,7 +299,8 @@ def check_share(settings: Settings) -> None:
 
 
 def _from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    return {name: (environ[variable], variable) for name, variable in variables.items() if environ.get(variable)}
+    values = {name: (value_of(variable, environ), variable) for name, variable in variables.items()}
+    return {name: entry for name, entry in values.items() if entry[0]}
 
 
 def flag_of(name: str) -> str:

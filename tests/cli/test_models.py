@@ -174,6 +174,12 @@ def test_hf_endpoint_is_validated_when_it_is_used(
     found = refused(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
     assert found.code == "settings.hub_without_https"
     assert str(found.data["source"]).startswith("HF_ENDPOINT")
+    # What huggingface_hub cannot read is kept from it.
+    monkeypatch.delenv("HF_ENDPOINT")
+    monkeypatch.setenv("TANDEM_UNUSABLE_HF_ENDPOINT", "http://[")
+    found = refused(["models", "download", "wan2.1-1.3b", "--yes"], capsys)
+    assert found.code == "settings.not_a_hub"
+    assert str(found.data["source"]).startswith("HF_ENDPOINT")
 
 
 def test_verifying_a_model_that_was_not_downloaded_is_refused(
