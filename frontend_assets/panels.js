@@ -236,14 +236,6 @@
     }
   };
 
-  // Scrolls to a heading and focuses it, once it is there.
-  const show = (selector, tries = 20) => {
-    const heading = $(selector);
-    if (!heading) { if (tries) setTimeout(() => show(selector, tries - 1), 50); return; }
-    heading.scrollIntoView({ block: "start" });
-    heading.focus({ preventScroll: true });
-  };
-
   // A resumed or added job is shown in Make, unless another one runs there.
   const watch = (id) => {
     if (OPEN.concat("stopping").includes($("#status .status")?.dataset.state)) return;
