@@ -133,9 +133,10 @@ class Job:
     def clip(self) -> tuple[int, Path] | None:
         """The clip of its finished sections or first frames, and their number before it.
 
-        `None` without one, and once its video is saved.
+        `None` without one, and once its video is saved. After another end, only finished sections are of use: a worker
+        that was killed leaves its first frames behind.
         """
-        if self.state == "done":
+        if self.state == "done" or (not self.open and self.summary.sections == 1):
             return None
         return finished_clip(self._store.folder(self.id))
 

@@ -353,6 +353,8 @@ def test_a_video_that_is_decoded_plays_its_first_frames(job: Job, store: JobStor
     assert f'<video src="tandem/clip/{job.id}/3.mp4" aria-label="{label}" data-grows' in view.picture
     assert f'<p class="so-far">3 of {job.plan.frames} frames</p>' in view.picture
     assert "base64" not in view.picture
+    # A worker that was killed has left the file.
+    assert "<video" not in show(job, store, Cancelled()).picture
 
 
 def test_a_video_that_ended_early_can_be_continued(job: Job, store: JobStore) -> None:
