@@ -333,10 +333,8 @@ class JobQueue:
         """Return about how long a running job or task still takes; `None` if that is unknown."""
         with self._lock:
             task = self._tasks.get(job_id)
-        if task is not None:
-            return task.seconds_left
-        job = self.job(job_id)
-        return None if job is None else job.progress.at(time.monotonic()).seconds_left
+        view = task or self.job(job_id)
+        return None if view is None else view.seconds_left
 
     def count_ahead(self, of: Job) -> int:
         """Return how many jobs and tasks run before a queued one."""

@@ -125,6 +125,17 @@ class Job:
         return self.progress.at(time.monotonic()).fraction
 
     @property
+    def seconds_left(self) -> float | None:
+        """About how long it still takes, without the jobs before it; `None` if that is unknown.
+
+        One that was stopped before its first step starts over.
+        """
+        if self.state == "running" or self.progress.end is not None:
+            return self.progress.at(time.monotonic()).seconds_left
+        whole, done = self.summary.seconds, self.progress.fraction if self.progress.step else 0.0
+        return None if whole is None else whole * (1 - done)
+
+    @property
     def checkpoint_step(self) -> int | None:
         """The step that its checkpoint resumes after; `None` without a checkpoint."""
         return checkpoint_step(self._store.folder(self.id))
