@@ -223,7 +223,7 @@
   const TITLES = { make: "Make", queue: "Queue", history: "History", models: "Models", engines: "Engines" };
   const tab = () => $("#tabs [role=tab][aria-selected=true]")?.textContent.trim() ?? TITLES.make;
   const goTo = tandem.goTo = (title) => {
-    [...document.querySelectorAll("#tabs [role=tab]")].find((one) => one.textContent.trim() === title)?.click();
+    [...document.querySelectorAll("#tabs [role=tab]")].find((entry) => entry.textContent.trim() === title)?.click();
   };
   const isVisible = (element) => element.offsetParent !== null;
   // Asks visible panels for changes; those without data-poll only when they are opened or a job has ended.
@@ -349,7 +349,7 @@
   };
 
   // States of the jobs, for the count at the tab, the title and the sound.
-  let known = null;
+  let lastStates = null;
   const states = async () => {
     if (!$("#read-form")) return;
     let now;
@@ -358,11 +358,11 @@
       if (!answer.ok) return;
       now = await answer.json();
     } catch { return; }
-    const before = known ?? now;
-    known = now;
+    const before = lastStates ?? now;
+    lastStates = now;
     const ended = Object.entries(now.jobs).filter(([id, state]) => OPEN.includes(before.jobs[id])
       && !OPEN.includes(state));
-    const queue = [...document.querySelectorAll("#tabs [role=tab]")].find((one) => one.textContent.trim() === "Queue");
+    const queue = [...document.querySelectorAll("#tabs [role=tab]")].find((entry) => entry.textContent.trim() === "Queue");
     if (queue) { if (now.queue) queue.dataset.count = now.queue; else delete queue.dataset.count; }
     tandem.percent = now.percent === null ? null : String(now.percent);
     const last = ended.map(([, state]) => state).find((state) => ["done", "failed", "interrupted"].includes(state));

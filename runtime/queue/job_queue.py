@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.facts import Fact
@@ -88,6 +89,8 @@ class JobQueue:
         self._gpus = usable_gpus(engines.machine) or [0]
         self._registry = WorkerRegistry(store.database)
         self._jobs: OrderedDict[str, Job] = OrderedDict()
+        # Also ended jobs that a page follows.
+        self._views: WeakValueDictionary[str, Job] = WeakValueDictionary()
         self._tasks: OrderedDict[str, Task] = OrderedDict()
         self._specs: dict[str, ModelSpec] = {}
         self._lock = threading.RLock()
@@ -278,8 +281,9 @@ class JobQueue:
     def job(self, job_id: str) -> Job | None:
         """Return a job by id, whichever process submitted or ran it."""
         with self._lock:
-            if job_id in self._jobs:
-                return self._jobs[job_id]
+            view = self._views.get(job_id)
+        if view is not None:
+            return view
         try:
             record = self.store.get(job_id)
         except StoreError:
@@ -289,7 +293,7 @@ class JobQueue:
     def group(self, job: Job) -> list[tuple[Job, bool]]:
         """Return the videos of a job's group in order, and whether each is starred; none if it is the only one."""
         try:
-            ids = {} if job.group is None else self.store.group(job.group)
+            ids = {} if job.group is None else self.store.groups([job.group])[job.group]
         except StoreError:  # the page shows the job
             return []
         if len(ids) == 1 or job.id not in ids:
@@ -402,13 +406,14 @@ class JobQueue:
 
     def _job_of(self, record: JobRecord) -> Job:
         with self._lock:
-            job = self._jobs.get(record.id)
+            job = self._views.get(record.id)
             if job is None:
                 # This version may be unable to read the plan of an older version.
                 plan = record.plan or self._plan(record.generation_request())
-                job = self._jobs[record.id] = Job(record, plan, self.title(plan.model), self.store)
+                job = Job(record, plan, self.title(plan.model), self.store)
                 job.refresh()
-                self._forget_old()
+            self._jobs[record.id] = self._views[record.id] = job
+            self._forget_old()
             return job
 
     def words(self, model: str) -> Mapping[str, Sequence[str]]:
@@ -479,7 +484,7 @@ class JobQueue:
         """Refresh the views of jobs and tasks that have changed, and of `ids` in any case."""
         with self._lock:
             self._read, changed = self.store.log.jobs_changed_since(self._read)
-            views: dict[str, Job | Task] = {**self._jobs, **self._tasks}
+            views: dict[str, Job | Task] = {**dict(self._views.items()), **self._tasks}
         states = self.store.states([view.id for view in views.values() if view.open])
         changed |= {*ids, *(view.id for view in views.values() if view.open and view.seen != states.get(view.id))}
         for job_id in changed & views.keys():
@@ -493,6 +498,7 @@ class JobQueue:
                         view.changes.notify()
                     with self._lock:
                         self._jobs.pop(job_id, None)
+                        self._views.pop(job_id, None)
                         self._tasks.pop(job_id, None)
         self._forget_old()
         for record in self.store.order.jobs(kinds=["build"]):

@@ -190,9 +190,9 @@ class QueuePanel(JobsPanel):
 
     def _variations(self, jobs: Sequence[JobRecord]) -> Iterator[Mapping[str, Any]]:
         """Yield of each job what its row shows of its group: see `Row.variation` and `Row.follows`."""
-        members = {group: list(self._store.group(group)) for group in {job.group for job in jobs} if group is not None}
+        members = self._store.groups({job.group for job in jobs if job.group is not None})
         for before, job in zip((None, *jobs), jobs, strict=False):
-            ids = [] if job.group is None else members[job.group]
+            ids = [] if job.group is None else list(members[job.group])
             if len(ids) < 2 or job.id not in ids:  # noqa: PLR2004 - it is alone
                 yield {}
                 continue

@@ -38,6 +38,8 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
     """Yield views of a job and its group as they change, at least one a second, until all or `watch` have ended."""
     last_view, shown_at = None, 0.0
     last_key: object = None
+    # From one round to the next, so that the views of ended videos stay in memory and are not read again.
+    group: Members = []
     while True:
         now, count = time.monotonic(), job.changes.count
         group = [] if job.group is None else await asyncio.to_thread(worker.group, job)

@@ -462,7 +462,8 @@ def test_the_videos_of_a_batch_with_one_prompt_are_a_group(store: JobStore) -> N
     assert first.group is not None and first.group == third.group and kite.group != first.group
     assert alone.group is None
     store.star([second.id], True)
-    assert store.group(first.group) == {first.id: False, second.id: True, third.id: False}
+    groups = {first.group: {first.id: False, second.id: True, third.id: False}, kite.group: {kite.id: False}}
+    assert store.groups([group for group in groups if group]) == groups and store.groups([]) == {}
     assert ids(store.list(batches=[first.batch or ""])) == ids(reversed(batch))
     # Of a group, lists show the newest that matches; deleted ones are in no group.
     assert ids(store.list(stacked=True)) == ids([alone, third, kite])
@@ -472,7 +473,7 @@ def test_the_videos_of_a_batch_with_one_prompt_are_a_group(store: JobStore) -> N
     assert ids(store.list(stacked=True, states=["done"])) == []
     store.delete(third.id)
     assert ids(store.list(stacked=True)) == ids([alone, kite, second])
-    assert list(store.group(first.group)) == ids([first, second])
+    assert list(store.groups([first.group])[first.group]) == ids([first, second])
     assert ids(store.list(stacked=True, deleted=True)) == ids([third])
 
 
