@@ -327,7 +327,8 @@ class JobQueue:
         """Return about how long the jobs and tasks of `ahead` still take; `None` if that is unknown for one of them."""
         total = 0.0
         for job_id, job in ahead.items():
-            seconds = self._seconds_left(job_id) if job.running else job.seconds
+            # Views of videos that wait may not be in memory.
+            seconds = self._seconds_left(job_id) if job.running or job.kind == "build" else job.seconds
             if seconds is None:
                 return None
             total += seconds

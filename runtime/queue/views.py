@@ -276,7 +276,10 @@ class Task(TaskProgress):
 
     @property
     def seconds_left(self) -> float | None:
-        """About how long it still takes once it runs; `None` if that is unknown."""
+        """About how long it still takes once it runs; `None` if that is unknown.
+
+        Videos before it are not included: a build makes room for them.
+        """
         if not self.builds:
             return None if self.seconds is None else self.seconds * (1 - (self.share or 0.0))
         # A build that takes longer than expected may end at any moment.
@@ -324,4 +327,8 @@ class Task(TaskProgress):
             case {"event": "Ended", "fact": {"code": str(code), "data": dict(data)}}:
                 self.result = Fact(code, data)
             case {"event": "WorkerDied" | "PutBack"}:
-                self.line, self.share, self.log, self.found, self.builds = "", None, [], (), ()
+                self.line, self.share, self.log, self.found = "", None, [], ()
+                # Engines that are finished are not built again; the one that was running is.
+                self.builds = tuple(
+                    build.model_copy(update={"state": "waiting"}) if build.open else build for build in self.builds
+                )
