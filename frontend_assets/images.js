@@ -164,7 +164,7 @@
     if (!images.length) return false;
     const rest = files.length - 1;
     take(images[0], dropPlace?.dataset.place ?? free(),
-      left ? `Only “${images[0].name}” was taken; ${left} other file${left === 1 ? " was" : "s were"} left out.` : "");
+      rest ? `Only “${images[0].name}” was taken; ${rest} other file${rest === 1 ? " was" : "s were"} left out.` : "");
     return true;
   };
   document.addEventListener("paste", (event) => {

@@ -26,6 +26,7 @@ from runtime.planner.history import History
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery, storage
+from runtime.queue.changes import Changes
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import KINDS, VIDEOS, Ahead, BuildEngines, JobRecord, Work
 from runtime.queue.store import JobStore, Submission
@@ -66,6 +67,7 @@ class JobQueue:
     Attributes:
         instance: the id of the app among the processes that share the store.
         makes_videos: whether this app's workers make videos, and not only tasks and builds.
+        changes: wakes those who follow the whole store.
         retention: which ended videos are kept.
         sending: files of videos that are being sent, symlinks resolved; these videos do not expire meanwhile.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
@@ -101,6 +103,7 @@ class JobQueue:
         self._supervisor: Supervisor | None = None
         self._read = 0
         self.makes_videos = True
+        self.changes = Changes()
         self.retention = storage.Retention()
         self.sending: Counter[Path] = Counter()
         self.plans_for: Callable[[], Machine | None] = lambda: None
@@ -447,7 +450,8 @@ class JobQueue:
     def _watch(self) -> None:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`.
 
-        This is the only place that polls for what other processes write; pages and streams wait for `Job.changes`.
+        This is the only place that polls for what other processes write; pages and streams wait for `changes` of the
+        queue or a job.
         """
         version: object = None
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
@@ -457,9 +461,10 @@ class JobQueue:
             now = time.monotonic()
             try:
                 latest = self.store.database.version()
-                if latest != version:
+                if latest != version or problem:
                     self._refresh()
-                    version = latest
+                    version, problem = latest, ""
+                    self.changes.notify()
                 if not self._is_app:
                     continue
                 if now - recovered > _RECOVERY_SECONDS:
@@ -473,10 +478,10 @@ class JobQueue:
                 if time_now is not None and self.retention != storage.Retention() and now - expired > _EXPIRY_SECONDS:
                     expired = now
                     storage.expire(self.store, self.retention, self._outputs_dir, set(self.sending), time_now)
-                problem = ""
             except StoreError as error:
                 if error.code != problem:
                     problem = error.code
+                    self.changes.notify()
                     logger.warning("The job store cannot be read: %s (%s)", problem, type(error.__cause__).__name__)
             except Exception:  # internal error: logged, and tried again
                 logger.exception("The job watcher failed")
