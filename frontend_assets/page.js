@@ -7,7 +7,7 @@
   const FORM_PARTS = "#compose, #settings";
   const FOCUS_MS = 2000;     // how long a field that got the focus is kept in view
   const CHECK_MS = 4000;     // how often the connection is checked where no answer is waited for
-  const PAUSE_MS = 400;      // between an answer and the next question
+  const PAUSE_MS = 300;      // between an answer and the next question
   const LATE = "late", LATE_MS = 25_000;    // an answer comes within 15 s; longer is a lost connection
   const REST_MS = 30;        // delay from a change of the form to the plan preview
   const SILENCE_MS = 6000;   // a running job sends something every second; longer is a lost connection
