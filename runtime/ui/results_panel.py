@@ -99,7 +99,10 @@ class ResultsPanel(JobsPanel):
             cards[key] = replace(self._card(job), running=key in cards)
         entries = list(cards.items())[:_SHOWN]
         members = self._store.groups([key for key, _ in entries if isinstance(key, Group)])
-        stacks = [replace(card, members=list(members.get(key) or card.members)) for key, card in entries]
+        stacks = [
+            replace(card, members=list(members[key])) if isinstance(key, Group) and members[key] else card
+            for key, card in entries
+        ]
         return render("results_strip.html", cards=stacks)
 
     def _videos(self) -> list[JobRecord]:
