@@ -33,8 +33,8 @@
   const showSize = () => {
     const tile = $("input[name=size][value=image]")?.parentNode;
     if (tile) {
-      const known = Boolean(value("image")) && Boolean($("#field-image")), size = tandem.imageSize();
-      if (tile.hidden === known) tile.hidden = !known;
+      const hasImage = Boolean(value("image")) && Boolean($("#field-image")), size = tandem.imageSize();
+      if (tile.hidden === hasImage) tile.hidden = !hasImage;
       let pixels = $("small", tile);
       if (!pixels) { pixels = document.createElement("small"); tile.append(pixels); }
       write(pixels, size ? `${size[0]} × ${size[1]}` : "");
@@ -52,17 +52,17 @@
     for (const radio of $$("input[name=length]")) {
       if (radio.value !== CUSTOM && fps > 0) write($("span", radio.parentNode), seconds(radio.value));
     }
-    const known = frames >= 1 && fps > 0, stride = Number($("#length [data-stride]")?.dataset.stride);
+    const isTimed = frames >= 1 && fps > 0, stride = Number($("#length [data-stride]")?.dataset.stride);
     const made = stride ? Math.floor((frames - 1) / stride) : 0;
     const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
-    write($("[data-length]"), !known ? "" : [seconds(frames), ...(made ? [plural(made, "section")] : []),
+    write($("[data-length]"), !isTimed ? "" : [seconds(frames), ...(made ? [plural(made, "section")] : []),
       `${plural(frames, "frame")} at ${fps} fps`].join(", "));
     const length = $("#length-seconds");
-    if (length && known && document.activeElement !== length) length.value = Number((frames / fps).toFixed(1));
+    if (length && isTimed && document.activeElement !== length) length.value = Number((frames / fps).toFixed(1));
     for (const control of $$("[data-field]:not(.status)")) {
       const now = value(control.dataset.field);
       if (control.type === "radio") { if (control.value === now) check(control); }
-      else if (control.value !== now && $$("option", control).some((one) => one.value === now)) control.value = now;
+      else if (control.value !== now && $$("option", control).some((option) => option.value === now)) control.value = now;
     }
     const presets = $("#presets fieldset");
     for (const radio of $$("input", presets ?? document.createElement("i"))) {
@@ -104,7 +104,7 @@
   // One tab stop for a row of buttons; arrow keys move in it.
   const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
   const settle = (button) => {
-    for (const one of $$("button", button.closest("[data-roving]"))) one.tabIndex = one === button ? 0 : -1;
+    for (const stop of $$("button", button.closest("[data-roving]"))) stop.tabIndex = stop === button ? 0 : -1;
   };
   document.addEventListener("keydown", (event) => {
     const row = event.target.closest("[data-roving]");
@@ -131,9 +131,9 @@
   };
   const withWord = (text, word, row) => {
     const rows = $$("[data-group]", row.parentNode), at = rows.indexOf(row);
-    const own = group(row).exec(text);
-    if (own) return text.slice(0, own.index) + word + text.slice(own.index + own[0].length);
-    const later = rows.slice(at + 1).map((one) => group(one).exec(text)?.index).filter((index) => index !== undefined);
+    const present = group(row).exec(text);
+    if (present) return text.slice(0, present.index) + word + text.slice(present.index + present[0].length);
+    const later = rows.slice(at + 1).map((other) => group(other).exec(text)?.index).filter((index) => index !== undefined);
     const place = later.length ? Math.min(...later) : text.length;
     const before = text.slice(0, place).trimEnd(), after = text.slice(place).trimStart();
     return [before || (after || at > 1 ? "" : "a"), word, after].filter(Boolean).join(" ");
@@ -173,13 +173,13 @@
   });
   // Words that the model does not know, as its tokenizer splits them. A model without a list knows pieces of all words.
   const plain = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
-  let known = { list: null, words: null };
+  let vocabulary = { list: null, words: null };
   const unknownWords = (text) => {
     const list = $("#card .model")?.dataset.vocabulary ?? "";
-    if (known.list !== list) known = { list, words: new Set(list.split(" ")) };
+    if (vocabulary.list !== list) vocabulary = { list, words: new Set(list.split(" ")) };
     if (!list) return [];
     return [...text.matchAll(WORD)].filter(([word]) => !(plain(word).match(/[\p{L}\p{N}]+/gu) ?? [])
-      .every((part) => known.words.has(part)));
+      .every((part) => vocabulary.words.has(part)));
   };
   let resting = 0;
   const markWords = () => {
@@ -193,12 +193,12 @@
       area.after(layer);
       area.addEventListener("scroll", () => { layer.scrollTop = area.scrollTop; });
     }
-    const found = unknownWords(area.value), key = [area.value, $("#card .model")?.dataset.title, ...found].join("\n");
+    const unknown = unknownWords(area.value), key = [area.value, $("#card .model")?.dataset.title, ...unknown].join("\n");
     if (layer.dataset.of !== key) {
       layer.dataset.of = key;
       const pieces = [];
       let at = 0;
-      for (const match of found) {
+      for (const match of unknown) {
         const mark = document.createElement("mark");
         mark.textContent = match[0];
         pieces.push(area.value.slice(at, match.index), mark);
@@ -206,7 +206,7 @@
       }
       layer.replaceChildren(...pieces, `${area.value.slice(at)}\n`);
       clearTimeout(resting);
-      resting = setTimeout(() => reportWords(found), TYPING_MS);
+      resting = setTimeout(() => reportWords(unknown), TYPING_MS);
     }
     layer.scrollTop = area.scrollTop;
   };
@@ -215,8 +215,8 @@
     const text = word.length > LONGEST_WORD ? `${word.slice(0, LONGEST_WORD)}…` : word;
     return RIGHT_TO_LEFT.test(text) ? `\u2068${text}\u2069` : text;
   };
-  const reportWords = (found) => {
-    const words = [...new Set(found.map(([word]) => word))];
+  const reportWords = (matches) => {
+    const words = [...new Set(matches.map(([word]) => word))];
     const rest = words.length - MOST_WORDS;
     const listed = words.slice(0, MOST_WORDS).map(excerpt);
     write($("#unknown-words .unknown"), words.length
@@ -226,7 +226,7 @@
   // The largest group of words has the things: one of them can take the place of the first unknown word.
   const offerWords = ([word]) => {
     const row = $("#unknown-words .chips");
-    const groups = $$("#card [data-group]").sort((one, other) => other.children.length - one.children.length);
+    const groups = $$("#card [data-group]").sort((first, second) => second.children.length - first.children.length);
     const hidden = !word || !groups.length;
     if (row.hidden !== hidden) row.hidden = hidden;
     const key = `${$("#card .model").dataset.title}: ${word}`;
@@ -234,11 +234,11 @@
     row.dataset.of = key;
     const label = document.createElement("span");
     Object.assign(label, { className: "instead", textContent: `Instead of “${excerpt(word)}”:` });
-    row.replaceChildren(label, ...$$("button", groups[0]).slice(0, MOST_OFFERED).map((known, at) => {
+    row.replaceChildren(label, ...$$("button", groups[0]).slice(0, MOST_OFFERED).map((offer, at) => {
       const chip = document.createElement("button");
-      Object.assign(chip, { type: "button", className: "chip", textContent: known.dataset.word, tabIndex: at ? -1 : 0 });
+      Object.assign(chip, { type: "button", className: "chip", textContent: offer.dataset.word, tabIndex: at ? -1 : 0 });
       chip.dataset.replace = word;
-      chip.setAttribute("aria-label", `${known.dataset.word} instead of ${word}`);
+      chip.setAttribute("aria-label", `${offer.dataset.word} instead of ${word}`);
       return chip;
     }));
   };
@@ -277,9 +277,9 @@
     marked.line.remove();
     marked = null;
   };
-  tandem.mark = (name, text, found = false) => {
+  tandem.mark = (name, text, isPlanned = false) => {
     const input = name && fieldOf(name);
-    if (input && !found) reveal(name);  // also if the plan has marked it
+    if (input && !isPlanned) reveal(name);  // also if the plan has marked it
     if (marked && marked.input === input && marked.line.textContent === text) return;
     tandem.unmark();
     if (!input) return;

@@ -199,8 +199,8 @@
     const isNew = !dialog.open;
     if (isNew) { stop(); dialog.showModal(); raise(); }
     if (isNew || clip.dataset.detail !== opened) {
-      const held = dialog.contains(document.activeElement) && document.activeElement.closest("[data-action=previous], [data-action=next]");
-      if (!held) clip.querySelector(".about").focus({ preventScroll: true });
+      const isStepping = dialog.contains(document.activeElement) && document.activeElement.closest("[data-action=previous], [data-action=next]");
+      if (!isStepping) clip.querySelector(".about").focus({ preventScroll: true });
       dialog.scrollTop = 0;
       const video = clip.querySelector("video");
       if (video && !reducedMotion.matches) { video.muted = true; video.play().catch(() => {}); }

@@ -26,7 +26,7 @@
   const remember = (digest, picture) => {
     delete pictures[digest];
     pictures[digest] = picture;
-    const kept = Object.entries(pictures).filter(([, one]) => one.url).slice(-KEPT);
+    const kept = Object.entries(pictures).filter(([, stored]) => stored.url).slice(-KEPT);
     tandem.write("localStorage", PICTURES, JSON.stringify(Object.fromEntries(kept)));
     tandem.showImages();
   };
@@ -114,9 +114,9 @@
       `${title} is selected: it starts from images.`);
   };
   // Some models have other guidance with an image: it replaces the usual one, unless the user has changed that.
-  const guidance = (given) => {
+  const guidance = (withImage) => {
     const { text, image } = JSON.parse(section().dataset.guidance);
-    const [before, after] = given ? [text, image] : [image, text];
+    const [before, after] = withImage ? [text, image] : [image, text];
     return Object.entries(before).every(([name, scale]) => Number(value(name)) === scale) ? after : {};
   };
   const isFirst = (field) => field === "image" && !chosen("image");
@@ -158,13 +158,13 @@
   const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
   // Takes the first image of several files; returns whether there is one.
   tandem.takeImages = (files, target = null) => {
-    const own = target?.closest?.("#images [data-place]");
+    const dropPlace = target?.closest?.("#images [data-place]");
     const images = [...files].filter((file) => file.type.startsWith("image/") || IMAGE.test(file.name));
-    if (!images.length && own && files.length && !/\.(mp4|json)$/i.test(files[0].name)) images.push(files[0]);
+    if (!images.length && dropPlace && files.length && !/\.(mp4|json)$/i.test(files[0].name)) images.push(files[0]);
     if (!images.length) return false;
-    const left = files.length - 1;
-    take(images[0], own?.dataset.place ?? free(),
-      left ? `Only “${images[0].name}” was taken; ${left} other file${left === 1 ? " was" : "s were"} left out.` : "");
+    const rest = files.length - 1;
+    take(images[0], dropPlace?.dataset.place ?? free(),
+      rest ? `Only “${images[0].name}” was taken; ${rest} other file${rest === 1 ? " was" : "s were"} left out.` : "");
     return true;
   };
   document.addEventListener("paste", (event) => {
@@ -196,18 +196,18 @@
     return inside ? video.currentTime : null;
   };
   const proceed = async (button) => {
-    const asked = { what: "frame", job: button.dataset.continue, seconds: moment(button) };
+    const question = { what: "frame", job: button.dataset.continue, seconds: moment(button) };
     show();
     note("Reading the frame…");
-    const { image, width, height, picture, model, error } = await ask(asked);
+    const { image, width, height, picture, model, error } = await ask(question);
     if (error) { note(error, true); return; }
     note("");
-    const known = { url: picture, width, height };
+    const frame = { url: picture, width, height };
     if (place("image")) {
-      use("image", image, known, value("model") === model ? { width, height, size_from: "" } : {});
+      use("image", image, frame, value("model") === model ? { width, height, size_from: "" } : {});
     } else {
       const [name, title] = able()[0];
-      remember(digestOf(image), known);
+      remember(digestOf(image), frame);
       startWith(name, title, image);
     }
     setTimeout(() => $("#field-prompt textarea")?.focus({ preventScroll: true }), 100);
@@ -257,9 +257,9 @@
 
   const picture = (reference) => {
     const digest = digestOf(reference);
-    const found = pictures[digest];
+    const stored = pictures[digest];
     // One without a picture is asked for once; visitors' pages have no answer.
-    if (found || !digest || !tandem.restored) return found;
+    if (stored || !digest || !tandem.restored) return stored;
     pictures[digest] = {};
     ask({ what: "picture", image: reference }).then((answer) => {
       if (answer.picture) remember(digest, { url: answer.picture, width: answer.width, height: answer.height });
@@ -274,17 +274,17 @@
       const node = place(field);
       if (!node) continue;
       const reference = chosen(field), seen = $(".seen", node), image = $("img", seen);
-      const known = reference ? picture(reference) : null;
-      const size = frameSize(chosen("image") ? picture(chosen("image")) : known);
+      const shownPicture = reference ? picture(reference) : null;
+      const size = frameSize(chosen("image") ? picture(chosen("image")) : shownPicture);
       any ||= Boolean(reference);
       node.classList.toggle("given", Boolean(reference));
-      hide(seen, !known?.url);
-      if (known?.url) {
-        set(image, "src", known.url);
+      hide(seen, !shownPicture?.url);
+      if (shownPicture?.url) {
+        set(image, "src", shownPicture.url);
         set(image, "alt", `${nameOf(reference)}, as the model sees it`);
         set(seen, "style", `--width:${size[0]};--height:${size[1]}`);
         set(image, "style", `object-fit:${fit === "fit" ? "contain" : "cover"};object-position:${fit === "fit" ? 50 : at}% ${fit === "fit" ? 50 : at}%`);
-        adjustable = Math.max(adjustable, cutShare(known, size));
+        adjustable = Math.max(adjustable, cutShare(shownPicture, size));
       }
       write($(".what", node), reference ? nameOf(reference) : "or drop or paste it");
       write($("label.button span", node), reference ? "Replace" : "Choose");

@@ -9,8 +9,8 @@
   // The line's prefix, name and strength, as `parse_lora` reads it.
   const parse = (line) => {
     const [, expert, rest] = /^((?:both|high|low)=)?(.*)$/.exec(line.trim());
-    const found = /^(.*):\s*(-?[0-9.]+(?:e-?[0-9]+)?)$/i.exec(rest);
-    return { expert: expert ?? "", name: found ? found[1] : rest, strength: found ? Number(found[2]) : 1 };
+    const parts = /^(.*):\s*(-?[0-9.]+(?:e-?[0-9]+)?)$/i.exec(rest);
+    return { expert: expert ?? "", name: parts ? parts[1] : rest, strength: parts ? Number(parts[2]) : 1 };
   };
 
   let shown = null, searched = "";
@@ -33,16 +33,16 @@
   const sync = () => {
     const area = field();
     if (!area || !rows().length) return;
-    const asked = new Map(area.value.split("\n").map((line) => parse(line)).map((one) => [one.name, one.strength]));
+    const strengths = new Map(area.value.split("\n").map((line) => parse(line)).map((entry) => [entry.name, entry.strength]));
     const words = searched.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows()) {
-      const name = row.dataset.lora, chosen = asked.has(name);
+      const name = row.dataset.lora, chosen = strengths.has(name);
       const box = row.querySelector("input[type=checkbox]"), strength = row.querySelector(".strength");
       box.checked = chosen;
       box.disabled = "problem" in row.dataset && !chosen;   // one that no longer fits can be removed
       strength.hidden = !chosen;
       for (const input of strength.querySelectorAll("input")) {
-        if (chosen && input !== document.activeElement) input.value = asked.get(name);
+        if (chosen && input !== document.activeElement) input.value = strengths.get(name);
       }
       row.hidden = !chosen && !words.every((word) => name.toLowerCase().includes(word));
     }

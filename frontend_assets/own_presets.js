@@ -15,7 +15,7 @@
   const store = (presets) => { tandem.write("localStorage", PRESETS, JSON.stringify(presets)); show(); };
   const settings = () => Object.fromEntries(names().map((name, at) => [name, tandem.values[at]])
     .filter(([name]) => !OF_A_VIDEO.test(name)));
-  const same = (one, other) => Object.keys(one).every((name) => String(one[name] ?? "") === String(other[name] ?? ""));
+  const same = (first, second) => Object.keys(first).every((name) => String(first[name] ?? "") === String(second[name] ?? ""));
 
   const button = (text, label, kind) => Object.assign(document.createElement("button"),
     { type: "button", className: kind, textContent: text, ariaLabel: label, title: label });
@@ -60,9 +60,9 @@
     }
     const preset = use && stored().find(({ name }) => name === use.dataset.ownPreset);
     if (!preset) return;
-    const known = Object.entries(preset.settings).filter(([name]) => names().includes(name) && !OF_A_VIDEO.test(name));
+    const usable = Object.entries(preset.settings).filter(([name]) => names().includes(name) && !OF_A_VIDEO.test(name));
     tandem.uncustomized();
-    tandem.apply({ ...Object.fromEntries(known), size_from: "" });
+    tandem.apply({ ...Object.fromEntries(usable), size_from: "" });
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.id === "preset-name") { event.preventDefault(); save(); }

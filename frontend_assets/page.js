@@ -6,7 +6,9 @@
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
   const FORM_PARTS = "#compose, #settings";
   const FOCUS_MS = 2000;     // how long a field that got the focus is kept in view
-  const CHECK_MS = 4000;     // how often the connection is checked
+  const CHECK_MS = 4000;     // how often the connection is checked where no answer is waited for
+  const PAUSE_MS = 300;      // between an answer and the next question
+  const LATE = "late", LATE_MS = 25_000;    // an answer comes within 15 s; longer is a lost connection
   const REST_MS = 30;        // delay from a change of the form to the plan preview
   const SILENCE_MS = 6000;   // a running job sends something every second; longer is a lost connection
 
@@ -170,6 +172,7 @@
   };
   const tidy = () => {
     guardLogin();
+    if (!isListening && $("#offline")) { isListening = true; listen(); }
     const status = $("#status .status");
     if (status && status.textContent !== shownStatus) { shownStatus = status.textContent; changedAt = Date.now(); mark(); }
     // A job may have built engines.
@@ -224,38 +227,77 @@
     }, LOGIN_MS);
   };
 
-  // The connection is checked regularly. Without it, the page reports that and hides the progress.
-  let identity = null;
+  // Without a connection, the page reports that and hides the progress.
+  let identity = null, isListening = false;
   const showOffline = (message) => {
     const line = $("#offline");
     if (line && line.textContent !== message) line.textContent = message;
     document.body.classList.toggle("offline", Boolean(message));
   };
-  const checkConnection = async () => {
-    let answer;
+  // The owner's page asks Tandem what changes, and is answered at a change or after some seconds; visitors' pages ask
+  // whether Tandem answers. Hidden pages do not wait for answers: browsers open only six connections to one server.
+  let version, question = null, next = 0, failures = 0;
+  const ask = async (signal) => {
+    let answer, now;
     try {
-      answer = await fetch("gradio_api/app_id", { cache: "no-store" });
+      const after = document.hidden || version === undefined ? "" : `/${version}`;
+      answer = await fetch($("#top header").dataset.connection + after, { cache: "no-store", signal });
+      if (answer.ok) now = await answer.json();
     } catch {
+      if (signal.aborted && signal.reason !== LATE) return PAUSE_MS;
+      failures += signal.reason === LATE ? 2 : 1;
+      // A proxy may close one that waits, and a browser does when it leaves the page.
+      if (failures < 2) return PAUSE_MS;
       showOffline("Tandem does not answer: it was stopped, or the connection is lost. "
         + "This page reconnects by itself.");
-      return;
+      return CHECK_MS;
     }
+    failures = 0;
+    if (answer.status === 401) { location.reload(); return CHECK_MS; }  // the login has ended
     if (!answer.ok) {
       // The share server answers for a link that was closed.
       showOffline([403, 404, 502, 503].includes(answer.status) ? "Tandem was stopped, or is no longer shared." : "");
-      return;
+      return CHECK_MS;
     }
-    const { app_id: now } = await answer.json();
-    if (identity !== null && now !== identity) { location.reload(); return; }
-    identity = now;
+    const current = now.app ?? now.app_id;
+    if (identity !== null && current !== identity) { location.reload(); return CHECK_MS; }
+    identity = current;
     showOffline("");
-    const busy = ["queued", "running", "stopping"].includes($("#status .status")?.dataset.state);
-    // Gradio has one stream of answers. If it ends during a request, that answer only arrives with the next request.
-    const waits = busy || !tandem.restored;
-    if (waits && Date.now() - changedAt > SILENCE_MS) { changedAt = Date.now(); $("#attach")?.click(); }
+    if (now.version !== version) tandem.states(now);
+    version = now.version;
+    return now.version === undefined || document.hidden ? CHECK_MS : PAUSE_MS;
   };
-  setInterval(() => { if (!document.hidden) checkConnection(); }, CHECK_MS);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) checkConnection(); });
+  const listen = async () => {
+    const controller = question = new AbortController();
+    const late = setTimeout(() => controller.abort(LATE), LATE_MS);
+    const delay = await ask(controller.signal);
+    clearTimeout(late);
+    if (question === controller) listenIn(delay);
+  };
+  const listenIn = (delay) => {
+    clearTimeout(next);
+    next = setTimeout(listen, delay);
+  };
+  const listenAgain = () => {
+    question?.abort();
+    if (question) listenIn(PAUSE_MS);
+    question = null;
+  };
+  // A page that becomes visible does not wait for an answer that may never come. What a press asks the server goes before
+  // the question, which may have the last connection: videos have others.
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) listenAgain(); });
+  for (const press of ["click", "submit"]) {
+    document.addEventListener(press, ({ isTrusted }) => { if (isTrusted) listenAgain(); }, true);
+  }
+
+  // Gradio has one stream of answers. If it ends during a request, that answer only arrives with the next request.
+  setInterval(() => {
+    if (document.hidden || document.body.classList.contains("offline")) return;
+    const { state, job } = $("#status .status")?.dataset ?? {};
+    const isSilent = ["running", "stopping"].includes(state) || !tandem.restored
+      || (state === "queued" && !tandem.isQueued(job));
+    if (isSilent && Date.now() - changedAt > SILENCE_MS) { changedAt = Date.now(); $("#attach")?.click(); }
+  }, CHECK_MS);
 
   const start = () => {
     document.title = "Tandem";
@@ -264,7 +306,6 @@
       attributes: true, attributeFilter: ["class", "style", "disabled"],
     });
     observe();
-    checkConnection();
   };
   if (document.body) start(); else document.addEventListener("DOMContentLoaded", start);
 })();

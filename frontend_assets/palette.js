@@ -40,7 +40,7 @@
     const text = $("#palette input").value.trim().toLowerCase(), words = text.split(/\s+/);
     const rank = ({ title }) => title.toLowerCase() === text ? 0 : title.toLowerCase().startsWith(text) ? 1 : 2;
     offered = commands().filter(({ title }) => words.every((word) => title.toLowerCase().includes(word)))
-      .sort((one, other) => rank(one) - rank(other));
+      .sort((first, second) => rank(first) - rank(second));
     $("#palette ul").replaceChildren(...offered.map(({ title }, n) => {
       const row = document.createElement("li");
       Object.assign(row, { id: `command-${n}`, textContent: title });

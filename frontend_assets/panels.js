@@ -3,8 +3,7 @@
 (() => {
   "use strict";
   const tandem = window.tandem;
-  const POLL_MS = 1000;       // visible panels with data-poll
-  const STATES_MS = 2000;     // states of the jobs, whatever is visible
+  const POLL_MS = 1000;       // visible panels with data-poll, and while a video runs those with data-follow
   const AGAIN_MS = 700;       // until the preview is asked for again while engines are not known
   const MESSAGE_MS = 8000;    // how long messages stay that need no answer
   const FORM_MS = 2000;       // Gradio gives the form's values within this time
@@ -100,7 +99,6 @@
     document.dispatchEvent(new CustomEvent("tandem:reply", { detail: { panel, call, reply } }));
     tandem.showTimes();
     tandem.tidy();
-    if (!["preview", "models", "loras", "settings"].includes(panel)) setTimeout(states, 0);
   };
 
   // Patches new HTML into an element: nodes with the same data-key or place stay the same nodes, so that focus, typed
@@ -204,7 +202,7 @@
     if (copied) copy(copied.dataset.copy);
     if (event.target.closest(".fold > button")) setTimeout(() => refresh(), 60);
     const tab = event.target.closest("#tabs [role=tab]");
-    if (tab) setTimeout(() => { refresh(true); if (tab.textContent.trim() === "Make") tandem.preview(); }, 60);
+    if (tab) setTimeout(() => { refresh(ALL); if (tab.textContent.trim() === "Make") tandem.preview(); }, 60);
   });
   // Enter in a form presses its first button.
   document.addEventListener("submit", (event) => {
@@ -223,18 +221,20 @@
   const TITLES = { make: "Make", queue: "Queue", history: "History", models: "Models", engines: "Engines" };
   const tab = () => $("#tabs [role=tab][aria-selected=true]")?.textContent.trim() ?? TITLES.make;
   const goTo = tandem.goTo = (title) => {
-    [...document.querySelectorAll("#tabs [role=tab]")].find((one) => one.textContent.trim() === title)?.click();
+    [...document.querySelectorAll("#tabs [role=tab]")].find((entry) => entry.textContent.trim() === title)?.click();
   };
   const isVisible = (element) => element.offsetParent !== null;
-  // Asks visible panels for changes; those without data-poll only when they are opened or a job has ended.
-  const refresh = (all = false) => {
+  // Asks visible panels for changes: those that show files or other processes (data-poll) and those that follow the jobs
+  // (data-follow); the history only when it is opened or a job has ended.
+  const refresh = (kinds = "[data-poll], [data-follow]") => {
     // A part that Gradio has replaced is empty.
     if ($('[data-panel="preview"][data-part]:not([data-digest])')) tandem.preview();
     for (const panel of document.querySelectorAll(".gradio-container [data-panel]:not([data-part])")) {
-      const polled = "poll" in panel.dataset || (all && panel.dataset.panel === "history");
-      if (polled && isVisible(panel)) request(panel.dataset.panel);
+      const isEmpty = "follow" in panel.dataset && panel.querySelector("[data-part]:not([data-digest])");
+      if ((panel.matches(kinds) || isEmpty) && isVisible(panel)) request(panel.dataset.panel);
     }
   };
+  const ALL = "[data-poll], [data-follow], [data-panel=history]";
 
   // A resumed or added job is shown in Make, unless another one runs there.
   const watch = (id) => {
@@ -340,46 +340,46 @@
     }
   };
 
-  // States of the jobs, for the count at the tab, the title and the sound.
-  let known = null;
-  const states = async () => {
-    if (!$("#read-form")) return;
-    let now;
-    try {
-      const answer = await fetch("tandem/now", { cache: "no-store" });
-      if (!answer.ok) return;
-      now = await answer.json();
-    } catch { return; }
-    const before = known ?? now;
-    known = now;
+  // States of the jobs, for the panels, the count at the tab, the title and the sound.
+  let lastStates = null;
+  // Whether a job waits, as far as is known: those behind the first are not listed.
+  tandem.isQueued = (id) => lastStates !== null && ["queued", undefined].includes(lastStates.jobs[id]);
+  tandem.states = (now) => {
+    if (!now.jobs) { refresh(); return; }  // the panels say what is wrong with the store
+    const before = lastStates ?? now;
+    lastStates = now;
     const ended = Object.entries(now.jobs).filter(([id, state]) => OPEN.includes(before.jobs[id])
       && !OPEN.includes(state));
-    const queue = [...document.querySelectorAll("#tabs [role=tab]")].find((one) => one.textContent.trim() === "Queue");
-    if (queue) { if (now.queue) queue.dataset.count = now.queue; else delete queue.dataset.count; }
+    showCount();
     tandem.percent = now.percent === null ? null : String(now.percent);
     const last = ended.map(([, state]) => state).find((state) => ["done", "failed", "interrupted"].includes(state));
     if (last) {
       tandem.alertEnd(last === "done");
       if (document.hidden) tandem.notice = last === "done" ? "✓ Done · Tandem" : "✗ Failed · Tandem";
     }
-    if (ended.length && tab() !== TITLES.make) refresh(true);
+    // The progress of what runs is drawn each second.
+    const isProgress = isRunning() && JSON.stringify([now.jobs, now.queue]) === JSON.stringify([before.jobs, before.queue]);
+    if (!document.hidden && !isProgress) refresh(ended.length && tab() !== TITLES.make ? ALL : undefined);
     tandem.tidy();
   };
+  const isRunning = () => Object.values(lastStates?.jobs ?? {}).includes("running");
+  const showCount = () => {
+    const queue = [...document.querySelectorAll("#tabs [role=tab]")].find((entry) => entry.textContent.trim() === TITLES.queue);
+    if (!queue || !lastStates) return;
+    if (lastStates.queue) tandem.set(queue, "data-count", String(lastStates.queue)); else queue.removeAttribute("data-count");
+  };
   document.addEventListener("visibilitychange", () => {
-    if (!document.hidden) { tandem.notice = null; tandem.tidy(); }
+    if (!document.hidden) { tandem.notice = null; refresh(); tandem.tidy(); }
   });
 
   tandem.panels = { view, request, notify, announce, raise, goTo, tab };
 
   const begin = () => {
     document.body.append(foot);
-    const ready = setInterval(() => {
-      if (!$("#tabs, #generate")) return;
-      clearInterval(ready);
-      states();
-    }, 100);
-    setInterval(() => { if (!document.hidden) refresh(); }, POLL_MS);
-    setInterval(states, STATES_MS);
+    setInterval(() => {
+      showCount();
+      if (!document.hidden) refresh(isRunning() ? undefined : "[data-poll]");
+    }, POLL_MS);
   };
   if (document.body) begin(); else document.addEventListener("DOMContentLoaded", begin);
 })();

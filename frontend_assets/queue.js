@@ -16,15 +16,15 @@
   let drag = null;
   // Marks the gap that the pointer is in; `place` counts from 1 among the waiting jobs.
   const mark = () => {
-    const others = rows().filter((row) => row.dataset.key !== drag.id);
-    const below = others.filter((row) => {
+    const targets = rows().filter((row) => row.dataset.key !== drag.id);
+    const below = targets.filter((row) => {
       const { top, height } = row.getBoundingClientRect();
       return top + height / 2 < drag.y;
     });
     drag.place = below.length + 1;
-    for (const row of others) {
-      row.classList.toggle("drop-before", row === others[below.length]);
-      row.classList.toggle("drop-after", below.length === others.length && row === others.at(-1));
+    for (const row of targets) {
+      row.classList.toggle("drop-before", row === targets[below.length]);
+      row.classList.toggle("drop-after", below.length === targets.length && row === targets.at(-1));
     }
   };
   const scroll = () => {

@@ -18,9 +18,9 @@
   };
   const inside = (data, [start, end], wanted) => {
     for (let at = start; at + 8 <= end;) {
-      const found = box(data, at, end);
-      if (name(data, at) === wanted) return found;
-      at = found[1];
+      const content = box(data, at, end);
+      if (name(data, at) === wanted) return content;
+      at = content[1];
     }
     return null;
   };
@@ -72,9 +72,9 @@
   // Returns the request in a JSON file: one of Tandem's own objects that have it, or the request itself.
   const requestIn = async (file) => {
     if (file.size > MAX_TEXT) throw new Damaged();
-    let found;
-    try { found = JSON.parse(await file.text()); } catch { throw new Damaged(); }
-    const request = found?.tandem?.request ?? found?.request ?? found;
+    let content;
+    try { content = JSON.parse(await file.text()); } catch { throw new Damaged(); }
+    const request = content?.tandem?.request ?? content?.request ?? content;
     return request && typeof request.prompt === "string" ? request : null;
   };
 

@@ -35,7 +35,7 @@
   // Compare: a press chooses the clip on the stage, the next one in its group or in the strip is compared with it. With
   // two clips there is nothing to choose.
   let first = "";
-  const others = (id) => {
+  const comparable = (id) => {
     const clips = [...document.querySelectorAll("#picture [data-pick][data-done], #recent [data-done]")];
     const ids = clips.filter((clip) => !clip.dataset.members?.split(" ").includes(id))
       .map((clip) => clip.dataset.pick ?? clip.dataset.show);
@@ -56,14 +56,14 @@
     const text = first ? "Select the video to compare with." : "";
     if ($("#pick") && $("#pick").textContent !== text) $("#pick").textContent = text;
     if (!button) return;
-    const none = !others(button.dataset.compareWith).length;
+    const none = !comparable(button.dataset.compareWith).length;
     if (button.hidden !== none) button.hidden = none;
     const pressed = String(Boolean(first));
     if (button.getAttribute("aria-pressed") !== pressed) button.setAttribute("aria-pressed", pressed);
   };
   const choose = (id) => {
-    const found = others(id);
-    if (found.length === 1) { tandem.compare([found[0], id]); return; }
+    const choices = comparable(id);
+    if (choices.length === 1) { tandem.compare([choices[0], id]); return; }
     first = first ? "" : id;
     tidyCompare();
     if (first) {

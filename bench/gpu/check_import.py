@@ -140,14 +140,7 @@ def take(checks: Checks, service: EngineService, spec: ModelSpec, path: Path, co
     """Import a file."""
     log: list[Fact] = []
     return import_engine(
-        path,
-        spec,
-        component,
-        service,
-        checks.device,
-        lambda line, _: log.append(line),
-        Cancel(),
-        build_child_opset17.run_job,
+        path, spec, component, service, lambda line, _: log.append(line), Cancel(), build_child_opset17.run_job
     )
 
 

@@ -21,6 +21,7 @@ from runtime.models.latent_files import LatentFile, parse_channels
 from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.history import History
 from runtime.video.mp4 import check_output
 
 _MAX_CRF = 51
@@ -55,7 +56,6 @@ def decode(
         latents=source, spec=spec, output=output, fps=fps, channels=parse_channels(channels), crf=crf, backend=backend
     )
     machine = probe()
-    _print_plan(request, loaded, machine)
     progress, loaded_at = terminal.ProgressLine(), 0.0
 
     def emit(event: Event) -> None:
@@ -66,13 +66,17 @@ def decode(
         if isinstance(event, FellBack | Warned):
             terminal.warning(render(event.fact).what)
 
-    with cancel_on_signals() as cancel, progress.shown():
-        began = time.monotonic()
-        emit(StageStarted(stage="load"))
-        # It imports torch, which takes seconds that a refused request does not need.
-        from runtime.pipeline.decode import decode_file
+    with LatentFile(source) as file:
+        plan = DecodePlan.of(request, file, loaded.weights_dir, machine)
+        check_output(output, plan.width, plan.height, plan.layout.count, plan.crf)
+        _print_plan(plan, HistoryFile(loaded.cache_dir, machine).read(), machine)
+        with cancel_on_signals() as cancel, progress.shown():
+            began = time.monotonic()
+            emit(StageStarted(stage="load"))
+            # It imports torch, which takes seconds that a refused request does not need.
+            from runtime.pipeline.decode import decode_file
 
-        done = decode_file(request, loaded, EngineService.from_settings(loaded, machine), emit, cancel)
+            done = decode_file(plan, file, loaded, EngineService.from_settings(loaded, machine), emit, cancel)
     if loaded.outputs_dir not in output.parents:
         give_usual_permissions(output)
     rate = done.to_json()["frames_per_second"]
@@ -85,22 +89,11 @@ def decode(
     return done.to_json()
 
 
-def _print_plan(request: DecodeRequest, loaded: settings.Settings, machine: Machine) -> None:
-    """Print what decoding makes and how long it takes.
-
-    Raises:
-        InvalidRequestError: if the latents cannot be read or do not fit the model.
-        OutputError, MachineError: if the MP4 cannot be written.
-    """
-    with LatentFile(request.latents) as file:
-        plan = DecodePlan.of(request, file, loaded.weights_dir, machine)
-    count = plan.layout.count
-    check_output(request.output, plan.width, plan.height, count, plan.crf)
-    terminal.line(
-        f"{request.spec.title}: {plan.width}x{plan.height}, {count} frames ({count / plan.fps:.1f} s at {plan.fps} fps)"
-    )
-    seconds = plan.seconds(machine, HistoryFile(loaded.cache_dir, machine).read())
-    terminal.line(forecast_text(seconds, plan.load_seconds))
+def _print_plan(plan: DecodePlan, history: History, machine: Machine) -> None:
+    """Print what decoding makes and how long it takes."""
+    title, count = plan.request.spec.title, plan.layout.count
+    terminal.line(f"{title}: {plan.width}x{plan.height}, {count} frames ({count / plan.fps:.1f} s at {plan.fps} fps)")
+    terminal.line(forecast_text(plan.seconds(machine, history), plan.load_seconds))
 
 
 def _path(field: str, text: str) -> Path:

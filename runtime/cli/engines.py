@@ -275,7 +275,6 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
         WARNING,
         check_disk_space,
         check_library,
-        device_here,
         import_engine,
         read_source,
     )
@@ -298,10 +297,8 @@ def import_file(file: str, component: str | None, model: str | None, *, trusted:
         cannot = InvalidRequestError("yes", "cli.trust_not_confirmed", file=source.path.name)
         terminal.ask(f"Open {source.path}?", cannot)
     with cancel_on_signals() as cancel:
-        device = device_here(machine)
-        done = import_engine(
-            source.path, spec, component, service, device, _progress(), cancel, timers=PyTorchTimerFactory(service)
-        )
+        timers = PyTorchTimerFactory(service)
+        done = import_engine(source.path, spec, component, service, _progress(), cancel, timers=timers)
     for fact in done.describe():
         terminal.result(str(fact))
     record = done.engine

@@ -30,7 +30,7 @@ from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.machine.load import LoadMeter
 from runtime.models.latent_files import LatentFile
 from runtime.models.weights import load_module
-from runtime.pipeline.decode_plan import COLORS, DecodePlan, DecodeRequest, LatentLayout
+from runtime.pipeline.decode_plan import COLORS, DecodePlan, LatentLayout
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.memory_model import DTYPE_BYTES, tile_sides_of
 from runtime.video.mp4 import VideoWriter, check_output
@@ -80,61 +80,57 @@ class Decoded:
 
 
 def decode_file(
-    request: DecodeRequest,
+    plan: DecodePlan,
+    file: LatentFile,
     settings: Settings,
     engines: EngineService,
     emit: Callable[[Event], None],
     cancel: Cancel,
-    *,
-    gpu: int = 0,
 ) -> Decoded:
     """Decode latents and write the MP4.
 
     Args:
-        gpu: index of the GPU that decodes, if the machine has GPUs.
+        plan: of the open file.
 
     Raises:
-        InvalidRequestError: if the latents cannot be read, do not fit the model, or contain NaN or Inf.
+        InvalidRequestError: if the latents contain NaN or Inf.
         ModelError: if the model cannot be loaded.
         OutputError, MachineError: if the MP4 cannot be written.
         BadResultError: if the model returns NaN or Inf.
         CancelledError: within one batch of the request; nothing is left.
     """
-    machine = engines.machine
-    with LatentFile(request.latents) as file:
-        plan = DecodePlan.of(request, file, settings.weights_dir, machine, gpu)
-        layout = plan.layout
-        check_output(request.output, plan.width, plan.height, layout.count, plan.crf)
-        source = (_Frames if request.spec.only_decodes else _Clips)(file, layout)
-        loading = time.monotonic()
-        with source.opened(request.backend, settings, engines, plan.device, emit, cancel) as batches:
-            emit(StageStarted(stage="decode"))
-            started, meter, written = time.monotonic(), LoadMeter(), 0
-            with VideoWriter(request.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
-                for frames in fetched(_shown(batches, plan.panels), cancel.check):
-                    writer.write(frames.numpy())
-                    written += len(frames)
-                    emit(FramesDecoded(frames=written, of=layout.count))
-                emit(StageStarted(stage="save"))
-                writer.close_stream()
-                cancel.check()
-                done = Decoded(
-                    video=request.output,
-                    latents=request.latents.name,
-                    model=request.spec.name,
-                    frames=written,
-                    width=plan.width,
-                    height=plan.height,
-                    fps=plan.fps,
-                    channels=request.channels,
-                    seconds=time.monotonic() - started,
-                    load_seconds=started - loading,
-                    **source.outcome,
-                )
-                writer.finish(f"{request.latents.name} · {request.spec.title}", _metadata(done, file))
-        if not done.fallbacks:
-            HistoryFile(settings.cache_dir, machine).add([plan.run(machine, done.seconds, loaded=meter.loaded)])
-        return done
+    machine, request, layout = engines.machine, plan.request, plan.layout
+    check_output(request.output, plan.width, plan.height, layout.count, plan.crf)
+    source = (_Frames if request.spec.only_decodes else _Clips)(file, layout)
+    loading = time.monotonic()
+    with source.opened(request.backend, settings, engines, plan.device, emit, cancel) as batches:
+        emit(StageStarted(stage="decode"))
+        started, meter, written = time.monotonic(), LoadMeter(), 0
+        with VideoWriter(request.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
+            for frames in fetched(_shown(batches, plan.panels), cancel.check):
+                writer.write(frames.numpy())
+                written += len(frames)
+                emit(FramesDecoded(frames=written, of=layout.count))
+            emit(StageStarted(stage="save"))
+            writer.close_stream()
+            cancel.check()
+            done = Decoded(
+                video=request.output,
+                latents=request.latents.name,
+                model=request.spec.name,
+                frames=written,
+                width=plan.width,
+                height=plan.height,
+                fps=plan.fps,
+                channels=request.channels,
+                seconds=time.monotonic() - started,
+                load_seconds=started - loading,
+                **source.outcome,
+            )
+            writer.finish(f"{request.latents.name} · {request.spec.title}", _metadata(done, file))
+    if not done.fallbacks:
+        HistoryFile(settings.cache_dir, machine).add([plan.run(machine, done.seconds, loaded=meter.loaded)])
+    return done
 
 
 def _shown(batches: Iterable[torch.Tensor], panels: tuple[tuple[int, ...], ...]) -> Iterator[torch.Tensor]:

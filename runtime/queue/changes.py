@@ -1,4 +1,4 @@
-"""Wakes coroutines that wait for a change of a job, in any event loop."""
+"""Wakes coroutines that wait for a change of a job or of the store, in any event loop."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import threading
 
 
 class Changes:
-    """The changes of one job. Safe between threads.
+    """The changes of one job, or of the store. Safe between threads.
 
     Attributes:
         count: of changes so far; read it before the state that may change.

@@ -32,10 +32,11 @@ from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
+from runtime.models.latent_files import LatentFile
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
-from runtime.pipeline.decode_plan import DecodeRequest
+from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.files import Stamps
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
@@ -337,17 +338,8 @@ class _Task:
     def _import(self, work: ImportEngine) -> Fact:
         spec = look_up(work.model, self.weights_dir)
         self.free()
-        device = device_here(self.engines.machine)
-        done = import_engine(
-            work.path,
-            spec,
-            work.component,
-            self.engines,
-            device,
-            self._report,
-            self._cancel,
-            timers=PyTorchTimerFactory(self.engines),
-        )
+        timers = PyTorchTimerFactory(self.engines)
+        done = import_engine(work.path, spec, work.component, self.engines, self._report, self._cancel, timers=timers)
         self._report_file(done.describe())
         code = "task.imported" if done.compared else "task.imported_unverified"
         return Fact(code, {"engine": done.engine.id, "detail": done.engine.detail})
@@ -381,7 +373,9 @@ class _Task:
                 case FellBack():
                     self._report_problem(event.fact)
 
-        done = decode_file(request, settings.load(), self.engines, emit, self._cancel, gpu=self.gpu)
+        with LatentFile(work.latents) as file:
+            plan = DecodePlan.of(request, file, self.weights_dir, self.engines.machine, self.gpu)
+            done = decode_file(plan, file, settings.load(), self.engines, emit, self._cancel)
         rate = done.frames / done.seconds if done.seconds else 0.0
         return Fact("task.decoded", {"frames": done.frames, "rate": rate, "backend": done.backend, "video": done.video})
 

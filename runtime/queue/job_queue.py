@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from runtime.core.errors import InvalidRequestError, StoreError, TandemError
 from runtime.core.facts import Fact
@@ -25,6 +26,7 @@ from runtime.planner.history import History
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery, storage
+from runtime.queue.changes import Changes
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import KINDS, VIDEOS, Ahead, BuildEngines, JobRecord, Work
 from runtime.queue.store import JobStore, Submission
@@ -65,6 +67,7 @@ class JobQueue:
     Attributes:
         instance: the id of the app among the processes that share the store.
         makes_videos: whether this app's workers make videos, and not only tasks and builds.
+        changes: wakes those who follow the whole store.
         retention: which ended videos are kept.
         sending: files of videos that are being sent, symlinks resolved; these videos do not expire meanwhile.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
@@ -88,6 +91,8 @@ class JobQueue:
         self._gpus = usable_gpus(engines.machine) or [0]
         self._registry = WorkerRegistry(store.database)
         self._jobs: OrderedDict[str, Job] = OrderedDict()
+        # Also ended jobs that a page follows.
+        self._views: WeakValueDictionary[str, Job] = WeakValueDictionary()
         self._tasks: OrderedDict[str, Task] = OrderedDict()
         self._specs: dict[str, ModelSpec] = {}
         self._lock = threading.RLock()
@@ -98,6 +103,7 @@ class JobQueue:
         self._supervisor: Supervisor | None = None
         self._read = 0
         self.makes_videos = True
+        self.changes = Changes()
         self.retention = storage.Retention()
         self.sending: Counter[Path] = Counter()
         self.plans_for: Callable[[], Machine | None] = lambda: None
@@ -278,8 +284,9 @@ class JobQueue:
     def job(self, job_id: str) -> Job | None:
         """Return a job by id, whichever process submitted or ran it."""
         with self._lock:
-            if job_id in self._jobs:
-                return self._jobs[job_id]
+            view = self._views.get(job_id)
+        if view is not None:
+            return view
         try:
             record = self.store.get(job_id)
         except StoreError:
@@ -289,7 +296,7 @@ class JobQueue:
     def group(self, job: Job) -> list[tuple[Job, bool]]:
         """Return the videos of a job's group in order, and whether each is starred; none if it is the only one."""
         try:
-            ids = {} if job.group is None else self.store.group(job.group)
+            ids = {} if job.group is None else self.store.groups([job.group])[job.group]
         except StoreError:  # the page shows the job
             return []
         if len(ids) == 1 or job.id not in ids:
@@ -323,7 +330,8 @@ class JobQueue:
         """Return about how long the jobs and tasks of `ahead` still take; `None` if that is unknown for one of them."""
         total = 0.0
         for job_id, job in ahead.items():
-            seconds = self._seconds_left(job_id) if job.running else job.seconds
+            # Views of videos that wait may not be in memory.
+            seconds = self._seconds_left(job_id) if job.running or job.kind == "build" else job.seconds
             if seconds is None:
                 return None
             total += seconds
@@ -333,10 +341,8 @@ class JobQueue:
         """Return about how long a running job or task still takes; `None` if that is unknown."""
         with self._lock:
             task = self._tasks.get(job_id)
-        if task is not None:
-            return task.seconds_left
-        job = self.job(job_id)
-        return None if job is None else job.progress.at(time.monotonic()).seconds_left
+        view = task or self.job(job_id)
+        return None if view is None else view.seconds_left
 
     def count_ahead(self, of: Job) -> int:
         """Return how many jobs and tasks run before a queued one."""
@@ -404,13 +410,14 @@ class JobQueue:
 
     def _job_of(self, record: JobRecord) -> Job:
         with self._lock:
-            job = self._jobs.get(record.id)
+            job = self._views.get(record.id)
             if job is None:
                 # This version may be unable to read the plan of an older version.
                 plan = record.plan or self._plan(record.generation_request())
-                job = self._jobs[record.id] = Job(record, plan, self.title(plan.model), self.store)
+                job = Job(record, plan, self.title(plan.model), self.store)
                 job.refresh()
-                self._forget_old()
+            self._jobs[record.id] = self._views[record.id] = job
+            self._forget_old()
             return job
 
     def words(self, model: str) -> Mapping[str, Sequence[str]]:
@@ -443,7 +450,8 @@ class JobQueue:
     def _watch(self) -> None:
         """Refresh views, recover the jobs of dead processes and remove old files, until `close`.
 
-        This is the only place that polls for what other processes write; pages and streams wait for `Job.changes`.
+        This is the only place that polls for what other processes write; pages and streams wait for `changes` of the
+        queue or a job.
         """
         version: object = None
         recovered, cleaned = time.monotonic(), -_CLEANUP_SECONDS
@@ -453,9 +461,10 @@ class JobQueue:
             now = time.monotonic()
             try:
                 latest = self.store.database.version()
-                if latest != version:
+                if latest != version or problem:
                     self._refresh()
-                    version = latest
+                    version, problem = latest, ""
+                    self.changes.notify()
                 if not self._is_app:
                     continue
                 if now - recovered > _RECOVERY_SECONDS:
@@ -469,10 +478,10 @@ class JobQueue:
                 if time_now is not None and self.retention != storage.Retention() and now - expired > _EXPIRY_SECONDS:
                     expired = now
                     storage.expire(self.store, self.retention, self._outputs_dir, set(self.sending), time_now)
-                problem = ""
             except StoreError as error:
                 if error.code != problem:
                     problem = error.code
+                    self.changes.notify()
                     logger.warning("The job store cannot be read: %s (%s)", problem, type(error.__cause__).__name__)
             except Exception:  # internal error: logged, and tried again
                 logger.exception("The job watcher failed")
@@ -481,7 +490,7 @@ class JobQueue:
         """Refresh the views of jobs and tasks that have changed, and of `ids` in any case."""
         with self._lock:
             self._read, changed = self.store.log.jobs_changed_since(self._read)
-            views: dict[str, Job | Task] = {**self._jobs, **self._tasks}
+            views: dict[str, Job | Task] = {**dict(self._views.items()), **self._tasks}
         states = self.store.states([view.id for view in views.values() if view.open])
         changed |= {*ids, *(view.id for view in views.values() if view.open and view.seen != states.get(view.id))}
         for job_id in changed & views.keys():
@@ -495,6 +504,7 @@ class JobQueue:
                         view.changes.notify()
                     with self._lock:
                         self._jobs.pop(job_id, None)
+                        self._views.pop(job_id, None)
                         self._tasks.pop(job_id, None)
         self._forget_old()
         for record in self.store.order.jobs(kinds=["build"]):

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -412,17 +413,23 @@ class JobStore:
         query = f"SELECT * FROM jobs WHERE {where} ORDER BY number {order} LIMIT ? OFFSET ?"
         return self._rows.records((query, [*values, limit, offset]))
 
-    def group(self, group: Group) -> dict[str, bool]:
-        """Return the ids of a group's videos in the order in which they were queued, and whether each is starred.
+    def groups(self, groups: Collection[Group]) -> Mapping[Group, Mapping[str, bool]]:
+        """Return the ids of each group's videos in the order in which they were queued, and whether each is starred.
 
         Deleted videos do not belong to it any more.
         """
+        members: dict[Group, dict[str, bool]] = {group: {} for group in groups}
+        # SQLite knows no empty list of values. The join is CROSS, so that the index is searched for each group.
         query = (
-            "SELECT id, starred FROM jobs INDEXED BY jobs_by_batch WHERE batch = ? AND prompt = ? AND kind = 'video' "
-            "AND deleted IS NULL AND unreadable IS NULL ORDER BY number"
+            f"WITH wanted (batch, prompt) AS (VALUES {', '.join(['(?, ?)'] * len(members))}) "
+            "SELECT id, jobs.batch, jobs.prompt, starred FROM wanted CROSS JOIN jobs INDEXED BY jobs_by_batch "
+            "ON jobs.batch = wanted.batch AND jobs.prompt = wanted.prompt "
+            "WHERE kind = 'video' AND deleted IS NULL AND unreadable IS NULL ORDER BY number"
         )
         with self.database.reading() as connection:
-            return {row["id"]: bool(row["starred"]) for row in connection.execute(query, group)}
+            for row in connection.execute(query, [*chain.from_iterable(members)]) if members else ():
+                members[Group(row["batch"], row["prompt"])][row["id"]] = bool(row["starred"])
+        return members
 
     def ended_since(self, seconds: float, owner: str | None, limit: int) -> dict[str, State]:
         """Return the states of an owner's videos that ended in the last `seconds`, by id, the newest first."""

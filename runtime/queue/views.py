@@ -125,6 +125,17 @@ class Job:
         return self.progress.at(time.monotonic()).fraction
 
     @property
+    def seconds_left(self) -> float | None:
+        """About how long it still takes, without the jobs before it; `None` if that is unknown.
+
+        One that was stopped before its first step starts over.
+        """
+        if self.state == "running" or self.progress.end is not None:
+            return self.progress.at(time.monotonic()).seconds_left
+        whole, done = self.summary.seconds, self.progress.fraction if self.progress.step else 0.0
+        return None if whole is None else whole * (1 - done)
+
+    @property
     def checkpoint_step(self) -> int | None:
         """The step that its checkpoint resumes after; `None` without a checkpoint."""
         return checkpoint_step(self._store.folder(self.id))
@@ -266,7 +277,10 @@ class Task(TaskProgress):
 
     @property
     def seconds_left(self) -> float | None:
-        """About how long it still takes once it runs; `None` if that is unknown."""
+        """About how long it still takes once it runs; `None` if that is unknown.
+
+        Videos before it are not included: a build makes room for them.
+        """
         if not self.builds:
             return None if self.seconds is None else self.seconds * (1 - (self.share or 0.0))
         # A build that takes longer than expected may end at any moment.
@@ -314,4 +328,8 @@ class Task(TaskProgress):
             case {"event": "Ended", "fact": {"code": str(code), "data": dict(data)}}:
                 self.result = Fact(code, data)
             case {"event": "WorkerDied" | "PutBack"}:
-                self.line, self.share, self.log, self.found, self.builds = "", None, [], (), ()
+                self.line, self.share, self.log, self.found = "", None, [], ()
+                # Engines that are finished are not built again; the one that was running is.
+                self.builds = tuple(
+                    build.model_copy(update={"state": "waiting"}) if build.open else build for build in self.builds
+                )

@@ -326,7 +326,9 @@ class Worker:
 
 
 def memory_for_new_job(machine: Machine, workers: Iterable[WorkerEntry], gpu: int) -> Machine:
-    """Return the machine with the memory that a new job on a GPU gets: memory of its worker is reused or freed.
+    """Return the machine with the memory that a new job on a GPU gets.
+
+    Memory of its worker is reused or freed, and so is that of the worker's child processes: a build makes room.
 
     Args:
         workers: all workers of this app.
@@ -335,7 +337,9 @@ def memory_for_new_job(machine: Machine, workers: Iterable[WorkerEntry], gpu: in
     for worker in workers:
         if worker.gpu == gpu:
             with contextlib.suppress(psutil.Error):  # it ended
-                ram = psutil.Process(worker.pid).memory_info().rss
+                process = psutil.Process(worker.pid)
+                for each in (process, *process.children(recursive=True)):
+                    ram += each.memory_info().rss
         for index, reserved_bytes in worker.held.items() if gpus else ():
             free = min(gpus[index].free_bytes + reserved_bytes, gpus[index].total_bytes)
             gpus[index] = replace(gpus[index], free_bytes=free)

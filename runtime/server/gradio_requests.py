@@ -63,7 +63,7 @@ _READ = re.compile(
 _UPLOADS = re.compile(rf"{UPLOAD}|{IMAGES}[^/]{{1,600}}", re.DOTALL)
 _WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{_UPLOADS.pattern}", re.DOTALL)
 _OWNER_READ = re.compile(
-    rf"{OWN}(?:now|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|clip/[0-9a-f]{{8}}/[0-9]{{1,9}}\.mp4"
+    rf"{OWN}(?:now(?:/[0-9]{{1,15}})?|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|clip/[0-9a-f]{{8}}/[0-9]{{1,9}}\.mp4"
     rf"|report/(?:whole/)?[0-9a-f]{{8}}\.json)|{FILE}.*",
     re.DOTALL,
 )

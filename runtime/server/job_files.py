@@ -37,6 +37,8 @@ _ID = re.compile(r"[0-9a-f]{8}")
 # The page reports the end of jobs within this time, and follows so many that run, wait or ended.
 _RECENT_SECONDS = 60.0
 _RECENT_JOBS = 30
+# The longest wait for a change; proxies close connections that are silent for a minute.
+_WAIT_SECONDS = 15.0
 _PRIVATE = {"Cache-Control": "private, no-store"}
 # Another picture of a job has another address.
 _CACHED = {"Cache-Control": "private, max-age=86400"}
@@ -110,6 +112,7 @@ def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
     return [
         Route(f"{FILE}{{path:path}}", files.video),
         Route(f"{OWN}now", files.now),
+        Route(f"{OWN}now/{{version:int}}", files.now),
         Route(f"{OWN}poster/{{name}}.webp", files.poster),
         Route(f"{OWN}clip/{{name}}/{{count:int}}.mp4", files.clip),
         Route(f"{OWN}copy/{{name}}.mp4", files.copy),
@@ -132,17 +135,24 @@ class _JobFiles:
         video = await asyncio.to_thread(find_output, path, self._settings.outputs_dir)
         return video_response(video, self._worker.sending, cached=True)
 
-    async def now(self, _request: Request) -> Response:
-        """Send the states of recent jobs, the length of the queue and the progress of the running job."""
-        try:
-            return JSONResponse(await asyncio.to_thread(self._now), headers=_PRIVATE)
-        except StoreError as error:
-            return PlainTextResponse(error.what, 503, _PRIVATE)
+    async def now(self, request: Request) -> Response:
+        """Send the states of recent jobs, the length of the queue and the progress of the running job.
+
+        A request with the `version` of the last answer is answered when the store has changed, or after some seconds:
+        a page notices changes and a lost connection at once, also through proxies that buffer streams.
+        """
+        changes = self._worker.changes
+        if "version" in request.path_params:
+            await changes.after(request.path_params["version"], _WAIT_SECONDS)
+        answer: dict[str, Any] = {"app": self._worker.instance, "version": changes.count}
+        with suppress(StoreError):  # the panels report it
+            answer |= await asyncio.to_thread(self._now)
+        return JSONResponse(answer, headers=_PRIVATE)
 
     def _now(self) -> dict[str, Any]:
         running = self._store.order.jobs(states=["running"], kinds=VIDEOS, owner=None, limit=1)
         job = self._worker.job(running[0].id) if running else None
-        # Pages ask every two seconds: what ends now has run, or was next.
+        # Pages ask every few seconds: what ends now has run, or was next.
         states = self._store.ended_since(_RECENT_SECONDS, None, _RECENT_JOBS) | self._store.order.ids(
             limit=_RECENT_JOBS
         )

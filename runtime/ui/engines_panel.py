@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -468,7 +468,7 @@ def _components_html(preview: Preview | None, problem: str, building: Collection
             {
                 "component": name,
                 "title": plan.title(name),
-                "badge": replace(badges[name], text=_badge_text(plan, name, badges[name].text)),
+                "badge": badges[name],
                 "state": state,
                 "build": bool(tried),
                 "building": all_building or _title_of_build(plan, preview.spec, name) in building,
@@ -532,13 +532,6 @@ def _backends(offered: Sequence[EngineOffer]) -> list[tuple[str, str, str]]:
 def _missing(tried: Sequence[EngineOffer]) -> str:
     titles = " and ".join(dict.fromkeys(BACKEND_TITLES[offer.backend] for offer in tried))
     return f"not built yet with {titles}"
-
-
-def _badge_text(plan: ExecutionPlan, name: str, text: str) -> str:
-    """Return the text of a badge without that there is no engine, which the state next to it describes."""
-    part = plan.components[name]
-    lack = part.badge and part.badge.data.get("lack", part.badge)
-    return BACKEND_TITLES[part.backend] if isinstance(lack, Fact) and lack.code == "planner.badge_no_engine" else text
 
 
 def _unbuilt(requested: str, offered: Sequence[EngineOffer]) -> str:

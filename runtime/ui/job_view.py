@@ -247,7 +247,8 @@ def waiting_text(of: Job | Task, worker: JobQueue) -> str:
     """Return what a queued job or task waits for and, as far as it is known, how long: a build waits for all videos."""
     if isinstance(of, Task) and of.kind == "build":
         waits = Fact("ui.build_waits_idle" if of.idle else "ui.build_waits")
-        return sentences([waits] if of.seconds is None else [waits, Fact("ui.takes", {"seconds": of.seconds})])
+        seconds = of.seconds_left
+        return sentences([waits] if seconds is None else [waits, Fact("ui.takes", {"seconds": seconds})])
     ahead = worker.ahead(of)
     if not ahead:
         return sentences([Fact("ui.starting")])

@@ -76,12 +76,7 @@ def build(
     handlers = Handlers(
         worker,
         models,
-        Audience(
-            f"The log has the details: {settings.log_file}",
-            lambda job: video_address(job, settings.outputs_dir),
-            clip_address,
-            opens_folders=opens_folders,
-        ),
+        _audience(settings, opens_folders=opens_folders),
         theme.icon_svg(),
         ImageAnswers(settings, keep, models, preview.machine, pictures=True),
         form.preset_name(settings.backends),
@@ -110,6 +105,15 @@ def build(
         }
     )
     return page, submissions, [*routes, *image_uploads.routes(keep)]
+
+
+def _audience(settings: Settings, *, opens_folders: bool) -> Audience:
+    return Audience(
+        f"The log has the details: {settings.log_file}",
+        lambda job: video_address(job, settings.outputs_dir),
+        clip_address,
+        opens_folders=opens_folders,
+    )
 
 
 def _blocks(

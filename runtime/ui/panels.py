@@ -1,8 +1,8 @@
 """The HTTP route of the panels: JSON requests, and HTML parts as answers.
 
-The page's script sends what a button does, or asks for changes once a second while a panel is visible. An answer has
-the parts of the panel whose HTML differs from what the page shows. Any program on this machine can send requests: every
-value is validated.
+The page's script sends what a button does, or asks for changes while a panel is visible: when the jobs have changed,
+and once a second while a video runs or if the panel shows more than jobs. An answer has the parts of the panel whose
+HTML differs from what the page shows. Any program on this machine can send requests: every value is validated.
 """
 
 import hashlib
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -19,6 +21,9 @@ from starlette.routing import BaseRoute, Route
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.server.gradio_requests import OWN, RefusedError, check_values, read_object
 from runtime.ui.formatting import paragraph, render
+
+# Takes milliseconds; higher levels take longer and save little.
+_COMPRESSION = 3
 
 Reply = dict[str, Any]
 
@@ -72,7 +77,9 @@ def routes(panels: Mapping[str, Panel]) -> list[BaseRoute]:
         call = read_call(await request.body())
         return JSONResponse(await run_in_threadpool(respond, panel, call), headers={"Cache-Control": "no-store"})
 
-    return [Route(f"{OWN}panels/{{name}}", answer, methods=["POST"])]
+    # The rows of a long list are alike: they shrink to a few percent.
+    small = [Middleware(GZipMiddleware, compresslevel=_COMPRESSION)]
+    return [Route(f"{OWN}panels/{{name}}", answer, methods=["POST"], middleware=small)]
 
 
 def read_call(body: bytes) -> Call:

@@ -47,13 +47,23 @@ class Badge:
     """What will run one component, and why.
 
     Attributes:
+        backend: its title, or what there is instead of a plan.
         kind: "ready" (an engine that exists), "build" (an engine that is built when no video waits), "plain" (PyTorch),
             "instead" (PyTorch although another backend was requested) or "stopped" (the form cannot be carried out).
+        status: of the backend, such as "engine ready".
+        lacks_engine: whether the status is that there is no engine yet.
     """
 
-    text: str
+    backend: str
     reason: str
     kind: str
+    status: str = ""
+    lacks_engine: bool = False
+
+    @property
+    def text(self) -> str:
+        """Backend and status."""
+        return f"{self.backend}: {self.status}" if self.status else self.backend
 
 
 @dataclass(frozen=True)
@@ -150,10 +160,7 @@ def summarize(preview: Preview, components: tuple[str, ...]) -> PlanSummary:
         return PlanSummary(
             _SEARCHING, dict.fromkeys(plan.components, badge), memory, "", "", strategies, notes, complete=False
         )
-    badges = {
-        name: Badge(_badge(part), _why(plan, name, part), _kind(plan, name, part))
-        for name, part in plan.components.items()
-    }
+    badges = {name: _badge(plan, name) for name in plan.components}
     duration = _duration(plan.seconds["total"].likely)
     return PlanSummary(_summary_line(plan), badges, memory, duration, _time(plan), strategies, notes)
 
@@ -459,9 +466,13 @@ def _why(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:
     return f"{reason} {speed}".strip() if not part.on_engine and is_transformer(name) else reason
 
 
-def _badge(part: ComponentPlan) -> str:
-    title = BACKEND_TITLES[part.backend]
-    return title if part.badge is None else f"{title}: {short(part.badge, WORDS)}"
+def _badge(plan: ExecutionPlan, name: str) -> Badge:
+    part = plan.components[name]
+    status = "" if part.badge is None else short(part.badge, WORDS)
+    # Building one may help.
+    lack = part.badge and part.badge.data.get("lack", part.badge)
+    lacks_engine = isinstance(lack, Fact) and lack.code == "planner.badge_no_engine"
+    return Badge(BACKEND_TITLES[part.backend], _why(plan, name, part), _kind(plan, name, part), status, lacks_engine)
 
 
 def _kind(plan: ExecutionPlan, name: str, part: ComponentPlan) -> str:

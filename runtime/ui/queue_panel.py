@@ -190,9 +190,9 @@ class QueuePanel(JobsPanel):
 
     def _variations(self, jobs: Sequence[JobRecord]) -> Iterator[Mapping[str, Any]]:
         """Yield of each job what its row shows of its group: see `Row.variation` and `Row.follows`."""
-        members = {group: list(self._store.group(group)) for group in {job.group for job in jobs} if group is not None}
+        members = self._store.groups({job.group for job in jobs if job.group is not None})
         for before, job in zip((None, *jobs), jobs, strict=False):
-            ids = [] if job.group is None else members[job.group]
+            ids = [] if job.group is None else list(members[job.group])
             if len(ids) < 2 or job.id not in ids:  # noqa: PLR2004 - it is alone
                 yield {}
                 continue
@@ -209,18 +209,16 @@ class QueuePanel(JobsPanel):
             progress = job.progress.at(time.monotonic())
             percent = round(100 * progress.fraction)
             waits = progress.waits is not None and state == "running"
-            seconds = progress.seconds_left
+            seconds = job.seconds_left
             status = running_line(progress)
             line = ", ".join(filter(None, (status.title, status.detail, status.left)))
             memory = [event.fact for event in job.events if isinstance(event, OutOfMemory)]
             line = f"{line}. {paragraph(memory[-1])}" if memory else line
         elif job is not None:
             progress = job.progress
-            begun = record.begun and progress.step
-            total = job.summary.seconds
-            seconds = None if total is None else total * (1 - progress.fraction if begun else 1)
-            stopped = f"stopped after step {progress.step} of {progress.steps}" if begun else ""
-            takes = "" if seconds is None else f"{'needs' if begun else 'takes'} {about(seconds)}"
+            seconds = job.seconds_left
+            stopped = f"stopped after step {progress.step} of {progress.steps}" if progress.step else ""
+            takes = "" if seconds is None else f"{'needs' if stopped else 'takes'} {about(seconds)}"
             line = ", ".join(filter(None, (stopped, takes)))
         else:
             task = next((candidate for candidate in self._worker.tasks() if candidate.id == record.id), None)

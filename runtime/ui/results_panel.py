@@ -62,7 +62,7 @@ class ResultsPanel(JobsPanel):
     def _delete(self, call: Call) -> Reply:
         """Delete a video; the stage shows the next one of its group, or else the newest one."""
         job = self._job(call.target)
-        members = [] if job.group is None else list(self._store.group(job.group))
+        members = [] if job.group is None else list(self._store.groups([job.group])[job.group])
         reply = super()._delete(call)
         place = members.index(job.id) if job.id in members else 0
         neighbors = [*members[place + 1 :], *members[:place][-1:]]
@@ -90,19 +90,20 @@ class ResultsPanel(JobsPanel):
     def _strip(self) -> str:
         runs = [job for job in self._store.order.jobs(states=["running"], owner=self._owner) if job.plan]
         # A group has one card: while one of its videos runs, the first, with the picture of its newest finished one.
-        cards: dict[object, Card] = {}
+        cards: dict[Group | str, Card] = {}
         for job, view in [(job, self._worker.job(job.id)) for job in runs]:
             if view is not None:
                 cards.setdefault(job.group or job.id, _running_card(view))
         for job in self._videos():
             key = job.group or job.id
             cards[key] = replace(self._card(job), running=key in cards)
-        return render("results_strip.html", cards=[self._stack(*entry) for entry in list(cards.items())[:_SHOWN]])
-
-    def _stack(self, key: object, card: Card) -> Card:
-        """Return the card of a group, or the same card for a video without one."""
-        members = list(self._store.group(key)) if isinstance(key, Group) else []
-        return replace(card, members=members) if members else card
+        entries = list(cards.items())[:_SHOWN]
+        members = self._store.groups([key for key, _ in entries if isinstance(key, Group)])
+        stacks = [
+            replace(card, members=list(members[key])) if isinstance(key, Group) and members[key] else card
+            for key, card in entries
+        ]
+        return render("results_strip.html", cards=stacks)
 
     def _videos(self) -> list[JobRecord]:
         """Return recent finished videos that can be played, one of each group.

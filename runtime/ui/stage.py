@@ -38,6 +38,8 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
     """Yield views of a job and its group as they change, at least one a second, until all or `watch` have ended."""
     last_view, shown_at = None, 0.0
     last_key: object = None
+    # From one round to the next, so that the views of ended videos stay in memory and are not read again.
+    group: Members = []
     while True:
         now, count = time.monotonic(), job.changes.count
         group = [] if job.group is None else await asyncio.to_thread(worker.group, job)
@@ -161,22 +163,19 @@ def _line(members: Sequence[Job], unfinished: Sequence[Job], worker: JobQueue, n
     if all(member.cancelling for member in unfinished):
         return replace(line, state="stopping", left="Stopping…")
     if any(member.state == "running" for member in unfinished):
-        return replace(line, left=formatting.time_left(_seconds_left(unfinished, worker, now)))
+        return replace(line, left=formatting.time_left(_seconds_left(unfinished, worker)))
     waiting = next((member for member in unfinished if not member.held), None)
     paused = "Paused until you resume it."
     return replace(line, state="queued", left=paused if waiting is None else job_view.waiting_text(waiting, worker))
 
 
-def _seconds_left(unfinished: Sequence[Job], worker: JobQueue, now: float) -> float | None:
+def _seconds_left(unfinished: Sequence[Job], worker: JobQueue) -> float | None:
     """Return about how long videos still take together, without paused ones; `None` if that is unknown for one."""
     rest: list[float] = []
     for job in unfinished:
         if job.held and job.state == "queued":
             continue
-        if job.state == "running":
-            seconds = job.progress.at(now).seconds_left
-        else:
-            seconds = None if job.summary.seconds is None else job.summary.seconds * (1 - job.progress.fraction)
+        seconds = job.seconds_left
         if seconds is None:
             return None
         rest.append(seconds)

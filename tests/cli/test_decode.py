@@ -24,7 +24,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.latent_files import LatentFile
 from runtime.models.weights import load_module
-from runtime.pipeline.decode import decode_file
+from runtime.pipeline.decode import Decoded, decode_file
 from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.history_file import HistoryFile
 from runtime.video.mp4 import find_ffmpeg, read_metadata
@@ -108,7 +108,7 @@ def test_the_forecast_is_an_estimate_until_a_file_was_decoded(model: str, cache_
         on_gpu = DecodePlan.of(decode_request, file, tmp_path, with_gpu)
     assert on_gpu.device == "cuda:0"
     assert 0 < on_gpu.seconds(with_gpu, ()).likely < estimate.likely
-    done = decode_file(decode_request, settings, engines, lambda _: None, Cancel())
+    done = decode_to_file(decode_request, engines, lambda _: None, cache_dir)
     assert forecast().known
     assert forecast().likely == pytest.approx(done.seconds, rel=0.01)
 
@@ -177,7 +177,7 @@ def test_frames_are_decoded_in_tiles_where_memory_is_short(
     monkeypatch.setattr(type(part), "frames", frames)
     asked = replace(request(str(spec.directory), tmp_path / "wide.npy", tmp_path / "wide.mp4"), crf=0)
     events: list[Event] = []
-    done = decode_file(asked, Settings(cache_dir=tmp_path), engines, events.append, Cancel())
+    done = decode_to_file(asked, engines, events.append, tmp_path)
     assert used == ([tile] if short else [None, tile])
     assert [fact.code for fact in done.fallbacks] == ["planner.decoded_in_tiles"]
     assert sum(isinstance(event, Warned) for event in events) == 1
@@ -260,6 +260,20 @@ def request(model: str, latents: Path, out: Path) -> DecodeRequest:
     return DecodeRequest(latents=latents, spec=find(model, Path("none")), output=out)
 
 
+def decode_to_file(
+    decode_request: DecodeRequest,
+    engines: EngineService,
+    emit: Callable[[Event], None],
+    cache_dir: Path,
+    cancel: Cancel | None = None,
+) -> Decoded:
+    """Plan a request and decode its file."""
+    settings = Settings(cache_dir=cache_dir)
+    with LatentFile(decode_request.latents) as file:
+        plan = DecodePlan.of(decode_request, file, settings.weights_dir, engines.machine)
+        return decode_file(plan, file, settings, engines, emit, cancel or Cancel())
+
+
 def test_cancelling_leaves_nothing(model: str, tmp_path: Path) -> None:
     np.save(tmp_path / "z.npy", values(400, *SHAPE[1:]))
     cancel, events = Cancel(), []
@@ -272,7 +286,7 @@ def test_cancelling_leaves_nothing(model: str, tmp_path: Path) -> None:
     out = tmp_path / "z.mp4"
     with pytest.raises(CancelledError):
         engines = EngineService.from_settings(Settings(cache_dir=tmp_path), probe())
-        decode_file(request(model, tmp_path / "z.npy", out), Settings(cache_dir=tmp_path), engines, emit, cancel)
+        decode_to_file(request(model, tmp_path / "z.npy", out), engines, emit, tmp_path, cancel)
     assert sum(isinstance(event, FramesDecoded) for event in events) < 5
     assert not out.exists()
     assert not list(tmp_path.glob(".tandem*"))

@@ -17,6 +17,7 @@ from runtime.core.events import (
     Failed,
     FellBack,
     FramesDecoded,
+    Paused,
     Planned,
     StageStarted,
     StepDone,
@@ -31,8 +32,9 @@ from runtime.models.registry import read_spec
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import records
 from runtime.queue import store as store_module
-from runtime.queue.records import Ahead, BuildEngines, DeleteEngine, JobRecord, Needs, work_of
+from runtime.queue.records import Ahead, BuildEngines, DeleteEngine, JobRecord, Needs, State, work_of
 from runtime.queue.store import JobStore
+from runtime.queue.views import Job
 from tests.plans import GIB, gpu, machine, tiny_plan
 from tests.queue.samples import add_job, requests, sample_plan, sample_request, sample_result
 
@@ -55,6 +57,35 @@ def test_a_job_is_read_as_it_was_added(store: JobStore, tmp_path: Path) -> None:
     assert again.plan == plan
     assert (again.state, again.held, again.owner, again.batch) == ("queued", False, "guest", "b")
     assert (again.output, again.result, again.failure, again.begun) == (plan.output, None, None, False)
+
+
+def test_what_a_stopped_video_still_takes(store: JobStore, subtests: pytest.Subtests) -> None:
+    """Steps that were done are not repeated; what came before the first one is."""
+    plan = sample_plan()
+    whole = plan.seconds["total"].likely
+    loading: list[Event] = [Planned(plan=plan), StageStarted(stage="load", part="transformer")]
+    steps: list[Event] = [StepDone(step=n, of=4, seconds=1.0, part="transformer") for n in (1, 2)]
+    cases: list[tuple[str, list[Event], State, Callable[[Job], float | None]]] = [
+        ("never started", [], "queued", lambda _: whole),
+        ("stopped while loading", [*loading, Paused(step=0, of=4)], "queued", lambda _: whole),
+        (
+            "stopped after two steps",
+            [*loading, *steps, Paused(step=2, of=4)],
+            "queued",
+            lambda job: whole * (1 - job.share),
+        ),
+        ("interrupted after two steps", [*loading, *steps], "interrupted", lambda job: whole * (1 - job.share)),
+        ("running", [*loading, *steps], "running", lambda job: job.progress.at(time.monotonic()).seconds_left),
+        ("failed", [*loading, *steps, Failed(fact=sentence("x"))], "failed", lambda _: 0.0),
+    ]
+    for name, events, state, expected in cases:
+        with subtests.test(name):
+            job = Job(add_job(store), plan, "", store)
+            job.state = state
+            for event in events:
+                job.progress = job.progress.after(event, time.monotonic())
+            assert job.seconds_left == pytest.approx(expected(job), rel=0.05)
+    assert 0 < job.share < 1
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -431,7 +462,8 @@ def test_the_videos_of_a_batch_with_one_prompt_are_a_group(store: JobStore) -> N
     assert first.group is not None and first.group == third.group and kite.group != first.group
     assert alone.group is None
     store.star([second.id], True)
-    assert store.group(first.group) == {first.id: False, second.id: True, third.id: False}
+    groups = {first.group: {first.id: False, second.id: True, third.id: False}, kite.group: {kite.id: False}}
+    assert store.groups([group for group in groups if group]) == groups and store.groups([]) == {}
     assert ids(store.list(batches=[first.batch or ""])) == ids(reversed(batch))
     # Of a group, lists show the newest that matches; deleted ones are in no group.
     assert ids(store.list(stacked=True)) == ids([alone, third, kite])
@@ -441,7 +473,7 @@ def test_the_videos_of_a_batch_with_one_prompt_are_a_group(store: JobStore) -> N
     assert ids(store.list(stacked=True, states=["done"])) == []
     store.delete(third.id)
     assert ids(store.list(stacked=True)) == ids([alone, kite, second])
-    assert list(store.group(first.group)) == ids([first, second])
+    assert list(store.groups([first.group])[first.group]) == ids([first, second])
     assert ids(store.list(stacked=True, deleted=True)) == ids([third])
 
 

@@ -13,6 +13,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import (
     BuildEngines,
+    BuildProgress,
     DeleteEngine,
     ImportEngine,
     InspectEngine,
@@ -152,6 +153,18 @@ def test_the_wait_is_known_if_all_that_is_ahead_has_a_forecast(
     assert queue.seconds_until(queue.ahead(second)) == video
     assert queue.seconds_until(queue.ahead(builds[1])) == pytest.approx(2 * video + 240.0)
     assert queue.seconds_until(queue.ahead(builds[2])) is None
+    # Videos do not wait for a build that runs. One that made room for them builds only what is not finished yet.
+    started = queue.store.order.claim("app.0", ["build"])
+    assert started is not None and started.id == builds[0].id
+    engine = BuildProgress(program="vae", backend="tensorrt", expected=100.0)
+    states = [engine.model_copy(update={"state": state}) for state in ("done", "kept", "running", "waiting")]
+    event = {"event": "TaskBuilds", "builds": [each.model_dump(mode="json") for each in states]}
+    queue.store.log.append(started.id, event)
+    builds[0].refresh()
+    assert queue.ahead(second).keys() == {first.id} and builds[0].seconds_left == pytest.approx(200.0, abs=20.0)
+    queue.store.log.append(started.id, {"event": "PutBack"})
+    builds[0].refresh()
+    assert builds[0].seconds_left == 200.0
     queue.close()
 
 

@@ -5,6 +5,8 @@ import json
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from runtime.core.errors import OutputError
 from runtime.core.settings import Settings
 from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue import storage
-from runtime.queue.store import JobStore
+from runtime.queue.store import NAME, JobStore
 from runtime.server.gradio_requests import FILE, access
 from runtime.server.job_files import routes
 from runtime.video.mp4 import read_metadata
@@ -53,6 +55,14 @@ def test_now_returns_states(made: tuple[App, str]) -> None:
     now = json.loads(body)
     assert status == 200 and {"queue": 0, "percent": None}.items() <= now.items()
     assert now["jobs"][job] == "done"
+    # With another version than the current one, the answer comes at once; with the current one, at the next change.
+    assert json.loads(get(server, f"tandem/now/{now['version'] + 1}")[1])["jobs"] == now["jobs"]
+    with ThreadPoolExecutor() as pool, closing(JobStore(server.cache_dir / NAME)) as store:
+        waiting = pool.submit(get, server, f"tandem/now/{now['version']}")
+        store.star([job], True)
+        later = json.loads(waiting.result()[1])
+        store.star([job], False)
+    assert later["version"] > now["version"] and later["app"] == now["app"]
 
 
 @pytest.mark.slow
@@ -95,6 +105,8 @@ def test_unknown_files_are_not_found(made: tuple[App, str], subtests: pytest.Sub
     ("method", "path", "needed"),
     [
         ("GET", "/tandem/now", "login"),
+        ("GET", "/tandem/now/12", "login"),
+        ("GET", "/tandem/now/-1", None),
         ("HEAD", "/tandem/copy/0123abcd.mp4", "login"),
         ("GET", "/tandem/report/whole/0123abcd.json", "login"),
         ("POST", "/tandem/now", None),

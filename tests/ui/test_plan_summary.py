@@ -135,6 +135,7 @@ def test_a_badge_shows_backend_and_reason(
     seen = summary_of(spec, **values)
     badge = seen.badges["vae"]
     assert (badge.text, badge.kind) == (f"{backend}: {short(state, WORDS)}", kind)
+    assert badge.lacks_engine == (state.code == "planner.badge_no_engine")
     plan = preview(spec, **values).plan
     assert plan is not None
     assert badge.reason == why(plan.components["vae"])

@@ -244,7 +244,6 @@ def import_engine(
     spec: ModelSpec,
     component: str | None,
     service: EngineService,
-    device: str,
     emit_progress: Report,
     cancel: Cancel,
     entry: Entry = run_job,
@@ -255,7 +254,6 @@ def import_engine(
 
     Args:
         component: the component to replace; None finds the one whose weights the file contains.
-        device: a torch device: "cpu" or "cuda:0".
         emit_progress, cancel, entry: see `build.build_engine`.
         timers: see `EngineService.build`.
 
@@ -265,7 +263,7 @@ def import_engine(
         CancelledError: if cancelled; nothing of it remains.
     """
     source = read_source(path)
-    store = service.store
+    store, device = service.store, device_here(service.machine)
     check_library(source, service.machine)
     check_disk_space(source, store.folder)
     # The id is unknown until the file is matched.

@@ -63,7 +63,7 @@ class Library:
 
     def import_file(self, path: Path, component: str | None = None) -> Imported:
         """Import a file."""
-        return import_engine(path, self.spec, component, self.service, "cpu", ignore, Cancel())
+        return import_engine(path, self.spec, component, self.service, ignore, Cancel())
 
     def plan(self, **values: object) -> ExecutionPlan:
         """Plan a tiny clip that builds nothing."""
@@ -364,9 +364,7 @@ def test_external_weights_do_not_replace_files_of_the_engine(
 
 def test_crash_while_opening_is_an_error(library: Library, files: dict[str, Path]) -> None:
     with pytest.raises(EngineError) as failed:
-        import_engine(
-            files["adapted"], library.spec, None, library.service, "cpu", ignore, Cancel(), child_entries.abort
-        )
+        import_engine(files["adapted"], library.spec, None, library.service, ignore, Cancel(), child_entries.abort)
     assert (failed.value.code, failed.value.data["signal"]) == ("engine.child_crashed", 6)
     assert failed.value.data["action"].code == "engine.not_opened"
     assert visible(library.service.store) == []
@@ -380,7 +378,7 @@ def test_cancelled_import_leaves_no_files(library: Library, files: dict[str, Pat
             cancel.request()
 
     with pytest.raises(CancelledError):
-        import_engine(files["adapted"], library.spec, None, library.service, "cpu", stop, cancel)
+        import_engine(files["adapted"], library.spec, None, library.service, stop, cancel)
     assert visible(library.service.store) == []
 
 
