@@ -109,7 +109,7 @@ _WITHOUT_PICTURE = {
 # Of the frame before there is a job, in pixels.
 _USUAL_SIZE = (192, 112)
 
-IDLE = Line("idle", "Ready", "Describe a scene, then select Generate or press Ctrl + Enter.")
+IDLE = Line("idle", "Ready", "Describe a scene, then select Generate.", left="Ctrl + Enter generates")
 
 
 @dataclass(frozen=True)
