@@ -477,14 +477,18 @@ def _summary(saved: VideoSaved) -> str:
 
 
 def backend_reasons(saved: VideoSaved, plan: ExecutionPlan) -> list[tuple[str, str]]:
-    """Return why components ran where they did: their names, and the reason that they share."""
-    parts: dict[str, list[str]] = {}
+    """Return why components ran where they did: names and the reason that they share; no names if all share it."""
+    reasons: dict[str, tuple[str, ...]] = {}
     for name, part in saved.plan["components"].items():
         # Earlier versions saved text.
-        text = sentences(Fact(**fact) for fact in part["reasons"]) if "reasons" in part else str(part["reason"])
-        if text:
-            parts.setdefault(text, []).append(lowered(plan.title(name)))
-    return [(capitalized(", ".join(names)), text) for text, names in parts.items()]
+        facts = [page_text(Fact(**fact)).what for fact in part["reasons"]] if "reasons" in part else [part["reason"]]
+        reasons[lowered(plan.title(name))] = tuple(dict.fromkeys(map(str, filter(None, facts))))
+    shared = [text for text in next(iter(reasons.values())) if all(text in texts for texts in reasons.values())]
+    names_of: dict[str, list[str]] = {}
+    for title, texts in reasons.items():
+        names_of.setdefault(" ".join(text for text in texts if text not in shared), []).append(title)
+    grouped = [(capitalized(", ".join(names)), text) for text, names in names_of.items() if text]
+    return [*grouped, *([("", " ".join(shared))] if shared else [])]
 
 
 def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:
