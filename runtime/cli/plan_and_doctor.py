@@ -85,21 +85,21 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
 def _show_components(plan: ExecutionPlan) -> None:
     """Print where each component runs and why; reasons that all components have are printed once."""
     reasons = [tuple(map(str, part.reasons)) for part in plan.components.values()]
-    shared = [reason for reason in reasons[0] if all(reason in others for others in reasons[1:])]
+    common = [reason for reason in reasons[0] if all(reason in part_reasons for part_reasons in reasons)]
     rows = [
         (
             plan.title(name),
             f"{BACKEND_TITLES[part.backend]}, {part.device}",
             memory_size(part.weights_bytes),
-            " ".join(reason for reason in map(str, part.reasons) if reason not in shared),
+            " ".join(reason for reason in map(str, part.reasons) if reason not in common),
         )
         for name, part in plan.components.items()
     ]
     columns = 4 if any(why for *_, why in rows) else 3
     headings = ("Component", "Runs on", "Weights", "Why")
     terminal.table(headings[:columns], [row[:columns] for row in rows])
-    if shared:
-        terminal.result(f"All components: {' '.join(shared)}")
+    if common:
+        terminal.result(f"All components: {' '.join(common)}")
 
 
 def _show_memory(plan: ExecutionPlan) -> None:

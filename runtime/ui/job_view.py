@@ -483,12 +483,12 @@ def backend_reasons(saved: VideoSaved, plan: ExecutionPlan) -> list[tuple[str, s
         # Earlier versions saved text.
         facts = [page_text(Fact(**fact)).what for fact in part["reasons"]] if "reasons" in part else [part["reason"]]
         reasons[lowered(plan.title(name))] = tuple(dict.fromkeys(map(str, filter(None, facts))))
-    shared = [text for text in next(iter(reasons.values())) if all(text in texts for texts in reasons.values())]
-    names_of: dict[str, list[str]] = {}
+    common = [text for text in next(iter(reasons.values())) if all(text in texts for texts in reasons.values())]
+    names_by_text: dict[str, list[str]] = {}
     for title, texts in reasons.items():
-        names_of.setdefault(" ".join(text for text in texts if text not in shared), []).append(title)
-    grouped = [(capitalized(", ".join(names)), text) for text, names in names_of.items() if text]
-    return [*grouped, *([("", " ".join(shared))] if shared else [])]
+        names_by_text.setdefault(" ".join(text for text in texts if text not in common), []).append(title)
+    rows = [(capitalized(", ".join(names)), text) for text, names in names_by_text.items() if text]
+    return [*rows, ("", " ".join(common))] if common else rows
 
 
 def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:
