@@ -252,7 +252,7 @@
     settings.classList.toggle("open", open);
     tandem.write("sessionStorage", ADVANCED, open ? "open" : "");
     tandem.tidy();
-    if (open && move) settings.scrollIntoView({ block: "start" });
+    if (open && move) settings.scrollIntoView({ block: "nearest" });
     document.body.classList.toggle("drawer", open);
   };
   let restored = false;
