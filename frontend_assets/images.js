@@ -120,6 +120,7 @@
     return Object.entries(before).every(([name, scale]) => Number(value(name)) === scale) ? after : {};
   };
   const isFirst = (field) => field === "image" && !chosen("image");
+  const sizeNote = (field) => isFirst(field) && value("size_from") !== FROM_IMAGE ? "The size follows the image." : "";
   const use = (field, reference, picture, changes = {}) => {
     remember(digestOf(reference), picture);
     tandem.unmark();
@@ -152,7 +153,7 @@
     if (!upload) return;
     const url = await pictureOf(file);
     if (newest[field] !== turn) return;
-    note([isFirst(field) && value("size_from") !== FROM_IMAGE ? "The size follows the image." : "", line].filter(Boolean).join(" "));
+    note([sizeNote(field), line].filter(Boolean).join(" "));
     use(field, upload.image, { url, width: upload.width, height: upload.height });
   };
   const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
@@ -225,7 +226,7 @@
     }
     if (example) {
       const { image, width, height, picture, error } = await ask({ what: "example", name: example.dataset.example });
-      if (error) note(error, true); else { note(""); use("image", image, { url: picture, width, height }); }
+      if (error) note(error, true); else { note(sizeNote("image")); use("image", image, { url: picture, width, height }); }
     }
     if (frame) proceed(frame);
     if (target.closest("#images [data-offer]")) takeOffer();

@@ -84,8 +84,9 @@
 
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
-    const button = $("#generate");
-    if (button && button.offsetParent) { event.preventDefault(); button.click(); }
+    // While a video is made, the next one is queued.
+    const button = [...document.querySelectorAll("#generate, #queue-next button")].find((main) => main.offsetParent);
+    if (button) { event.preventDefault(); button.click(); }
   });
 
   // Strategies, if memory is short: each sets two choices of the form.
@@ -137,7 +138,7 @@
     }
   };
 
-  // Messages are above the bar in narrow windows.
+  // Messages are above the bar.
   const bars = new ResizeObserver(([{ target }]) => {
     document.body.style.setProperty("--bar-height", `${target.offsetHeight}px`);
   });

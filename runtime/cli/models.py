@@ -109,6 +109,8 @@ def _summary_row(spec: ModelSpec, need: Needs) -> tuple[str, ...]:
     if _begun(spec):
         installed = f"{byte_size(_begun(spec))} of it"
     least = f"{need.least.gib} GB" if need.least else "none"
+    if need.runs_well_without_gpu:
+        least = "not needed"
     return (spec.name, spec.title, _size(spec), installed, least, short(need.fit.verdict))
 
 
@@ -163,21 +165,26 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     if of_images != guidance:
         guidance = f"{guidance} (from an image {of_images})"
     shift = _shift(spec)
-    least = (
-        f"{need.least} ({str(need.least.strategy).rstrip('.')})"
-        if need.least
-        else "none; it needs more than any single GPU has"
-    )
-    resident = f"; to stay loaded: {need.resident}" if need.resident and str(need.resident) != str(need.least) else ""
+    is_apart = need.resident and str(need.resident) != str(need.least) and not need.runs_well_without_gpu
+    resident = f"; to stay loaded: {need.resident}" if is_apart else ""
     parameters = f"{spec.total_parameters / 1e6:,.1f} M parameters"
     return [
         f"{spec.name}: {spec.title}, {spec.license}, {parameters}, {_size(spec)}, {where}",
         f"    makes {defaults.width}x{defaults.height}, {defaults.frames} frames at {defaults.fps} fps, "
         f"{defaults.steps} steps, guidance {guidance}{shift}, negative prompt {_shown(spec)}",
         *(f"    {line}" for line in _files(spec)),
-        f"    smallest GPU: {least}{resident}",
+        f"    smallest GPU: {_smallest_gpu(need)}{resident}",
         f"    on this machine: {need.fit.summary}",
     ]
+
+
+def _smallest_gpu(need: Needs) -> str:
+    """Return the smallest GPU with the strategy on it."""
+    if need.runs_well_without_gpu:
+        return "not needed"
+    if need.least is None:
+        return "none; it needs more than any single GPU has"
+    return f"{need.least} ({str(need.least.strategy).rstrip('.')})"
 
 
 def _files(spec: ModelSpec) -> list[str]:

@@ -83,21 +83,23 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
 
 
 def _show_components(plan: ExecutionPlan) -> None:
-    parts = {
-        plan.title(name): (
+    """Print where each component runs and why; reasons that all components have are printed once."""
+    reasons = [tuple(map(str, part.reasons)) for part in plan.components.values()]
+    common = [reason for reason in reasons[0] if all(reason in part_reasons for part_reasons in reasons)]
+    rows = [
+        (
+            plan.title(name),
             f"{BACKEND_TITLES[part.backend]}, {part.device}",
             memory_size(part.weights_bytes),
-            " ".join(map(str, part.reasons)),
+            " ".join(reason for reason in map(str, part.reasons) if reason not in common),
         )
         for name, part in plan.components.items()
-    }
+    ]
+    columns = 4 if any(why for *_, why in rows) else 3
     headings = ("Component", "Runs on", "Weights", "Why")
-    reasons = {why for _, _, why in parts.values()}
-    if len(reasons) > 1:
-        terminal.table(headings, [(title, *cells) for title, cells in parts.items()])
-        return
-    terminal.table(headings[:-1], [(title, *cells[:-1]) for title, cells in parts.items()])
-    terminal.result(f"All components: {reasons.pop()}")
+    terminal.table(headings[:columns], [row[:columns] for row in rows])
+    if common:
+        terminal.result(f"All components: {' '.join(common)}")
 
 
 def _show_memory(plan: ExecutionPlan) -> None:

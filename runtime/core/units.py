@@ -17,8 +17,11 @@ def byte_size(count: int) -> str:
 
 
 def memory_size(count: int) -> str:
-    """Return a number of bytes of memory as makers of cards count them, 1 GB = 2³⁰ bytes: "812 MB", "3.4 GB"."""
-    return f"{count / _GIB:,.1f} GB" if count >= _GIB else f"{count / _MIB:,.0f} MB"
+    """Return a number of bytes of memory as makers of cards count them, 1 GB = 2³⁰ bytes: "812 MB", "3.4 GB".
+
+    From 1,000 MB on it is in GB, so that no size has four digits and a comma.
+    """
+    return f"{count / _GIB:,.1f} GB" if count >= 999.5 * _MIB else f"{count / _MIB:.0f} MB"
 
 
 def duration(seconds: float) -> str:

@@ -77,6 +77,11 @@ class Needs:
     resident: Card | None
     fit: "Fit"
 
+    @property
+    def runs_well_without_gpu(self) -> bool:
+        """Whether the clip runs well on this machine's CPU, so that no GPU is needed."""
+        return self.fit.kind == "well" and self.fit.where == "memory"
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
         cards = {"least": self.least, "resident": self.resident}

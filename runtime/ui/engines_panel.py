@@ -433,7 +433,8 @@ def _builds_line(task: Task) -> str:
     so_far = sum(build.took for build in ended) + sum(map(task.seconds_running, task.builds))
     rest = task.seconds_left or 0.0
     count = f"{len(ended)} of {counted(len(task.builds), 'engine')} done"
-    return f"{count}, {formatting.duration(so_far)} so far, {formatting.time_left(rest)} of {about(so_far + rest)}."
+    total = f" of {about(so_far + rest)}" if rest >= 1 else ""
+    return f"{count}, {formatting.duration(so_far)} so far, {formatting.time_left(rest)}{total}."
 
 
 def _title_of_build(plan: ExecutionPlan, spec: ModelSpec, component: str, backend: str = "") -> Fact:

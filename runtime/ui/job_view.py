@@ -109,7 +109,7 @@ _WITHOUT_PICTURE = {
 # Of the frame before there is a job, in pixels.
 _USUAL_SIZE = (192, 112)
 
-IDLE = Line("idle", "Ready", "Describe a scene, then select Generate or press Ctrl + Enter.")
+IDLE = Line("idle", "Ready", "Describe a scene, then select Generate.", left="Ctrl + Enter generates")
 
 
 @dataclass(frozen=True)
@@ -478,14 +478,18 @@ def _summary(saved: VideoSaved) -> str:
 
 
 def backend_reasons(saved: VideoSaved, plan: ExecutionPlan) -> list[tuple[str, str]]:
-    """Return why components ran where they did: their names, and the reason that they share."""
-    parts: dict[str, list[str]] = {}
+    """Return why components ran where they did: names and the reason that they share; no names if all share it."""
+    reasons: dict[str, tuple[str, ...]] = {}
     for name, part in saved.plan["components"].items():
         # Earlier versions saved text.
-        text = sentences(Fact(**fact) for fact in part["reasons"]) if "reasons" in part else str(part["reason"])
-        if text:
-            parts.setdefault(text, []).append(lowered(plan.title(name)))
-    return [(capitalized(", ".join(names)), text) for text, names in parts.items()]
+        facts = [page_text(Fact(**fact)).what for fact in part["reasons"]] if "reasons" in part else [part["reason"]]
+        reasons[lowered(plan.title(name))] = tuple(dict.fromkeys(map(str, filter(None, facts))))
+    common = [text for text in next(iter(reasons.values())) if all(text in texts for texts in reasons.values())]
+    names_by_text: dict[str, list[str]] = {}
+    for title, texts in reasons.items():
+        names_by_text.setdefault(" ".join(text for text in texts if text not in common), []).append(title)
+    rows = [(capitalized(", ".join(names)), text) for text, names in names_by_text.items() if text]
+    return [*rows, ("", " ".join(common))] if common else rows
 
 
 def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:

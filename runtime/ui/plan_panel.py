@@ -250,7 +250,7 @@ def part_lines(plan: ExecutionPlan) -> list[PartLine]:
             name=name,
             title=plan.title(name),
             backend=BACKEND_TITLES[plan.components[name].backend],
-            time=latency(seconds) + (f" instead of {latency(plain[name])}" if plain[name] > seconds else ""),
+            time=_instead_of(seconds, plain[name]),
             percent=round(100 * seconds / longest, 1),
             saved=round(100 * max(plain[name] - seconds, 0.0) / longest, 1),
         )
@@ -266,8 +266,13 @@ def clip_line(plan: ExecutionPlan) -> str:
         pytorch = part.on(PYTORCH)
         if part.engines and part.seconds is not None and pytorch is not None:
             saved += pytorch.likely - part.seconds.likely
-    instead = f" instead of {latency(total + saved)}" if saved > 0 else ""
-    return f"This clip: {latency(total)}{instead}, {short(plan.seconds['total'].basis)}."
+    return f"This clip: {_instead_of(total, total + saved)}, {short(plan.seconds['total'].basis)}."
+
+
+def _instead_of(seconds: float, slower: float) -> str:
+    """Return a duration and the longer one that it replaces; the latter only if it reads differently."""
+    text, slower_text = latency(seconds), latency(slower)
+    return f"{text} instead of {slower_text}" if slower > seconds and slower_text != text else text
 
 
 def speed_up(preview: Preview) -> str:

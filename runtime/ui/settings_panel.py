@@ -15,6 +15,7 @@ from runtime.models.spec import ModelSpec
 from runtime.queue import storage
 from runtime.queue.job_queue import JobQueue
 from runtime.server.serve import address_of
+from runtime.server.visitor_limits import describe_limits, limits_of
 from runtime.ui import form
 from runtime.ui.formatting import page_text, render
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
@@ -86,8 +87,10 @@ class SettingsPanel:
             check_share(settings)
         except SettingsError as error:
             conflict = page_text(error.fact).what
+        spec = self._models.get(settings.model)
         return render(
             "settings_sharing.html",
+            limits=describe_limits(limits_of(settings, spec)) if spec else "",
             address=address_of(settings.host, settings.port),
             local=settings.host in LOOPBACK,
             user=settings.auth[0] if settings.auth else "",

@@ -7,6 +7,7 @@ from runtime.core.units import latency, memory_size, significant
 
 def test_memory_has_binary_units() -> None:
     assert memory_size(812 << 20) == "812 MB"
+    assert memory_size(1001 << 20) == "1.0 GB"
     assert memory_size(7 << 29) == "3.5 GB"
 
 

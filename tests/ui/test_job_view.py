@@ -251,7 +251,13 @@ def test_a_finished_job_shows_loras_step_cache_and_shift(job: Job) -> None:
 def test_reasons_of_a_finished_job_name_settings_as_the_form_does(job: Job, store: JobStore) -> None:
     cause = Fact("planner.vae_bfloat16", {"gpu": "Tesla T4"})
     unavailable = Fact("planner.asked_unavailable", {"backend": "tensorrt", "cause": cause})
-    plan = job.plan.with_component("vae", job.plan.components["vae"].replace(reasons=(unavailable,)))
+    vae = job.plan.components["vae"]
+    # A reason of all components is there once, without their names.
+    both = job.plan.with_component("vae", vae.replace(reasons=(*vae.reasons, unavailable)))
+    append_events(job, store, Planned(plan=both))
+    (name, _), common = job_view.backend_reasons(saved(job), both)
+    assert "vae" in name.lower() and common == ("", formatting.sentences(vae.reasons))
+    plan = job.plan.with_component("vae", vae.replace(reasons=(unavailable,)))
     append_events(job, store, Planned(plan=plan))
     reasons = job_view.backend_reasons(saved(job), plan)
     text = next(reason for names, reason in reasons if "vae" in names.lower())

@@ -13,6 +13,7 @@ from runtime.engines.store import EngineStore
 from runtime.models.catalogue import find
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.server.visitor_limits import describe_limits, limits_of
 from runtime.ui import form
 from runtime.ui.panels import Call, respond
 from runtime.ui.settings_panel import SettingsPanel, disk_uses
@@ -61,6 +62,10 @@ def test_the_qr_code_has_the_password_only_if_it_is_asked_for(tmp_path: Path, su
     # The owner's own password is shown nowhere.
     html = sharing_html(panel(tmp_path, link(generated=False, password="secret"), auth="me:secret"), login=True)
     assert modules(LINK) in html and "secret" not in html and "qr-login" not in html
+    # Limits are those of the settings, or of the model.
+    html = sharing_html(panel(tmp_path, link(), share_frames=17, model="diorama"))
+    spec = find("diorama", tmp_path)
+    assert describe_limits(limits_of(Settings(cache_dir=tmp_path, share_frames=17), spec)) in html
 
 
 def test_sharing_shows_its_state_and_how_it_is_turned_on(tmp_path: Path, subtests: pytest.Subtests) -> None:

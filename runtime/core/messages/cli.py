@@ -33,7 +33,7 @@ MESSAGES: Mapping[str, Message] = {
     "cli.no_engines": Message("No engines."),
     "cli.no_jobs": Message("No jobs."),
     "cli.no_models_downloaded": Message("No models are downloaded."),
-    "cli.nothing_saved": Message("Cancelled. Nothing was saved."),
+    "cli.nothing_saved": Message("Cancelled. No video was saved."),
     "cli.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give a file name that ends in .mp4."),
     "cli.not_utf8": Message(
         "The argument {argument} has bytes that are not UTF-8, such as {byte}.",
