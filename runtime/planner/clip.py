@@ -127,18 +127,26 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
         InvalidRequestError: if it does not, with the nearest supported values.
     """
     _check_positions(spec, {"frames": frames, "height": height, "width": width})
-    for field, value, stride in (("width", width, spec.strides[0]), ("height", height, spec.strides[1])):
-        if value % stride:
-            supported = nearest(value, stride, 0, stride, MAX_SIDE)
-            raise InvalidRequestError(
-                field,
-                "planner.not_a_multiple",
-                field=field,
-                value=value,
-                model=spec.title,
-                stride=stride,
-                able=supported,
-            )
+    strides = dict(zip(("width", "height"), spec.strides, strict=True))
+    values = {"width": width, "height": height}
+    able = {
+        field: nearest(values[field], stride, 0, stride, MAX_SIDE)
+        for field, stride in strides.items()
+        if values[field] % stride
+    }
+    if len(able) == len(strides):
+        facts = {"width": width, "height": height, "widths": able["width"], "heights": able["height"]}
+        raise InvalidRequestError("width", "planner.no_multiples", model=spec.title, stride=spec.strides[0], **facts)
+    for field, supported in able.items():
+        raise InvalidRequestError(
+            field,
+            "planner.not_a_multiple",
+            field=field,
+            value=values[field],
+            model=spec.title,
+            stride=strides[field],
+            able=supported,
+        )
     stride, least = spec.frame_stride, spec.least_frames
     if frames % stride != 1 or frames < least:
         supported = nearest(frames, stride, 1, least, MAX_FRAMES)

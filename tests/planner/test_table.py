@@ -301,6 +301,13 @@ ROWS = [
     Row(here("H200", (9, 0), 141, ram=8), A14B, {}, MachineError, LOAD_RAM),
     Row(H200, SMALL, {"backends": {"transformer_2": "tensorrt"}}, INVALID, "planner.no_such_component"),
     Row(H200, TI2V, {"width": 720}, INVALID, fact("planner.not_a_multiple", able=[704, 736])),
+    Row(
+        H200,
+        TI2V,
+        {"width": 720, "height": 500},
+        INVALID,
+        fact("planner.no_multiples", widths=[704, 736], heights=[480, 512]),
+    ),
 ]
 
 # What is planned where memory is short.

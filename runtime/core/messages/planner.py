@@ -164,6 +164,10 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.not_a_multiple": Message(
         "{field:setting} is {value}; {model} supports multiples of {stride}.", "Use {able:or}."
     ),
+    "planner.no_multiples": Message(
+        "{set[width]} is {width} and {set[height]} is {height}; {model} supports multiples of {stride}.",
+        "Use a width of {widths:or} and a height of {heights:or}.",
+    ),
     "planner.frame_count": Message("{set[frames]} is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
     "planner.prompt_times": Message(
         "The prompt has a time that cannot be read: {part}.",
