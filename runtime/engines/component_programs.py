@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
-from runtime.models.spec import FRAME_DECODER, ModelSpec, is_text_encoder
+from runtime.models.spec import FRAME_DECODER, UPSCALER, ModelSpec, is_text_encoder
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.planner.choice.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
@@ -123,7 +123,9 @@ class Program:
         spec, scale = self.spec, self.spec.vae.scale_factor_spatial
         length, channels = spec.max_sequence_length, spec.vae.z_dim
         if self.name == FRAME_DECODER:
-            return {"latent_frames": noise(latent[0], channels, *latent[1:])}
+            latents = noise(latent[0], channels, *latent[1:])
+            # An upscaler takes colors.
+            return {"latent_frames": latents.sigmoid() if UPSCALER in spec.programs else latents}
         words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
         if is_text_encoder(self.name):
             vocabulary: Any = self.module.vocabulary

@@ -1,4 +1,4 @@
-"""Engines of decoders of single frames: their keys, those that are built already, and building one.
+"""Engines of decoders and upscalers of single frames: their keys, those that are built already, and building one.
 
 They take batches. A TensorRT plan has two optimization profiles: full batches, a size for which TensorRT chooses its
 kernels, and any smaller number of frames. Other engines take full batches only.
@@ -56,6 +56,12 @@ class FrameEngine:
         return self.key.profiles[-1].min[0] < self.key.profiles[0].max[0]
 
 
+def frame_component(spec: ModelSpec) -> str:
+    """Return the only component of a model of single frames: a decoder or an upscaler."""
+    (component,) = spec.component_names
+    return component
+
+
 def frame_engine(
     engines: EngineService,
     spec: ModelSpec,
@@ -82,7 +88,7 @@ def frame_engine(
     profiles = (full, ShapeProfile((1, *latent), full.max, full.max)) if builder.name in _PROFILED else (full,)
     key = builder.key(
         spec,
-        FRAME_DECODER,
+        frame_component(spec),
         FRAME_DECODER,
         profiles,
         precision=precision or ("float32" if device == "cpu" else "float16"),
@@ -149,7 +155,7 @@ def build_frame_engine(
     """
     request = BuildRequest(
         spec=spec,
-        component=FRAME_DECODER,
+        component=frame_component(spec),
         key=engine.key,
         device=engine.device,
         again=again,

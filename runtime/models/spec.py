@@ -27,6 +27,8 @@ _SMALL_BYTES = 1 << 30
 IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
 FRAME_DECODER = "frame_decoder"
+# The only component of a model that enlarges frames; its program is that of a decoder of single frames.
+UPSCALER = "upscaler"
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -42,7 +44,7 @@ def is_text_encoder(component: str) -> bool:
 
 def folder_of(component: str) -> str:
     """Return the folder of a component in a model's folder: both parts of the VAE have one, a frame decoder none."""
-    return {VAE_ENCODER: "vae", FRAME_DECODER: "."}.get(component, component)
+    return {VAE_ENCODER: "vae", FRAME_DECODER: ".", UPSCALER: "."}.get(component, component)
 
 
 def component_of(program: str) -> str:
