@@ -52,6 +52,15 @@ def upscaler_paths(weights_dir: Path) -> dict[str, Path]:
     return files
 
 
+def upscalers(weights_dir: Path) -> list[ModelSpec]:
+    """Return the upscalers that can be used, each for the factor of its network."""
+    specs = []
+    for name in upscaler_paths(weights_dir):
+        with contextlib.suppress(ModelError):
+            specs.append(find_upscaler(name, None, weights_dir))
+    return specs
+
+
 def find_upscaler(name: str | None, scale: int | None, weights_dir: Path) -> ModelSpec:
     """Return an upscaler.
 
