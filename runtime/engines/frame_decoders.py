@@ -43,7 +43,7 @@ class FrameEngine:
         low, high = self.key.profiles[-1].min, self.key.profiles[0].max
         return EngineRef(
             id=self.key.digest(),
-            program=FRAME_DECODER,
+            program=self.key.program,
             builder=self.key.builder,
             precision=self.key.precision,
             profile=(low, high, high),
@@ -57,7 +57,7 @@ class FrameEngine:
 
 
 def frame_component(spec: ModelSpec) -> str:
-    """Return the only component of a model of single frames: a decoder or an upscaler."""
+    """Return the only component of a model of single frames, which has the name of its program."""
     (component,) = spec.component_names
     return component
 
@@ -89,7 +89,7 @@ def frame_engine(
     key = builder.key(
         spec,
         frame_component(spec),
-        FRAME_DECODER,
+        frame_component(spec),
         profiles,
         precision=precision or ("float32" if device == "cpu" else "float16"),
         machine=engines.machine,
@@ -99,8 +99,8 @@ def frame_engine(
     return FrameEngine(key, device, engines.store.get(key))
 
 
-def builder_of(engines: EngineService, backend: str, device: str) -> Builder:
-    """Return the builder of a backend's engines of frame decoders.
+def builder_of(engines: EngineService, backend: str, device: str, component: str = FRAME_DECODER) -> Builder:
+    """Return the builder of a backend's engines of decoders, or upscalers, of single frames.
 
     Raises:
         MachineError: if this machine cannot build or run them.
@@ -108,7 +108,7 @@ def builder_of(engines: EngineService, backend: str, device: str) -> Builder:
     names = {builder.name for builder in builders_for(device)}
     candidates = [builder for builder in builders_of(backend) if builder.kind == "component" and builder.name in names]
     if not candidates:
-        raise MachineError("pipeline.backend_unsupported", backend=backend, component=FRAME_DECODER, device=device)
+        raise MachineError("pipeline.backend_unsupported", backend=backend, component=component, device=device)
     problems = [builder.unavailable(engines.machine) for builder in candidates]
     able = [builder for builder, problem in zip(candidates, problems, strict=True) if problem is None]
     if not able:

@@ -27,8 +27,10 @@ _SMALL_BYTES = 1 << 30
 IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
 FRAME_DECODER = "frame_decoder"
-# The only component of a model that enlarges frames; its program is that of a decoder of single frames.
+# The same of a model that enlarges single frames.
 UPSCALER = "upscaler"
+# Programs of single frames, whose batch size is the number of frames.
+FRAME_PROGRAMS = frozenset({FRAME_DECODER, UPSCALER})
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 

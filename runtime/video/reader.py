@@ -164,7 +164,9 @@ def _usual_rate(rate: re.Match[str], stream: str) -> Fraction:
 
 def _filters(matrix: str) -> str:
     """Return the filters that make square pixels."""
-    return f"scale=w=round(iw*sar):h=ih:flags=accurate_rnd+full_chroma_int+bicubic{matrix},setsar=1"
+    # A side that is too large is noticed in the first frame.
+    width = f"min(round(iw*sar)\\,{_MAX_SIDE + 1})"
+    return f"scale=w={width}:h=ih:flags=accurate_rnd+full_chroma_int+bicubic{matrix},setsar=1"
 
 
 def read_video(info: VideoInfo, count: int) -> Generator[np.ndarray, None, str]:
@@ -191,12 +193,13 @@ def read_video(info: VideoInfo, count: int) -> Generator[np.ndarray, None, str]:
     ):
         assert process.stdout is not None
         try:
-            while data := process.stdout.read(size * count):
-                whole = len(data) // size
-                if whole:
-                    any_frames = True
-                    frames = np.frombuffer(data, np.uint8, whole * size)
-                    yield frames.reshape(whole, info.height, info.width, COLORS)
+            while True:
+                frames = np.empty((count, info.height, info.width, COLORS), np.uint8)
+                whole = process.stdout.readinto(memoryview(frames).cast("B")) // size
+                if not whole:
+                    break
+                any_frames = True
+                yield frames[:whole]
         except BaseException:
             process.kill()
             raise

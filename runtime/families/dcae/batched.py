@@ -243,7 +243,7 @@ class BatchedDecoder:
             engine = candidates[0]
         else:
             precision = self._settings.decoder_precision
-            builder = builder_of(service, self._target_backend, device)
+            builder = builder_of(service, self._target_backend, device, self._component)
             engine = frame_engine(
                 service,
                 spec,
@@ -303,7 +303,7 @@ class BatchedDecoder:
         assert self._current is not None
         if len(part) < self._batch and not (self._current.takes_any and self._alone):
             part = _padded(part, self._batch)
-        frames = self._open.infer(FRAME_DECODER, latent_frames=part)["decoded_frames"]
+        frames = self._open.infer(self._component, latent_frames=part)["decoded_frames"]
         assert self._spec is not None
         decoder: Any = self._spec.vae
         shape = (len(part), decoder.channels, *decoder.frame_size(*part.shape[2:]))

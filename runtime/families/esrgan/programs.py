@@ -104,7 +104,7 @@ class RrdbNetwork(nn.Module):
 
 
 class UpscalerForm(nn.Module):
-    """The program `frame_decoder` of an upscaler, see `engines.programs`: the network, and its result made smaller.
+    """The program `upscaler`, see `engines.programs`: the network, and its result made smaller.
 
     Args:
         network: a `CompactNetwork` or an `RrdbNetwork`.

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from runtime.families.dcae.spec import NoTransformer
 from runtime.models.folder import up_to
 from runtime.models.registry import Family, KnownModel, PartFiles
-from runtime.models.spec import FRAME_DECODER, UPSCALER, Defaults, ModelSpec
+from runtime.models.spec import UPSCALER, Defaults, ModelSpec
 from runtime.models.stored_weights import WeightFiles
 
 COMPACT, RRDB = "SRVGGNetCompact", "RRDBNet"
@@ -268,7 +268,7 @@ _CARD: Mapping[str, Any] = {
     "expand_timesteps": False,
     "max_sequence_length": 0,
     "encoders": {},
-    "programs": {UPSCALER: (FRAME_DECODER,)},
+    "programs": {UPSCALER: (UPSCALER,)},
     "latent_rgb": None,
     # Frames of any size and rate are upscaled.
     "defaults": Defaults(
