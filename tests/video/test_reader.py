@@ -121,7 +121,7 @@ def test_other_files_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> N
             "source.too_large",
         ),
         (
-            make(tmp_path / "sar.mkv", "-vf", "scale=200:24,setsar=50", *H264, "-frames:v", "1"),
+            make(tmp_path / "sar.mkv", "-vf", "scale=4200:2,setsar=2", *H264, "-frames:v", "1"),
             "source.too_large",
         ),
         (make(tmp_path / "huge.mkv", "-vf", "scale=8000:6000", "-c:v", "mjpeg", "-frames:v", "1"), "source.too_large"),
