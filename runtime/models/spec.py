@@ -426,8 +426,8 @@ class ModelSpec:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it is a decoder of single frames, which makes no videos."""
-        return FRAME_DECODER in self.programs
+        """Whether it is a decoder or an upscaler of single frames, which makes no videos."""
+        return not FRAME_PROGRAMS.isdisjoint(self.programs)
 
     @property
     def component_names(self) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def test_a_video_is_enlarged_with_its_sound_and_its_settings(
     assert np.abs(luma(read(out)) - luma(expected)).mean() < 2
     metadata = read_metadata(out)
     assert metadata["request"] == {"prompt": "a boat"}
-    assert (metadata["upscale"]["source"], metadata["upscale"]["upscaler"]) == ("clip.mp4", "small")
+    assert (metadata["upscale"]["source"], metadata["upscale"]["upscaler"]) == ("clip.mp4", "small 3x")
     info = read_info(out)
     assert info.sound == ("aac",)
     command = [find_ffmpeg(), "-v", "error", "-i", str(out), "-f", "ffmetadata", "-"]

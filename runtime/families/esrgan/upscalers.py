@@ -5,6 +5,7 @@ Imports no torch.
 
 import contextlib
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +62,16 @@ def upscalers(weights_dir: Path) -> list[ModelSpec]:
     return specs
 
 
+def upscaler_models(weights_dir: Path) -> list[ModelSpec]:
+    """Return the upscalers that can be used, for every factor: each has engines of its own."""
+    return [
+        spec if scale == spec.vae.scale_factor_spatial else find_upscaler(spec.name, scale, weights_dir)
+        for spec in upscalers(weights_dir)
+        for scale in SCALES
+        if scale <= spec.vae.scale_factor_spatial
+    ]
+
+
 def find_upscaler(name: str | None, scale: int | None, weights_dir: Path) -> ModelSpec:
     """Return an upscaler.
 
@@ -79,14 +90,15 @@ def find_upscaler(name: str | None, scale: int | None, weights_dir: Path) -> Mod
     key = next(iter(paths)) if name is None else by_name.get(name.lower(), "")
     path = paths[key] if key else _file(name or "", list(paths), weights_dir)
     entry = _PUBLISHED.get(key) if path.suffix == ".param" else None
-    files = read_upscaler(path) if path.suffix == ".param" else _read_file(path)
+    files = _read(path, path.stat().st_mtime_ns)
     most = int(files.config["scale"])
     if scale is not None and not 1 <= scale <= most:
         title = key or path.stem
         raise InvalidRequestError("scale", "upscaler.scale", value=scale, upscaler=title, most=most)
     title = entry.title if entry else path.stem
+    reduced = f" {scale}x" if scale not in {None, most} else ""
     return upscaler_spec(
-        key or path.stem, title, _LICENSE if entry else "unknown", files, most if scale is None else scale
+        f"{key or path.stem}{reduced}", title, _LICENSE if entry else "unknown", files, most if scale is None else scale
     )
 
 
@@ -101,12 +113,16 @@ def _file(name: str, names: list[str], weights_dir: Path) -> Path:
     raise ModelError("upscaler.unknown", name=ascii(name)[:_MAX_NAME_LENGTH], names=names)
 
 
-def _read_file(path: Path) -> WeightFiles:
-    """Return the weights of a safetensors file.
+@lru_cache
+def _read(path: Path, changed: int) -> WeightFiles:
+    """Return the weights of an upscaler's file, which is read once for each version.
 
     Raises:
         ModelError: if it cannot be read, or is no upscaler.
     """
+    del changed
+    if path.suffix == ".param":
+        return read_upscaler(path)
     part = read_part(path, {})
     if part is None or part.component != UPSCALER:
         raise ModelError("upscaler.other_network", file=path.name)
