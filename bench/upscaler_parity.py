@@ -13,6 +13,7 @@ import math
 import sys
 import tempfile
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,7 @@ def by_ncnn(path: Path, frame: np.ndarray) -> np.ndarray:
     Args:
         path: the `.param`.
     """
-    import ncnn
-
+    ncnn: Any = import_module("ncnn")
     net: Any = ncnn.Net()
     net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = net.opt.use_fp16_packed = False
     net.opt.use_bf16_storage = net.opt.use_winograd_convolution = net.opt.use_sgemm_convolution = False
@@ -59,7 +59,7 @@ def psnr(x: np.ndarray, y: np.ndarray) -> float:
 
 def write(path: Path) -> None:
     """Store what ncnn makes of `networks.picture(6, 5)` with small networks, by kind and scale, as float16."""
-    results = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for config, scale in ((COMPACT_CONFIG, 2), (COMPACT_CONFIG, 3), (COMPACT_CONFIG, 4), (RRDB_CONFIG, 4)):
             param = Path(scratch) / "network.param"

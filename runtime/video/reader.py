@@ -11,6 +11,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -191,15 +192,16 @@ def read_video(info: VideoInfo, count: int) -> Generator[np.ndarray, None, str]:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
         ) as process,
     ):
-        assert process.stdout is not None
+        pipe = cast("Any", process.stdout)
         try:
             while True:
-                frames = np.empty((count, info.height, info.width, COLORS), np.uint8)
-                whole = process.stdout.readinto(memoryview(frames).cast("B")) // size
+                data = bytearray(size * count)
+                whole = pipe.readinto(data) // size
                 if not whole:
                     break
                 any_frames = True
-                yield frames[:whole]
+                frames = np.frombuffer(data, np.uint8, whole * size)
+                yield frames.reshape(whole, info.height, info.width, COLORS)
         except BaseException:
             process.kill()
             raise

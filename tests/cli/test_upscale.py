@@ -3,6 +3,7 @@
 import json
 import subprocess
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_tiles_make_the_same_frames_where_memory_is_short(
     expected = enlarged(upscaler, 2, clip)
     engines = EngineService.from_settings(Settings(cache_dir=tmp_path), probe())
     machine = replace(engines.machine, ram_free_bytes=1) if short else engines.machine
-    source = VideoInfo(tmp_path / "x", 230, 30, 12, 1.0, (), "")
+    source = VideoInfo(tmp_path / "x", 230, 30, Fraction(12), 1.0, (), "")
     plan = UpscalePlan.of(request(upscaler, source, tmp_path / "x.mp4"), machine)
     assert plan.tile == (192 if short else None)
     real, sizes = BatchedDecoder.__call__, []
@@ -149,7 +150,7 @@ def test_tiles_make_the_same_frames_where_memory_is_short(
 
 def test_an_rrdbnet_needs_larger_tiles(tmp_path: Path) -> None:
     save_safetensors(tmp_path / "rrdb.safetensors", RRDB_CONFIG)
-    source = VideoInfo(tmp_path / "x", 1000, 600, 12, None, (), "")
+    source = VideoInfo(tmp_path / "x", 1000, 600, Fraction(12), None, (), "")
     plan = UpscalePlan.of(request(str(tmp_path / "rrdb.safetensors"), source, tmp_path / "x.mp4"), probe())
     sides = []
     smaller = replace(plan, tile=None, batch=1).smaller()

@@ -41,7 +41,7 @@ def _weights_changed(change: Callable[[bytes], bytes]) -> Callable[[Path], None]
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no magic": (_replaced("7767517", "7767518"), "ncnn.no_magic"),
-    "empty": (lambda path: path.write_text("") and None, "ncnn.no_magic"),
+    "empty": (_replaced("7767517\n12 ", ""), "ncnn.no_magic"),
     "layers": (_replaced("\n12 ", "\n13 "), "ncnn.layers"),
     "no count": (_replaced("\n12 ", "\nx "), "ncnn.layers"),
     "names missing": (_replaced("PReLU p0 1 1 c0 p0 0=8", "PReLU p0 1 1 c0"), "ncnn.layer_malformed"),

@@ -1,6 +1,6 @@
 """Upscalers in ncnn's files: their layers are compared with the network of their configuration. Imports no torch."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -118,10 +118,11 @@ class _Expressions:
             tensors |= zip(layer.outputs, outputs, strict=True)
         return tensors[layers[-1].outputs[0]]
 
-    def _layer(self, kind: str, inputs: list[int], values: dict[int, Any]) -> int:
+    def _layer(self, kind: str, inputs: list[int], values: Mapping[int, Any]) -> int:
         # Those of shapes are checked with the weights.
         settings = {number: value for number, value in values.items() if kind not in _WITH_SHAPES or number > _SHAPES}
-        match kind, *settings.items():
+        layer: tuple[Any, ...] = (kind, *settings.items())
+        match layer:
             case ["Input"]:
                 expression = self.of("source")
             case ["Split"]:
@@ -135,7 +136,7 @@ class _Expressions:
             case ["Convolution"]:
                 expression = self.convolution(*inputs)
             case ["Convolution", *leaky] if leaky == _LEAKY:
-                expression = self.convolution(*inputs, slope=_SLOPE)
+                expression = self.convolution(inputs[0], _SLOPE)
             case ["Eltwise", (0, 1.0), (1, factors)]:
                 expression = self.total(*zip(inputs, factors, strict=True))
             case ["PixelShuffle", (0, scale)]:

@@ -74,8 +74,8 @@ class UpscalerSpec:
     growth: Annotated[int, up_to(1_024)] | Literal[0]
     scale: Annotated[int, up_to(_MAX_SCALE)]
     output_scale: Annotated[int, up_to(_MAX_SCALE)]
-    z_dim: Literal[3] = COLORS
-    channels: Literal[3] = COLORS
+    z_dim: Literal[3] = 3
+    channels: Literal[3] = 3
     scale_factor_temporal: Literal[1] = 1
 
     @property
