@@ -249,7 +249,8 @@ class FrameUpscaler:
             if not torch.isfinite(larger).all().item():
                 raise BadResultError("execution.upscaler_not_finite", dtype=plan.dtype)
             for (row, column), part in zip(tiles, larger.split(len(frames)), strict=True):
-                rounded = (part.float() * _WHITE).round_().clamp_(0, _WHITE).to(torch.uint8)
+                # In place: a large frame takes hundreds of megabytes.
+                rounded = part.mul_(_WHITE).round_().clamp_(0, _WHITE).to(torch.uint8)
                 rows, columns = row.shown(scale, plan.height), column.shown(scale, plan.width)
                 inner = rounded[..., row.kept(scale, plan.height), column.kept(scale, plan.width)]
                 out[:, rows, columns] = inner.permute(0, 2, 3, 1)

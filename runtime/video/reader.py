@@ -45,6 +45,8 @@ _AVERAGE = re.compile(r", ([\d.]+) fps")
 _SIZE = re.compile(r"^#dimensions 0: (\d+)x(\d+)$", re.MULTILINE)
 _RATE = re.compile(r"^#tb 0: (\d+)/(\d+)$", re.MULTILINE)
 _FRAME = re.compile(r"^0,.*0x[0-9a-f]+$", re.MULTILINE)
+# What a message begins with: the part of ffmpeg that states it, and its address.
+_PART_OF_FFMPEG = re.compile(r"^(\[[^]]*\] )+")
 _COVER = "(attached pic)"
 
 
@@ -210,4 +212,6 @@ def read_video(info: VideoInfo, count: int) -> Generator[np.ndarray, None, str]:
         lines = log.read(_LOG_BYTES).decode("utf-8", "replace").strip().splitlines()
     if not any_frames:
         raise InvalidRequestError("file", "source.no_frames", file=info.path.name)
-    return lines[-1] if lines else ""
+    if lines:
+        return _PART_OF_FFMPEG.sub("", lines[-1])
+    return "" if process.returncode == 0 else f"ffmpeg ended with {process.returncode}"

