@@ -23,6 +23,7 @@ from runtime.core.settings import Settings
 from runtime.core.units import UNITS, byte_size
 from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
+from runtime.families.esrgan.upscalers import upscaler_models
 from runtime.machine.probe import probe
 from runtime.models.catalogue import check_makes_videos, decoders, find, folders
 from runtime.models.registry import read_spec
@@ -354,7 +355,8 @@ def _models() -> list[ModelSpec]:
             specs.append(read_spec(folder, name))
         except TandemError:  # reported by `models list`
             continue
-    return [*specs, *decoders(settings.load().weights_dir)]
+    weights_dir = settings.load().weights_dir
+    return [*specs, *decoders(weights_dir), *upscaler_models(weights_dir)]
 
 
 def _folder(text: str) -> Path:

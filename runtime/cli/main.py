@@ -319,6 +319,34 @@ def decode(
     return command.decode(latents, model, out, fps=fps, channels=channels, crf=crf, backend=backend)
 
 
+@_command(app, "upscale")
+def upscale(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A video: MP4, MKV, WebM, GIF or another.")],
+    scale: Annotated[
+        int | None, typer.Option(metavar="2|3|4", help="How many times larger. [default: 4, or what the upscaler does]")
+    ] = None,
+    upscaler: Annotated[
+        OptionalText,
+        typer.Option(
+            metavar="NAME|FILE", help="One of `models list`, or a .safetensors file. [default: realesr-animevideov3]"
+        ),
+    ] = None,
+    out: Annotated[
+        OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")
+    ] = None,
+    crf: Annotated[
+        int | None, typer.Option(metavar="N", help="H.264 constant rate factor. [default: 17; 10 for small videos]")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(metavar="BACKEND", help="What runs the upscaler; a missing engine is built.")
+    ] = "auto",
+) -> Outcome:
+    """Enlarge a video, with its sound."""
+    from runtime.cli import upscale as command
+
+    return command.upscale(file, out, scale=scale, upscaler=upscaler, crf=crf, backend=backend)
+
+
 @_command(app, "export")
 @takes_options("model", "width", "height", "frames")
 def export(

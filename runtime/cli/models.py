@@ -13,6 +13,7 @@ from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact, cut, render, short
 from runtime.core.units import byte_size
+from runtime.families.esrgan.upscalers import upscalers
 from runtime.machine.probe import probe
 from runtime.models.catalogue import (
     decoders,
@@ -36,7 +37,7 @@ from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.registry import family_of, read_spec
 from runtime.models.single_file import expert_of
-from runtime.models.spec import VAE_ENCODER, Defaults, ModelSpec, is_transformer
+from runtime.models.spec import UPSCALER, VAE_ENCODER, Defaults, ModelSpec, is_transformer
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.requirements import Needs, needs
 
@@ -75,9 +76,18 @@ def show_models() -> dict[str, Any]:
     frame_decoders = decoders(loaded.weights_dir)
     for spec in frame_decoders:
         rows.append((spec.name, spec.title, byte_size(stored_bytes(spec)), "yes", "", "decodes latents"))
+    enlarging = upscalers(loaded.weights_dir)
+    for spec in enlarging:
+        size = byte_size(_upscaler(spec)["bytes"])
+        rows.append((spec.name, spec.title, size, "yes", "", f"upscales {spec.vae.scale_factor_spatial} times"))
     terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine"), rows)
     terminal.line(f"Details of a model: `{program()} models show NAME`.")
-    return {"models": listed, "parts": parts, "decoders": [_decoder(spec) for spec in frame_decoders]}
+    return {
+        "models": listed,
+        "parts": parts,
+        "decoders": [_decoder(spec) for spec in frame_decoders],
+        "upscalers": [_upscaler(spec) for spec in enlarging],
+    }
 
 
 def show_model(name: str) -> dict[str, Any]:
@@ -124,6 +134,19 @@ def _decoder(spec: ModelSpec) -> dict[str, Any]:
         "bytes": stored_bytes(spec),
         "latent_channels": spec.vae.z_dim,
         "stride": spec.vae.scale_factor_spatial,
+    }
+
+
+def _upscaler(spec: ModelSpec) -> dict[str, Any]:
+    (file,) = spec.weight_paths(UPSCALER)
+    return {
+        "name": spec.name,
+        "file": str(file),
+        "title": spec.title,
+        "license": spec.license,
+        "parameters": spec.total_parameters,
+        "bytes": file.stat().st_size,
+        "scale": spec.vae.scale_factor_spatial,
     }
 
 

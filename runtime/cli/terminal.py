@@ -321,8 +321,8 @@ def progress_text(progress: Progress) -> str:
         parts.append(f"step {progress.step}/{progress.steps}")
         if progress.seconds_per_step is not None:
             parts.append(f"{progress.seconds_per_step:.2f} s/step")
-    if progress.stage == "decode":
-        parts.append(f"{progress.frames}/{progress.frame_count} frames")
+    if progress.stage in {"decode", "upscale"}:
+        parts.append(f"{progress.frames}/{progress.frame_count or '?'} frames")
     if progress.seconds_left is not None:
         parts.append(f"{duration(progress.seconds_left)} left")
     return " · ".join(parts)

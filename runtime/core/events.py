@@ -32,7 +32,7 @@ from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, Warnings, Words, render
 from runtime.core.plan import ExecutionPlan
 
-Stage = Literal["build", "load", "encode", "denoise", "decode", "save"]
+Stage = Literal["build", "load", "encode", "denoise", "decode", "upscale", "save"]
 
 STAGE_TITLES: Mapping[Stage, str] = {
     "build": "Building an engine",
@@ -40,6 +40,7 @@ STAGE_TITLES: Mapping[Stage, str] = {
     "encode": "Reading the prompt",
     "denoise": "Denoising",
     "decode": "Decoding frames",
+    "upscale": "Upscaling",
     "save": "Saving the video",
 }
 
@@ -188,7 +189,7 @@ class OutOfMemory(_Event):
 
 
 class FramesDecoded(_Event):
-    """`frames` of `of` frames are decoded; `preview` is an animated WebP of those so far.
+    """`frames` of `of` frames are decoded, or upscaled from a file; `preview` is an animated WebP of those so far.
 
     The job's folder has a clip of the first `playable` frames, unless that is 0.
     """

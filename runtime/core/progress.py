@@ -44,6 +44,8 @@ _PARTS = ("load", "encode", "denoise", "decode")
 # Share of a part that is expected to progress evenly; what remains takes longer and longer.
 _STEADY = 0.7
 _IMAGE_PARTS = ("image_encoder", "vae_encoder")
+# The stages of commands that make a video of a file, without a plan.
+_OF_FILES = ("decode", "upscale")
 _COMPONENT: dict[str, str] = {"encode": "text_encoder", "decode": "vae"}
 
 
@@ -354,6 +356,10 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """Seconds until the video is saved; `None` if unknown, for instance while an engine is built."""
+        if self.plan is None and self.stage in _OF_FILES and 0 < self.frames <= self.frame_count:
+            elapsed = self.pace.last - self.pace.began
+            ahead = elapsed * (self.frame_count - self.frames) / self.frames
+            return max(ahead - (self.now - self.pace.last), 0.0)
         return 0.0 if self.end is not None else self.pace.left(self.now)
 
     @property
@@ -361,6 +367,8 @@ class Progress:
         """Share of the job that is done, 0 to 1; it decreases only if memory ran out or the job starts again."""
         if isinstance(self.end, VideoSaved):
             return 1.0
+        if self.plan is None and self.frame_count:
+            return min(self.frames / self.frame_count, 1.0)
         is_stopped = self.paused or self.end is not None
         return self.reached if is_stopped else max(self.reached, self.pace.fraction(self.now))
 
@@ -426,6 +434,7 @@ class Progress:
             changes = {"step": event.step, "part": event.part, "preview": event.preview or self.preview}
         elif isinstance(event, FramesDecoded):
             changes = {"frames": event.frames, "preview": event.preview or self.preview}
+            changes["frame_count"] = self.frame_count or event.of
         elif isinstance(event, OutOfMemory):
             changes = {"plan": event.plan or self.plan, "warnings": (*self.warnings, event.fact)}
             changes["frames"] = _frames_after(self.plan, self.step)

@@ -28,7 +28,7 @@ from runtime.machine.probe import free_disk_bytes, gpu_index, probe
 from runtime.models import registry
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8
-from runtime.models.spec import FRAME_DECODER, ModelSpec, is_text_encoder, is_transformer
+from runtime.models.spec import FRAME_PROGRAMS, ModelSpec, is_text_encoder, is_transformer
 from runtime.planner.choice.engine_index import IMPORTED, SWAPPED, EngineKey, EngineRecord
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def _measure(request: BuildRequest, key: EngineKey, report: Report) -> dict[str,
         except Exception:
             logger.warning("PyTorch could not be measured", exc_info=True)
         _free(request.device)
-    if key.program == FRAME_DECODER and fields["pytorch_seconds_per_call"]:
+    if key.program in FRAME_PROGRAMS and fields["pytorch_seconds_per_call"]:
         # PyTorch runs its program as it is.
         fields["baselines"] = {"eager": fields["pytorch_seconds_per_call"]}
     return fields

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
-from runtime.models.spec import FRAME_DECODER, ModelSpec, is_text_encoder
+from runtime.models.spec import FRAME_PROGRAMS, UPSCALER, ModelSpec, is_text_encoder
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.planner.choice.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing
@@ -26,7 +26,7 @@ _INPUTS = {
     "vae_next": ("z",),
     "vae_clip": ("z",),
     **dict.fromkeys(GROUP_PROGRAMS, ("z",)),
-    FRAME_DECODER: ("latent_frames",),
+    **dict.fromkeys(FRAME_PROGRAMS, ("latent_frames",)),
 }
 _OUTPUTS = {
     "text_encoder": "embeds",
@@ -36,7 +36,7 @@ _OUTPUTS = {
     "vae_encoder_next": "z",
     IMAGE_PROGRAM: "moments",
     "transformer": "velocity",
-    FRAME_DECODER: "decoded_frames",
+    **dict.fromkeys(FRAME_PROGRAMS, "decoded_frames"),
 }
 _WITH_CACHES = frozenset({"vae_next", "vae_encoder_next"})
 TEXT_PADDING = "text_padding"
@@ -122,8 +122,10 @@ class Program:
 
         spec, scale = self.spec, self.spec.vae.scale_factor_spatial
         length, channels = spec.max_sequence_length, spec.vae.z_dim
-        if self.name == FRAME_DECODER:
-            return {"latent_frames": noise(latent[0], channels, *latent[1:])}
+        if self.name in FRAME_PROGRAMS:
+            latents = noise(latent[0], channels, *latent[1:])
+            # An upscaler takes colors.
+            return {"latent_frames": latents.sigmoid() if self.name == UPSCALER else latents}
         words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
         if is_text_encoder(self.name):
             vocabulary: Any = self.module.vocabulary

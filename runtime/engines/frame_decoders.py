@@ -1,4 +1,4 @@
-"""Engines of decoders of single frames: their keys, those that are built already, and building one.
+"""Engines of decoders and upscalers of single frames: their keys, those that are built already, and building one.
 
 They take batches. A TensorRT plan has two optimization profiles: full batches, a size for which TensorRT chooses its
 kernels, and any smaller number of frames. Other engines take full batches only.
@@ -43,7 +43,7 @@ class FrameEngine:
         low, high = self.key.profiles[-1].min, self.key.profiles[0].max
         return EngineRef(
             id=self.key.digest(),
-            program=FRAME_DECODER,
+            program=self.key.program,
             builder=self.key.builder,
             precision=self.key.precision,
             profile=(low, high, high),
@@ -54,6 +54,12 @@ class FrameEngine:
     def takes_any(self) -> bool:
         """Whether it takes fewer frames than a full batch."""
         return self.key.profiles[-1].min[0] < self.key.profiles[0].max[0]
+
+
+def frame_component(spec: ModelSpec) -> str:
+    """Return the only component of a model of single frames, which has the name of its program."""
+    (component,) = spec.component_names
+    return component
 
 
 def frame_engine(
@@ -82,8 +88,8 @@ def frame_engine(
     profiles = (full, ShapeProfile((1, *latent), full.max, full.max)) if builder.name in _PROFILED else (full,)
     key = builder.key(
         spec,
-        FRAME_DECODER,
-        FRAME_DECODER,
+        frame_component(spec),
+        frame_component(spec),
         profiles,
         precision=precision or ("float32" if device == "cpu" else "float16"),
         machine=engines.machine,
@@ -93,8 +99,8 @@ def frame_engine(
     return FrameEngine(key, device, engines.store.get(key))
 
 
-def builder_of(engines: EngineService, backend: str, device: str) -> Builder:
-    """Return the builder of a backend's engines of frame decoders.
+def builder_of(engines: EngineService, backend: str, device: str, component: str = FRAME_DECODER) -> Builder:
+    """Return the builder of a backend's engines of decoders, or upscalers, of single frames.
 
     Raises:
         MachineError: if this machine cannot build or run them.
@@ -102,7 +108,7 @@ def builder_of(engines: EngineService, backend: str, device: str) -> Builder:
     names = {builder.name for builder in builders_for(device)}
     candidates = [builder for builder in builders_of(backend) if builder.kind == "component" and builder.name in names]
     if not candidates:
-        raise MachineError("pipeline.backend_unsupported", backend=backend, component=FRAME_DECODER, device=device)
+        raise MachineError("pipeline.backend_unsupported", backend=backend, component=component, device=device)
     problems = [builder.unavailable(engines.machine) for builder in candidates]
     able = [builder for builder, problem in zip(candidates, problems, strict=True) if problem is None]
     if not able:
@@ -149,7 +155,7 @@ def build_frame_engine(
     """
     request = BuildRequest(
         spec=spec,
-        component=FRAME_DECODER,
+        component=frame_component(spec),
         key=engine.key,
         device=engine.device,
         again=again,

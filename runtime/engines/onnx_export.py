@@ -23,7 +23,7 @@ from runtime.engines.component_programs import CACHE, Program
 from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
 from runtime.engines.programs import load_program
 from runtime.engines.signatures import METADATA_KEY
-from runtime.models.spec import FRAME_DECODER, ModelSpec
+from runtime.models.spec import FRAME_PROGRAMS, ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS
 from runtime.planner.choice.engine_index import STEPS, ShapeProfile, serves_any_clip
 from runtime.upstream.onnxscript import fast_rewriting
@@ -161,7 +161,7 @@ def _export_profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeP
     """Return the profile from the smallest useful size to `latent`; an axis of size 1 would become static."""
     if serves_any_clip(program):
         return ShapeProfile.fixed((1, 1, 1))
-    if program == FRAME_DECODER:
+    if program in FRAME_PROGRAMS:
         # Some decoders choose their way to compute attention by the size.
         return ShapeProfile((1, *latent[1:]), latent, latent)
     frames, height, width = (1, *latent[1:]) if program in STEPS else latent

@@ -15,8 +15,10 @@ The batch size is 1:
     vae_clip           z (1, C, n, h, w)                                     -> frames (4(n - 1) + 1, H, W, 3)
     vae_group_n        the same, of a group of n latent frames, 1 to 5       -> the same, some values beyond -1 and 1
     frame_decoder      latent_frames (n, C, h, w)                            -> decoded_frames (n, channels, H, W)
+    upscaler           latent_frames (n, 3, h, w)                            -> decoded_frames (n, 3, H, W)
 
-The batch size of `frame_decoder` is n, which a profile counts as frames; its frames may be beyond -1 and 1.
+The batch size of `frame_decoder` is n, which a profile counts as frames; its frames may be beyond -1 and 1. That of
+`upscaler` is the same; the colors of its small and large frames are in 0 to 1.
 
 The transformer's timestep has one value, or two for a model that starts from a first frame: one engine serves its
 videos from text, with equal values, and from images. Latents of given frames are channels after the model's own, which

@@ -23,7 +23,7 @@ from runtime.engines.component_programs import Program
 from runtime.engines.key_parts import program_key_parts
 from runtime.engines.programs import MakeForm, load_program
 from runtime.models.registry import components_of
-from runtime.models.spec import FRAME_DECODER, ModelSpec
+from runtime.models.spec import FRAME_PROGRAMS, ModelSpec
 from runtime.models.tensor_files import read_tensors
 from runtime.models.weights import load_stored, load_tokenizer
 from runtime.upstream.torch import clear_module
@@ -72,7 +72,7 @@ def load_reference(spec: ModelSpec, component: str, name: str, device: str) -> P
     Raises:
         ModelError: if the weights do not fit the configuration.
     """
-    if name.startswith("vae") or name == FRAME_DECODER:
+    if name.startswith("vae") or name in FRAME_PROGRAMS:
         return load_program(spec, component, name, device=device, dtype="float32")
     make_form: MakeForm = components_of(spec.family).make_form
     form = make_form(spec, name, lambda: load_stored(spec, component)).eval()

@@ -21,7 +21,7 @@ from runtime.engines.component_programs import Program
 from runtime.engines.reference import ExactConvolutions, full_float32
 from runtime.engines.sessions import Session
 from runtime.machine.load import LoadMeter
-from runtime.models.spec import FRAME_DECODER
+from runtime.models.spec import FRAME_PROGRAMS
 from runtime.planner.choice.engine_index import ShapeProfile
 
 # From noise to the last details: sampling gives a transformer all of these, and an error may depend on them.
@@ -198,7 +198,7 @@ def compare(session: Session, cases: Iterable[Case], program: str, precision: st
 def tolerance_of(program: str, precision: str) -> float:
     """Return the largest relative error of a program's outputs."""
     tolerance = TOLERANCES[precision]
-    return min(tolerance, _OF_FRAME_DECODERS) if program == FRAME_DECODER else tolerance
+    return min(tolerance, _OF_FRAME_DECODERS) if program in FRAME_PROGRAMS else tolerance
 
 
 class Comparison:
@@ -211,7 +211,7 @@ class Comparison:
     def __init__(self, program: str, precision: str) -> None:
         self._tolerance = tolerance_of(program, precision)
         self._rounding = _ROUNDING[precision]
-        normalizes_pixels = program.startswith("vae") or program == FRAME_DECODER
+        normalizes_pixels = program.startswith("vae") or program in FRAME_PROGRAMS
         self._largest_tolerance = LARGEST_TOLERANCES[precision] * (_LARGEST_IN_VAES if normalizes_pixels else 1)
         self._worst, self._largest, self._change = _Worst(), _Worst(), _Worst()
         self._skipped: list[str] = []

@@ -14,7 +14,7 @@ from runtime.core.errors import ModelError, OutputError, TandemError
 from runtime.models import single_file
 from runtime.models.folder import read_config
 from runtime.models.registry import FAMILIES, KnownModel, is_component, published_models, read_spec
-from runtime.models.single_file import LORAS, assemble
+from runtime.models.single_file import LORAS, UPSCALERS, assemble
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, is_transformer
 from runtime.models.stored_weights import WeightFiles
 
@@ -288,7 +288,7 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
     for folder in sorted(weights_dir.iterdir()) if weights_dir.is_dir() else ():
         name = folder.name
         of_files = not any(folder.glob("*/*.json")) and bool(single_file.weight_files_in(folder))
-        if not name.startswith(".") and name not in {LORAS, *usable} and folder.is_dir() and not of_files:
+        if not name.startswith(".") and name not in {LORAS, UPSCALERS, *usable} and folder.is_dir() and not of_files:
             try:
                 read_spec(folder, name)
             except TandemError as error:

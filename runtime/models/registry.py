@@ -57,6 +57,7 @@ FAMILIES: dict[str, Entry] = {
     "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
     "framepack": Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"),
     "dcae": Entry(("AutoencoderDC", "dcae"), "runtime.families.dcae"),
+    "esrgan": Entry((), "runtime.families.esrgan"),
 }
 
 

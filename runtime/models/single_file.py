@@ -29,6 +29,8 @@ from runtime.models.tensor_files import unreadable
 
 # The folder of LoRAs in the weights folder.
 LORAS = "loras"
+# The folder of upscalers there; see `families.esrgan`.
+UPSCALERS = "upscalers"
 SUFFIXES = frozenset({".safetensors", ".gguf", ".sft"})
 # Of Wan's own text encoder and VAEs, which are pickled.
 PICKLED = ".pth"
@@ -75,7 +77,7 @@ def listed(weights_dir: Path) -> dict[str, Path]:
     folders = [weights_dir, *sorted(path for path in weights_dir.glob("[!.]*") if path.is_dir())]
     for folder in folders:
         if folder != weights_dir and (
-            folder.name == LORAS or any(folder.glob("*.json")) or any(folder.glob("*/*.json"))
+            folder.name in {LORAS, UPSCALERS} or any(folder.glob("*.json")) or any(folder.glob("*/*.json"))
         ):
             continue
         for path in weight_files_in(folder):

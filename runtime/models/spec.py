@@ -27,6 +27,10 @@ _SMALL_BYTES = 1 << 30
 IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
 FRAME_DECODER = "frame_decoder"
+# The same of a model that enlarges single frames.
+UPSCALER = "upscaler"
+# Programs of single frames, whose batch size is the number of frames.
+FRAME_PROGRAMS = frozenset({FRAME_DECODER, UPSCALER})
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -42,7 +46,7 @@ def is_text_encoder(component: str) -> bool:
 
 def folder_of(component: str) -> str:
     """Return the folder of a component in a model's folder: both parts of the VAE have one, a frame decoder none."""
-    return {VAE_ENCODER: "vae", FRAME_DECODER: "."}.get(component, component)
+    return {VAE_ENCODER: "vae", FRAME_DECODER: ".", UPSCALER: "."}.get(component, component)
 
 
 def component_of(program: str) -> str:
@@ -422,8 +426,8 @@ class ModelSpec:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it is a decoder of single frames, which makes no videos."""
-        return FRAME_DECODER in self.programs
+        """Whether it is a decoder or an upscaler of single frames, which makes no videos."""
+        return not FRAME_PROGRAMS.isdisjoint(self.programs)
 
     @property
     def component_names(self) -> tuple[str, ...]:

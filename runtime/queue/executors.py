@@ -30,6 +30,7 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
 from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
+from runtime.families.esrgan.upscalers import upscaler_models
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
 from runtime.models.latent_files import LatentFile
@@ -346,7 +347,8 @@ class _Task:
 
     def _verify(self, work: VerifyEngine) -> Fact:
         chosen = self.engines.store.choose([work.engine])
-        models = [look_up(name, self.weights_dir) for name in work.models]
+        upscalers = {spec.name: spec for spec in upscaler_models(self.weights_dir)}
+        models = [upscalers.get(name) or look_up(name, self.weights_dir) for name in work.models]
         self.free()
         timers = PyTorchTimerFactory(self.engines)
         (result,) = self.engines.verify(chosen, models, self._report, self._cancel, timers=timers)

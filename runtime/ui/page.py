@@ -13,6 +13,7 @@ from runtime.core.images import ImageUse
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
+from runtime.families.esrgan.upscalers import upscaler_models
 from runtime.machine.probe import has_screen
 from runtime.models.catalogue import add_usable, decoders, offered
 from runtime.models.images import keep_image
@@ -87,6 +88,9 @@ def build(
     def frame_decoders() -> list[ModelSpec]:
         return decoders(settings.weights_dir)
 
+    def of_single_frames() -> list[ModelSpec]:
+        return [*decoders(settings.weights_dir), *upscaler_models(settings.weights_dir)]
+
     submissions = {"generate": api.submission(worker, models, settings.model), SUBMITS: handlers.submit}
     routes = panels.routes(
         {
@@ -94,7 +98,7 @@ def build(
             "queue": QueuePanel(worker, models, settings.outputs_dir),
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
-            "engines": EnginesPanel(worker, engines, models, builds, frame_decoders),
+            "engines": EnginesPanel(worker, engines, models, builds, of_single_frames),
             "decode": DecodePanel(
                 worker, models, frame_decoders, settings.outputs_dir, settings.latents_dir, settings.weights_dir
             ),

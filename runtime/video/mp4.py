@@ -17,6 +17,8 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
 
 _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
+# Codecs of sound that MP4 files have, by ffmpeg's names; others become AAC.
+_SOUND_IN_MP4 = frozenset({"aac", "mp3", "ac3", "eac3", "alac", "opus", "flac"})
 _SCRATCH = ".tandem-"
 # Limited-range BT.709 is what players assume; the stream declares it, so that colors are preserved.
 TO_BT709 = (
@@ -76,7 +80,7 @@ class FrameEncoder:
     Args:
         file: the file that ffmpeg writes.
         width, height: of the frames, in pixels.
-        fps: frames per second.
+        fps: frames per second, a fraction such as 30000/1001 if it is not whole.
         options: ffmpeg's, of encoder and format.
         target: the file that errors name.
 
@@ -87,7 +91,9 @@ class FrameEncoder:
         MachineError: if there is no ffmpeg.
     """
 
-    def __init__(self, file: Path, width: int, height: int, fps: int, options: Sequence[str], target: Path) -> None:
+    def __init__(
+        self, file: Path, width: int, height: int, fps: int | Fraction, options: Sequence[str], target: Path
+    ) -> None:
         self.program = find_ffmpeg()
         self._command = [self.program, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
         self._command += ["-s", f"{width}x{height}", "-r", str(fps), "-i", "pipe:0"]
@@ -175,6 +181,31 @@ class FrameEncoder:
         return ffmpeg_error("\n".join(self._log), self._target)
 
 
+@dataclass(frozen=True)
+class Sound:
+    """The sound of another file, and what describes that file.
+
+    Attributes:
+        inputs: ffmpeg's options that open the file.
+        codecs: of each stream of sound, by ffmpeg's names.
+    """
+
+    inputs: Sequence[str]
+    codecs: Sequence[str]
+
+    def outputs(self, number: int) -> list[str]:
+        """Return ffmpeg's options that add sound, tags and chapters of an input to an MP4; tags of others come first.
+
+        Args:
+            number: of the input.
+        """
+        options = ["-map_metadata", str(number), "-map_chapters", str(number)]
+        for index, codec in enumerate(self.codecs):
+            options += ["-map", f"{number}:a:{index}"]
+            options += [] if codec in _SOUND_IN_MP4 else [f"-c:a:{index}", "aac", f"-b:a:{index}", "192k"]
+        return options
+
+
 class VideoWriter:
     """Writes one MP4.
 
@@ -184,11 +215,11 @@ class VideoWriter:
     Args:
         target: the MP4 to write, replaced only when the new one is complete.
         width, height: of the frames, in pixels.
-        fps: frames per second.
+        fps: see `FrameEncoder`.
         crf: H.264 constant rate factor, 0 to 51.
     """
 
-    def __init__(self, target: Path, width: int, height: int, fps: int, crf: int) -> None:
+    def __init__(self, target: Path, width: int, height: int, fps: int | Fraction, crf: int) -> None:
         self._target = target
         self._video = (width, height, fps)
         self._options = (*_ENCODER, "-crf", str(crf))
@@ -222,8 +253,8 @@ class VideoWriter:
         """See `FrameEncoder.close`."""
         self._encoder.close()
 
-    def finish(self, title: str, metadata: Mapping[str, Any]) -> None:
-        """Write the metadata and move the video to its target; call `close_stream` first.
+    def finish(self, title: str, metadata: Mapping[str, Any], sound: Sound | None = None) -> None:
+        """Write the metadata and the sound, and move the video to its target; call `close_stream` first.
 
         Raises:
             OutputError: if the disk is full or the target cannot be replaced.
@@ -232,8 +263,10 @@ class VideoWriter:
         stream, tags = self._folder / "stream.mp4", self._folder / "metadata.txt"
         try:
             tags.write_text(to_ffmetadata(title, metadata), encoding="utf-8")
-            command = [self._encoder.program, "-v", "error", "-y", "-i", str(stream), "-i", str(tags)]
-            command += ["-map", "0:v", "-map_metadata", "1", "-c", "copy", "-movflags", "+faststart", str(complete)]
+            command = [self._encoder.program, "-v", "error", "-nostdin", "-y", "-i", str(stream), "-i", str(tags)]
+            inputs, outputs = ((), ()) if sound is None else (sound.inputs, sound.outputs(2))
+            command += [*inputs, "-map", "0:v", "-map_metadata", "1", "-c", "copy", *outputs]
+            command += ["-movflags", "+faststart", str(complete)]
             _run(command, self._target)
             with complete.open("r+b") as file:
                 os.fsync(file.fileno())

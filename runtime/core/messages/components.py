@@ -11,6 +11,7 @@ TITLES: Mapping[str, str] = {
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
     "frame_decoder": "Frame decoder",
+    "upscaler": "Upscaler",
 }
 # Of the programs of engines that are not a whole component.
 _PROGRAMS: Mapping[str, str] = {

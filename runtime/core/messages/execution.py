@@ -22,6 +22,9 @@ MESSAGES: Mapping[str, Message] = {
     "execution.vae_not_finite": Message(
         "The VAE returned NaN or Inf.", "Its weights are damaged: copy or download the model again."
     ),
+    "execution.upscaler_not_finite": Message(
+        "The upscaler returned NaN or Inf in {dtype}.", "Choose another upscaler; its weights may be damaged."
+    ),
     "parallel.not_started": Message(
         "The processes of {count:n GPU} cannot be started: {reason}.", "Use {set[gpus=1]}."
     ),

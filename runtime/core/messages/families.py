@@ -74,6 +74,18 @@ MESSAGES: Mapping[str, Message] = {
     "family.option_unsupported": Message(
         "{model} does not support {option:setting}.", "Omit {option:setting}, or choose another model."
     ),
+    "upscaler.none": Message(
+        "No upscaler is installed.",
+        "Install the package {package}, or put a .safetensors file of an upscaler into {folder}.",
+    ),
+    "upscaler.unknown": Message("There is no upscaler {name}.", "Choose one of {names:list}, or give a file."),
+    "upscaler.other_network": Message(
+        "{file} is not an upscaler that Tandem runs.",
+        "Choose a .safetensors file of an SRVGGNetCompact or an RRDBNet (ESRGAN, Real-ESRGAN).",
+    ),
+    "upscaler.scale": Message(
+        "{upscaler} does not enlarge by {value}.", "Give a number from 1 to {most}, or choose another upscaler."
+    ),
     "decode.latents_shape": Message(
         "The latents are {shape} values of {dtype} on {device}.",
         "Give values in float16, bfloat16, float32 or float64 as [batch, frames, channels, height, width], "

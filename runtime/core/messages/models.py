@@ -174,6 +174,15 @@ _FILES: Mapping[str, Message] = {
     "gguf.alignment": Message("Its data are not aligned as it states."),
     "gguf.metadata_invalid": Message("Its metadata or a name is malformed."),
     "gguf.type_unknown": Message("{tensor!r} has the type {type}, which cannot be read."),
+    "model.ncnn_invalid": Message("{file} is not a model of ncnn that Tandem reads: {cause:clause}.", _AGAIN),
+    "ncnn.no_magic": Message("It does not begin with 7767517."),
+    "ncnn.layers": Message("It has {layers:n layer} and states another number, or more than {most:,}."),
+    "ncnn.layer_malformed": Message("The line {line} is no layer."),
+    "ncnn.layer_unknown": Message("The layer {kind} is not one of {known:list}."),
+    "ncnn.shape": Message("A layer {layer} has no valid shape, changes the size of frames, or is quantized."),
+    "ncnn.flag": Message("Weights begin with {flag}, which is neither float16 nor float32."),
+    "ncnn.other_network": Message("Its network is neither Real-ESRGAN's for videos nor an RRDBNet."),
+    "ncnn.more_weights": Message("It has {size:bytes}, but its layers have {read:bytes}."),
     "model.file_no_format": Message(
         "{file} is neither a safetensors nor a GGUF file.", "Choose the file of a model, or copy it again."
     ),

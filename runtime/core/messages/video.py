@@ -43,6 +43,37 @@ MESSAGES: Mapping[str, Message] = {
         "{file} has {width} × {height} pixels; both sides need at least {least}.", "Give a larger image."
     ),
     "image.unreadable": Message("{file} cannot be read: {reason}.", "Check its name and permissions."),
+    "source.not_a_file": Message("{file} is not a file.", "Give the file of a video, such as an MP4."),
+    "source.unreadable": Message("{file} cannot be read: {reason}.", "Check its name and permissions."),
+    "source.path_unreadable": Message("FILE is empty or unreadable.", "Give the path of a video."),
+    "source.empty": Message("{file} is empty.", "Copy or download the video again."),
+    "source.slow": Message(
+        "Reading the first frame of {file} takes more than {seconds:.0f} seconds.",
+        "Convert the video to an MP4 with another program first.",
+    ),
+    "source.only_sound": Message("{file} has sound, but no frames.", "Give a file with a video."),
+    "source.no_video": Message(
+        "{file} is not a video that can be read, or it is damaged.", "Give a video, such as an MP4, MKV, WebM or GIF."
+    ),
+    "source.no_frames": Message("No frame of {file} can be decoded.", "Check that the video plays, or copy it again."),
+    "source.hdr": Message(
+        "{file} is an HDR video, which cannot be kept: Tandem writes 8 bits in the colors of HDTV.",
+        "Convert it to SDR with a program that maps its tones first.",
+    ),
+    "source.too_large": Message(
+        "The frames of {file} are too large: at most {most:,} pixels a side, and 33 million in all.",
+        "Make the video smaller first.",
+    ),
+    "source.too_small": Message(
+        "The frames of {file} are too small: both sides need at least {least} pixels.", "Give a larger video."
+    ),
+    "source.damaged": Message("A part of {file} is damaged ({line}): what can be decoded of it is kept."),
+    "upscale.tiles": Message("Frames are upscaled in tiles of {side} pixels, because memory is short."),
+    "upscale.same_file": Message("{file} would be replaced by the result.", "Give the result another name."),
+    "upscale.too_large": Message(
+        "{width} × {height} pixels, {scale} times larger, are more than {most:,} pixels a side.",
+        "Enlarge by less, or make the video smaller first.",
+    ),
     "video.not_mp4": Message("{file} does not end in .mp4.", "Give the video a name that ends in .mp4."),
     "video.folder_missing": Message("The folder {folder} does not exist.", "Create it first, or choose another one."),
     "video.not_a_file": Message("{file} is not a regular file, so it cannot be replaced.", "Choose another file name."),

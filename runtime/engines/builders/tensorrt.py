@@ -29,7 +29,7 @@ from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weigh
 from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
 from runtime.machine.probe import Gpu, Machine, gpu_index
-from runtime.models.spec import FRAME_DECODER, IMAGE_ENCODER, VAE_ENCODER, ModelSpec
+from runtime.models.spec import FRAME_PROGRAMS, IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.planner import constraints
 from runtime.planner.choice.engine_index import EngineKey, ShapeProfile, serves_any_clip
 from runtime.planner.memory_model import DTYPE_BYTES, denoise_bytes, encoder_step_bytes
@@ -150,7 +150,7 @@ class OnnxTensorRT(TensorRTBuilder):
         with tempfile.TemporaryDirectory() as scratch:
             model = Path(scratch) / "model.onnx"
             report(Fact("engine.exporting_onnx"), None)
-            operators = FRAME_DECODER_OPERATORS if program.name == FRAME_DECODER else None
+            operators = FRAME_DECODER_OPERATORS if program.name in FRAME_PROGRAMS else None
             export_onnx(program, enclosing(key.profiles), model, operators=operators)
             # TensorRT needs the GPU's memory, and has its own copy of the weights.
             free_weights(program.module)

@@ -28,6 +28,7 @@ from runtime.engines.frame_decoders import (
     FrameEngine,
     build_frame_engine,
     builder_of,
+    frame_component,
     frame_engine,
     usable_engines,
 )
@@ -59,8 +60,9 @@ def make_batched_decode_fn(
     """Return a function that decodes latents of any number of frames.
 
     Args:
-        decoder: a decoder from `load_decoder`, a diffusers `AutoencoderDC` or its decoder, or OWL's decoder, in
-            evaluation mode. Another module from (frames, c, h, w) to (frames, C, H, W) runs in PyTorch.
+        decoder: a decoder from `load_decoder`, an upscaler from `load_upscaler`, a diffusers `AutoencoderDC` or its
+            decoder, or OWL's decoder, in evaluation mode. Another module from (frames, c, h, w) to (frames, C, H, W)
+            runs in PyTorch.
         batch_size: frames of a batch; the last batch is padded.
         use_tensorrt: whether a TensorRT engine is built and used for a decoder on a GPU; `TENSORRT_ENABLED=false`
             disables it too.
@@ -113,6 +115,8 @@ class BatchedDecoder:
         self._decoder = decoder
         self._module = decoder_in(decoder)
         self._channels = latent_channels(decoder)
+        described: ModelSpec | None = getattr(decoder, "tandem_spec", None)
+        self._component = FRAME_DECODER if described is None else frame_component(described)
         weight = next(self._module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         if self._device == torch.device("cuda"):
@@ -239,7 +243,7 @@ class BatchedDecoder:
             engine = candidates[0]
         else:
             precision = self._settings.decoder_precision
-            builder = builder_of(service, self._target_backend, device)
+            builder = builder_of(service, self._target_backend, device, self._component)
             engine = frame_engine(
                 service,
                 spec,
@@ -251,7 +255,7 @@ class BatchedDecoder:
             )
             engine = build_frame_engine(service, spec, engine, self._report, self._cancel)
         self._tried = engine.key.backend
-        self._open = service.open(spec, FRAME_DECODER, [engine.use], device)
+        self._open = service.open(spec, self._component, [engine.use], device)
         self._current = engine
         self.backend, self.engine = engine.key.backend, engine.use.id
 
@@ -299,7 +303,7 @@ class BatchedDecoder:
         assert self._current is not None
         if len(part) < self._batch and not (self._current.takes_any and self._alone):
             part = _padded(part, self._batch)
-        frames = self._open.infer(FRAME_DECODER, latent_frames=part)["decoded_frames"]
+        frames = self._open.infer(self._component, latent_frames=part)["decoded_frames"]
         assert self._spec is not None
         decoder: Any = self._spec.vae
         shape = (len(part), decoder.channels, *decoder.frame_size(*part.shape[2:]))
@@ -352,14 +356,14 @@ class BatchedDecoder:
         """Report that PyTorch takes over."""
         backend = self._tried or self._target_backend
         self._say(Fact("decode.fell_back", {"backend": backend, "reason": reason}))
-        self._emit(FellBack(component=FRAME_DECODER, backend=backend, reason=reason))
+        self._emit(FellBack(component=self._component, backend=backend, reason=reason))
 
     def _say(self, fact: Fact) -> None:
         self.fallbacks = (*self.fallbacks, fact)
         logger.warning("%s", fact)
 
     def _report(self, progress: Fact, share: float | None) -> None:
-        self._emit(EngineProgress(component=FRAME_DECODER, progress=progress, share=share))
+        self._emit(EngineProgress(component=self._component, progress=progress, share=share))
 
     def _close_engine(self) -> None:
         if self._open is not None:
