@@ -23,6 +23,7 @@ _SCHEMES = {"http", "https"}
 _SOCKS = {"socks5", "socks5h"}
 _HOST = re.compile(r"[A-Za-z0-9_.-]+")
 _NAME_IN_NO_PROXY = re.compile(r"(\*|(\*?\.)?[A-Za-z0-9_.-]+)(:[0-9]{1,4})?")
+_PROCESSORS = re.compile(r"[0-9]{1,6}(-[0-9]{1,6}(:[0-9]{1,6})?)?")
 _LEVELS = {"debug", "info", "warning", "error", "critical"}
 
 
@@ -56,6 +57,11 @@ def _number(value: str) -> bool:
 def _numbers(value: str) -> bool:
     """Return whether a value is a list of such numbers, as of OpenMP."""
     return all(map(_number, value.split(",")))
+
+
+def _processors(value: str) -> bool:
+    """Return whether a value is a list such as "0 3 1-2 4-15:2". libgomp searches others without an end."""
+    return all(map(_PROCESSORS.fullmatch, value.replace(",", " ").split()))
 
 
 def _level(value: str) -> bool:
@@ -171,6 +177,7 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(("TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTORCH_JIT*"), _never),
     # libgomp and others print a line for a wrong value.
     _Rule(("OMP_NUM_THREADS", "OMP_THREAD_LIMIT"), _numbers),
+    _Rule(("GOMP_CPU_AFFINITY",), _processors),
     _Rule(("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMEXPR_MAX_THREADS"), _number),
     # NumPy and protobuf are not imported with a wrong value.
     _Rule(("NPY_*", "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION*"), _never),
