@@ -104,7 +104,7 @@ def noun_phrase(known: Facts, w: Wording) -> tuple[str, bool]:
 
 
 def verb_phrase(known: Facts, form: int, w: Wording) -> str:
-    """The motion; ``form`` is 0 for "sails", 1 for "sail", 2 for "sailing". Without one, what the subject usually does."""
+    """The motion, or what the subject usually does; ``form`` is 0 for "sails", 1 for "sail", 2 for "sailing"."""
     motion = known.motion
     names = {s for s, _ in known.subjects}
     own = lx.OWN_VERBS[next(iter(names)) or ""] if len(names) == 1 and None not in names else ()
@@ -279,18 +279,18 @@ _HARMLESS = tuple(f for f in lx.FILLERS if f not in _LOADED)
 
 
 def training_caption(known: Facts, rng: random.Random) -> tuple[str, Facts]:
-    """A training caption and the attributes it states: mostly a sentence that leaves out some of what is usual, sometimes
-    one attribute, a caption without subject, or none."""
+    """A training caption and the attributes it states.
+
+    Mostly a sentence that leaves out some of what is usual, sometimes one attribute, no subject, or nothing.
+    """
     w = Wording(rng)
     luck = rng.random()
     if luck < EMPTY:
         return "", Facts()
     if luck < EMPTY + SINGLE:
         return _single(known, w)
-    if luck < EMPTY + SINGLE + PARTIAL:
-        mentioned = _nameless(known, w)
-    else:
-        mentioned = brief(known, rng, rng.choice(OMIT))
+    nameless = luck < EMPTY + SINGLE + PARTIAL
+    mentioned = _nameless(known, w) if nameless else brief(known, rng, rng.choice(OMIT))
     text = sentence(mentioned, w)
     return (sprinkle(text, w) if rng.random() < 0.2 else text), mentioned
 

@@ -13,9 +13,7 @@ PIECE = 15_000_000  # bytes
 SHIPPED = {"high": "transformer", "low": "transformer_2", "text": "text_encoder"}
 
 
-def save_weights(
-    state: dict[str, Tensor], folder: Path, name: str, dtype: torch.dtype = torch.float32
-) -> None:
+def save_weights(state: dict[str, Tensor], folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Write ``state`` to ``folder`` as ``name-0.safetensors``, ``name-1.safetensors``, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces: list[dict[str, Tensor]] = [{}]

@@ -265,7 +265,10 @@ class Renderer:
         for slot in (0, 1):
             pose = motion.poses(scenes, slot, self.extent, self.frames)
             clock = t + self._wide(scenes.jitter[:, 21 + slot]) * 5
-            shown = [v[:, :: self.stride].to(self.device)[:, :, None, None] for v in (pose.x, pose.y, pose.angle, pose.squash)]
+            shown = [
+                v[:, :: self.stride].to(self.device)[:, :, None, None]
+                for v in (pose.x, pose.y, pose.angle, pose.squash)
+            ]
             for name, index in self._groups(scenes.subject[:, slot], SUBJECTS):
                 px, py, angle, squash = (v[index] for v in shown)
                 size, facing = self._wide(pose.size)[index], pose.facing.to(self.device)[index][:, :, None, None]

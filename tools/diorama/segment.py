@@ -8,6 +8,7 @@ Renders are warped for training, so that it follows the outline that it sees and
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ class Segmenter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.ModuleList(_block(a, b) for a, b in zip((3, *WIDTHS), WIDTHS, strict=False))
-        self.up = nn.ModuleList(_block(a + b, a) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False))
+        self.up = nn.ModuleList(_block(a + b, a) for a, b in itertools.pairwise(WIDTHS))
         self.out = nn.Conv2d(WIDTHS[0], 1, 1)
 
     def forward(self, frames: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def load(folder: Path, device: torch.device) -> Segmenter:
 
 
 def distort(frames: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-    """``frames`` (N, 3, H, W) and ``masks`` (N, H, W) warped by up to a few pixels, the frames also blurred and noisy."""
+    """``frames`` (N, 3, H, W) and ``masks`` (N, H, W) warped by a few pixels, the frames also blurred and noisy."""
     count, _, height, width = frames.shape
     device = frames.device
     flow = torch.zeros(count, 2, height, width, device=device)

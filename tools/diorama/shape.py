@@ -15,7 +15,7 @@ import logging
 import math
 import random
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ TURNS, PHASES, CELLS = 20, 4, 36  # of the coarse search
 CANDIDATES, STEPS = 6, 45  # of the fine search
 SIZES = (0.7, 1.35)  # of a silhouette, relative to the usual size
 WINDOW = 72  # pixels on each side; a subject has at most 63
-LONGEST = 2.5  # seconds, within which every subject's motion shows all its phases
+KEPT = slice(None, None, 5)  # clips of which frames are kept
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Fit:
 
 
 def requests(count: int, seed: int = SEED) -> tuple[Scenes, list[str], Tensor]:
-    """Scenes with one subject, prompts, and which prompts are brief, (N,) bool: half of them.
+    """Scenes with one subject, prompts, and which of them are brief, (N,) bool: half.
 
     Full prompts state everything, and 3 of 8 have a combination held out from training. Brief ones are as people write:
     they leave out most of what is usual.
@@ -63,7 +63,6 @@ def requests(count: int, seed: int = SEED) -> tuple[Scenes, list[str], Tensor]:
         world.sample(count - half, seed + 2, keep="any", two_subjects=0, usual=1.0),
     ]
     scenes = world.join(parts)
-    # As many of each subject, whatever was drawn, save among combinations held out.
     rng = random.Random(seed)
     brief = torch.arange(count) >= half
     prompts = []
@@ -105,7 +104,7 @@ def _distance(name: str, x: Tensor, y: Tensor, clock: Tensor) -> Tensor:
 
 
 def _coarse(name: str, masks: Tensor, unit: float) -> Tensor:
-    """(M, CANDIDATES, 7) poses for ``masks`` (M, H, W): centre x and y and size in pixels, turn, side, squash, clock."""
+    """(M, CANDIDATES, 7) poses for ``masks`` (M, H, W): centre x, y and size in pixels, turn, side, squash, clock."""
     device = masks.device
     height, width = masks.shape[1:]
     ys, xs = (torch.arange(n, device=device) + 0.5 for n in (height, width))
@@ -122,7 +121,11 @@ def _coarse(name: str, masks: Tensor, unit: float) -> Tensor:
     turns = torch.arange(TURNS, device=device) * (2 * math.pi / TURNS)
     if CARRIAGE[name] not in ("points", "rolls"):
         turns = torch.linspace(-0.8, 0.8, TURNS, device=device)
-    sides = torch.tensor([1.0, -1.0], device=device) if CARRIAGE[name] in ("faces", "points") else torch.ones(1, device=device)
+    sides = (
+        torch.tensor([1.0, -1.0], device=device)
+        if CARRIAGE[name] in ("faces", "points")
+        else torch.ones(1, device=device)
+    )
     grid = torch.cartesian_prod(torch.arange(PHASES, device=device).float(), turns, sides)
     phase, turn, side = grid[:, 0].long(), grid[:, 1], grid[:, 2]
     sin, cos = turn.sin()[:, None, None], turn.cos()[:, None, None]
@@ -158,7 +161,7 @@ def _coarse(name: str, masks: Tensor, unit: float) -> Tensor:
 
 def _signed(name: str, poses: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
     """(P, h, w) distances in pixels from silhouettes in ``poses`` (P, 7), at pixels ``xs`` (P, w) and ``ys`` (P, h)."""
-    x, y, size, turn, side, squash, clock = (v[:, None, None, None] for v in poses.unbind(1))
+    size, turn, side, squash, clock = (v[:, None, None, None] for v in poses[:, 2:].unbind(1))
     dx, dy = (xs - poses[:, :1])[:, None, None, :], (ys - poses[:, 1:2])[:, None, :, None]
     lx, ly = sdf.rotate(dx * side / size, dy / size / squash, turn)
     return (_distance(name, lx, ly, clock) * size)[:, 0] - RIM
@@ -187,7 +190,9 @@ def _fine(name: str, masks: Tensor, poses: Tensor, unit: float) -> tuple[Tensor,
     def moved() -> Tensor:
         free = start + change * units
         size = free[:, 2].clamp(SIZES[0] * unit, SIZES[1] * unit)
-        return torch.stack([free[:, 0], free[:, 1], size, free[:, 3], free[:, 4], free[:, 5].clamp(0.78, 1.05), free[:, 6]], 1)
+        return torch.stack(
+            [free[:, 0], free[:, 1], size, free[:, 3], free[:, 4], free[:, 5].clamp(0.78, 1.05), free[:, 6]], 1
+        )
 
     for step in range(STEPS):
         adam.param_groups[0]["lr"] = 1.0 - 0.9 * step / STEPS
@@ -324,7 +329,7 @@ def main() -> None:
     model = segment.load(args.weights, device)
     scenes, prompts, brief = requests(args.count)
     results: dict[str, Any] = {}
-    frames: dict[str, Any] = {"prompts": prompts}
+    frames: dict[str, Any] = {"prompts": prompts[KEPT]}
     for number, spec in enumerate(args.models):
         began = time.monotonic()
         pipe, settings = settings_of(spec, device)
@@ -337,7 +342,7 @@ def main() -> None:
         results[spec] = table(fit(find(model, clips[:, :, ::STRIDE].float()), scenes), scenes, brief)
         show(spec[-28:], results[spec])
         LOG.info("%s: %.0f s to generate, %.0f s to measure", spec, made - began, time.monotonic() - made)
-        frames[spec] = to_uint8(clips[:, :, (2, 16, 30)].transpose(1, 2))
+        frames[spec] = to_uint8(clips[KEPT][:, :, (2, 16, 30)].transpose(1, 2))
         if args.json:
             args.json.write_text(json.dumps(results, indent=1))
     if args.clips:

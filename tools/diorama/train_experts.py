@@ -41,7 +41,7 @@ RANGES = {"high": (0.855, 1.0), "low": (0.0, 0.895)}  # of sigma; the experts ch
 SHIFT = 5.0  # as the shipped sampler's: training visits noise levels as often as sampling does
 CAPTIONS = 4  # per clip
 IMAGE_CAPTIONS = 3  # further ones per clip, short, for clips that start from an image
-HARD = ("bird", "train", "ball", "butterfly")
+HARD = ("bird", "train", "ball", "butterfly", "car", "cat")
 MIDWAY = 0.6  # of clips that start from an image: entered at any time, not only where a clip from text begins
 SAVE_EVERY = 120  # seconds
 
@@ -110,9 +110,9 @@ class Cache:
 class Aim:
     """What the loss asks of the expert of ``role``.
 
-    Errors count ``weight`` times where subjects are, and ``first`` times in the first latent frame. A share of ``images``
-    clips starts from an image, in the way of Wan2.2-TI2V: the first latent frame is clean, the timestep of its tokens is
-    0, and its error does not count. All clips entered midway are among them.
+    Errors count ``weight`` times where subjects are, and ``first`` times in the first latent frame. A share of
+    ``images`` clips starts from an image, in the way of Wan2.2-TI2V: the first latent frame is clean, the timestep of
+    its tokens is 0, and its error does not count. All clips entered midway are among them.
 
     With ``guidance`` or ``image_guidance`` above 1 the expert learns what guidance would predict, by itself (model
     guidance, arXiv 2502.12154): its target moves away from its own prediction without the caption, and in clips from an
@@ -382,6 +382,17 @@ def encoded_clips(args: argparse.Namespace, sizes: nets.Sizes, rank: int, device
     return caches
 
 
+def open_expert(args: argparse.Namespace, role: str, sizes: nets.Sizes) -> WanTransformer3DModel:
+    """The expert to train: that of ``args.resume`` if it has one, else a new one."""
+    resume = has_weights(args.resume, role)
+    model = nets.load_expert(args.resume, role, sizes, args.layers) if resume else nets.expert(sizes)
+    sharpen_text(model, args.sharpen)
+    shorten_text(model)
+    if not args.eager:
+        model.compile_repeated_blocks(fullgraph=True)
+    return model
+
+
 def main() -> None:
     """Build the cache, train within the budget, save this role's averaged weights."""
     args = arguments()
@@ -396,14 +407,8 @@ def main() -> None:
     if args.cache_only:
         return
     torch.manual_seed(args.seed)
-    resume = has_weights(args.resume, role)
-    model = nets.load_expert(args.resume, role, sizes, args.layers) if resume else nets.expert(sizes)
-    model = model.to(device)
+    model = open_expert(args, role, sizes).to(device)
     aim = Aim(role, args.subject_weight, args.images, args.first, args.guidance, args.image_guidance)
-    sharpen_text(model, args.sharpen)
-    shorten_text(model)
-    if not args.eager:
-        model.compile_repeated_blocks(fullgraph=True)
     parameters = list(model.parameters())
     optimiser = training.Muon(
         model.named_parameters(), args.lr, 0.01, plain=args.adamw,

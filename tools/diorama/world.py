@@ -133,8 +133,8 @@ def midway(scenes: Scenes, seed: int) -> Scenes:
 
 
 def make_usual(scenes: Scenes, generator: torch.Generator, share: float) -> Scenes:
-    """The same scenes with attributes replaced by what is usual for the first subject: all of them in half of ``share``,
-    and each with an even chance in the other half."""
+    """The same scenes with what is usual for the first subject: all attributes in half of ``share``, in the other half
+    each with an even chance."""
     count = len(scenes)
     luck = torch.rand(count, generator=generator)
     values = {}
