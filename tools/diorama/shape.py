@@ -74,14 +74,34 @@ def requests(count: int, seed: int = SEED) -> tuple[Scenes, list[str], Tensor]:
 
 @torch.no_grad()
 def find(model: segment.Segmenter, clips: Tensor) -> Tensor:
-    """(N, 3, T, H, W) in -1..1 to (N, T, H, W), 0 to 1: where subjects are."""
+    """(N, 3, T, H, W) in -1..1 to (N, T, H, W), 0 to 1: where the subject is, the largest in each frame."""
     device = next(model.parameters()).device
     parts = []
     for clip in clips.split(16):
         frames = clip.to(device).transpose(1, 2).flatten(0, 1)
         with training.autocast(device):
-            parts.append(model(frames).float().sigmoid().unflatten(0, (len(clip), -1)))
+            parts.append(largest(model(frames).float().sigmoid()).unflatten(0, (len(clip), -1)))
     return torch.cat(parts)
+
+
+def largest(masks: Tensor, gap: int = 2) -> Tensor:
+    """``masks`` (M, H, W) without all but the largest region; parts up to twice ``gap`` pixels apart are one region."""
+    count, height, width = masks.shape
+    wide = F.max_pool2d(masks[:, None], 2 * gap + 1, 1, gap) > 0.5
+    label = (
+        torch.arange(1, height * width + 1, device=masks.device, dtype=torch.float32).view(1, 1, height, width) * wide
+    )
+    for step in range(4 * max(height, width)):
+        before, label = label, F.max_pool2d(label, 3, 1, 1) * wide
+        if step % 16 == 0 and torch.equal(before, label):
+            break
+    label = (label[:, 0] * (masks > 0.5)).long()
+    sizes = torch.zeros(count, height * width + 1, device=masks.device)
+    sizes.scatter_add_(1, label.flatten(1), masks.flatten(1))
+    sizes[:, 0] = 0
+    best = sizes.argmax(1)
+    kept = (label == best[:, None, None]) & (best > 0)[:, None, None]
+    return masks * (F.max_pool2d(kept[:, None].float(), 3, 1, 1)[:, 0] > 0)
 
 
 def ellipses(masks: Tensor) -> Tensor:

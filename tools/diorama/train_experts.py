@@ -434,10 +434,11 @@ def main() -> None:
         losses.append(errors)
         if time.monotonic() - report > 15:
             report = time.monotonic()
-            here, there = torch.stack(losses).mean(0).tolist()
+            reported = torch.stack(losses)
+            here, there = reported.nanmean(0).tolist()
             LOG.info(
-                "%s: step %d, %.0f%%, error %.4f on subjects, %.4f elsewhere",
-                role, clock.steps, 100 * clock.progress, here, there,
+                "%s: step %d, %.0f%%, error %.4f on subjects, %.4f elsewhere, %d steps skipped",
+                role, clock.steps, 100 * clock.progress, here, there, int(reported.isnan().any(1).sum()),
             )  # fmt: skip
             losses = []
         if rank == lead and time.monotonic() - saved > SAVE_EVERY:
