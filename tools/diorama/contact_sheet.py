@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runtime/models/embedded/diorama"))
     parser.add_argument("--out", type=Path, default=Path("tools/diorama/contact_sheet.png"))
     parser.add_argument("--brief", action="store_true", help="prompts as people write, two of each subject")
-    parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--guidance", type=float, default=None)
+    parser.add_argument("--steps", type=int, default=None, help="instead of the model's default")
+    parser.add_argument("--guidance", type=float, default=None, help="of both experts, instead of the model's default")
     parser.add_argument("--images", action="store_true", help="16 clips that start from images")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -109,7 +109,8 @@ def main() -> None:
     pipe, settings = grade.load(args.model, device)
     settings |= {"steps": args.steps or settings["steps"]}
     if args.guidance:
-        settings |= {"guidance_scale": args.guidance, "guidance_scale_2": args.guidance}
+        scales = ("guidance_scale", "guidance_scale_2")
+        settings |= {prefix + name: args.guidance for prefix in ("", "image_") for name in scales}
     prompts = BRIEF if args.brief else PROMPTS
     width, height = (round(settings[k] * SCALE) for k in ("width", "height"))
     count, columns, shown = (

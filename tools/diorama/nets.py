@@ -38,7 +38,7 @@ class Sizes:
     vae_blocks: int = 1
     heads: int = 6
     head_dim: int = 32
-    layers: int = 12
+    layers: int = 6
     ff: int = 544
 
 

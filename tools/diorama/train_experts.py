@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -358,7 +358,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--guidance", type=float, default=1.0, help="towards the caption, to be learnt; see Aim")
     parser.add_argument("--image-guidance", type=float, default=1.0, help="towards the image, to be learnt")
     parser.add_argument("--usual", type=float, default=0.0, help="share of scenes as a person would draw them")
-    parser.add_argument("--layers", type=int, default=None, help="deepen the experts to this number of blocks")
+    parser.add_argument("--layers", type=int, default=None, help="number of blocks; deepens a resumed expert")
     parser.add_argument("--cache", type=Path, default=None, help="file with the encoded clips, made if missing")
     parser.add_argument("--cache-only", action="store_true", help="end after writing the cache")
     parser.add_argument("--sharpen", type=float, default=0.0, help="least gain of cross-attention at the start")
@@ -385,7 +385,8 @@ def encoded_clips(args: argparse.Namespace, sizes: nets.Sizes, rank: int, device
 def open_expert(args: argparse.Namespace, role: str, sizes: nets.Sizes) -> WanTransformer3DModel:
     """The expert to train: that of ``args.resume`` if it has one, else a new one."""
     resume = has_weights(args.resume, role)
-    model = nets.load_expert(args.resume, role, sizes, args.layers) if resume else nets.expert(sizes)
+    new = replace(sizes, layers=args.layers or sizes.layers)
+    model = nets.load_expert(args.resume, role, sizes, args.layers) if resume else nets.expert(new)
     sharpen_text(model, args.sharpen)
     shorten_text(model)
     if not args.eager:
