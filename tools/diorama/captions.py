@@ -234,11 +234,11 @@ def _nameless(known: Facts, w: Wording) -> Facts:
 
 def brief(known: Facts, rng: random.Random, omit: float) -> Facts:
     """``known`` without some of what is usual (each left out with chance ``omit``), sometimes without colours."""
-    left = {a: None for a in usual(known) if rng.random() < omit}
+    unsaid = {a: None for a in usual(known) if rng.random() < omit}
     subjects = known.subjects
     if rng.random() < COLOUR_UNSAID * omit:
         subjects = tuple((s, None) for s, _ in subjects)
-    return replace(known, subjects=subjects, **left)
+    return replace(known, subjects=subjects, **unsaid)
 
 
 def _single(known: Facts, w: Wording) -> tuple[str, Facts]:

@@ -261,7 +261,7 @@ class Renderer:
             (torch.arange(n, device=self.device) + 0.5 - n / 2) / self.unit for n in self.size
         )  # fmt: skip
         t = (torch.arange(0, self.frames, self.stride, device=self.device) / motion.FPS)[None, :, None, None]
-        covered = torch.zeros(len(scenes), self.shown, len(ys), len(xs), device=self.device)
+        cover = torch.zeros(len(scenes), self.shown, len(ys), len(xs), device=self.device)
         for slot in (0, 1):
             pose = motion.poses(scenes, slot, self.extent, self.frames)
             clock = t + self._wide(scenes.jitter[:, 21 + slot]) * 5
@@ -274,8 +274,8 @@ class Renderer:
                 size, facing = self._wide(pose.size)[index], pose.facing.to(self.device)[index][:, :, None, None]
                 place = motion.local(xs - px, ys[:, None] - py, (size, angle, facing, squash))
                 union = outline(PAINTERS[name](*place, clock[index])) * size
-                covered[index] = torch.maximum(covered[index], _alpha(union - RIM * self.pixel, self.pixel))
-        return covered
+                cover[index] = torch.maximum(cover[index], _alpha(union - RIM * self.pixel, self.pixel))
+        return cover
 
     def _weather(self, canvas: Tensor, scenes: Scenes, x: Tensor, y: Tensor, t: Tensor) -> None:
         seed = self._wide(scenes.jitter[:, 23])

@@ -75,12 +75,12 @@ def distort(frames: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
     grid = torch.stack([2 * (xs + flow[:, 0]) / width - 1, 2 * (ys[:, None] + flow[:, 1]) / height - 1], -1)
     both = torch.cat([frames, masks[:, None]], 1)
     both = F.grid_sample(both, grid, padding_mode="reflection", align_corners=False)
-    warped, moved = both[:, :3], both[:, 3]
-    soft = F.interpolate(F.avg_pool2d(warped, 2), (height, width), mode="bilinear", align_corners=False)
-    warped = torch.lerp(warped, soft, torch.rand(count, 1, 1, 1, device=device))
+    image, mask = both[:, :3], both[:, 3]
+    soft = F.interpolate(F.avg_pool2d(image, 2), (height, width), mode="bilinear", align_corners=False)
+    image = torch.lerp(image, soft, torch.rand(count, 1, 1, 1, device=device))
     tint = 1 + 0.15 * torch.randn(count, 3, 1, 1, device=device)
-    noise = 0.06 * torch.rand(count, 1, 1, 1, device=device) * torch.randn_like(warped)
-    return (warped * tint + noise).clamp(-1, 1), moved
+    noise = 0.06 * torch.rand(count, 1, 1, 1, device=device) * torch.randn_like(image)
+    return (image * tint + noise).clamp(-1, 1), mask
 
 
 def loss_of(model: Segmenter, frames: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,11 +88,11 @@ def loss_of(model: Segmenter, frames: Tensor, masks: Tensor) -> tuple[Tensor, Te
     with training.autocast(frames.device):
         logits = model(frames).float()
     probability = logits.sigmoid()
-    shared = (probability * masks).sum((1, 2))
-    whole = (probability + masks).sum((1, 2)) - shared
-    loss = F.binary_cross_entropy_with_logits(logits, masks) * 5 + (1 - (shared + 1) / (whole + 1)).mean()
-    found, true = logits > 0, masks > 0.5
-    iou = (found & true).sum((1, 2)) / (found | true).sum((1, 2)).clamp(min=1)
+    overlap = (probability * masks).sum((1, 2))
+    whole = (probability + masks).sum((1, 2)) - overlap
+    loss = F.binary_cross_entropy_with_logits(logits, masks) * 5 + (1 - (overlap + 1) / (whole + 1)).mean()
+    guess, true = logits > 0, masks > 0.5
+    iou = (guess & true).sum((1, 2)) / (guess | true).sum((1, 2)).clamp(min=1)
     return loss, iou.mean().detach()
 
 

@@ -100,8 +100,8 @@ def largest(masks: Tensor, gap: int = 2) -> Tensor:
     sizes.scatter_add_(1, label.flatten(1), masks.flatten(1))
     sizes[:, 0] = 0
     best = sizes.argmax(1)
-    kept = (label == best[:, None, None]) & (best > 0)[:, None, None]
-    return masks * (F.max_pool2d(kept[:, None].float(), 3, 1, 1)[:, 0] > 0)
+    keep = (label == best[:, None, None]) & (best > 0)[:, None, None]
+    return masks * (F.max_pool2d(keep[:, None].float(), 3, 1, 1)[:, 0] > 0)
 
 
 def ellipses(masks: Tensor) -> Tensor:
@@ -123,6 +123,47 @@ def _distance(name: str, x: Tensor, y: Tensor, clock: Tensor) -> Tensor:
     return outline(PAINTERS[name](x, y, clock))
 
 
+@dataclass(frozen=True)
+class Templates:
+    """A subject's silhouettes in its own frame: ``inside`` (phases, cells, cells), their areas and centroids, the grid
+    ``x`` and ``y`` of cells, and the K combinations of ``phase``, ``turn`` and ``side`` to try."""
+
+    inside: Tensor
+    area: Tensor
+    centroid: Tensor
+    x: Tensor
+    y: Tensor
+    clocks: Tensor
+    phase: Tensor
+    turn: Tensor
+    side: Tensor
+
+    def offset(self, index: Tensor) -> Tensor:
+        """(..., 2): where the centroids of combinations ``index`` lie from the subject's centre, at size 1."""
+        x, y = self.centroid[self.phase[index]].unbind(-1)
+        sin, cos = self.turn[index].sin(), self.turn[index].cos()
+        return torch.stack([self.side[index] * (x * cos - y * sin), x * sin + y * cos], -1)
+
+
+def templates(name: str, device: torch.device) -> Templates:
+    """The silhouettes of subject ``name`` that the coarse search tries."""
+    line = (torch.arange(CELLS, device=device) + 0.5) / CELLS * 2.5 - 1.25
+    y, x = torch.meshgrid(line, line, indexing="ij")
+    clocks = torch.arange(PHASES, device=device) * (0.67 / PHASES)
+    rim = RIM * 2 / 112 / motion.SOLO_SIZE
+    inside = (_distance(name, x[None, None], y[None, None], clocks[:, None, None, None])[:, 0] < rim).float()
+    cell = (2.5 / CELLS) ** 2
+    area = inside.sum((1, 2)) * cell
+    centroid = torch.stack([(inside * v).sum((1, 2)) for v in (x, y)], -1) * cell / area[:, None]
+    turns = torch.linspace(-0.8, 0.8, TURNS, device=device)
+    if CARRIAGE[name] in ("points", "rolls"):
+        turns = torch.arange(TURNS, device=device) * (2 * math.pi / TURNS)
+    two_sided = CARRIAGE[name] in ("faces", "points")
+    sides = torch.tensor([1.0, -1.0] if two_sided else [1.0], device=device)
+    phase, turn, side = torch.cartesian_prod(torch.arange(PHASES, device=device).float(), turns, sides).unbind(1)
+    return Templates(inside, area, centroid, x, y, clocks, phase.long(), turn, side)
+
+
 def _coarse(name: str, masks: Tensor, unit: float) -> Tensor:
     """(M, CANDIDATES, 7) poses for ``masks`` (M, H, W): centre x, y and size in pixels, turn, side, squash, clock."""
     device = masks.device
@@ -130,52 +171,26 @@ def _coarse(name: str, masks: Tensor, unit: float) -> Tensor:
     ys, xs = (torch.arange(n, device=device) + 0.5 for n in (height, width))
     area = masks.sum((1, 2)).clamp(min=1.0)
     centre = torch.stack([(masks.sum(1) @ xs) / area, (masks.sum(2) @ ys) / area], -1)
-    line = (torch.arange(CELLS, device=device) + 0.5) / CELLS * 2.5 - 1.25
-    ly, lx = torch.meshgrid(line, line, indexing="ij")
-    clocks = torch.arange(PHASES, device=device) * (0.67 / PHASES)
-    rim = RIM * 2 / 112 / motion.SOLO_SIZE
-    inside = (_distance(name, lx[None, None], ly[None, None], clocks[:, None, None, None])[:, 0] < rim).float()
+    t = templates(name, device)
     cell = (2.5 / CELLS) ** 2
-    own_area = inside.sum((1, 2)) * cell
-    own = torch.stack([(inside * v).sum((1, 2)) for v in (lx, ly)], -1) * cell / own_area[:, None]
-    turns = torch.arange(TURNS, device=device) * (2 * math.pi / TURNS)
-    if CARRIAGE[name] not in ("points", "rolls"):
-        turns = torch.linspace(-0.8, 0.8, TURNS, device=device)
-    sides = (
-        torch.tensor([1.0, -1.0], device=device)
-        if CARRIAGE[name] in ("faces", "points")
-        else torch.ones(1, device=device)
-    )
-    grid = torch.cartesian_prod(torch.arange(PHASES, device=device).float(), turns, sides)
-    phase, turn, side = grid[:, 0].long(), grid[:, 1], grid[:, 2]
-    sin, cos = turn.sin()[:, None, None], turn.cos()[:, None, None]
-    ax = lx - own[phase][:, 0, None, None]
-    ay = ly - own[phase][:, 1, None, None]
-    dx, dy = side[:, None, None] * (ax * cos - ay * sin), ax * sin + ay * cos  # (K, cells, cells)
-    size = (area[:, None] / own_area[phase]).sqrt().clamp(SIZES[0] * unit, SIZES[1] * unit)  # (M, K)
+    sin, cos = t.turn.sin()[:, None, None], t.turn.cos()[:, None, None]
+    ax, ay = (v - t.centroid[t.phase][:, k, None, None] for k, v in enumerate((t.x, t.y)))
+    dx, dy = t.side[:, None, None] * (ax * cos - ay * sin), ax * sin + ay * cos  # (K, cells, cells)
+    size = (area[:, None] / t.area[t.phase]).sqrt().clamp(SIZES[0] * unit, SIZES[1] * unit)  # (M, K)
     result = []
     for mask, middle, scale, whole in zip(masks.split(8), centre.split(8), size.split(8), area.split(8), strict=True):
         px = middle[:, 0, None, None, None] + scale[:, :, None, None] * dx
         py = middle[:, 1, None, None, None] + scale[:, :, None, None] * dy
         points = torch.stack([2 * px / width - 1, 2 * py / height - 1], -1).flatten(2, 3)
-        seen = F.grid_sample(mask[:, None], points, align_corners=False)[:, 0].unflatten(2, (CELLS, CELLS))
-        shared = (seen * inside[phase]).sum((2, 3)) * cell * scale.square()
-        iou = shared / (whole[:, None] + own_area[phase] * scale.square() - shared)
+        cover = F.grid_sample(mask[:, None], points, align_corners=False)[:, 0].unflatten(2, (CELLS, CELLS))
+        overlap = (cover * t.inside[t.phase]).sum((2, 3)) * cell * scale.square()
+        iou = overlap / (whole[:, None] + t.area[t.phase] * scale.square() - overlap)
         best = iou.topk(CANDIDATES, 1).indices
-        at = scale.gather(1, best)
-        away = torch.stack([side[best], torch.ones_like(at)], -1) * torch.stack(
-            [
-                own[phase[best]][..., 0] * turn[best].cos() - own[phase[best]][..., 1] * turn[best].sin(),
-                own[phase[best]][..., 0] * turn[best].sin() + own[phase[best]][..., 1] * turn[best].cos(),
-            ],
-            -1,
-        )
-        place = middle[:, None] - at[..., None] * away
-        result.append(
-            torch.stack(
-                [place[..., 0], place[..., 1], at, turn[best], side[best], torch.ones_like(at), clocks[phase[best]]], -1
-            )
-        )
+        chosen = scale.gather(1, best)
+        place = middle[:, None] - chosen[..., None] * t.offset(best)
+        squash = torch.ones_like(chosen)
+        clock = t.clocks[t.phase[best]]
+        result.append(torch.stack([*place.unbind(-1), chosen, t.turn[best], t.side[best], squash, clock], -1))
     return torch.cat(result)
 
 
@@ -187,54 +202,56 @@ def _signed(name: str, poses: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
     return (_distance(name, lx, ly, clock) * size)[:, 0] - RIM
 
 
-def _fine(name: str, masks: Tensor, poses: Tensor, unit: float) -> tuple[Tensor, Tensor, Tensor]:
+def _crop(masks: Tensor, centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows of ``masks`` (M, H, W) around ``centre`` (M, 2), and the pixels' x (M, w) and y (M, h)."""
+    count, height, width = masks.shape
+    device = masks.device
+    span = torch.tensor([min(WINDOW, width), min(WINDOW, height)], device=device)
+    corner = torch.minimum(
+        (centre - span / 2).round().clamp(min=0), torch.tensor([width, height], device=device) - span
+    )
+    columns, rows = (corner[:, k : k + 1] + torch.arange(int(span[k]), device=device) for k in (0, 1))
+    index = torch.arange(count, device=device)[:, None, None]
+    return masks[index, rows.long()[:, :, None], columns.long()[:, None]], columns + 0.5, rows + 0.5
+
+
+def _fine(name: str, masks: Tensor, poses: Tensor, unit: float) -> tuple[Tensor, ...]:
     """The best of ``poses`` (M, C, 7) after gradient steps: IoU, edge distance and size, (M,) each."""
     count, candidates = poses.shape[:2]
-    height, width = masks.shape[1:]
-    device = masks.device
-    span = (min(WINDOW, width), min(WINDOW, height))
-    area = masks.sum((1, 2)).clamp(min=1.0)
-    corner = (poses[:, 0, :2] - torch.tensor(span, device=device) / 2).round()
-    corner = torch.minimum(corner.clamp(min=0), torch.tensor([width - span[0], height - span[1]], device=device))
-    columns = corner[:, :1] + torch.arange(span[0], device=device)
-    rows = corner[:, 1:] + torch.arange(span[1], device=device)
-    seen = masks[torch.arange(count, device=device)[:, None, None], rows.long()[:, :, None], columns.long()[:, None]]
-    xs, ys = (v.repeat_interleave(candidates, 0) + 0.5 for v in (columns, rows))
-    target, whole = seen.repeat_interleave(candidates, 0), area.repeat_interleave(candidates, 0)
+    target, xs, ys = (v.repeat_interleave(candidates, 0) for v in _crop(masks, poses[:, 0, :2]))
+    area = masks.sum((1, 2)).clamp(min=1.0).repeat_interleave(candidates, 0)
     # Steps of Adam are as large as its rate in these units.
-    units = torch.tensor([0.35, 0.35, 0.2, 0.03, 0.0, 0.015, 0.02], device=device)
+    units = torch.tensor([0.35, 0.35, 0.2, 0.03, 0.0, 0.015, 0.02], device=masks.device)
     start = poses.flatten(0, 1)
     change = torch.zeros_like(start, requires_grad=True)
     adam = torch.optim.Adam([change], lr=1.0, betas=(0.8, 0.95))
 
-    def moved() -> Tensor:
-        free = start + change * units
-        size = free[:, 2].clamp(SIZES[0] * unit, SIZES[1] * unit)
-        return torch.stack(
-            [free[:, 0], free[:, 1], size, free[:, 3], free[:, 4], free[:, 5].clamp(0.78, 1.05), free[:, 6]], 1
-        )
+    def current() -> Tensor:
+        x, y, size, turn, side, squash, clock = (start + change * units).unbind(1)
+        size, squash = size.clamp(SIZES[0] * unit, SIZES[1] * unit), squash.clamp(0.78, 1.05)
+        return torch.stack([x, y, size, turn, side, squash, clock], 1)
 
     for step in range(STEPS):
         adam.param_groups[0]["lr"] = 1.0 - 0.9 * step / STEPS
-        covered = torch.sigmoid(_signed(name, moved(), xs, ys) * (-1.5 - 1.5 * step / STEPS))
-        shared = (covered * target).sum((1, 2))
-        loss = (1 - shared / (whole + covered.sum((1, 2)) - shared)).sum()
+        cover = torch.sigmoid(_signed(name, current(), xs, ys) * (-1.5 - 1.5 * step / STEPS))
+        overlap = (cover * target).sum((1, 2))
+        loss = (1 - overlap / (area + cover.sum((1, 2)) - overlap)).sum()
         (change.grad,) = torch.autograd.grad(loss, [change])
         change.grad.nan_to_num_(0.0)
         adam.step()
     with torch.no_grad():
-        distance = _signed(name, moved(), xs, ys)
-        found = target > 0.5
-        shared = (found & (distance < 0)).sum((1, 2))
+        distance = _signed(name, current(), xs, ys)
+        subject = target > 0.5
+        overlap = (subject & (distance < 0)).sum((1, 2))
         total = (masks > 0.5).sum((1, 2)).repeat_interleave(candidates)
-        iou = shared / (total + (distance < 0).sum((1, 2)) - shared).clamp(min=1)
-        core = -F.max_pool2d(-found[:, None].float(), 3, 1, 1)[:, 0] > 0.5
-        rim = found & ~core
+        iou = overlap / (total + (distance < 0).sum((1, 2)) - overlap).clamp(min=1)
+        core = -F.max_pool2d(-subject[:, None].float(), 3, 1, 1)[:, 0] > 0.5
+        rim = subject & ~core
         edge = ((distance + 0.5).abs() * rim).sum((1, 2)) / rim.sum((1, 2)).clamp(min=1)
-        edge = torch.where(rim.any(2).any(1), edge, torch.full_like(edge, unit))
+        edge = torch.where(rim.flatten(1).any(1), edge, torch.full_like(edge, unit))
         best = iou.unflatten(0, (count, candidates)).argmax(1, keepdim=True)
-        values = (iou, edge, moved()[:, 2])
-        return tuple(v.unflatten(0, (count, candidates)).gather(1, best)[:, 0] for v in values)  # type: ignore[return-value]
+        values = (iou, edge, current()[:, 2])
+        return tuple(v.unflatten(0, (count, candidates)).gather(1, best)[:, 0] for v in values)
 
 
 def fit(masks: Tensor, scenes: Scenes, chunk: int = 256) -> Fit:
@@ -252,7 +269,7 @@ def fit(masks: Tensor, scenes: Scenes, chunk: int = 256) -> Fit:
     return Fit(**result)
 
 
-def table(found: Fit, scenes: Scenes, brief: Tensor) -> dict[str, dict[str, float]]:
+def table(fits: Fit, scenes: Scenes, brief: Tensor) -> dict[str, dict[str, float]]:
     """Figures of all clips, of the full and the brief prompts, and by subject."""
     rows = {"all": torch.ones_like(brief), "full": ~brief, "brief": brief, "held_out": world.held_out(scenes) & ~brief}
     rows |= {name: scenes.subject[:, 0] == code for code, name in enumerate(world.SUBJECTS)}
@@ -260,12 +277,12 @@ def table(found: Fit, scenes: Scenes, brief: Tensor) -> dict[str, dict[str, floa
     for name, mask in rows.items():
         if not mask.any():
             continue
-        iou, edge, size = (getattr(found, f.name)[mask] for f in fields(Fit))
+        iou, edge, size = (getattr(fits, f.name)[mask] for f in fields(Fit))
         change = iou.diff(dim=1).abs() if iou.shape[1] > 1 else iou * 0
-        grown = size.log().diff(dim=1).abs() if iou.shape[1] > 1 else iou * 0
+        growth = size.log().diff(dim=1).abs() if iou.shape[1] > 1 else iou * 0
         result[name] = {
             "clips": int(mask.sum()), "iou": float(iou.mean()), "p10": float(iou.flatten().quantile(0.1)),
-            "edge": float(edge.mean()), "change": float(change.mean()), "growth": float(grown.mean()),
+            "edge": float(edge.mean()), "change": float(change.mean()), "growth": float(growth.mean()),
         }  # fmt: skip
     return result
 
@@ -292,9 +309,9 @@ def generate(pipe: WanPipeline, prompts: list[str], settings: dict[str, Any], ba
             guidance_scale=settings["guidance_scale"], guidance_scale_2=settings["guidance_scale_2"],
             generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(part))], output_type="latent",
         ).frames  # fmt: skip
-        for some in (latents.float() * std + mean).split(32):
+        for few in (latents.float() * std + mean).split(32):
             with training.autocast(device):
-                clips.append(nets.decode_clip(pipe.vae, some).clamp(-1, 1).half().cpu())
+                clips.append(nets.decode_clip(pipe.vae, few).clamp(-1, 1).half().cpu())
     return torch.cat(clips)
 
 
@@ -315,19 +332,19 @@ def calibrate(
     """The tables of renders, renders through the VAE of ``pipe``, and ellipses instead of the renders' subjects."""
     renderer = Renderer((192, 112), 33, device)
     strided = Renderer((192, 112), 33, device, STRIDE)
-    seen: dict[str, list[Tensor]] = {"true": [], "render": [], "vae": [], "ellipse": []}
+    masks: dict[str, list[Tensor]] = {"true": [], "render": [], "vae": [], "ellipse": []}
     for start in range(0, len(scenes), 16):
-        some = scenes[slice(start, start + 16)]
-        true = strided.masks(some)
-        clip = renderer(some).transpose(1, 2)
+        part = scenes[slice(start, start + 16)]
+        true = strided.masks(part)
+        clip = renderer(part).transpose(1, 2)
         with training.autocast(device):
             again = nets.decode_clip(pipe.vae, nets.encode_clip(pipe.vae, clip)[0]).float().clamp(-1, 1)
-        seen["true"].append(true)
-        seen["render"].append(find(model, clip[:, :, ::STRIDE]))
-        seen["vae"].append(find(model, again[:, :, ::STRIDE]))
-        seen["ellipse"].append(ellipses(true.flatten(0, 1)).unflatten(0, true.shape[:2]))
+        masks["true"].append(true)
+        masks["render"].append(find(model, clip[:, :, ::STRIDE]))
+        masks["vae"].append(find(model, again[:, :, ::STRIDE]))
+        masks["ellipse"].append(ellipses(true.flatten(0, 1)).unflatten(0, true.shape[:2]))
     result = {}
-    for name, parts in seen.items():
+    for name, parts in masks.items():
         with torch.enable_grad():
             result[name] = table(fit(torch.cat(parts), scenes), scenes, brief)
         show(name, result[name], subjects=name in ("vae", "ellipse"))
