@@ -13,7 +13,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 from runtime.models.registry import read_spec
-from tools.diorama import captions, grade, motion, nets, train_dcae, train_experts, train_vae, training, world
+from tools.diorama import (
+    captions,
+    grade,
+    motion,
+    nets,
+    train_dcae,
+    train_experts,
+    train_text,
+    train_vae,
+    training,
+    world,
+)
 from tools.diorama.checkpoint import load_weights, save_weights
 from tools.diorama.render import Renderer, laplacian_variance
 
@@ -90,7 +101,8 @@ def cache_of(count: int, midway: int) -> train_experts.Cache:
     wordings = train_experts.CAPTIONS + train_experts.IMAGE_CAPTIONS
     states = torch.randn(count, wordings, nets.TRAIN_TEXT_LENGTH, nets.REHEARSAL.text_dim).bfloat16()
     late = (torch.arange(count) < midway).to(torch.uint8)
-    return train_experts.Cache(torch.randn(count, 16, 2, 4, 4).bfloat16(), states, inside, late)
+    empty = torch.randn(nets.TRAIN_TEXT_LENGTH, nets.REHEARSAL.text_dim).bfloat16()
+    return train_experts.Cache(torch.randn(count, 16, 2, 4, 4).bfloat16(), states, inside, late, empty)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # autocast leaves norms in float32
@@ -99,7 +111,7 @@ def test_the_loss_weights_subjects_and_returns_both_errors(images: float) -> Non
     model = nets.expert(nets.REHEARSAL)
     train_experts.shorten_text(model)
     cache = cache_of(4, midway=1 if images else 0)
-    loss, errors = train_experts.loss_of(model, cache, 4, "low", 3.0, images)
+    loss, errors = train_experts.loss_of(model, cache, 4, train_experts.Aim("low", 3.0, images))
     expected = (3 * errors[0] + errors[1]) / 4
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
 
@@ -113,7 +125,7 @@ def test_clips_entered_midway_start_from_their_image() -> None:
             seen.update(latents=latents, timestep=timestep, text=text)
             return (torch.zeros_like(latents),)
 
-    train_experts.loss_of(Spy(), cache, 6, "high", 3.0, 1.0)
+    train_experts.loss_of(Spy(), cache, 6, train_experts.Aim("high", 3.0, 1.0))
     first = seen["latents"][:, :, 0]
     assert all(any(torch.equal(one, clean) for clean in cache.latents[:, :, 0].float()) for one in first)
     assert bool((seen["timestep"].view(6, 2, -1)[:, 0] == 0).all())
@@ -130,33 +142,68 @@ def test_the_first_latent_frame_can_count_for_more() -> None:
             return (wrong,)
 
     def loss(first: float) -> float:
-        return float(train_experts.loss_of(Guess(), cache, 4, "low", 1.0, 0.0, first)[0])
+        return float(train_experts.loss_of(Guess(), cache, 4, train_experts.Aim("low", first=first))[0])
 
     assert loss(3.0) == pytest.approx(loss(1.0) * 1.5, rel=0.01)  # 3 of 4 parts instead of 1 of 2
 
 
-@pytest.mark.parametrize("images", [1.0, 0.0])
-def test_clips_from_images_can_learn_guidance_away_from_a_guess_without_image(images: float) -> None:
+@pytest.mark.parametrize(("images", "kind"), [(1.0, "image_guidance"), (0.0, "guidance"), (0.0, "image_guidance")])
+def test_guidance_is_learnt_away_from_a_guess_without_the_image_or_the_caption(images: float, kind: str) -> None:
     cache = cache_of(4, midway=4 if images else 0)
+    learnt = kind == "guidance" or images > 0
 
     class Guess(nn.Module):
-        """Answers ``value`` to an image and 0 to none."""
+        """Answers 0 without what guidance amplifies, else ``value``."""
 
         def __init__(self, value: float) -> None:
             super().__init__()
             self.value = value
 
-        def forward(self, latents: torch.Tensor, timestep: torch.Tensor, *_: torch.Tensor, **__: bool) -> tuple:
-            given = timestep.dim() == 2 and bool((timestep == 0).any())
-            return (torch.full_like(latents, self.value if given else 0.0),)
+        def forward(self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **_: bool) -> tuple:
+            has_image = timestep.dim() == 2 and bool((timestep == 0).any())
+            aided = not torch.equal(text[0], cache.empty) if kind == "guidance" else has_image
+            return (torch.full_like(latents, self.value if aided else 0.0),)
 
-    def loss(value: float, image_guidance: float) -> float:
+    def loss(value: float, scale: float) -> float:
         torch.manual_seed(0)
-        return float(train_experts.loss_of(Guess(value), cache, 4, "low", 1.0, images, 1.0, image_guidance)[0])
+        aim = train_experts.Aim("low", images=images, **{kind: scale})
+        return float(train_experts.loss_of(Guess(value), cache, 4, aim)[0])
 
     # The target moves by (1.5 - 1) x (1 - 0), as far as a guess of 0.5 is from one of 1.
-    assert loss(1.0, 1.5) == pytest.approx(loss(0.5, 1.0), rel=1e-5)
-    assert (loss(1.0, 1.5) == pytest.approx(loss(1.0, 1.0), rel=1e-3)) == (not images)
+    value = 1.0 if learnt else 0.0
+    assert loss(value, 1.5) == pytest.approx(loss(value / 2, 1.0), rel=1e-5)
+    assert (loss(1.0, 1.5) == pytest.approx(loss(1.0, 1.0), rel=1e-3)) == (not learnt)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_a_deeper_expert_computes_the_same_and_learns(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nets.expert(nets.REHEARSAL)
+    save_weights(model.state_dict(), tmp_path, "low")
+    deep = nets.load_expert(tmp_path, "low", nets.REHEARSAL, 5)
+    latents, text = torch.randn(1, 16, 2, 4, 4), torch.randn(1, 9, nets.REHEARSAL.text_dim)
+    with torch.no_grad():
+        answers = [m(latents, torch.tensor([700.0]), text, return_dict=False)[0] for m in (model, deep)]
+    assert len(deep.blocks) == 5 and torch.allclose(*answers, atol=1e-6)
+    assert len(nets.load_expert(tmp_path, "low", nets.REHEARSAL).blocks) == nets.REHEARSAL.layers
+    train_experts.shorten_text(deep)
+    train_experts.loss_of(deep, cache_of(4, 0), 4, train_experts.Aim("low"))[0].backward()
+    assert all(bool(block.ffn.net[2].weight.grad.abs().sum() > 0) for block in deep.blocks)
+
+
+def test_words_added_later_are_read_like_those_known(tmp_path: Path) -> None:
+    old = nets.text_encoder(nets.REHEARSAL)
+    state = dict(old.state_dict())
+    known = 3 + len(captions.first_words())
+    state["shared.weight"] = state["encoder.embed_tokens.weight"] = state["shared.weight"][
+        : known + (-known) % 8
+    ].clone()
+    save_weights(state, tmp_path, "text")
+    encoder, tok = nets.load_text(tmp_path, nets.REHEARSAL).eval(), nets.tokenizer()
+    ids = train_text.tokens(["a blue taxi on the sea", "a blue cab on the lake"], tok).long()
+    with torch.no_grad():
+        states = train_text.embed(encoder, ids)
+    assert not torch.equal(ids[0], ids[1]) and torch.equal(states[0], states[1])
 
 
 def test_a_cache_is_shared_through_a_file(tmp_path: Path) -> None:
@@ -168,12 +215,12 @@ def test_a_cache_is_shared_through_a_file(tmp_path: Path) -> None:
 
 
 def test_lessons_show_more_of_what_is_hard() -> None:
-    scenes = train_experts.lessons(400, 5, 0.5, 0.25, 0.5)
+    scenes = train_experts.lessons(400, 5, train_experts.Lessons(0.5, 0.25, 0.5, usual=0.2))
     assert len(scenes) == 400 and not world.held_out(scenes).any()
     assert bool((scenes.jitter[100:, 2:4] <= 1).all()) and scenes.jitter[:100, 2:4].max() > 1.5
     codes = torch.tensor([world.SUBJECTS.index(name) for name in train_experts.HARD])
     assert 0.65 < torch.isin(scenes.subject, codes).any(1).float().mean() < 0.85
-    assert len(train_experts.lessons(40, 5, 0.5, 0.25, 0.0)) == 40
+    assert len(train_experts.lessons(40, 5, train_experts.Lessons(midway=0.25))) == 40
 
 
 def test_captions_for_images_come_last() -> None:

@@ -51,13 +51,32 @@ def test_every_full_caption_names_colour_and_subject() -> None:
             assert any(n in words for pair in lexicon.SUBJECT_NOUNS[subject] for n in pair), words
 
 
-def test_some_captions_are_empty_and_some_partial() -> None:
+def test_captions_with_a_subject_leave_out_only_what_is_usual() -> None:
     rng = random.Random(0)
-    scenes = world.sample(1000, 5)
+    scenes = world.sample(1000, 5, usual=0.6)
+    assert not world.held_out(scenes).any()
     captioned = [captions.training_caption(captions.facts(scenes, i), rng) for i in range(1000)]
     empty = sum(text == "" for text, _ in captioned) / 1000
     assert 0.06 < empty < 0.15
     assert any(text and not known.subjects for text, known in captioned)
+    unsaid = dict.fromkeys(world.USUAL, 0)
+    for i, (_, known) in enumerate(captioned):
+        shown = captions.facts(scenes, i)
+        if [s for s, _ in known.subjects] == [s for s, _ in shown.subjects]:
+            for attribute in world.USUAL:
+                if getattr(known, attribute) is None:
+                    assert attribute in captions.usual(shown)
+                    unsaid[attribute] += 1
+    assert min(unsaid.values()) > 50
+    boat = captions.Facts((("boat", "red"),))
+    said = {captions.sentence(boat, captions.Wording(rng)) for _ in range(400)}
+    assert "a red boat sails" in said
+
+
+def test_words_added_later_keep_the_numbers_of_the_others() -> None:
+    first = captions.first_words()
+    assert captions.vocabulary()[: len(first)] == first and len(first) + 3 <= 568  # as in the shipped tokenizer
+    assert set(lexicon.LIKE.values()) <= set(first) and not set(lexicon.LIKE) & set(first)
 
 
 def test_the_vocabulary_covers_the_grammar() -> None:

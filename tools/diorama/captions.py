@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tools.diorama import lexicon as lx
-from tools.diorama.world import BACKDROPS, COLOURS, MOTIONS, SUBJECTS, TIMES, WEATHERS, Scenes
+from tools.diorama.world import BACKDROPS, COLOURS, MOTIONS, SUBJECTS, TIMES, USUAL, WEATHERS, Scenes
 
-# What a training caption leaves out, and how often.
-EMPTY, SINGLE, PARTIAL = 0.10, 0.08, 0.16
-CLEAR_UNSAID, DAY_UNSAID = 0.55, 0.40
+# Shares of training captions that are empty, name one attribute, or do not name the subject.
+EMPTY, SINGLE, PARTIAL = 0.10, 0.07, 0.06
+OMIT = (0.1, 0.5, 0.9)  # how often a caption leaves out what is usual; each of its captions draws one of these
+COLOUR_UNSAID = 0.2
 UNKNOWN = "zzz"  # replaces any word outside the vocabulary
 
 
@@ -56,6 +57,14 @@ def facts(scenes: Scenes, index: int) -> Facts:
     )
 
 
+def usual(known: Facts) -> list[str]:
+    """The attributes of a scene that its caption may leave out, because a person would draw them so."""
+    names = [s for s, _ in known.subjects]
+    if not names or None in names:
+        return []
+    return [a for a, table in USUAL.items() if all(getattr(known, a) in table[s] for s in names if s)]
+
+
 def _article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
@@ -68,6 +77,8 @@ def noun_phrase(known: Facts, w: Wording) -> tuple[str, bool]:
     def words(subject: str | None, colour: str | None, plural: bool) -> str:
         tint = w.pick(lx.COLOUR_WORDS[colour], 0.7) if colour else ""
         adjective = w.rng.choice(lx.SUBJECT_ADJECTIVES) if w.chance(0.3) else ""
+        if known.motion is None and subject and w.chance(0.1):
+            adjective = w.rng.choice(lx.OWN_VERBS[subject])[2]  # "a flying bird"
         if subject is None:
             noun = "things" if plural else "thing"
         elif w.plain:
@@ -93,13 +104,16 @@ def noun_phrase(known: Facts, w: Wording) -> tuple[str, bool]:
 
 
 def verb_phrase(known: Facts, form: int, w: Wording) -> str:
-    """The motion; ``form`` is 0 for "sails", 1 for "sail", 2 for "sailing"."""
+    """The motion, or what the subject usually does; ``form`` is 0 for "sails", 1 for "sail", 2 for "sailing"."""
     motion = known.motion
-    if motion is None:
-        return ""
-    adverb = w.rng.choice(lx.ADVERBS) if w.chance(0.2) else ""
     names = {s for s, _ in known.subjects}
     own = lx.OWN_VERBS[next(iter(names)) or ""] if len(names) == 1 and None not in names else ()
+    if motion is None and not (own and w.chance(0.7)):
+        return ""
+    adverb = w.rng.choice(lx.ADVERBS) if w.chance(0.2) else ""
+    if motion is None:
+        verb = w.rng.choice(own)[form]
+        return f"{verb} {adverb}".strip() if w.chance(0.7) else f"{adverb} {verb}".strip()
     bare = motion == "bouncing" or (motion in lx.MOTION_VERBS and (w.rng.random() < 0.55 or w.plain))
     if bare:
         verb = lx.MOTION_VERBS[motion][0][form] if w.plain else w.rng.choice(lx.MOTION_VERBS[motion])[form]
@@ -124,7 +138,7 @@ def _place(known: Facts, w: Wording) -> str:
 def _weather(known: Facts, w: Wording) -> str:
     if known.weather is None:
         return ""
-    if known.weather == "snow" and known.backdrop not in (None, "snow") and w.chance(0.2):
+    if known.weather == "snow" and known.backdrop not in (None, "snow") and w.chance(0.35):
         return "in the snow"
     if known.weather == "clear" and known.time == "day" and w.chance(0.3):
         return w.rng.choice(("on a sunny day", "in sunny weather", "in sunshine"))
@@ -201,32 +215,36 @@ def sentence(known: Facts, w: Wording) -> str:
         be = w.pick((" is", "")) if not plural else w.pick((" are", ""))
         parts = [going, *where] if w.chance(0.6) else [*where, going]
         opening = w.rng.choice(lx.OPENINGS) + " " if w.chance(0.3) and not be else ""
-        return opening + who + (be if going else "") + " " + comma.join(p for p in parts if p)
+        return (opening + who + (be if going else "") + " " + comma.join(p for p in parts if p)).strip()
     there = "there are" if plural else "there is"
     opening = there if w.chance(0.5) else w.rng.choice(lx.OPENINGS)
-    return f"{opening} {who} " + comma.join(p for p in ([*where, going] if w.chance(0.5) else [going, *where]) if p)
+    text = f"{opening} {who} " + comma.join(p for p in ([*where, going] if w.chance(0.5) else [going, *where]) if p)
+    return text.strip()
 
 
-def _forget(known: Facts, share: float, w: Wording) -> Facts:
+def _nameless(known: Facts, w: Wording) -> Facts:
+    """Without the subject, sometimes with its colour, and with some of the rest."""
+
     def keep(value: str | None) -> str | None:
-        return None if w.rng.random() < share else value
+        return None if w.rng.random() < 0.4 else value
 
+    subjects = tuple((None, c) for _, c in known.subjects) if w.rng.random() < 0.3 else ()
+    return Facts(subjects, keep(known.motion), keep(known.backdrop), keep(known.time), keep(known.weather))
+
+
+def brief(known: Facts, rng: random.Random, omit: float) -> Facts:
+    """``known`` without some of what is usual (each left out with chance ``omit``), sometimes without colours."""
+    unsaid = {a: None for a in usual(known) if rng.random() < omit}
     subjects = known.subjects
-    if w.rng.random() < share:
+    if rng.random() < COLOUR_UNSAID * omit:
         subjects = tuple((s, None) for s, _ in subjects)
-    if w.rng.random() < share:
-        subjects = tuple((None, c) for _, c in subjects) if w.rng.random() < 0.3 else ()
-    weather = keep(known.weather) if known.weather == "clear" or w.rng.random() < 0.5 else known.weather
-    return Facts(subjects, keep(known.motion), keep(known.backdrop), keep(known.time), weather)
+    return replace(known, subjects=subjects, **unsaid)
 
 
 def _single(known: Facts, w: Wording) -> tuple[str, Facts]:
     """One attribute alone, as a negative prompt names it, and what it says."""
-    subject, colour = known.subjects[0]
-    what = w.rng.randrange(7)
-    if what == 0 and subject:
-        mentioned = Facts(((subject, None),))
-        return noun_phrase(mentioned, w)[0], mentioned
+    colour = known.subjects[0][1]
+    what = w.rng.randrange(1, 6)
     if what == 1 and colour and len({c for _, c in known.subjects}) == 1:
         return w.pick(lx.COLOUR_WORDS[colour], 0.7), Facts(((None, colour),))
     if what == 2 and known.backdrop:
@@ -238,9 +256,6 @@ def _single(known: Facts, w: Wording) -> tuple[str, Facts]:
     if what == 4 and known.motion:
         mentioned = Facts(motion=known.motion)
         return verb_phrase(mentioned, 2, w), mentioned
-    if what == 5 and len(known.subjects) == 1 and subject:
-        mentioned = Facts(known.subjects)
-        return noun_phrase(mentioned, w)[0], mentioned
     assert known.weather
     mentioned = Facts(weather=known.weather)
     return w.rng.choice((w.rng.choice(lx.WEATHER_TAGS[known.weather]), _weather(mentioned, w))), mentioned
@@ -264,19 +279,18 @@ _HARMLESS = tuple(f for f in lx.FILLERS if f not in _LOADED)
 
 
 def training_caption(known: Facts, rng: random.Random) -> tuple[str, Facts]:
-    """A training caption (often complete, sometimes partial, a single word or empty) and the attributes it states."""
+    """A training caption and the attributes it states.
+
+    Mostly a sentence that leaves out some of what is usual, sometimes one attribute, no subject, or nothing.
+    """
     w = Wording(rng)
     luck = rng.random()
     if luck < EMPTY:
         return "", Facts()
     if luck < EMPTY + SINGLE:
         return _single(known, w)
-    if luck < EMPTY + SINGLE + PARTIAL:
-        mentioned = _forget(known, 0.4, w)
-    else:
-        weather = None if known.weather == "clear" and rng.random() < CLEAR_UNSAID else known.weather
-        time = None if known.time == "day" and rng.random() < DAY_UNSAID else known.time
-        mentioned = Facts(known.subjects, known.motion, known.backdrop, time, weather)
+    nameless = luck < EMPTY + SINGLE + PARTIAL
+    mentioned = _nameless(known, w) if nameless else brief(known, rng, rng.choice(OMIT))
     text = sentence(mentioned, w)
     return (sprinkle(text, w) if rng.random() < 0.2 else text), mentioned
 
@@ -305,7 +319,12 @@ def prompt(known: Facts, rng: random.Random) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Every word the grammar can say or passes over, sorted."""
+    """Every word the grammar can say or passes over: sorted, and after them those that are like another."""
+    return [*first_words(), *sorted(lx.LIKE)]
+
+
+def first_words() -> list[str]:
+    """The vocabulary without the words of ``LIKE``, sorted."""
     texts: list[str] = list(lx.FILLERS)
     for table in (lx.COLOUR_WORDS, lx.DIRECTIONS, lx.PLACES, lx.PLACE_TAGS, lx.TIMES_WHEN, lx.TIME_NOUNS,
                   lx.WEATHER_WHEN, lx.WEATHER_ADJECTIVES, lx.WEATHER_TAGS):  # fmt: skip
@@ -315,4 +334,4 @@ def vocabulary() -> list[str]:
     texts += [t for forms in lx.GENERIC for t in forms]
     texts += [*lx.SUBJECT_ADJECTIVES, *lx.PLACE_ADJECTIVES, *lx.ADVERBS, *lx.OPENINGS]
     texts += ["a couple of", "next to", "there is", "there are", "in sunshine", "on a sunny day", "traveling"]
-    return sorted(set(re.findall(r"[a-z0-9]+", " ".join(texts).lower())))
+    return sorted(set(re.findall(r"[a-z0-9]+", " ".join(texts).lower())) - set(lx.LIKE))

@@ -1,4 +1,4 @@
-"""Save and load weights as float32 safetensors, in files below 16 MB."""
+"""Save and load weights as safetensors, in files below 16 MB."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ PIECE = 15_000_000  # bytes
 SHIPPED = {"high": "transformer", "low": "transformer_2", "text": "text_encoder"}
 
 
-def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> None:
+def save_weights(state: dict[str, Tensor], folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Write ``state`` to ``folder`` as ``name-0.safetensors``, ``name-1.safetensors``, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces: list[dict[str, Tensor]] = [{}]
     size = 0
     for key, value in state.items():
-        tensor = value.detach().float().cpu().clone(memory_format=torch.contiguous_format)
-        if size + 4 * tensor.numel() > PIECE and pieces[-1]:
+        tensor = value.detach().to(dtype).cpu().clone(memory_format=torch.contiguous_format)
+        if size + tensor.nbytes > PIECE and pieces[-1]:
             pieces.append({})
             size = 0
         pieces[-1][key] = tensor
-        size += 4 * tensor.numel()
+        size += tensor.nbytes
     for number, piece in enumerate(pieces):
         # Written aside and renamed, so that being stopped in between costs nothing.
         save_file(piece, folder / f"{name}.part")
@@ -44,12 +44,17 @@ def has_weights(folder: Path | None, name: str) -> bool:
     return folder is not None and bool(_files(folder, name))
 
 
-def load_weights(module: nn.Module, folder: Path, name: str) -> None:
-    """Load what ``save_weights`` wrote, or that part of a shipped model directory."""
+def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
+    """What ``save_weights`` wrote, or that part of a shipped model directory, in float32."""
     state: dict[str, Tensor] = {}
     for path in _files(folder, name):
-        state.update(load_file(path))
+        state.update({key: value.float() for key, value in load_file(path).items()})
     if "shared.weight" in state:  # transformers writes tied weights once
         state["encoder.embed_tokens.weight"] = state["shared.weight"]
+    return state
+
+
+def load_weights(module: nn.Module, folder: Path, name: str) -> None:
+    """Load what ``read_weights`` returns."""
     with torch.no_grad():
-        module.load_state_dict(state)
+        module.load_state_dict(read_weights(folder, name))

@@ -1,6 +1,7 @@
 """Render a picture of 24 prompts with three frames of each clip by the shipped model.
 
     python -m tools.diorama.contact_sheet
+    python -m tools.diorama.contact_sheet --brief --out brief.png
     python -m tools.diorama.contact_sheet --images --out tools/diorama/contact_sheet_images.png
 
 Nothing is picked: the seed of each clip is its number in the list. With ``--images`` the clips start from the first
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,21 @@ PROMPTS = (
     "a white rocket flies right above the ocean at night",
     "a blue train and a red bird go right over the hills by day",
 )
+# As people write, a subject with much left open and with all said.
+BRIEF = (
+    "a boat", "a purple boat sails over the hills",
+    "a balloon", "a hot-air balloon above the city at sunset",
+    "a white bird flies over the city in the snow", "an orange bird flies right over the sea at dawn",
+    "a fish swims", "a green fish swims left in the lake on a rainy day",
+    "a red car", "a white car drives left through the city at night",
+    "a train in the desert", "a blue train chugs right over the hills by day in clear weather",
+    "a flying kite", "a pink kite rises over the snowy hills in the morning",
+    "a rocket", "a yellow rocket launches from the desert at night",
+    "a ball", "a red ball bounces in the park in the afternoon",
+    "a smiling star", "a yellow star sinks in the clear sky at night",
+    "a butterfly in the garden", "a blue butterfly circles over the meadow by day",
+    "a cat", "a purple cat walks on the hills at night",
+)  # fmt: skip
 SHOWN = (2, 16, 30)  # frames of 33
 SCALE, COLUMNS, CAPTION = 0.7, 3, 15
 IMAGES, IMAGE_COLUMNS, IMAGE_SEED = 16, 2, 77
@@ -61,9 +77,9 @@ def strip(clip: Tensor) -> list[np.ndarray]:
     return [frames[min(k, len(frames) - 1)] for k in SHOWN]
 
 
-def from_prompts(pipe: WanPipeline, settings: dict) -> Iterator[tuple[str, list[np.ndarray]]]:
+def from_prompts(pipe: WanPipeline, settings: dict, prompts: Sequence[str]) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Each prompt with three frames."""
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(prompts):
         yield prompt, strip(grade.generate(pipe, [prompt], number, settings, 1)[0])
 
 
@@ -83,19 +99,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("runtime/models/embedded/diorama"))
     parser.add_argument("--out", type=Path, default=Path("tools/diorama/contact_sheet.png"))
+    parser.add_argument("--brief", action="store_true", help="prompts as people write, two of each subject")
+    parser.add_argument("--steps", type=int, default=None, help="instead of the model's default")
+    parser.add_argument("--guidance", type=float, default=None, help="of both experts, instead of the model's default")
     parser.add_argument("--images", action="store_true", help="16 clips that start from images")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipe, settings = grade.load(args.model, device)
+    settings |= {"steps": args.steps or settings["steps"]}
+    if args.guidance:
+        scales = ("guidance_scale", "guidance_scale_2")
+        settings |= {prefix + name: args.guidance for prefix in ("", "image_") for name in scales}
+    prompts = BRIEF if args.brief else PROMPTS
     width, height = (round(settings[k] * SCALE) for k in ("width", "height"))
     count, columns, shown = (
-        (IMAGES, IMAGE_COLUMNS, 1 + len(SHOWN)) if args.images else (len(PROMPTS), COLUMNS, len(SHOWN))
+        (IMAGES, IMAGE_COLUMNS, 1 + len(SHOWN)) if args.images else (len(prompts), COLUMNS, len(SHOWN))
     )
     rows = -(-count // columns)
     sheet = Image.new("RGB", (columns * (shown * width + 6), rows * (height + CAPTION + 3)), (250, 247, 240))
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
-    made = from_images(pipe, settings, device) if args.images else from_prompts(pipe, settings)
+    made = from_images(pipe, settings, device) if args.images else from_prompts(pipe, settings, prompts)
     for number, (prompt, frames) in enumerate(made):
         left, top = number % columns * (shown * width + 6), number // columns * (height + CAPTION + 3)
         draw.text((left + 2, top + 1), prompt, fill=(60, 56, 50), font=font)

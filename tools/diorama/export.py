@@ -27,6 +27,8 @@ FRAME_COUNTS = [17, 33, 49]
 FLOW_SHIFT = 5.0
 ABOUT = "Ships with Tandem: a drawn paper-cut world of boats, balloons, birds, trains and cats."
 BOUNDARY = 0.875
+# The parts of a model directory, and their names in checkpoints.
+NAMES = {"transformer": "high", "transformer_2": "low", "vae": "vae", "text_encoder": "text"}
 WORDS = {
     "Colors": list(world.COLOURS),
     "Things": [
@@ -70,23 +72,22 @@ def export(
     ``decoder_share`` below 1, the VAE is a mean with the next of ``weights`` that has one and the same encoder.
     """
     torch.manual_seed(0)
-    parts = {
-        "transformer": nets.expert(sizes), "transformer_2": nets.expert(sizes), "vae": nets.vae(sizes),
-        "text_encoder": nets.text_encoder(sizes),
-    }  # fmt: skip
-    names = {"transformer": "high", "transformer_2": "low", "vae": "vae", "text_encoder": "text"}
     fit: dict[str, Any] = {"factors": [[0.0] * 3 for _ in range(16)], "bias": [0.0] * 3}
-    for part, module in parts.items():
-        folders = [f for f in weights if has_weights(f, names[part])]
-        if not folders:
-            continue
-        folder = folders[0]
-        load_weights(module, folder, names[part])
+    parts: dict[str, nn.Module] = {}
+    for part, name in NAMES.items():
+        folders = [f for f in weights if has_weights(f, name)]
         if part == "vae":
-            if decoder_share < 1:
-                blend(module, folders[1], names[part], decoder_share)
-            fit = nets.read_latents(folder)
-            module.register_to_config(latents_mean=fit["mean"], latents_std=fit["std"])
+            parts[part] = vae = nets.vae(sizes)
+            if folders:
+                load_weights(vae, folders[0], name)
+                fit = nets.read_latents(folders[0])
+                vae.register_to_config(latents_mean=fit["mean"], latents_std=fit["std"])
+            if folders and decoder_share < 1:
+                blend(vae, folders[1], name, decoder_share)
+        elif part == "text_encoder":
+            parts[part] = nets.load_text(folders[0], sizes) if folders else nets.text_encoder(sizes)
+        else:
+            parts[part] = nets.load_expert(folders[0], name, sizes) if folders else nets.expert(sizes)
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tools.diorama import sdf
 from tools.diorama.subjects import CARRIAGE
 from tools.diorama.world import MOTIONS, SUBJECTS, Scenes
 
@@ -105,6 +106,13 @@ def poses(scenes: Scenes, slot: int, extent: tuple[float, float], frames: int) -
     squash = torch.where(bouncing, 1 - 0.20 * landing, squash)
     angle = _lean(scenes, slot, t, phase, facing, x, turn, j)
     return Pose(x, y, angle, squash, facing, size)
+
+
+def local(x: Tensor, y: Tensor, pose: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Coordinates about a subject's centre in its own frame; ``pose`` has size, angle, facing and squash."""
+    size, angle, facing, squash = pose
+    foot = 1 - squash
+    return sdf.rotate(x * facing / size * (1 - 0.6 * foot), (y - 0.8 * size * foot) / size / squash, angle)
 
 
 def _facing(motion: Tensor, away: Tensor, turn: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ so that they train and compile well; tests hold them equal.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from tools.diorama import captions
+from tools.diorama import captions, lexicon
+from tools.diorama.checkpoint import read_weights
 
 TEXT_LENGTH = 512  # what WanPipeline pads prompt embeddings to
 TRAIN_TEXT_LENGTH = 40  # no training caption is longer
@@ -88,6 +89,59 @@ def expert(sizes: Sizes = TRUE) -> WanTransformer3DModel:
         out_channels=16, text_dim=sizes.text_dim, freq_dim=128, ffn_dim=sizes.ff, num_layers=sizes.layers,
         cross_attn_norm=True, qk_norm="rms_norm_across_heads", eps=1e-6, rope_max_seq_len=64,
     )  # fmt: skip
+
+
+def depth(state: dict[str, Tensor]) -> int:
+    """The number of blocks in an expert's weights."""
+    return 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
+
+
+def deepen(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """An expert's weights with ``layers`` blocks that compute the same.
+
+    The new blocks are spread evenly. Each is a copy of the block before it, with zeros where its attentions and its
+    feed-forward network end.
+    """
+    old = depth(state)
+    if layers < old:
+        raise ValueError(f"the weights have {old} blocks; {layers} are too few")
+    result = {k: v for k, v in state.items() if not k.startswith("blocks.")}
+    sources = [place * old // layers for place in range(layers)]
+    for place, source in enumerate(sources):
+        copied = place > 0 and sources[place - 1] == source
+        prefix = f"blocks.{source}."
+        for key, value in state.items():
+            if key.startswith(prefix):
+                rest = key.removeprefix(prefix)
+                ends = copied and rest.startswith(("attn1.to_out.0.", "attn2.to_out.0.", "ffn.net.2."))
+                result[f"blocks.{place}.{rest}"] = torch.zeros_like(value) if ends else value.clone()
+    return result
+
+
+def load_expert(folder: Path, role: str, sizes: Sizes = TRUE, layers: int | None = None) -> WanTransformer3DModel:
+    """The expert in ``folder``, a checkpoint or a model directory, deepened to ``layers`` if given."""
+    state = read_weights(folder, role)
+    if layers:
+        state = deepen(state, layers)
+    model = expert(replace(sizes, layers=depth(state)))
+    model.load_state_dict(state)
+    return model
+
+
+def load_text(folder: Path, sizes: Sizes = TRUE) -> UMT5EncoderModel:
+    """The text encoder in ``folder``; words added since get the embeddings of those that they are like."""
+    state, model = read_weights(folder, "text"), text_encoder(sizes)
+    rows = model.shared.num_embeddings
+    have = len(state["shared.weight"])
+    words = ["<pad>", "</s>", "<unk>", *captions.vocabulary()]
+    if have < rows:
+        wide = torch.zeros(rows, state["shared.weight"].shape[1])
+        wide[:have] = state["shared.weight"]
+        for word, like in lexicon.LIKE.items():
+            wide[words.index(word)] = wide[words.index(like)]
+        state |= {"shared.weight": wide, "encoder.embed_tokens.weight": wide}
+    model.load_state_dict(state)
+    return model
 
 
 def _resample(layer: WanResample, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ COLOUR_RGB = {
     "blue": (0.13, 0.38, 0.88), "purple": (0.50, 0.24, 0.72), "pink": (0.99, 0.48, 0.74), "white": (0.97, 0.97, 0.97),
 }  # fmt: skip
 SHADOW = 0.42
+RIM = 1.3  # width of the pale edge around a subject, in pixels
 REACH = 1.42  # no part of a subject, its shadow included, is farther from its centre, in sizes
 
 
@@ -51,6 +52,14 @@ def _shift(field: Tensor, right: int, down: int) -> Tensor:
     rows = (torch.arange(height, device=field.device) - down).clamp(0, height - 1)
     columns = (torch.arange(width, device=field.device) - right).clamp(0, width - 1)
     return field[..., rows, :][..., columns]
+
+
+def outline(parts: list[tuple[Tensor, str]]) -> Tensor:
+    """Distance to all ``parts`` of a subject together, in its own frame."""
+    union = parts[0][0]
+    for distance, _ in parts[1:]:
+        union = torch.minimum(union, distance)
+    return union
 
 
 class Renderer:
@@ -234,22 +243,39 @@ class Renderer:
             place = place.unsqueeze(2) + channel
             local = canvas.view(-1)[place]
 
-            foot = 1 - squash
-            ly = ly - 0.8 * size * foot
-            lx, ly = sdf.rotate(lx * facing / size * (1 - 0.6 * foot), ly / size / squash, angle)
-            parts = PAINTERS[name](lx, ly, clock[index])
-            union = parts[0][0]
-            for distance, _ in parts[1:]:
-                union = torch.minimum(union, distance)
-            union = union * size
+            parts = PAINTERS[name](*motion.local(lx, ly, (size, angle, facing, squash)), clock[index])
+            union = outline(parts) * size
             _shade(local, _shift(union, step, round(1.5 * step)), 0.075)
             own = {"main": main[index], "dark": dark[index], "light": light[index]}
-            _paint(local, rim[index] * tint[index], union - 1.3 * self.pixel, self.pixel)
+            _paint(local, rim[index] * tint[index], union - RIM * self.pixel, self.pixel)
             for distance, paint in parts:
                 fixed = PAINTS[paint]
                 flat = own[paint] if fixed is None else torch.tensor([fixed], device=self.device)
                 _paint(local, flat * tint[index], distance * size, self.pixel)
             canvas.view(-1)[place] = local
+
+    @torch.no_grad()
+    def masks(self, scenes: Scenes) -> Tensor:
+        """(B, T, H, W), 0 to 1: how much of each pixel subjects cover, their rims included."""
+        xs, ys = (
+            (torch.arange(n, device=self.device) + 0.5 - n / 2) / self.unit for n in self.size
+        )  # fmt: skip
+        t = (torch.arange(0, self.frames, self.stride, device=self.device) / motion.FPS)[None, :, None, None]
+        cover = torch.zeros(len(scenes), self.shown, len(ys), len(xs), device=self.device)
+        for slot in (0, 1):
+            pose = motion.poses(scenes, slot, self.extent, self.frames)
+            clock = t + self._wide(scenes.jitter[:, 21 + slot]) * 5
+            shown = [
+                v[:, :: self.stride].to(self.device)[:, :, None, None]
+                for v in (pose.x, pose.y, pose.angle, pose.squash)
+            ]
+            for name, index in self._groups(scenes.subject[:, slot], SUBJECTS):
+                px, py, angle, squash = (v[index] for v in shown)
+                size, facing = self._wide(pose.size)[index], pose.facing.to(self.device)[index][:, :, None, None]
+                place = motion.local(xs - px, ys[:, None] - py, (size, angle, facing, squash))
+                union = outline(PAINTERS[name](*place, clock[index])) * size
+                cover[index] = torch.maximum(cover[index], _alpha(union - RIM * self.pixel, self.pixel))
+        return cover
 
     def _weather(self, canvas: Tensor, scenes: Scenes, x: Tensor, y: Tensor, t: Tensor) -> None:
         seed = self._wide(scenes.jitter[:, 23])

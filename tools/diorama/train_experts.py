@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ RANGES = {"high": (0.855, 1.0), "low": (0.0, 0.895)}  # of sigma; the experts ch
 SHIFT = 5.0  # as the shipped sampler's: training visits noise levels as often as sampling does
 CAPTIONS = 4  # per clip
 IMAGE_CAPTIONS = 3  # further ones per clip, short, for clips that start from an image
-HARD = ("bird", "train", "ball", "butterfly")
+HARD = ("bird", "train", "ball", "butterfly", "car", "cat")
 MIDWAY = 0.6  # of clips that start from an image: entered at any time, not only where a clip from text begins
 SAVE_EVERY = 120  # seconds
 
@@ -93,15 +93,39 @@ def sharpen_text(model: WanTransformer3DModel, gain: float) -> None:
 @dataclass
 class Cache:
     """Normalised latents (N, 16, t, h, w) in bfloat16, the encoder's states of their captions (N, captions, L, D),
-    where subjects are (N, t, h, w), 0 or 1, and which clips were entered midway, (N,) 0 or 1."""
+    where subjects are (N, t, h, w), 0 or 1, which clips were entered midway, (N,) 0 or 1, and the states of an empty
+    caption, (L, D)."""
 
     latents: Tensor
     states: Tensor
     inside: Tensor
     midway: Tensor
+    empty: Tensor
 
     def __post_init__(self) -> None:
         self.midway_share = float(self.midway.float().mean())
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What the loss asks of the expert of ``role``.
+
+    Errors count ``weight`` times where subjects are, and ``first`` times in the first latent frame. A share of
+    ``images`` clips starts from an image, in the way of Wan2.2-TI2V: the first latent frame is clean, the timestep of
+    its tokens is 0, and its error does not count. All clips entered midway are among them.
+
+    With ``guidance`` or ``image_guidance`` above 1 the expert learns what guidance would predict, by itself (model
+    guidance, arXiv 2502.12154): its target moves away from its own prediction without the caption, and in clips from an
+    image from that without the image, where the first latent frame is as noisy as the others. A value of w acts like
+    guidance of 1 / (2 - w) at sampling. Clips from an image take ``image_guidance`` if above 1, else ``guidance``.
+    """
+
+    role: str
+    weight: float = 1.0
+    images: float = 0.0
+    first: float = 1.0
+    guidance: float = 1.0
+    image_guidance: float = 1.0
 
 
 def _gather(share: Tensor) -> Tensor:
@@ -129,15 +153,28 @@ def states_of(encoder: UMT5EncoderModel, ids: Tensor) -> Tensor:
     return torch.cat(parts).unflatten(0, ids.shape[:2])
 
 
-def lessons(count: int, seed: int, two_subjects: float, midway: float, hard: float) -> world.Scenes:
-    """Scenes to train on, those entered ``midway`` first; a share of ``hard`` was drawn to show a subject of HARD."""
-    extra = round(hard * count)
+@dataclass(frozen=True)
+class Lessons:
+    """What the clips of a cache show: shares with two subjects, entered midway, drawn to show a subject of HARD, and
+    ``usual`` (see ``world.make_usual``)."""
+
+    two_subjects: float = 0.5
+    midway: float = 0.0
+    hard: float = 0.0
+    usual: float = 0.0
+
+
+def lessons(count: int, seed: int, wanted: Lessons) -> world.Scenes:
+    """Scenes to train on, those entered midway first."""
+    two_subjects, usual = wanted.two_subjects, wanted.usual
+    extra = round(wanted.hard * count)
     codes = torch.tensor([world.SUBJECTS.index(name) for name in HARD])
-    more = world.sample(6 * extra, seed + 50_000_000, two_subjects=two_subjects)
+    more = world.sample(6 * extra, seed + 50_000_000, two_subjects=two_subjects, usual=usual)
     more = more[torch.isin(more.subject, codes).any(1)][slice(0, extra)]
-    scenes = world.join([world.sample(count - len(more), seed, two_subjects=two_subjects), more])
+    scenes = world.sample(count - len(more), seed, two_subjects=two_subjects, usual=usual)
+    scenes = world.join([scenes, more])
     scenes = scenes[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
-    entered = round(midway * count)
+    entered = round(wanted.midway * count)
     return world.join([world.midway(scenes[slice(0, entered)], seed), scenes[slice(entered, count)]])
 
 
@@ -167,16 +204,12 @@ def build_cache(
     device: torch.device,
     chunk: int,
     seconds: float,
-    two_subjects: float,
-    midway: float,
-    hard: float,
+    wanted: Lessons,
     *,
     compiled: bool,
 ) -> list[Cache]:
-    """Render, encode and caption up to ``clips`` per rank, spread over the buckets, in about ``seconds``; a share of
-    ``midway`` is entered at any time."""
-    encoder = nets.text_encoder(sizes).to(device).eval()
-    load_weights(encoder, weights, "text")
+    """Render, encode and caption up to ``clips`` per rank, spread over the buckets, in about ``seconds``."""
+    encoder = nets.load_text(weights, sizes).to(device).eval()
     model = nets.vae(sizes).to(device)
     load_weights(model, weights, "vae")
     model.eval()
@@ -205,7 +238,7 @@ def build_cache(
     clips = min(clips, int(seconds / float(each)))
     for number, (size, frames, share) in enumerate(BUCKETS):
         count = max(round(clips * share / chunk), 1) * chunk
-        scenes = lessons(count, seed * 101 + number, two_subjects, midway, hard)
+        scenes = lessons(count, seed * 101 + number, wanted)
         renderer = Renderer(size, frames, device)
         parts = []
         # Odd sizes are few: compiling for them would take longer than it saves.
@@ -221,10 +254,11 @@ def build_cache(
             _gather(x)
             for x in (
                 torch.cat(parts), ids, torch.cat(parts_inside).to(device),
-                (torch.arange(count, device=device) < round(midway * count)).to(torch.uint8),
+                (torch.arange(count, device=device) < round(wanted.midway * count)).to(torch.uint8),
             )
         )  # fmt: skip
-        caches.append(Cache(latents, states_of(encoder, ids), inside, late))
+        empty = states_of(encoder, tokens([""], tok).to(device)[None])[0, 0]
+        caches.append(Cache(latents, states_of(encoder, ids), inside, late, empty))
         first = count * (dist.get_rank() if dist.is_initialized() else 0)
         again = make(renderer, scenes[slice(0, 2)], nets.encode_clip).float()
         off = (caches[-1].latents[first : first + 2].float() - again).abs().mean().item()
@@ -242,58 +276,53 @@ def draw_sigma(count: int, role: str, device: torch.device) -> Tensor:
     return SHIFT * u / (1 + (SHIFT - 1) * u)
 
 
-def loss_of(
-    model: WanTransformer3DModel,
-    cache: Cache,
-    count: int,
-    role: str,
-    weight: float,
-    images: float,
-    first: float = 1.0,
-    image_guidance: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """On ``count`` random clips of ``cache`` at noise levels of ``role``: the flow matching loss with ``weight`` where
-    subjects are and 1 elsewhere, and the plain errors there and elsewhere, (2,).
+def guided_target(
+    model: WanTransformer3DModel, cache: Cache, aim: Aim, clips: tuple[Tensor, ...], guess: Tensor
+) -> Tensor:
+    """How far guidance moves the target of each clip, like ``guess``; ``clips`` has clean latents, noise, levels, which
+    start from an image, and the states of their captions."""
+    clean, noise, level, from_image, text = clips
+    sigma = level[:, :, -1:, :1, :1]
+    image_scale = aim.image_guidance if aim.image_guidance > 1 else aim.guidance
+    shown = sigma.expand_as(level) if aim.image_guidance > 1 else level
+    if aim.guidance > 1:
+        text = cache.empty.expand_as(text)
+    times = 1000 * shown[:, 0, :, ::2, ::2].flatten(1) if aim.images else 1000 * sigma.flatten()
+    with torch.no_grad(), torch.autocast(clean.device.type, torch.bfloat16):
+        blind = model((1 - shown) * clean + shown * noise, times, text, return_dict=False)[0]
+    scale = torch.where(from_image, image_scale, aim.guidance).view(-1, 1, 1, 1, 1)
+    return (scale - 1) * (guess.detach() - blind).float()
 
-    A share of ``images`` clips starts from an image, in the way of Wan2.2-TI2V: the first latent frame is clean, the
-    timestep of its tokens is 0, and its error does not count. All clips entered midway are among them. In the others,
-    ``first`` is the weight of the first latent frame.
 
-    With an ``image_guidance`` above 1, clips from an image learn what guidance that amplifies the image would predict,
-    by the model itself (model guidance, arXiv 2502.12154): the prediction without an image, where the first latent
-    frame is as noisy as the others, is what they move away from.
-    """
+def loss_of(model: WanTransformer3DModel, cache: Cache, count: int, aim: Aim) -> tuple[Tensor, Tensor]:
+    """The flow matching loss on ``count`` random clips of ``cache``, and the plain errors where subjects are and
+    elsewhere, (2,)."""
     device = cache.latents.device
     pick = torch.randint(len(cache.latents), (count,), device=device)
     clean = cache.latents[pick].float()
     midway = cache.midway[pick] > 0
-    rest = (images - cache.midway_share) / max(1 - cache.midway_share, 1e-6)
-    given = midway | (torch.rand(count, device=device) < rest)
-    wording = torch.rand(count, device=device) * torch.where(given, CAPTIONS + IMAGE_CAPTIONS, CAPTIONS)
+    rest = (aim.images - cache.midway_share) / max(1 - cache.midway_share, 1e-6)
+    from_image = midway | (torch.rand(count, device=device) < rest)
+    wording = torch.rand(count, device=device) * torch.where(from_image, CAPTIONS + IMAGE_CAPTIONS, CAPTIONS)
     text = cache.states[pick, wording.long()]
     inside = cache.inside[pick].float()
-    sigma = draw_sigma(count, role, device)
+    sigma = draw_sigma(count, aim.role, device)
     noise = torch.randn_like(clean)
     level = sigma.view(-1, 1, 1, 1, 1).expand(-1, 1, *clean.shape[2:]).clone()
-    level[given, :, 0] = 0
-    timestep = 1000 * level[:, 0, :, ::2, ::2].flatten(1) if images else 1000 * sigma
+    level[from_image, :, 0] = 0
+    timestep = 1000 * level[:, 0, :, ::2, ::2].flatten(1) if aim.images else 1000 * sigma
     with torch.autocast(device.type, torch.bfloat16):
         guess = model((1 - level) * clean + level * noise, timestep, text, return_dict=False)[0]
     target = noise - clean
-    if image_guidance > 1 and images:
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-            noisy = sigma.view(-1, 1, 1, 1, 1)
-            times = (1000 * sigma)[:, None].expand(-1, timestep.shape[1])
-            imageless = model((1 - noisy) * clean + noisy * noise, times, text, return_dict=False)[0]
-        away = (guess.detach() - imageless).float() * given.view(-1, 1, 1, 1, 1)
-        target = target + (image_guidance - 1) * away
+    if aim.guidance > 1 or (aim.image_guidance > 1 and aim.images):
+        target = target + guided_target(model, cache, aim, (clean, noise, level, from_image, text), guess)
     error = (guess.float() - target).square().mean(1)
     counted = (level[:, 0] > 0).float()
-    counted[:, 0] *= first
+    counted[:, 0] *= aim.first
     error, inside, total = error * counted, inside * counted, counted.sum()
     share, here, there = inside.sum() / total, (error * inside).sum() / total, (error * (1 - inside)).sum() / total
     # Divided by the usual weight, so that the loss keeps its size.
-    loss = (weight * here + there) / (1 + (weight - 1) * share)
+    loss = (aim.weight * here + there) / (1 + (aim.weight - 1) * share)
     return loss, torch.stack([here / share.clamp(min=1e-6), there / (1 - share).clamp(min=1e-6)]).detach()
 
 
@@ -326,7 +355,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=float, default=0.0, help="share of clips that start from an image")
     parser.add_argument("--hard", type=float, default=0.0, help="share of clips drawn to show a bird, train or such")
     parser.add_argument("--first", type=float, default=1.0, help="weight of the first latent frame of other clips")
-    parser.add_argument("--image-guidance", type=float, default=1.0, help="learnt by clips that start from an image")
+    parser.add_argument("--guidance", type=float, default=1.0, help="towards the caption, to be learnt; see Aim")
+    parser.add_argument("--image-guidance", type=float, default=1.0, help="towards the image, to be learnt")
+    parser.add_argument("--usual", type=float, default=0.0, help="share of scenes as a person would draw them")
+    parser.add_argument("--layers", type=int, default=None, help="number of blocks; deepens a resumed expert")
     parser.add_argument("--cache", type=Path, default=None, help="file with the encoded clips, made if missing")
     parser.add_argument("--cache-only", action="store_true", help="end after writing the cache")
     parser.add_argument("--sharpen", type=float, default=0.0, help="least gain of cross-attention at the start")
@@ -343,11 +375,23 @@ def encoded_clips(args: argparse.Namespace, sizes: nets.Sizes, rank: int, device
         return load_caches(args.cache, device)
     caches = build_cache(
         args.weights, sizes, args.clips, args.seed * 64 + rank, device, args.chunk, args.cache_seconds,
-        args.two_subjects, MIDWAY * args.images, args.hard, compiled=not args.eager,
+        Lessons(args.two_subjects, MIDWAY * args.images, args.hard, args.usual), compiled=not args.eager,
     )  # fmt: skip
     if args.cache and rank == 0:
         save_caches(caches, args.cache)
     return caches
+
+
+def open_expert(args: argparse.Namespace, role: str, sizes: nets.Sizes) -> WanTransformer3DModel:
+    """The expert to train: that of ``args.resume`` if it has one, else a new one."""
+    resume = has_weights(args.resume, role)
+    new = replace(sizes, layers=args.layers or sizes.layers)
+    model = nets.load_expert(args.resume, role, sizes, args.layers) if resume else nets.expert(new)
+    sharpen_text(model, args.sharpen)
+    shorten_text(model)
+    if not args.eager:
+        model.compile_repeated_blocks(fullgraph=True)
+    return model
 
 
 def main() -> None:
@@ -364,13 +408,8 @@ def main() -> None:
     if args.cache_only:
         return
     torch.manual_seed(args.seed)
-    model = nets.expert(sizes).to(device)
-    if has_weights(args.resume, role):
-        load_weights(model, args.resume, role)
-    sharpen_text(model, args.sharpen)
-    shorten_text(model)
-    if not args.eager:
-        model.compile_repeated_blocks(fullgraph=True)
+    model = open_expert(args, role, sizes).to(device)
+    aim = Aim(role, args.subject_weight, args.images, args.first, args.guidance, args.image_guidance)
     parameters = list(model.parameters())
     optimiser = training.Muon(
         model.named_parameters(), args.lr, 0.01, plain=args.adamw,
@@ -387,9 +426,7 @@ def main() -> None:
         # Every size once at the start, so that compiling is over early.
         first = clock.steps <= len(BUCKETS)
         bucket = len(BUCKETS) - clock.steps if first else int(shares.multinomial(1, generator=order))
-        loss, errors = loss_of(
-            model, caches[bucket], args.batch, role, args.subject_weight, args.images, args.first, args.image_guidance
-        )
+        loss, errors = loss_of(model, caches[bucket], args.batch, aim)
         loss.backward()
         training.average_gradients(parameters, group)
         optimiser.step(clock.rate(100, *args.rates))
@@ -398,10 +435,11 @@ def main() -> None:
         losses.append(errors)
         if time.monotonic() - report > 15:
             report = time.monotonic()
-            here, there = torch.stack(losses).mean(0).tolist()
+            reported = torch.stack(losses)
+            here, there = reported.nanmean(0).tolist()
             LOG.info(
-                "%s: step %d, %.0f%%, error %.4f on subjects, %.4f elsewhere",
-                role, clock.steps, 100 * clock.progress, here, there,
+                "%s: step %d, %.0f%%, error %.4f on subjects, %.4f elsewhere, %d steps skipped",
+                role, clock.steps, 100 * clock.progress, here, there, int(reported.isnan().any(1).sum()),
             )  # fmt: skip
             losses = []
         if rank == lead and time.monotonic() - saved > SAVE_EVERY:

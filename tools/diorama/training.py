@@ -143,7 +143,10 @@ class Muon:
 
 
 def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Mean of the gradients over the ranks of ``group``, in one message; clips their norm to 1."""
+    """Mean of the gradients over the ranks of ``group``, in one message; clips their norm to 1.
+
+    Gradients that are not finite become 0: the step is skipped.
+    """
     grads: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         flat = torch.cat([g.reshape(-1) for g in grads])
@@ -152,6 +155,8 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup |
         parts = flat.split([g.numel() for g in grads])
         torch._foreach_copy_(grads, [part.view_as(g) for g, part in zip(grads, parts, strict=True)])
     torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+    for grad in grads:
+        grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class Average:

@@ -44,6 +44,21 @@ HELD_OUT_MOTIONS = frozenset(
      ("butterfly", "right")}
 )  # fmt: skip
 
+# What a person draws where the words leave it open; the weather is clear, and the time is day but for stars.
+USUAL_MOTIONS: dict[str, tuple[str, ...]] = {
+    "boat": ("left", "right"), "balloon": ("up",), "bird": ("left", "right"), "fish": ("left", "right"),
+    "car": ("left", "right"), "train": ("left", "right"), "kite": ("up", "circling"), "rocket": ("up",),
+    "ball": ("bouncing",), "star": ("up", "right"), "butterfly": ("left", "circling"), "cat": ("left", "right"),
+}  # fmt: skip
+USUAL_BACKDROPS: dict[str, tuple[str, ...]] = {
+    "boat": ("sea",), "balloon": ("hills", "sky"), "bird": ("hills", "sky"), "fish": ("sea",),
+    "car": ("city", "hills"), "train": ("hills",), "kite": ("hills",), "rocket": ("sky",), "ball": ("hills",),
+    "star": ("sky",), "butterfly": ("hills",), "cat": ("hills", "city"),
+}  # fmt: skip
+USUAL_TIMES: dict[str, tuple[str, ...]] = {s: ("night",) if s == "star" else ("day",) for s in SUBJECTS}
+USUAL_WEATHERS: dict[str, tuple[str, ...]] = {s: ("clear",) for s in SUBJECTS}
+USUAL = {"motion": USUAL_MOTIONS, "backdrop": USUAL_BACKDROPS, "time": USUAL_TIMES, "weather": USUAL_WEATHERS}
+
 TWO_SUBJECTS = 0.25  # share of scenes with two subjects at once
 JITTERS = 24  # free numbers per scene for placement and shape
 
@@ -117,6 +132,21 @@ def midway(scenes: Scenes, seed: int) -> Scenes:
     return replace(scenes, jitter=jitter)
 
 
+def make_usual(scenes: Scenes, generator: torch.Generator, share: float) -> Scenes:
+    """The same scenes with what is usual for the first subject: all attributes in half of ``share``, in the other half
+    each with an even chance."""
+    count = len(scenes)
+    luck = torch.rand(count, generator=generator)
+    values = {}
+    for attribute, usual in USUAL.items():
+        names = ATTRIBUTES[attribute]
+        chances = torch.tensor([[float(n in usual[s]) for n in names] for s in SUBJECTS])[scenes.subject[:, 0]]
+        chosen = torch.multinomial(chances, 1, generator=generator)[:, 0]
+        change = (luck < share / 2) | ((luck < share) & (torch.rand(count, generator=generator) < 0.5))
+        values[attribute] = torch.where(change, chosen, getattr(scenes, attribute))
+    return replace(scenes, **values)
+
+
 def _draw(count: int, generator: torch.Generator, two_subjects: float) -> Scenes:
     def code(options: tuple[str, ...], *shape: int) -> Tensor:
         return torch.randint(len(options), (count, *shape), generator=generator)
@@ -137,8 +167,10 @@ def _draw(count: int, generator: torch.Generator, two_subjects: float) -> Scenes
     return Scenes(subject, colour, code(MOTIONS), code(BACKDROPS), code(TIMES), weather, jitter)
 
 
-def sample(count: int, seed: int, *, keep: str = "seen", two_subjects: float = TWO_SUBJECTS) -> Scenes:
-    """``count`` random scenes from ``seed``.
+def sample(
+    count: int, seed: int, *, keep: str = "seen", two_subjects: float = TWO_SUBJECTS, usual: float = 0.0
+) -> Scenes:
+    """``count`` random scenes from ``seed``, a share of them ``usual`` (see ``make_usual``).
 
     ``keep`` is "seen" (allowed in training), "held_out" (only held-out combinations) or "any".
     """
@@ -147,6 +179,8 @@ def sample(count: int, seed: int, *, keep: str = "seen", two_subjects: float = T
     have = 0
     while have < count or not chosen:
         drawn = _draw(max(2 * count, 64), generator, two_subjects)
+        if usual:
+            drawn = make_usual(drawn, generator, usual)
         if keep != "any":
             mask = held_out(drawn)
             drawn = drawn[mask if keep == "held_out" else ~mask]
