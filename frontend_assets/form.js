@@ -300,7 +300,10 @@
     const recovery = !problem && document.body.classList.contains("unplannable");
     document.body.classList.toggle("unplannable", Boolean(problem));
     // The error of the refused request is out of date: the stage shows its video again.
-    if (recovery && $('#status .status[data-state="failed"][data-job=""]:not([data-field=""])')) $("#show").click();
+    if (recovery && $('#status .status[data-state="failed"][data-job=""]:not([data-field=""])')) {
+      tandem.select(tandem.job());
+      $("#show").click();
+    }
     const input = field && fieldOf(field);
     if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
     else if (!field && marked && marked.input.closest("#columns, .popover") && !$("#status .status[data-state=failed]")) tandem.unmark();

@@ -46,10 +46,10 @@
     const id = idOf(pick);
     if (pick === pressed()) return;
     selectedId = id;
-    tandem.rememberOnly(id);
+    tandem.select(id);
     tidy();
     clearTimeout(resting);
-    resting = setTimeout(() => { tandem.rememberOnly(id); $("#show")?.click(); }, REST_MS);
+    resting = setTimeout(() => { tandem.select(id); $("#show")?.click(); }, REST_MS);
   };
   const enlarge = (on = !isLarge) => {
     isLarge = on;

@@ -17,7 +17,7 @@
   const write = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not stored */ } };
   const $ = (selector) => document.querySelector(selector);
 
-  let previewed = "", resting = 0;
+  let previewed = "", resting = 0, selected = "";
   // Observers of the page are not woken by an attribute that stays the same.
   const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const tandem = window.tandem = {
@@ -29,7 +29,9 @@
     restored: false,
     job: () => read("sessionStorage", JOB) || "",
     remember: (id) => { if (id) write("sessionStorage", JOB, id); },
-    rememberOnly: (id) => write("sessionStorage", JOB, id),
+    // The job to show next. A late answer about another one may be remembered before the button is followed.
+    select: (id) => { selected = id; write("sessionStorage", JOB, id); },
+    selected: () => selected,
     // Until the stored form is filled in, the page's defaults must not overwrite it.
     save: (values) => {
       tandem.values = values;

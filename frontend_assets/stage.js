@@ -6,7 +6,7 @@
 
   // Shows one video, even while another runs; an empty id shows that there is none.
   tandem.show = (id) => {
-    tandem.rememberOnly(id);
+    tandem.select(id);
     $("#show")?.click();
     $("#picture").scrollIntoView({ block: "nearest" });
   };

@@ -118,7 +118,8 @@ def _connect_player(page: gr.Blocks, handlers: "Handlers", inputs: list[Any], pl
     page.load(handlers.attach, **stored_job, **WATCHING)
     # A lost answer must not block the next attempt.
     attach.click(handlers.attach, **stored_job, trigger_mode="multiple", **WATCHING)
-    show.click(handlers.show, **stored_job, trigger_mode="multiple", **WATCHING)
+    selected_job = stored_job | {"js": "() => window.tandem.selected()"}
+    show.click(handlers.show, **selected_job, trigger_mode="multiple", **WATCHING)
     remembered.change(**LOCAL, inputs=remembered, js="(id) => window.tandem.remember(id)")
 
 
