@@ -184,7 +184,7 @@ def test_a_deeper_expert_computes_the_same_and_learns(tmp_path: Path) -> None:
     latents, text = torch.randn(1, 16, 2, 4, 4), torch.randn(1, 9, nets.REHEARSAL.text_dim)
     with torch.no_grad():
         answers = [m(latents, torch.tensor([700.0]), text, return_dict=False)[0] for m in (model, deep)]
-    assert len(deep.blocks) == 5 and torch.allclose(*answers, atol=1e-6)
+    assert len(deep.blocks) == 5 and torch.allclose(answers[0], answers[1], atol=1e-6)
     assert len(nets.load_expert(tmp_path, "low", nets.REHEARSAL).blocks) == nets.REHEARSAL.layers
     train_experts.shorten_text(deep)
     train_experts.loss_of(deep, cache_of(4, 0), 4, train_experts.Aim("low"))[0].backward()

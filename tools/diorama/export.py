@@ -73,7 +73,7 @@ def export(
     """
     torch.manual_seed(0)
     fit: dict[str, Any] = {"factors": [[0.0] * 3 for _ in range(16)], "bias": [0.0] * 3}
-    parts: dict[str, nn.Module] = {}
+    parts: dict[str, Any] = {}
     for part, name in NAMES.items():
         folders = [f for f in weights if has_weights(f, name)]
         if part == "vae":
