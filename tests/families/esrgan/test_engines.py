@@ -38,9 +38,9 @@ def test_engines_equal_pytorch(backend: str, config: dict[str, Any], scale: int,
         assert (upscale.backend, upscale.fallbacks) == (backend, ())
     assert (larger - expected).abs().max() < 1e-5
     (record,) = service.store.index()
-    assert (record.component, record.model, record.usable) == (UPSCALER, "small", True)
+    assert (record.component, record.model, record.usable) == (UPSCALER, spec.name, True)
     assert BUILDERS[record.key.builder].needs(spec, UPSCALER, record.key.profiles[0]).ram_bytes > 0
     assert service.why_stale(record, [spec]) == []
     save_safetensors(tmp_path / "small.safetensors", COMPACT_CONFIG | {"depth": 3})
-    changed = find_upscaler(str(tmp_path / "small.safetensors"), None, tmp_path)
+    changed = find_upscaler(str(tmp_path / "small.safetensors"), scale, tmp_path)
     assert service.why_stale(record, [changed])
