@@ -772,6 +772,11 @@ def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) ->
     page = open_page()
     places = """() => ['#stage', '#actions', '#chips', '#recent'].map((s) => {
       const box = document.querySelector(s).getBoundingClientRect(); return [box.x, box.y, box.width, box.height] })"""
+    # The first video of all makes the strip appear.
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    page.wait_for_selector("#recent [data-show]")
     before = page.evaluate(places)
     ask(page, long=True)
     tick(page, "#size input[value='64x32']")
