@@ -484,7 +484,7 @@ def backend_reasons(saved: VideoSaved, plan: ExecutionPlan) -> list[tuple[str, s
         # Earlier versions saved text.
         facts = [page_text(Fact(**fact)).what for fact in part["reasons"]] if "reasons" in part else [part["reason"]]
         reasons[lowered(plan.title(name))] = tuple(dict.fromkeys(map(str, filter(None, facts))))
-    common = [text for text in next(iter(reasons.values())) if all(text in texts for texts in reasons.values())]
+    common = [text for text in next(iter(reasons.values()), ()) if all(text in texts for texts in reasons.values())]
     names_by_text: dict[str, list[str]] = {}
     for title, texts in reasons.items():
         names_by_text.setdefault(" ".join(text for text in texts if text not in common), []).append(title)
