@@ -21,6 +21,14 @@ while [ -L "$script" ]; do
 done
 root=$(CDPATH='' cd -P -- "$(dirname -- "$script")" && pwd) || exit 2
 
+# Variables of another Python would change which Python runs, also an isolated one; these are left alone.
+for name in "${!PYTHON@}"; do
+  case $name in
+    PYTHONDONTWRITEBYTECODE | PYTHONUNBUFFERED | PYTHONPYCACHEPREFIX | PYTHONFAULTHANDLER | PYTHONNOUSERSITE) ;;
+    *) unset "$name" ;;
+  esac
+done
+
 say() { printf 'Tandem setup: %s\n' "$1" >&2; }
 
 # Print "ok" for a suitable Python $1, or its version and what it lacks. Fails if it does not run, such as a

@@ -50,7 +50,8 @@ LOCK = ROOT / ".install.lock"  # not in .venv, which may be deleted while the lo
 # tests, which share fixtures, and takes over tests of another process when it has none left.
 _PARALLEL = ("--numprocesses=4", "--dist=worksteal")
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-# Only these of Python's variables reach the program: others name modules of another Python, or end it at once.
+# Only these of Python's variables reach setting up and the program: others name another Python's modules or folders, or
+# end it at once. install.sh drops them before it starts this file.
 PYTHON_VARIABLES = (NO_BYTECODE, "PYTHONUNBUFFERED", "PYTHONPYCACHEPREFIX", "PYTHONFAULTHANDLER", "PYTHONNOUSERSITE")
 # Of pip's variables, only these: where packages come from. Others would change what is installed where.
 PIP_VARIABLES = (
@@ -100,6 +101,8 @@ def open_closed_streams() -> None:
 
 def main(args: Sequence[str]) -> int:
     open_closed_streams()
+    for name in [name for name in os.environ if name.startswith("PYTHON") and name not in PYTHON_VARIABLES]:
+        del os.environ[name]
     testing = list(args[:1]) == ["test"]
     try:
         if not is_current(testing):
@@ -127,9 +130,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def start(command: list[str]) -> int:
-    """Replace this process with the program, without variables of other Pythons."""
-    for name in [name for name in os.environ if name.startswith("PYTHON") and name not in PYTHON_VARIABLES]:
-        del os.environ[name]
+    """Replace this process with the program."""
     if sys.platform != "win32":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would inherit that
         os.execv(command[0], command)

@@ -111,6 +111,8 @@ TABLE: Mapping[str, str] = {
     "PYTHONHASHSEED": "x",
     "PYTHONUTF8": "x",
     "PYTHONMALLOC": "x",
+    "PYTHONEXECUTABLE": NOTHING,
+    "PYTHONPLATLIBDIR": "x",
 }
 # Set one at a time only: they turn others off, are unlikely, or are further values of variables above.
 ALONE: Mapping[str, tuple[str, ...]] = {
@@ -269,8 +271,6 @@ ALONE: Mapping[str, tuple[str, ...]] = {
     "PYTHONVERBOSE": ("1",),
     "PYTHONBREAKPOINT": ("x",),
     "PYTHONCOERCECLOCALE": ("x",),
-    "PYTHONEXECUTABLE": (NOTHING,),
-    "PYTHONPLATLIBDIR": ("x",),
     "PYTHONINTMAXSTRDIGITS": ("640",),
     "PYTHONNODEBUGRANGES": ("1",),
     "PYTHONCASEOK": ("1",),
