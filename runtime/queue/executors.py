@@ -35,7 +35,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
 from runtime.models.latent_files import LatentFile
 from runtime.models.requested import model_for
-from runtime.models.spec import VAE_ENCODER, ModelSpec
+from runtime.models.spec import UPSCALER, VAE_ENCODER, ModelSpec
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.files import Stamps
@@ -347,7 +347,8 @@ class _Task:
 
     def _verify(self, work: VerifyEngine) -> Fact:
         chosen = self.engines.store.choose([work.engine])
-        upscalers = {spec.name: spec for spec in upscaler_models(self.weights_dir)}
+        of_upscaler = any(record.component == UPSCALER for record in chosen)
+        upscalers = {spec.name: spec for spec in upscaler_models(self.weights_dir)} if of_upscaler else {}
         models = [upscalers.get(name) or look_up(name, self.weights_dir) for name in work.models]
         self.free()
         timers = PyTorchTimerFactory(self.engines)

@@ -147,7 +147,7 @@ class DcaeFamily(Family):
                 directory=directory,
                 vae=vae,
                 parameters={FRAME_DECODER: sum(weights.values())},
-                **_CARD,
+                **frame_card(FRAME_DECODER),
                 **(_described(vae, name) | (read_sidecar(directory, experts=0) or {})),
             )
 
@@ -167,16 +167,23 @@ class DcaeFamily(Family):
 
 FAMILY: Family = DcaeFamily()
 
-_CARD: Mapping[str, Any] = {
-    "transformer": NoTransformer(),
-    "experts": 0,
-    "boundary_ratio": None,
-    "scheduler": "",
-    "expand_timesteps": False,
-    "max_sequence_length": 0,
-    "encoders": {},
-    "programs": {FRAME_DECODER: (FRAME_DECODER,)},
-}
+
+def frame_card(component: str) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that all models of single frames share.
+
+    Args:
+        component: the only one, which has the name of its program.
+    """
+    return {
+        "transformer": NoTransformer(),
+        "experts": 0,
+        "boundary_ratio": None,
+        "scheduler": "",
+        "expand_timesteps": False,
+        "max_sequence_length": 0,
+        "encoders": {},
+        "programs": {component: (component,)},
+    }
 
 
 def read_architecture(config: Mapping[str, Any]) -> FrameDecoderSpec:

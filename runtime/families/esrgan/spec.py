@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from runtime.families.dcae.spec import NoTransformer
+from runtime.families.dcae.spec import frame_card
 from runtime.models.folder import up_to
 from runtime.models.registry import Family, KnownModel, PartFiles
 from runtime.models.spec import UPSCALER, Defaults, ModelSpec
@@ -261,14 +261,7 @@ def upscaler_spec(name: str, title: str, license_name: str, files: WeightFiles, 
 
 
 _CARD: Mapping[str, Any] = {
-    "transformer": NoTransformer(),
-    "experts": 0,
-    "boundary_ratio": None,
-    "scheduler": "",
-    "expand_timesteps": False,
-    "max_sequence_length": 0,
-    "encoders": {},
-    "programs": {UPSCALER: (UPSCALER,)},
+    **frame_card(UPSCALER),
     "latent_rgb": None,
     # Frames of any size and rate are upscaled.
     "defaults": Defaults(
