@@ -21,6 +21,7 @@ from runtime.machine.probe import Machine, probe
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.upscale_plan import UpscalePlan, UpscaleRequest
+from runtime.planner.history import History
 from runtime.video.mp4 import check_output
 from runtime.video.reader import read_info
 
@@ -61,11 +62,14 @@ def upscale(
         raise InvalidRequestError("out", "upscale.same_file", file=source.name)
     request = UpscaleRequest(source=info, spec=spec, output=output, crf=crf, backend=backend)
     machine = probe()
-    _print_plan(request, loaded, machine)
-    return _run(request, loaded, machine)
+    plan = UpscalePlan.of(request, machine)
+    check_output(output, plan.width, plan.height, info.frames or 1, plan.crf)
+    _print_plan(plan, HistoryFile(loaded.cache_dir, machine).read(), machine)
+    return _run(plan, loaded, machine)
 
 
-def _run(request: UpscaleRequest, loaded: settings.Settings, machine: Machine) -> dict[str, Any]:
+def _run(plan: UpscalePlan, loaded: settings.Settings, machine: Machine) -> dict[str, Any]:
+    output = plan.request.output
     progress, loaded_at = terminal.ProgressLine(), 0.0
 
     def emit(event: Event) -> None:
@@ -82,35 +86,28 @@ def _run(request: UpscaleRequest, loaded: settings.Settings, machine: Machine) -
         # It imports torch, which takes seconds that a refused request does not need.
         from runtime.pipeline.upscale import upscale_file
 
-        done = upscale_file(request, loaded, EngineService.from_settings(loaded, machine), emit, cancel)
-    if loaded.outputs_dir not in request.output.parents:
-        give_usual_permissions(request.output)
+        done = upscale_file(plan, loaded, EngineService.from_settings(loaded, machine), emit, cancel)
+    if loaded.outputs_dir not in output.parents:
+        give_usual_permissions(output)
     rate = done.to_json()["frames_per_second"]
     where = BACKEND_TITLES.get(done.backend, done.backend)
     terminal.line(
         f"Saved. {done.frames} frames of {done.width}×{done.height} · {done.seconds:.1f} s ({rate:.1f} frames/s on "
         f"{where}) · loading {loaded_at - began:.1f} s"
     )
-    terminal.result_path(request.output)
+    terminal.result_path(output)
     return done.to_json()
 
 
-def _print_plan(request: UpscaleRequest, loaded: settings.Settings, machine: Machine) -> None:
-    """Print what upscaling makes and how long it takes.
-
-    Raises:
-        InvalidRequestError: if the result would be too large.
-        OutputError, MachineError: if the MP4 cannot be written.
-    """
-    plan = UpscalePlan.of(request, machine)
-    source, frames = request.source, request.source.frames
-    check_output(request.output, plan.width, plan.height, frames or 1, plan.crf)
-    length = "" if source.seconds is None else f", {frames} frames ({duration(source.seconds)})"
+def _print_plan(plan: UpscalePlan, history: History, machine: Machine) -> None:
+    """Print what upscaling makes and how long it takes."""
+    spec, source = plan.request.spec, plan.request.source
+    length = "" if source.seconds is None else f", {source.frames} frames ({duration(source.seconds)})"
     sound = " with sound" if source.sound else ""
     terminal.line(
-        f"{request.spec.title}: {source.width}x{source.height} to {plan.width}x{plan.height}{length}, "
+        f"{spec.title}: {source.width}x{source.height} to {plan.width}x{plan.height}{length}, "
         f"{float(source.rate):.4g} fps{sound}"
     )
-    seconds = plan.seconds(machine, HistoryFile(loaded.cache_dir, machine).read())
+    seconds = plan.seconds(machine, history)
     if seconds is not None:
         terminal.line(forecast_text(seconds, plan.load_seconds))

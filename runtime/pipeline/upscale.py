@@ -77,28 +77,23 @@ class Upscaled:
 
 
 def upscale_file(
-    request: UpscaleRequest,
+    plan: UpscalePlan,
     settings: Settings,
     engines: EngineService,
     emit: Callable[[Event], None],
     cancel: Cancel,
-    *,
-    gpu: int = 0,
 ) -> Upscaled:
     """Upscale a video and write the MP4.
 
-    Args:
-        gpu: index of the GPU that upscales, if the machine has GPUs.
-
     Raises:
-        InvalidRequestError: if the result would be too large, or the source has no frames.
+        InvalidRequestError: if the source has no frames.
         ModelError: if the upscaler cannot be loaded.
         OutputError, MachineError: if the MP4 cannot be written.
         torch.OutOfMemoryError, MemoryError: if memory is too small for the smallest tiles.
         CancelledError: within one batch of the request; nothing is left.
     """
-    machine, source = engines.machine, request.source
-    plan = UpscalePlan.of(request, machine, gpu)
+    machine, request = engines.machine, plan.request
+    source = request.source
     of = source.frames or 0
     check_output(request.output, plan.width, plan.height, max(of, 1), plan.crf)
     loading = time.monotonic()

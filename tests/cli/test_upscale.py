@@ -200,10 +200,9 @@ def test_cancelling_leaves_nothing(upscaler: str, tmp_path: Path) -> None:
             cancel.request()
 
     settings = Settings(cache_dir=tmp_path)
+    engines = EngineService.from_settings(settings, probe())
     with pytest.raises(CancelledError):
-        upscale_file(
-            request(upscaler, source, out), settings, EngineService.from_settings(settings, probe()), emit, cancel
-        )
+        upscale_file(UpscalePlan.of(request(upscaler, source, out), engines.machine), settings, engines, emit, cancel)
     assert sum(isinstance(event, FramesDecoded) for event in events) < 12
     assert not out.exists()
     assert not list(tmp_path.glob(".tandem*"))
