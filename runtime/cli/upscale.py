@@ -6,6 +6,7 @@ from typing import Any
 
 from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
+from runtime.cli.flags import CRF_LIMITS, check_file_options
 from runtime.cli.plan_and_doctor import forecast_text
 from runtime.core import settings
 from runtime.core.errors import InvalidRequestError
@@ -13,7 +14,6 @@ from runtime.core.events import Event, FellBack, StageStarted, Warned
 from runtime.core.facts import render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import BACKEND_TITLES
-from runtime.core.request import AUTO
 from runtime.core.units import duration
 from runtime.engines.service import EngineService
 from runtime.families.esrgan.upscalers import SCALES, find_upscaler
@@ -24,8 +24,6 @@ from runtime.pipeline.upscale_plan import UpscalePlan, UpscaleRequest
 from runtime.planner.history import History
 from runtime.video.mp4 import check_output
 from runtime.video.reader import read_info
-
-_MAX_CRF = 51
 
 
 def upscale(
@@ -38,14 +36,7 @@ def upscale(
         CancelledError: on Ctrl-C; nothing is left.
     """
     loaded = settings.load()
-    if backend not in {AUTO, *BACKEND_TITLES}:
-        raise InvalidRequestError(
-            "backend", "request.not_a_choice", value=repr(backend)[:40], choices=[AUTO, *BACKEND_TITLES]
-        )
-    for name, value, low, most in (("scale", scale, SCALES[0], SCALES[-1]), ("crf", crf, 0, _MAX_CRF)):
-        if value is not None and not low <= value <= most:
-            nearest = min(max(value, low), most)
-            raise InvalidRequestError(name, "request.out_of_range", value=value, low=low, high=most, nearest=nearest)
+    check_file_options(backend, {"scale": (scale, SCALES[0], SCALES[-1]), "crf": (crf, *CRF_LIMITS)})
     if not file.strip() or not file.isprintable():
         raise InvalidRequestError("file", "source.path_unreadable")
     spec = find_upscaler(upscaler, scale, loaded.weights_dir)
