@@ -42,6 +42,7 @@ SHIFT = 5.0  # as the shipped sampler's: training visits noise levels as often a
 CAPTIONS = 4  # per clip
 IMAGE_CAPTIONS = 3  # further ones per clip, short, for clips that start from an image
 HARD = ("bird", "train", "ball", "butterfly", "car", "cat")
+HARD_MOTIONS = ("bouncing", "circling")
 MIDWAY = 0.6  # of clips that start from an image: entered at any time, not only where a clip from text begins
 SAVE_EVERY = 120  # seconds
 
@@ -155,8 +156,8 @@ def states_of(encoder: UMT5EncoderModel, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What the clips of a cache show: shares with two subjects, entered midway, drawn to show a subject of HARD, and
-    ``usual`` (see ``world.make_usual``)."""
+    """What the clips of a cache show: shares with two subjects, entered midway, drawn to show a subject of HARD or a
+    motion of HARD_MOTIONS by turns, and ``usual`` (see ``world.make_usual``)."""
 
     two_subjects: float = 0.5
     midway: float = 0.0
@@ -168,9 +169,12 @@ def lessons(count: int, seed: int, wanted: Lessons) -> world.Scenes:
     """Scenes to train on, those entered midway first."""
     two_subjects, usual = wanted.two_subjects, wanted.usual
     extra = round(wanted.hard * count)
-    codes = torch.tensor([world.SUBJECTS.index(name) for name in HARD])
+    subjects = torch.tensor([world.SUBJECTS.index(name) for name in HARD])
+    motions = torch.tensor([world.MOTIONS.index(name) for name in HARD_MOTIONS])
     more = world.sample(6 * extra, seed + 50_000_000, two_subjects=two_subjects, usual=usual)
-    more = more[torch.isin(more.subject, codes).any(1)][slice(0, extra)]
+    hard = torch.isin(more.subject, subjects).any(1)
+    hard[1::2] = torch.isin(more.motion, motions)[1::2]
+    more = more[hard][slice(0, extra)]
     scenes = world.sample(count - len(more), seed, two_subjects=two_subjects, usual=usual)
     scenes = world.join([scenes, more])
     scenes = scenes[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
@@ -353,7 +357,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--subject-weight", type=float, default=4.0, help="of the loss where subjects are")
     parser.add_argument("--two-subjects", type=float, default=0.5, help="share of clips")
     parser.add_argument("--images", type=float, default=0.0, help="share of clips that start from an image")
-    parser.add_argument("--hard", type=float, default=0.0, help="share of clips drawn to show a bird, train or such")
+    parser.add_argument("--hard", type=float, default=0.0, help="share of clips with hard subjects or motions")
     parser.add_argument("--first", type=float, default=1.0, help="weight of the first latent frame of other clips")
     parser.add_argument("--guidance", type=float, default=1.0, help="towards the caption, to be learnt; see Aim")
     parser.add_argument("--image-guidance", type=float, default=1.0, help="towards the image, to be learnt")
