@@ -324,14 +324,14 @@ def test_the_text_is_cached_if_it_is_small_against_free_memory() -> None:
 def test_small_models_on_a_gpu_pair_passes_and_use_cuda_graphs() -> None:
     from runtime.models.catalogue import find
 
-    decided = plan(find("diorama", Path("none")), gpu_machine()).speed
+    decided = plan(find("diorama", Path("none")), gpu_machine(), guidance_scale=4.0).speed
     assert decided.paired
     assert decided.graphed
     assert {"planner.paired", "planner.graphed"} <= {fact.code for fact in decided.reasons}
     large = plan().speed
     assert not large.paired
     assert not large.graphed
-    on_cpu = plan(find("diorama", Path("none")), machine()).speed
+    on_cpu = plan(find("diorama", Path("none")), machine(), guidance_scale=4.0).speed
     assert not on_cpu.paired
     assert not on_cpu.graphed
     assert on_cpu.text_kept

@@ -239,13 +239,14 @@ def test_a_machine_seen_from_one_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_cache", "tensors", "computed"), [("magcache:0.12", 2, (3, 7)), ("taylorseer", 4, (5, 6))]
+    ("step_cache", "tensors", "computed"), [("magcache:0.12", 2, (4, 9)), ("taylorseer", 4, (5, 6))]
 )
 def test_a_forecast_counts_the_steps_that_a_cache_computes(
     step_cache: str, tensors: int, computed: tuple[int, int], tmp_path: Path
 ) -> None:
     spec = find("diorama", tmp_path)
-    plain, cached = plan(spec), plan(spec, step_cache=step_cache)
+    asked = {"steps": 20, "guidance_scale": 4.0}
+    plain, cached = plan(spec, **asked), plan(spec, step_cache=step_cache, **asked)
     steps = dict(zip(("transformer", "transformer_2"), computed, strict=True))
     reason = {"step_cache": cached.step_cache, "computed": steps["transformer"], "steps": 9}
     assert Fact("planner.steps_computed", reason) in cached.components["transformer"].reasons
@@ -261,7 +262,7 @@ def test_a_forecast_counts_the_steps_that_a_cache_computes(
         flops=spec.transformer.forward_flops(plain.tokens, spec.max_sequence_length),
         seconds=2.0, working_bytes=1, excess_bytes=None,
     )  # fmt: skip
-    request = GenerationRequest(prompt="a boat", step_cache=step_cache)
+    request = GenerationRequest(prompt="a boat", step_cache=step_cache, **asked)
     measured = resolve(request, spec, PlanningContext(machine(), OUT, history=[run])).seconds["denoise"]
     assert measured.measured and measured.likely == pytest.approx(2 * 2.0 * sum(computed))
 
